@@ -1,0 +1,1 @@
+# `make demo` runs the main job, `make test` passes the tests; both set up what they need.

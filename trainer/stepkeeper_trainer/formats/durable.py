@@ -1,0 +1,68 @@
+"""Writing files that must outlive the process: the only place that fsyncs and renames small files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames and new names below `path` durable.  Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write every byte of `data`: `os.write` may take fewer on a nearly full disk.  Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Replace `path` by `data`: after a crash it holds the old bytes or the new ones, never a mixture.
+
+    The temporary file stands beside `path`, with a name of its own, so two writers cannot mix.
+
+    Raises:
+        OSError: nothing was replaced, and the temporary file is gone.
+    """
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        try:
+            os.fchmod(descriptor, mode)
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):  # renamed already, or never made
+            os.unlink(temporary)
+        raise
+    fsync_directory(path.parent)
+
+
+def append_line(path: Path, line: bytes, *, mode: int = 0o600) -> None:
+    """Append one line and fsync.  A torn last line of a crashed writer is closed first, never continued.
+
+    Raises:
+        OSError: the line may be there in part; readers skip a line that does not parse.
+    """
+    assert b"\n" not in line, "one record is one line"
+    existed = path.exists()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        write_all(descriptor, (b"\n" if torn else b"") + line + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if not existed:
+        fsync_directory(path.parent)

@@ -1,0 +1,63 @@
+"""`lease.json`: which attempt of a run may act.
+
+Two attempts can run at once (slurmd dies on the batch node, Slurm requeues, and slurmd comes back with
+the old processes alive).  The higher epoch (job id, restart count) wins.  There is no flock: shared file
+systems do not agree on it.  Both sides read the file before each act that the other must not repeat.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepkeeper_trainer.formats.durable import write_atomically
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LEASE_NAME = "lease.json"
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds a run directory."""
+
+    format: int = 1
+    job_id: int
+    restart_count: int
+    attempt: int
+    node: str
+    pid: int
+    taken_at: float  # Unix seconds
+
+    @property
+    def epoch(self) -> tuple[int, int]:
+        """What is compared: the higher one wins."""
+        return (self.job_id, self.restart_count)
+
+
+class LeaseError(ValueError):
+    """The lease file does not parse."""
+
+
+def read(run_directory: Path) -> Lease | None:
+    """Return the lease of a run directory; None where nobody ever took it.
+
+    Raises:
+        LeaseError: the file is there and is no lease.
+        OSError: it cannot be read.
+    """
+    path = run_directory / LEASE_NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return msgspec.json.decode(data, type=Lease)
+    except msgspec.MsgspecError as error:
+        raise LeaseError(f"{path}: not a lease: {error}; if no job uses this run, remove the file") from error
+
+
+def write(run_directory: Path, lease: Lease) -> None:
+    """Take the lease: the caller has compared epochs.  Raises OSError."""
+    write_atomically(run_directory / LEASE_NAME, msgspec.json.encode(lease), mode=0o644)

@@ -1,0 +1,105 @@
+"""`checkpoints/lineage.jsonl`: which commits lead to the state that training is in now.
+
+Append-only, one JSON object a line, fsynced.  A line that does not parse (a writer died in it) is
+skipped.  After a rollback a step number can exist twice; the lineage tells which one counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepkeeper_trainer.formats.durable import append_line
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LINEAGE_NAME = "lineage.jsonl"
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
+    at: float  # Unix seconds
+    attempt: int = 0
+
+
+class Commit(_Record, frozen=True, kw_only=True, tag="commit"):
+    """A step directory became complete."""
+
+    step: int
+    save_id: str
+    parent: str | None
+    directory: str
+
+
+class Rollback(_Record, frozen=True, kw_only=True, tag="rollback"):
+    """Training goes on from `save_id` (None: from the very start); later commits no longer count."""
+
+    save_id: str | None
+    why: str
+
+
+class Mark(_Record, frozen=True, kw_only=True, tag="mark"):
+    """A property of one commit, such as `suspect` or `pinned`; `value` false takes it back."""
+
+    save_id: str
+    mark: str
+    value: bool = True
+
+
+LineageRecord = Commit | Rollback | Mark
+_decoder: msgspec.json.Decoder[LineageRecord] = msgspec.json.Decoder(LineageRecord)
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The commits that count, oldest first, and the marks they carry."""
+
+    commits: dict[str, Commit]  # every commit ever recorded, by save_id
+    head: str | None  # save_id of the newest commit that counts
+    marks: dict[str, frozenset[str]]
+
+    def chain(self) -> list[str]:
+        """Return the save_ids that lead to the head, newest first."""
+        chain: list[str] = []
+        at = self.head
+        while at is not None and at in self.commits and at not in chain:
+            chain.append(at)
+            at = self.commits[at].parent
+        return chain
+
+
+def read(checkpoints: Path) -> Lineage | None:
+    """Return the lineage of a `checkpoints/` directory; None where there is no file.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    try:
+        data = (checkpoints / LINEAGE_NAME).read_bytes()
+    except FileNotFoundError:
+        return None
+    commits: dict[str, Commit] = {}
+    marks: dict[str, frozenset[str]] = {}
+    head: str | None = None
+    for line in data.splitlines():
+        try:
+            record = _decoder.decode(line)
+        except msgspec.MsgspecError:
+            continue  # torn by a crash, or of a newer version: neither may hide the other lines
+        match record:
+            case Commit():
+                commits[record.save_id] = record
+                head = record.save_id
+            case Rollback():
+                head = record.save_id
+            case Mark():
+                before = marks.get(record.save_id, frozenset())
+                marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
+    return Lineage(commits, head, marks)
+
+
+def append(checkpoints: Path, record: LineageRecord) -> None:
+    """Add one record and make it durable.  Raises OSError."""
+    append_line(checkpoints / LINEAGE_NAME, msgspec.json.encode(record))

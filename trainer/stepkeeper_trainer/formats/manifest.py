@@ -1,0 +1,104 @@
+"""`MANIFEST.json`: what a committed step directory holds, byte for byte.
+
+It is written last and then the directory is renamed: a step directory with a manifest is complete, and
+one without is not.  Format 1 stays readable for ever; a newer format is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+import msgspec
+import xxhash
+
+FORMAT = 1
+MANIFEST_NAME = "MANIFEST.json"
+CHUNK_BYTES = 16 * 1024 * 1024
+MANIFEST_BYTES_MAX = 1024 * 1024 * 1024
+_DIGEST_FIELD = re.compile(rb'("manifest_xxh3_128"\s*:\s*")([0-9a-f]{32})(")')
+
+
+class ManifestError(ValueError):
+    """The manifest is missing, torn, of a newer format, or names something it must not."""
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file: its size and digests, of the whole and of each chunk (the last may be shorter)."""
+
+    bytes: int
+    xxh3_128: str
+    chunk_bytes: int = CHUNK_BYTES
+    chunks: tuple[str, ...] = ()
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a step directory.  `manifest_xxh3_128` is last, so that it can seal the rest."""
+
+    format: int = FORMAT
+    step: int
+    tokens: int
+    world_size: int
+    framework: str = "torch.distributed.checkpoint"
+    created_at: str
+    save_id: str
+    parent: str | None = None
+    files: dict[str, FileEntry]
+    state: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+    conditions: dict[str, Any] = {}
+    loss: float | None = None
+    manifest_xxh3_128: str = ""
+
+
+def seal(manifest: Manifest) -> bytes:
+    """Return the bytes of `MANIFEST.json`: the manifest with the digest of itself filled in.
+
+    The digest is xxh3-128 over the very bytes of the file with the digest's value empty, so a reader
+    checks it without knowing how JSON was laid out.
+    """
+    empty = msgspec.json.encode(msgspec.structs.replace(manifest, manifest_xxh3_128=""))
+    digest = xxhash.xxh3_128_hexdigest(empty).encode()
+    head, field, tail = empty.rpartition(b'"manifest_xxh3_128":"')
+    return head + field + digest + tail
+
+
+def unseal(data: bytes, *, source: str) -> Manifest:
+    """Parse and check the bytes of a `MANIFEST.json`; `source` names it in errors.
+
+    Raises:
+        ManifestError: what is wrong, with which manifest.
+    """
+    last = None
+    for last in _DIGEST_FIELD.finditer(data):
+        pass
+    if last is None:
+        raise ManifestError(f"{source}: torn: it has no digest of its own at its end")
+    empty = data[: last.end(1)] + data[last.start(3) :]
+    if xxhash.xxh3_128_hexdigest(empty).encode() != last.group(2):
+        raise ManifestError(
+            f"{source}: its content does not match its own digest: it was changed or is damaged"
+        )
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise ManifestError(f"{source}: not a manifest: {error}") from error
+    if manifest.format != FORMAT:
+        raise ManifestError(
+            f"{source}: format {manifest.format} is newer than this Stepkeeper reads ({FORMAT}): upgrade Stepkeeper"
+        )
+    for name in manifest.files:
+        check_relative(name, source=source)
+    return manifest
+
+
+def check_relative(name: str, *, source: str) -> None:
+    """Refuse a file name that could leave the step directory.
+
+    Raises:
+        ManifestError: the name is absolute, has a `..`, or is no plain relative path.
+    """
+    path = PurePosixPath(name)
+    if not name or "\0" in name or path.is_absolute() or ".." in path.parts or str(path) != name:
+        raise ManifestError(f"{source}: names {name!r}, which is not a plain path inside the step directory")

@@ -1,0 +1,159 @@
+"""What ranks, their wrappers and their node's watcher say to each other: one datagram, one JSON object.
+
+A datagram is at most `MESSAGE_BYTES_MAX` bytes, so that the watcher can pass it on over Slurm's stdio
+whole.  Fields are only ever added, with defaults: a reader skips fields that it does not know, and types
+that it does not know, so that a rank and a watcher one version apart understand each other.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MESSAGE_BYTES_MAX = 800  # leaves room for the watcher's envelope in a line of 1,024 bytes
+TEXT_CHARACTERS_MAX = 200  # of free text in a message
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
+    launch: str = ""  # "ATTEMPT.LAUNCH", from the environment: a late word of an older launch is told apart
+
+
+# --- from the wrapper around each rank ------------------------------------------------------------
+
+
+class TaskStarted(_Message, frozen=True, kw_only=True, tag="task_started"):
+    """The wrapper is about to become a rank's parent."""
+
+    rank: int
+    local_rank: int
+    pid: int  # of the rank itself
+
+
+class TaskExited(_Message, frozen=True, kw_only=True, tag="task_exited"):
+    """A rank's process ended.  Exactly one of `code` and `signal` is set."""
+
+    rank: int
+    code: int | None = None
+    signal: int | None = None
+    at: float  # Unix seconds
+
+
+# --- from the trainer library in each rank --------------------------------------------------------
+
+
+class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
+    """The trainer library is there: this script can save, stop and resume."""
+
+    rank: int
+    world_size: int
+    pid: int
+    version: str
+    resumed_step: int | None = None
+
+
+class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
+    """A step was completed.  Sent by rank 0 for each step, by the others at most once a second."""
+
+    rank: int
+    step: int
+    tokens: int
+    loss: float | None = None
+    step_seconds: float | None = None
+
+
+class SaveStarted(_Message, frozen=True, kw_only=True, tag="save_started"):
+    """Rank 0: all ranks have agreed to save `step`."""
+
+    step: int
+    save_id: str
+    emergency: bool = False
+
+
+class Committed(_Message, frozen=True, kw_only=True, tag="committed"):
+    """Rank 0: the step directory is complete and durable."""
+
+    step: int
+    save_id: str
+    directory: str  # name below checkpoints/
+    bytes: int
+    seconds: float  # from the request to durable
+    emergency: bool = False
+
+
+class SaveFailed(_Message, frozen=True, kw_only=True, tag="save_failed"):
+    """Rank 0: nothing was committed for `step`; older steps are untouched."""
+
+    step: int
+    save_id: str
+    error: str
+    emergency: bool = False
+
+
+class Finished(_Message, frozen=True, kw_only=True, tag="finished"):
+    """Rank 0: the work is done, and its last step is saved."""
+
+    step: int
+
+
+class Stopped(_Message, frozen=True, kw_only=True, tag="stopped"):
+    """Rank 0: all ranks leave at `step` because they were asked to; `save_id` is what they saved."""
+
+    step: int
+    save_id: str | None = None
+
+
+# --- from the watcher to a rank -------------------------------------------------------------------
+
+
+class SaveRequest(_Message, frozen=True, kw_only=True, tag="save_request"):
+    """Save at the next common step boundary, by `deadline_at` if it is set; then leave if `stop`."""
+
+    request_id: int
+    stop: bool
+    deadline_at: float | None = None  # Unix seconds
+    why: str = ""
+
+
+FromRank = (
+    TaskStarted | TaskExited | Hello | Progress | SaveStarted | Committed | SaveFailed | Finished | Stopped
+)
+ToRank = SaveRequest
+
+_encoder = msgspec.json.Encoder()
+_from_rank: msgspec.json.Decoder[FromRank] = msgspec.json.Decoder(FromRank)
+_to_rank: msgspec.json.Decoder[ToRank] = msgspec.json.Decoder(ToRank)
+
+
+def shorten(text: str) -> str:
+    """Cut free text so that a message stays within its limit, and keep it on one line."""
+    return " ".join(text.split())[:TEXT_CHARACTERS_MAX]
+
+
+def encode(message: FromRank | ToRank) -> bytes:
+    """Return the datagram.  A message over the limit is a mistake of the caller (see `shorten`)."""
+    data = _encoder.encode(message)
+    assert len(data) <= MESSAGE_BYTES_MAX, f"{type(message).__name__} has {len(data)} bytes"
+    return data
+
+
+def decode_from_rank(data: bytes) -> FromRank | None:
+    """Parse a datagram of a rank; None for one that this version does not know.
+
+    Raises:
+        msgspec.MsgspecError: not JSON at all.
+    """
+    try:
+        return _from_rank.decode(data)
+    except msgspec.ValidationError:
+        return None
+
+
+def decode_to_rank(data: bytes) -> ToRank | None:
+    """Parse a datagram to a rank; None for one that this version does not know.
+
+    Raises:
+        msgspec.MsgspecError: not JSON at all.
+    """
+    try:
+        return _to_rank.decode(data)
+    except msgspec.ValidationError:
+        return None

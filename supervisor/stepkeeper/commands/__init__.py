@@ -1,0 +1,11 @@
+"""The command line: one module a command, each thin: arguments in, a call, words out.
+
+A command module has `add(subcommands)`, which declares its arguments, and `execute(arguments)`, which
+returns the exit code.
+"""
+
+from __future__ import annotations
+
+from stepkeeper.commands import run
+
+COMMANDS = (run,)

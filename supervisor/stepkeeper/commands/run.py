@@ -1,0 +1,307 @@
+"""`stepkeeper run [options] -- CMD ARGS...`: supervise a training.  It is the batch process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+from collections.abc import Mapping
+
+import msgspec
+
+from stepkeeper import __version__
+from stepkeeper.actions.launch import Job
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.policy import Policy
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.log import configure
+from stepkeeper.slurm.argv import Geometry
+from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.commands import SlurmCommands
+from stepkeeper.sources import lease as lease_source
+from stepkeeper.sources import signals
+from stepkeeper.sources.clock import Clock
+from stepkeeper.sources.inbox import Inbox
+from stepkeeper.store import journal, rundir, tenure
+from stepkeeper.supervise import Setting, Supervisor
+from stepkeeper.watcher.assignment import Assignment, node_name
+from stepkeeper_trainer.formats import outcome
+from stepkeeper_trainer.formats.lease import Lease
+
+
+class Allocation(msgspec.Struct, frozen=True, kw_only=True):
+    """What Slurm's environment says of our job."""
+
+    job_id: int
+    restart_count: int
+    nodes: tuple[str, ...]
+    batch_node: str
+    tasks_per_node: int
+    cpus_per_task: int | None
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    command = subcommands.add_parser(
+        "run",
+        help="supervise a training: `exec stepkeeper run -- CMD` in the batch script",
+        description="Supervise a training inside a batch script: exec stepkeeper run [options] -- CMD ARGS...",
+        epilog="Exit codes: " + "; ".join(f"{code.value} {code.meaning}" for code in ExitCode),
+        allow_abbrev=False,
+    )
+    command.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help=f"the run directory, on shared storage; %%j %%A %%a %%x %%u as in sbatch "
+        f"(default: STEPKEEPER_RUN_DIR, else {rundir.DEFAULT_PATTERN.replace('%', '%%')} below the submit directory)",
+    )
+    command.add_argument(
+        "--torchrun", action="store_true", help="start one torchrun a node, with c10d rendezvous"
+    )
+    command.add_argument(
+        "--tasks-per-node",
+        type=int,
+        metavar="N",
+        help="ranks on a node (default: one a GPU, else --ntasks-per-node of the job, else 1)",
+    )
+    command.add_argument(
+        "--group-readable", action="store_true", help="let your group read the run directory"
+    )
+    command.add_argument(
+        "--failures-max",
+        type=int,
+        metavar="N",
+        default=Policy().failures_max,
+        help="launches that may fail without a newly verified step before the run stops (default: %(default)s)",
+    )
+    command.add_argument(
+        "--save-margin-s",
+        type=float,
+        metavar="SECONDS",
+        default=Policy().save_margin_s,
+        help="kept free between an emergency save and the end of the notice (default: %(default)s)",
+    )
+    command.add_argument(
+        "--progress-log-every-s",
+        type=float,
+        metavar="SECONDS",
+        default=10.0,
+        help="a progress line in the log at most this often (default: %(default)s)",
+    )
+    command.add_argument("cmd", nargs=argparse.REMAINDER, metavar="-- CMD ARGS...")
+    command.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Supervise until the attempt ends."""
+    environment = dict(os.environ)
+    command = _command(arguments.cmd)
+    policy = _policy(arguments)
+    client = SlurmCommands()
+    require_batch_process(environment)
+    directory = _directory(arguments, environment)
+    try:
+        allocation = read_allocation(environment, client, arguments.tasks_per_node)
+        settings = client.settings()
+    except SlurmError as error:
+        raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
+    clock = Clock()
+    carried = _carried(directory)
+    lease = _lease(directory, allocation, carried, clock, client)
+    log = configure(job=allocation.job_id, attempt=lease.attempt)
+    assignment = Assignment(
+        run_directory=str(directory.path),
+        run_id=directory.run_id,
+        job_id=allocation.job_id,
+        restart_count=allocation.restart_count,
+        attempt=lease.attempt,
+        nodes=allocation.nodes,
+        kill_wait_s=settings.kill_wait_s,
+    )
+    setting = Setting(
+        directory=directory,
+        assignment=assignment,
+        job=Job(
+            command=command,
+            torchrun=arguments.torchrun,
+            geometry=Geometry(
+                nodes=allocation.nodes,
+                tasks_per_node=allocation.tasks_per_node,
+                cpus_per_task=allocation.cpus_per_task,
+            ),
+            run_directory=directory.path,
+            run_id=directory.run_id,
+            attempt=lease.attempt,
+            socket=assignment.socket_name(),
+        ),
+        lease=lease,
+        policy=policy,
+        progress_log_every_s=arguments.progress_log_every_s,
+    )
+    log.info(
+        "attempt_started",
+        version=__version__,
+        run_dir=str(directory.path),
+        nodes=",".join(allocation.nodes),
+        slurm=settings.version,
+        previous=carried.previous or "none",
+        see_status=f"stepkeeper status {directory.path}",
+        see_logs=f"stepkeeper logs {directory.path}",
+        to_stop=f"scancel {allocation.job_id}",
+    )
+    inbox = Inbox(clock)
+    signals.listen(inbox)
+    inbox.put(
+        on.AttemptStarted(
+            at=clock.now(),
+            job_id=allocation.job_id,
+            restart_count=allocation.restart_count,
+            attempt=lease.attempt,
+            nodes=allocation.nodes,
+            batch_node=allocation.batch_node,
+            kill_wait_s=settings.kill_wait_s,
+            finished_step=_finished_step(directory),
+            failures=carried.failures,
+            best_step=carried.best_step,
+            node_losses=carried.node_losses,
+            previous=carried.previous,
+        )
+    )
+    lease_source.watch(
+        directory.path,
+        lease,
+        inbox=inbox,
+        on_error=lambda error: log.warning("lease_unreadable", error=str(error)),
+    )
+    writer = journal.JournalWriter(directory.journal)
+    return Supervisor(setting, client, inbox, writer, environment, log).run()
+
+
+def _command(words: list[str]) -> tuple[str, ...]:
+    command = words[1:] if words[:1] == ["--"] else words
+    if not command:
+        raise StepkeeperError("no CMD: write `stepkeeper run [options] -- CMD ARGS...`", ExitCode.USAGE)
+    if words[:1] != ["--"] and command[0].startswith("-"):
+        raise StepkeeperError(
+            f"unknown option {command[0]}; CMD comes after `--`; see `stepkeeper run --help`", ExitCode.USAGE
+        )
+    return tuple(command)
+
+
+def _policy(arguments: argparse.Namespace) -> Policy:
+    if arguments.failures_max < 1 or arguments.save_margin_s < 0:
+        raise StepkeeperError("--failures-max is at least 1, --save-margin-s at least 0", ExitCode.USAGE)
+    return Policy(failures_max=arguments.failures_max, save_margin_s=arguments.save_margin_s)
+
+
+def require_batch_process(environment: Mapping[str, str]) -> None:
+    """Refuse to run where Slurm's signals would reach somebody else.
+
+    Raises:
+        StepkeeperError: not in a job, or started by the batch script instead of in its place.
+    """
+    missing = [name for name in ("srun", "scontrol", "scancel") if shutil.which(name) is None]
+    if "SLURM_JOB_ID" not in environment or "SLURM_JOB_NODELIST" not in environment:
+        raise StepkeeperError(
+            "not inside a Slurm job: submit it with `sbatch sbatch/stepkeeper.sbatch CMD ARGS...`", ExitCode.NO_SLURM
+        )
+    if missing:
+        raise StepkeeperError(f"{', '.join(missing)} not on PATH: is Slurm installed here?", ExitCode.NO_SLURM)
+    batch_pid = environment.get("SLURM_TASK_PID")
+    if batch_pid != str(os.getpid()):
+        raise StepkeeperError(
+            "not the batch process: Slurm signals only that one, so its place must be ours; "
+            "in the batch script write `exec stepkeeper run ...` as the last line",
+            ExitCode.NOT_BATCH_PROCESS,
+        )
+
+
+def read_allocation(
+    environment: Mapping[str, str], client: SlurmClient, tasks_per_node: int | None
+) -> Allocation:
+    """Return our job's shape.
+
+    Raises:
+        SlurmError: the node list could not be expanded.
+        StepkeeperError: a variable is not what Slurm sets.
+    """
+    nodes = client.hostnames(environment["SLURM_JOB_NODELIST"])
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    asked = environment.get("SLURM_NTASKS_PER_NODE", "")
+    if tasks_per_node is not None:
+        tasks = tasks_per_node
+    elif gpus.isdigit() and int(gpus):
+        tasks = int(gpus)
+    elif asked.isdigit():
+        tasks = int(asked)
+    else:
+        tasks = 1
+    if tasks < 1:
+        raise StepkeeperError("--tasks-per-node is at least 1", ExitCode.USAGE)
+    per_task = environment.get("SLURM_CPUS_PER_TASK", "")
+    on_node = re.match(r"\d+", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    if per_task.isdigit():
+        cpus: int | None = int(per_task)
+    elif on_node:
+        cpus = max(1, int(on_node.group()) // tasks)
+    else:
+        cpus = None
+    return Allocation(
+        job_id=int(environment["SLURM_JOB_ID"]),
+        restart_count=int(environment.get("SLURM_RESTART_COUNT", "0")),
+        nodes=nodes,
+        batch_node=node_name(),
+        tasks_per_node=tasks,
+        cpus_per_task=cpus,
+    )
+
+
+def _directory(arguments: argparse.Namespace, environment: Mapping[str, str]) -> rundir.RunDirectory:
+    chosen = arguments.run_dir or environment.get("STEPKEEPER_RUN_DIR")
+    path = rundir.expand(chosen or rundir.DEFAULT_PATTERN, environment)
+    return rundir.prepare(path, group_readable=arguments.group_readable, default=chosen is None)
+
+
+def _carried(directory: rundir.RunDirectory) -> journal.Carried:
+    try:
+        return journal.reconstruct(directory.journal)
+    except OSError as error:
+        raise StepkeeperError(
+            f"{directory.journal}: cannot be read: {error.strerror}", ExitCode.RUN_DIRECTORY
+        ) from error
+
+
+def _lease(
+    directory: rundir.RunDirectory,
+    allocation: Allocation,
+    carried: journal.Carried,
+    clock: Clock,
+    client: SlurmClient,
+) -> Lease:
+    wanted = Lease(
+        job_id=allocation.job_id,
+        restart_count=allocation.restart_count,
+        attempt=carried.attempt,
+        node=allocation.batch_node,
+        pid=os.getpid(),
+        taken_at=clock.now(),
+    )
+    try:
+        return tenure.take(directory.path, wanted, job_runs=client.job_runs)
+    except SlurmError as error:
+        raise StepkeeperError(
+            f"{directory.path}: another job held this run, and Slurm does not tell whether it lives: {error}",
+            ExitCode.NO_SLURM,
+        ) from error
+
+
+def _finished_step(directory: rundir.RunDirectory) -> int | None:
+    try:
+        said = outcome.read(directory.path)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StepkeeperError(
+            f"{directory.path / outcome.OUTCOME_NAME}: cannot be read: {error}", ExitCode.RUN_DIRECTORY
+        ) from error
+    return said.step if said is not None and said.outcome == "finished" else None

@@ -1,0 +1,1 @@
+"""What Stepkeeper decides, and nothing else: pure functions over frozen records."""

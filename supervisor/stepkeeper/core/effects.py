@@ -1,0 +1,91 @@
+"""What to do: the only output of `decide` besides the next state.  Imperative; each is one act."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class _Effect(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="effect"):
+    pass
+
+
+class StartBus(_Effect, frozen=True, kw_only=True, tag="start_bus"):
+    """Start one watcher on every node; an older bus is ended."""
+
+    bus: int
+
+
+class StopBus(_Effect, frozen=True, kw_only=True, tag="stop_bus"):
+    """Ask the watchers to leave; answered by `BusEnded`."""
+
+
+class ChooseCheckpoint(_Effect, frozen=True, kw_only=True, tag="choose_checkpoint"):
+    """Find the newest verified step directory."""
+
+
+class VerifyCheckpoint(_Effect, frozen=True, kw_only=True, tag="verify_checkpoint"):
+    """Read every byte of a step directory and compare."""
+
+    directory: str
+
+
+class ClearNodes(_Effect, frozen=True, kw_only=True, tag="clear_nodes"):
+    """Have every watcher end what is left of earlier launches, and confirm."""
+
+    launch: int
+
+
+class StartLaunch(_Effect, frozen=True, kw_only=True, tag="start_launch"):
+    """Start the training step on all nodes."""
+
+    launch: int
+    resume_from: str | None
+    address: str
+    port: int
+
+
+class RequestSave(_Effect, frozen=True, kw_only=True, tag="request_save"):
+    """Ask all ranks to save at their next common step boundary, and to leave if `stop`."""
+
+    stop: bool
+    why: str
+    deadline_at: float | None = None
+
+
+class KillRanks(_Effect, frozen=True, kw_only=True, tag="kill_ranks"):
+    """SIGKILL what runs of a launch, through the watchers, and through Slurm where they are gone."""
+
+    launch: int
+    why: str
+
+
+class AskSlurm(_Effect, frozen=True, kw_only=True, tag="ask_slurm"):
+    """Ask Slurm for the facts of our job."""
+
+    why: str
+
+
+class Requeue(_Effect, frozen=True, kw_only=True, tag="requeue"):
+    """Have Slurm requeue our own job."""
+
+
+class Exit(_Effect, frozen=True, kw_only=True, tag="exit"):
+    """End the supervisor."""
+
+    code: int
+    reason: str
+
+
+Effect = (
+    StartBus
+    | StopBus
+    | ChooseCheckpoint
+    | VerifyCheckpoint
+    | ClearNodes
+    | StartLaunch
+    | RequestSave
+    | KillRanks
+    | AskSlurm
+    | Requeue
+    | Exit
+)

@@ -1,0 +1,283 @@
+"""What happened: the only input of `decide`.
+
+Each event is stamped by its source with `at`, in Unix seconds that never go backwards (`sources.clock`).
+Events are written to the journal as they are, so a field is only ever added, with a default.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class JobState(StrEnum):
+    """The states of a Slurm job that decisions depend on."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    COMPLETING = "completing"
+    ENDED = "ended"
+    OTHER = "other"
+
+
+class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What Slurm says of our job, in our words.  Instants are Unix seconds."""
+
+    state: JobState
+    slurm_state: str  # as Slurm prints it, for people
+    restarts: int
+    reason: str = ""
+    preempt_at: float | None = None
+    end_at: float | None = None
+    requeue_allowed: bool = True
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
+    at: float
+
+
+class AttemptStarted(_Event, frozen=True, kw_only=True, tag="attempt_started"):
+    """The supervisor runs, holds the lease, and knows its allocation."""
+
+    job_id: int
+    restart_count: int
+    attempt: int
+    nodes: tuple[str, ...]
+    batch_node: str
+    kill_wait_s: float
+    finished_step: int | None = None  # an earlier attempt said that the work is done
+    failures: int = 0  # launches that failed since the last verified progress, carried over
+    best_step: int | None = None  # the furthest verified step so far, carried over
+    node_losses: int = 0  # nodes lost since the last verified progress, carried over
+    previous: str = ""  # how the attempt before ended, in words
+
+
+class Tick(_Event, frozen=True, kw_only=True, tag="tick"):
+    """The deadline of the state has come."""
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+class SignalReceived(_Event, frozen=True, kw_only=True, tag="signal_received"):
+    """The batch process (we) got a signal: TERM, INT, USR1 or USR2."""
+
+    signal: str
+
+
+class NodeSignaled(_Event, frozen=True, kw_only=True, tag="node_signaled"):
+    """A watcher got SIGTERM: Slurm tells the steps of a preemption long before the batch process."""
+
+    node: str
+    signal: str
+
+
+# --- Slurm ----------------------------------------------------------------------------------------
+
+
+class SlurmAnswered(_Event, frozen=True, kw_only=True, tag="slurm_answered"):
+    """The answer to `AskSlurm`; `job` is None when Slurm could not be asked, and `error` says why."""
+
+    job: JobFacts | None = None
+    error: str = ""
+
+
+class RequeueAnswered(_Event, frozen=True, kw_only=True, tag="requeue_answered"):
+    """The answer to `Requeue`."""
+
+    ok: bool
+    error: str = ""
+
+
+# --- the bus --------------------------------------------------------------------------------------
+
+
+class WatcherReady(_Event, frozen=True, kw_only=True, tag="watcher_ready"):
+    """The watcher of a node answers."""
+
+    node: str
+    bus: int
+
+
+class WatcherLost(_Event, frozen=True, kw_only=True, tag="watcher_lost"):
+    """A watcher fell silent or its process ended."""
+
+    node: str
+    bus: int
+    why: str
+
+
+class BusEnded(_Event, frozen=True, kw_only=True, tag="bus_ended"):
+    """The Slurm step of the watchers is over."""
+
+    bus: int
+    code: int
+    error: str = ""
+
+
+class NodesCleared(_Event, frozen=True, kw_only=True, tag="nodes_cleared"):
+    """Every watcher confirms: no process of an earlier launch is left on its node."""
+
+    launch: int
+    address: str  # of the first node: where the ranks of the next launch meet
+    port: int  # free there
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+class Skipped(msgspec.Struct, frozen=True, kw_only=True):
+    """A step directory that was passed over, and why."""
+
+    directory: str
+    problem: str
+
+
+class CheckpointChosen(_Event, frozen=True, kw_only=True, tag="checkpoint_chosen"):
+    """The answer to `ChooseCheckpoint`: the newest verified step directory, or None on a fresh start."""
+
+    directory: str | None
+    step: int | None
+    skipped: tuple[Skipped, ...] = ()
+
+
+class ChoiceFailed(_Event, frozen=True, kw_only=True, tag="choice_failed"):
+    """The step directories could not even be listed: the storage does not answer as it should."""
+
+    error: str
+
+
+class CheckpointVerified(_Event, frozen=True, kw_only=True, tag="checkpoint_verified"):
+    """The answer to `VerifyCheckpoint`: every byte was read and compared."""
+
+    directory: str
+    ok: bool
+    problem: str = ""
+    seconds: float = 0.0
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+class _RankEvent(_Event, frozen=True, kw_only=True):
+    launch: int
+
+
+class RankHello(_RankEvent, frozen=True, kw_only=True, tag="rank_hello"):
+    """The trainer library of a rank is there: this launch can save and stop."""
+
+    rank: int
+    node: str
+
+
+class RankExited(_RankEvent, frozen=True, kw_only=True, tag="rank_exited"):
+    """A rank's process ended; both `code` and `signal` are None where nobody could tell."""
+
+    rank: int
+    node: str
+    code: int | None = None
+    signal: int | None = None
+
+
+class Progressed(_RankEvent, frozen=True, kw_only=True, tag="progressed"):
+    """Rank 0 completed a step.  Coalesced: at most one in `policy.progress_every_s` reaches the journal."""
+
+    step: int
+    tokens: int
+    loss: float | None = None
+    step_seconds: float | None = None
+
+
+class SaveBegan(_RankEvent, frozen=True, kw_only=True, tag="save_began"):
+    """All ranks have agreed to save."""
+
+    step: int
+    save_id: str
+    emergency: bool = False
+
+
+class CheckpointCommitted(_RankEvent, frozen=True, kw_only=True, tag="checkpoint_committed"):
+    """A step directory is complete and durable."""
+
+    step: int
+    save_id: str
+    directory: str
+    bytes: int
+    seconds: float
+    emergency: bool = False
+
+
+class SaveGaveUp(_RankEvent, frozen=True, kw_only=True, tag="save_gave_up"):
+    """A save came to nothing; older step directories are untouched."""
+
+    step: int
+    save_id: str
+    error: str
+    emergency: bool = False
+
+
+class TrainingFinished(_RankEvent, frozen=True, kw_only=True, tag="training_finished"):
+    """Rank 0: the work is done."""
+
+    step: int
+
+
+class TrainingStopped(_RankEvent, frozen=True, kw_only=True, tag="training_stopped"):
+    """Rank 0: all ranks leave because they were asked to, or because nobody answered them."""
+
+    step: int
+    save_id: str | None = None
+
+
+class LaunchEnded(_RankEvent, frozen=True, kw_only=True, tag="launch_ended"):
+    """The training step's srun is over: no rank of it runs any more."""
+
+    code: int
+    finished: bool = False  # outcome.json of this launch says so
+    stopped: bool = False
+    error: str = ""
+
+
+class LaunchRefused(_RankEvent, frozen=True, kw_only=True, tag="launch_refused"):
+    """The training step could not be started at all."""
+
+    error: str
+
+
+# --- fencing --------------------------------------------------------------------------------------
+
+
+class Superseded(_Event, frozen=True, kw_only=True, tag="superseded"):
+    """A newer attempt holds the lease: this one must stop its ranks and leave."""
+
+    by_job_id: int
+    by_restart_count: int
+
+
+Event = (
+    AttemptStarted
+    | Tick
+    | SignalReceived
+    | NodeSignaled
+    | SlurmAnswered
+    | RequeueAnswered
+    | WatcherReady
+    | WatcherLost
+    | BusEnded
+    | NodesCleared
+    | CheckpointChosen
+    | ChoiceFailed
+    | CheckpointVerified
+    | RankHello
+    | RankExited
+    | Progressed
+    | SaveBegan
+    | CheckpointCommitted
+    | SaveGaveUp
+    | TrainingFinished
+    | TrainingStopped
+    | LaunchEnded
+    | LaunchRefused
+    | Superseded
+)

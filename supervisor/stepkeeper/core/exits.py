@@ -1,0 +1,39 @@
+"""The supervisor's exit codes: one a reason, never renumbered.  `docs/exit-codes.md` is made from this."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Why the supervisor ended."""
+
+    FINISHED = 0, "the training is finished"
+    INTERNAL = 1, "a mistake in Stepkeeper itself: please report it"
+    USAGE = 2, "an option, a value or an argument is wrong"
+    REQUEUED = 10, "the job was requeued (by us or by Slurm) and goes on in its next attempt"
+    CANCELLED = 11, "the job was cancelled: it was stopped and not requeued"
+    SUPERSEDED = 12, "a newer attempt of this run holds the lease: this one stopped its ranks"
+    TRAINING_FAILED = 20, "the training failed again and again without new progress: a person is needed"
+    TRAINING_GAVE_UP = 21, "a rank exited with 93: the launcher asks not to be started again"
+    START_FAILED = 22, "watchers or training could not be started"
+    STORAGE = 23, "the checkpoint storage does not answer as it should"
+    REQUEUE_FAILED = 24, "Slurm did not take the requeue; the newest checkpoint is safe"
+    UNDECIDED = 25, "Slurm could not be asked why it stops the job: saved, not requeued"
+    NODES_LOST = 26, "nodes were lost again and again without new progress"
+    STOPPED = 27, "all ranks left on their own request with a checkpoint: run again to go on"
+    NO_SLURM = 30, "not inside a Slurm job, or Slurm's commands are missing"
+    NOT_BATCH_PROCESS = 31, "not the batch process: start it with `exec` in the batch script"
+    RUN_DIRECTORY = 32, "the run directory cannot be used"
+    RUN_BUSY = 33, "another job's live supervisor holds this run directory"
+    NOTHING_FOUND = 40, "no such run, step directory or record"
+    NOT_VERIFIED = 41, "a step directory is not what its manifest says"
+
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str) -> ExitCode:
+        """Attach the meaning to the number."""
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member

@@ -1,0 +1,73 @@
+"""What Slurm's answer means: why it tells us to end, until when, and whether the job may run again.
+
+The table is that of Slurm 22.05 to 26.05, seen on live clusters: cancel, time limit, requeue and the end
+of a preemption all arrive as the same SIGTERM, and only the job's state, restart count and reason tell
+them apart.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from stepkeeper.core.events import JobFacts, JobState
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import State
+
+
+class Notice(StrEnum):
+    """Why Slurm told us."""
+
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    REQUEUED = "requeued by Slurm or an admin"
+    CANCELLED = "cancelled"
+    ASKED_TO_SAVE = "asked to save"
+    NOT_FOR_US = "nothing that ends the job"
+    UNKNOWN = "Slurm could not be asked"
+
+
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+    """A notice, and the instant by which a save must be durable (None: nothing limits it)."""
+
+    notice: Notice
+    deadline_at: float | None = None
+
+
+def judge(state: State, job: JobFacts | None, at: float, policy: Policy) -> Judgement:
+    """Tell why Slurm signaled.  `state.term_at` says when the batch process got SIGTERM, if it did."""
+    if job is None:
+        return Judgement(notice=Notice.UNKNOWN, deadline_at=_kill_deadline(state, at, policy))
+    if job.restarts > state.restart_count:
+        return Judgement(notice=Notice.REQUEUED, deadline_at=_kill_deadline(state, at, policy))
+    if job.state in (JobState.COMPLETING, JobState.ENDED):
+        if job.reason == "TimeLimit":
+            return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_kill_deadline(state, at, policy))
+        return Judgement(notice=Notice.CANCELLED, deadline_at=_kill_deadline(state, at, policy))
+    if job.preempt_at is not None:
+        return Judgement(notice=Notice.PREEMPTED, deadline_at=_end_deadline(state, job, at, policy))
+    if state.signal == "node TERM":
+        return Judgement(notice=Notice.NOT_FOR_US)
+    near = job.end_at is not None and job.end_at - at <= policy.time_limit_notice_s
+    if near and state.signal != "TERM":
+        return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_end_deadline(state, job, at, policy))
+    return Judgement(notice=Notice.ASKED_TO_SAVE)
+
+
+def _kill_deadline(state: State, at: float, policy: Policy) -> float:
+    """SIGTERM went to everybody: KillWait seconds are left from then."""
+    kill_at = (state.term_at if state.term_at is not None else at) + state.kill_wait_s
+    return _with_margin(kill_at, at, policy)
+
+
+def _end_deadline(state: State, job: JobFacts, at: float, policy: Policy) -> float:
+    """Slurm has announced the end: grace time or time limit.  At the end itself KillWait is left."""
+    if job.end_at is None or job.end_at - at < 1.0:
+        return _kill_deadline(state, at, policy)
+    return _with_margin(job.end_at, at, policy)
+
+
+def _with_margin(end_at: float, at: float, policy: Policy) -> float:
+    """Keep time to requeue and leave, but never more than a fifth of a short notice."""
+    return end_at - min(policy.save_margin_s, 0.2 * max(0.0, end_at - at))

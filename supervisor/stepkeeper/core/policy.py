@@ -1,0 +1,69 @@
+"""The numbers that decisions depend on, each named, with its unit and a reason for its default."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every limit that `decide` compares with.  Seconds unless the name says otherwise."""
+
+    start_within_s: float = 120.0
+    """From start or relaunch to watchers ready and checkpoint chosen; verification counts apart."""
+
+    choose_within_s: float = 3600.0
+    """Reading the newest step directory byte by byte: large states on slow storage take their time."""
+
+    clear_within_s: float = 60.0
+    """Watchers confirm that nothing of the launch before is left."""
+
+    watcher_back_within_s: float = 30.0
+    """A restarted bus answers on every node; else a node is taken for lost."""
+
+    ask_within_s: float = 15.0
+    """Slurm answers, or counts as unreachable."""
+
+    save_margin_s: float = 4.0
+    """Kept free between the last moment of a save and the moment Slurm kills: to requeue and leave."""
+
+    unlimited_save_s: float = 600.0
+    """An emergency save that no deadline of Slurm limits is given up after this."""
+
+    time_limit_notice_s: float = 1200.0
+    """A user signal with less than this left to the time limit is taken for the notice of it."""
+
+    commit_grace_s: float = 60.0
+    """When a rank died while a save was in flight: how long the survivors may finish the commit."""
+
+    leave_within_s: float = 15.0
+    """From the commit (or the word that training is over) to the exit of the last rank."""
+
+    kill_within_s: float = 30.0
+    """From SIGKILL to the end of the training step."""
+
+    close_within_s: float = 10.0
+    """From the word to the watchers to the end of their Slurm step."""
+
+    verify_within_s: float = 120.0
+    """Reading back the emergency checkpoint before the requeue, if the deadline allows."""
+
+    requeue_retry_s: float = 2.0
+    """After the first try of a requeue that Slurm did not take; doubled from try to try."""
+
+    requeue_retry_max_s: float = 30.0
+    """The longest pause between two tries."""
+
+    requeue_tries_max: int = 14
+    """About five minutes: a controller that fails over is back by then."""
+
+    failures_max: int = 3
+    """Launches that failed without a newly verified step in between; then the run stops."""
+
+    node_losses_max: int = 10
+    """Requeues for lost nodes without a newly verified step in between; then the run stops."""
+
+    bus_restarts_max: int = 20
+    """Restarts of the bus within one attempt."""
+
+    progress_every_s: float = 60.0
+    """At most one progress record in this time reaches the journal (100 MB a week is the limit)."""

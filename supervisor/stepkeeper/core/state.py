@@ -1,0 +1,84 @@
+"""Where an attempt stands: one frozen record, of which `decide` makes the next."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+
+
+class Phase(StrEnum):
+    """What the supervisor is doing."""
+
+    STARTING = "starting"  # watchers, checkpoint, clean nodes: then the launch
+    TRAINING = "training"
+    SAVING = "saving"  # ranks were asked to save and leave
+    STOPPING = "stopping"  # ranks leave or are killed: waiting for the end of their Slurm step
+    CLOSING = "closing"  # watchers leave, the last checkpoint is read back
+    REQUEUEING = "requeueing"
+    DONE = "done"
+
+
+class Next(StrEnum):
+    """What comes when the ranks are gone."""
+
+    RELAUNCH = "relaunch"
+    REQUEUE = "requeue"
+    END = "end"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What comes when the ranks are gone, and why."""
+
+    next: Next
+    why: str
+    code: ExitCode = ExitCode.REQUEUED  # of the supervisor, where it ends
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a decision depends on besides the event and the policy."""
+
+    phase: Phase = Phase.STARTING
+    deadline_at: float | None = None  # Unix seconds; `Tick` comes then
+
+    # who we are
+    job_id: int = 0
+    restart_count: int = 0
+    attempt: int = 0
+    nodes: tuple[str, ...] = ()
+    batch_node: str = ""
+    kill_wait_s: float = 30.0
+
+    # the bus
+    bus: int = 0
+    ready: frozenset[str] = frozenset()  # nodes whose watcher answers
+    bus_restarts: int = 0
+    bus_open: bool = False
+
+    # the launch
+    launch: int = 0
+    running: bool = False  # ranks may run: from StartLaunch to LaunchEnded
+    chosen: bool = False  # the checkpoint for the next launch is known
+    resume_from: str | None = None
+    clearing: bool = False
+    heard: bool = False  # a rank with the trainer library said hello
+    bus_restarted_in_launch: bool = False
+    step: int | None = None  # last completed step that we heard of, in this launch
+    saving: str | None = None  # save_id in flight
+    killed: bool = False
+    first_failure: str = ""  # of the launch: what the first rank that failed said
+
+    # why it ends
+    plan: Plan | None = None
+    term_at: float | None = None  # when Slurm told the batch process to end
+    signal: str = ""  # the newest signal that we asked Slurm about
+    asking: bool = False
+    verifying: str | None = None  # directory that is being read back
+
+    # budgets: carried over attempts through the journal
+    failures: int = 0
+    node_losses: int = 0
+    best_step: int | None = None
+    requeue_tries: int = 0

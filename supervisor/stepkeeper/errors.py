@@ -1,0 +1,13 @@
+"""Errors that end a command: each carries its exit code and says what, which, and what to do."""
+
+from __future__ import annotations
+
+from stepkeeper.core.exits import ExitCode
+
+
+class StepkeeperError(Exception):
+    """Shown as one line, without a traceback."""
+
+    def __init__(self, message: str, code: ExitCode) -> None:
+        super().__init__(message)
+        self.code = code

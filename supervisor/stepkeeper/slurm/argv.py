@@ -1,0 +1,82 @@
+"""The command lines of our Slurm steps.  Geometry is always explicit.  Pure: golden tests hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Geometry(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a training step."""
+
+    nodes: tuple[str, ...]
+    tasks_per_node: int
+    cpus_per_task: int | None = None
+
+
+def watcher_argv(nodes: Sequence[str], program: Sequence[str]) -> list[str]:
+    """Return the srun line of the watchers: one task a node, beside the training, taking nothing from it.
+
+    `--overlap --mem=0` share what the job has; no `--gres=none`, which would hide the GPUs from NVML; no
+    `--unbuffered`, which tears lines; `--no-kill` and `--kill-on-bad-exit=0` keep the other watchers when
+    one dies; `--input=all` sends each command to all of them.
+    """
+    return [
+        "srun",
+        f"--nodes={len(nodes)}",
+        f"--ntasks={len(nodes)}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(nodes)}",
+        "--cpus-per-task=1",
+        "--overlap",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--input=all",
+        "--job-name=stepkeeper-watcher",
+        *program,
+    ]
+
+
+def training_argv(geometry: Geometry, log_pattern: str, program: Sequence[str]) -> list[str]:
+    """Return the srun line of a training step: ranks are contiguous on the nodes in Slurm's order."""
+    nodes = geometry.nodes
+    cpus = [f"--cpus-per-task={geometry.cpus_per_task}"] if geometry.cpus_per_task else []
+    return [
+        "srun",
+        f"--nodes={len(nodes)}",
+        f"--ntasks={len(nodes) * geometry.tasks_per_node}",
+        f"--ntasks-per-node={geometry.tasks_per_node}",
+        f"--nodelist={','.join(nodes)}",
+        *cpus,
+        *_step_options(log_pattern),
+        "--cpu-bind=none",
+        *program,
+    ]
+
+
+def own_srun_argv(line: Sequence[str], log_pattern: str) -> list[str]:
+    """Return the user's own srun line with our step options, which yield to the user's."""
+    assert line[0] == "srun", "the CMD rule tells an own srun line by its first word"
+    return ["srun", *_step_options(log_pattern), *line[1:]]
+
+
+def _step_options(log_pattern: str) -> list[str]:
+    """What every training step needs: beside the watchers, and stopped by us alone.
+
+    `--kill-on-bad-exit=0`: when a rank dies, the others may still finish the commit in flight.
+    """
+    return [
+        "--overlap",
+        "--mem=0",
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--input=none",
+        "--label",
+        f"--output={log_pattern}",
+        "--open-mode=append",
+    ]

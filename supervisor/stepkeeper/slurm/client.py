@@ -1,0 +1,52 @@
+"""What Stepkeeper asks of Slurm: as small as its use.  Every call has a time limit."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from stepkeeper.core.events import JobFacts
+
+
+class SlurmError(Exception):
+    """A call failed: `unreachable` if the controller did not answer, else Slurm refused it."""
+
+    def __init__(self, message: str, *, unreachable: bool = False) -> None:
+        super().__init__(message)
+        self.unreachable = unreachable
+
+
+class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a cluster that deadlines depend on."""
+
+    kill_wait_s: float
+    version: str
+
+
+class SlurmClient(Protocol):
+    """Each method raises `SlurmError`, and returns within its time limit."""
+
+    def job(self, job_id: int) -> JobFacts:
+        """Return the facts of a job."""
+        ...
+
+    def job_runs(self, job_id: int) -> bool:
+        """Tell whether a job holds nodes; a job that Slurm has forgotten does not."""
+        ...
+
+    def settings(self) -> ClusterSettings:
+        """Return the cluster's settings."""
+        ...
+
+    def hostnames(self, node_list: str) -> tuple[str, ...]:
+        """Expand a node list such as `gpu[1-3]`, in Slurm's order."""
+        ...
+
+    def requeue(self, job_id: int) -> None:
+        """Requeue a job of our own."""
+        ...
+
+    def cancel(self, job_id: int) -> None:
+        """Cancel a job of our own."""
+        ...

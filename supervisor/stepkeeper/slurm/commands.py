@@ -1,0 +1,138 @@
+"""The Slurm client over Slurm's own commands: scontrol and scancel."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+
+from stepkeeper.core.events import JobFacts, JobState
+from stepkeeper.slurm.client import ClusterSettings, SlurmError
+
+CALL_WITHIN_S = 10.0
+_UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket timed out", "communication")
+_STATES = {
+    "PENDING": JobState.PENDING,
+    "RUNNING": JobState.RUNNING,
+    "COMPLETING": JobState.COMPLETING,
+    "REQUEUED": JobState.PENDING,
+    "REQUEUE_HOLD": JobState.PENDING,
+    "SPECIAL_EXIT": JobState.PENDING,
+    "SUSPENDED": JobState.OTHER,
+    "STOPPED": JobState.OTHER,
+    "CONFIGURING": JobState.OTHER,
+    "RESIZING": JobState.OTHER,
+    "SIGNALING": JobState.RUNNING,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmCommands:
+    """Calls scontrol and scancel with a time limit each."""
+
+    call_within_s: float = CALL_WITHIN_S
+
+    def job(self, job_id: int) -> JobFacts:
+        """See `SlurmClient`."""
+        return parse_job(self._call("scontrol", "-o", "show", "job", str(job_id)))
+
+    def job_runs(self, job_id: int) -> bool:
+        """See `SlurmClient`."""
+        try:
+            facts = self.job(job_id)
+        except SlurmError as error:
+            if not error.unreachable and "invalid job id" in str(error).lower():
+                return False
+            raise
+        return facts.state not in (JobState.PENDING, JobState.ENDED)
+
+    def settings(self) -> ClusterSettings:
+        """See `SlurmClient`."""
+        return parse_settings(self._call("scontrol", "show", "config"))
+
+    def hostnames(self, node_list: str) -> tuple[str, ...]:
+        """See `SlurmClient`."""
+        return tuple(self._call("scontrol", "show", "hostnames", node_list).split())
+
+    def requeue(self, job_id: int) -> None:
+        """See `SlurmClient`."""
+        self._call("scontrol", "requeue", str(job_id))
+
+    def cancel(self, job_id: int) -> None:
+        """See `SlurmClient`."""
+        self._call("scancel", str(job_id))
+
+    def _call(self, *argv: str) -> str:
+        """Run one command and return what it prints."""
+        what = " ".join(argv)
+        try:
+            done = subprocess.run(
+                argv,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self.call_within_s,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"},
+                check=False,
+                start_new_session=True,  # a signal to our process group must not end a call half-way
+            )
+        except subprocess.TimeoutExpired:
+            raise SlurmError(f"{what}: no answer in {self.call_within_s:g} s", unreachable=True) from None
+        except OSError as error:
+            raise SlurmError(f"{what}: {error.strerror}; are Slurm's commands on PATH?") from error
+        if done.returncode:
+            said = " ".join((done.stderr or done.stdout).split())[:300]
+            unreachable = any(word in said.lower() for word in _UNREACHABLE)
+            raise SlurmError(f"{what}: {said or f'exit code {done.returncode}'}", unreachable=unreachable)
+        return done.stdout
+
+
+def parse_job(text: str) -> JobFacts:
+    """Parse one line of `scontrol -o show job`, with times printed as Unix seconds.
+
+    >>> parse_job("JobId=7 JobName=a b UserId=u(1) JobState=RUNNING Reason=None Requeue=1 Restarts=2 "
+    ...           "EndTime=1790000000 PreemptTime=None").restarts
+    2
+    """
+    # a job's name may hold anything, and comes before all that we read: start behind it
+    _, found, rest = text.partition(" UserId=")
+    if not found:
+        raise SlurmError(f"scontrol show job: unexpected answer: {text[:200]!r}")
+    slurm_state = _field(rest, "JobState") or "?"
+    return JobFacts(
+        state=_state(slurm_state),
+        slurm_state=slurm_state,
+        restarts=int(_field(rest, "Restarts") or 0),
+        reason=_field(rest, "Reason") or "",
+        preempt_at=_time(_field(rest, "PreemptTime")),
+        end_at=_time(_field(rest, "EndTime")),
+        requeue_allowed=_field(rest, "Requeue") != "0",
+    )
+
+
+def parse_settings(text: str) -> ClusterSettings:
+    """Parse `scontrol show config`.
+
+    >>> parse_settings("KillWait                = 30 sec\\nSLURM_VERSION           = 22.05.8\\n").kill_wait_s
+    30.0
+    """
+    kill_wait = re.search(r"^KillWait\s*=\s*(\d+)", text, re.MULTILINE)
+    version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", text, re.MULTILINE)
+    if kill_wait is None:
+        raise SlurmError("scontrol show config: it does not tell KillWait")
+    return ClusterSettings(kill_wait_s=float(kill_wait.group(1)), version=version.group(1) if version else "?")
+
+
+def _state(slurm_state: str) -> JobState:
+    return _STATES.get(slurm_state, JobState.ENDED)
+
+
+def _field(text: str, name: str) -> str | None:
+    match = re.search(rf"(?:^|\s){name}=(\S*)", text)
+    return match.group(1) if match else None
+
+
+def _time(value: str | None) -> float | None:
+    return float(value) if value and value.isdigit() else None

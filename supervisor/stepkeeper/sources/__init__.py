@@ -1,0 +1,1 @@
+"""Where events come from.  Sources only emit; none decides."""

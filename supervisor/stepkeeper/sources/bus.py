@@ -1,0 +1,217 @@
+"""The bus: one Slurm step of watchers, spoken to through its srun's stdin and stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from stepkeeper.core import events as on
+from stepkeeper.sources.inbox import Inbox
+from stepkeeper.watcher import messages as lines
+from stepkeeper_trainer.formats import messages as words
+
+SILENCE_MAX_S = 12.0
+LEASE_EVERY_S = 5.0
+ERROR_CHARACTERS_MAX = 300
+
+
+class Bus:
+    """One generation of watchers.  Emits their words as events."""
+
+    def __init__(
+        self, number: int, argv: Sequence[str], environment: Mapping[str, str], *, inbox: Inbox, attempt: int
+    ) -> None:
+        """Start srun.  Raises OSError when it is not there."""
+        self.number = number
+        self._inbox = inbox
+        self._attempt = attempt
+        self._cleared: dict[str, lines.Cleared] = {}
+        self._to_clear: tuple[int, tuple[str, ...]] | None = None
+        self._heard: dict[str, float] = {}  # node -> monotonic seconds of its last word
+        self._output: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._error = ""
+        self._process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            start_new_session=True,  # a signal to our process group is for us alone
+        )
+        inbox.run_thread(f"bus-{number}-read", self._read)
+        inbox.run_thread(f"bus-{number}-error", self._read_errors)
+        inbox.run_thread(f"bus-{number}-write", self._write)
+
+    def say(self, message: lines.ToWatcher) -> None:
+        """Queue one line for every watcher; never waits."""
+        self._output.put(lines.encode(message))
+
+    def clear(self, launch: int, nodes: tuple[str, ...]) -> None:
+        """Have the nodes cleared; `NodesCleared` comes when all of them confirmed."""
+        self._to_clear = (launch, nodes)
+        self._cleared.clear()
+        self.say(lines.Clear(launch=launch))
+
+    def check_silence(self) -> None:
+        """Emit `WatcherLost` for watchers that have been silent for too long.  Called by the loop."""
+        now = time.monotonic()
+        for node, heard in list(self._heard.items()):
+            if now - heard > SILENCE_MAX_S:
+                del self._heard[node]
+                why = f"silent for {SILENCE_MAX_S:g} s"
+                self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
+
+    def close(self) -> None:
+        """Ask the watchers to leave, and end the input."""
+        self.say(lines.Quit())
+        self._output.put(None)
+
+    def abandon(self) -> None:
+        """End srun of a bus that another one replaces; its watchers are ended by their successors."""
+        self.close()
+        timer = threading.Timer(1.0, self._kill)
+        timer.daemon = True
+        timer.start()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # ended by itself
+            self._process.kill()
+
+    # --- threads ----------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None, "Popen was given a pipe"
+        with contextlib.suppress(BrokenPipeError), stdin:  # srun is gone: the reader says so
+            while (line := self._output.get()) is not None:
+                stdin.write(line)
+                stdin.flush()
+
+    def _read(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None, "Popen was given a pipe"
+        for line in stdout:
+            message = lines.decode_from_watcher(line)
+            if message is not None:
+                self._emit(message)
+        code = self._process.wait()
+        self._inbox.put(on.BusEnded(at=self._now(), bus=self.number, code=code, error=self._error))
+
+    def _read_errors(self) -> None:
+        stderr = self._process.stderr
+        assert stderr is not None, "Popen was given a pipe"
+        for line in stderr:
+            text = line.decode(errors="replace").strip()
+            if text:
+                self._error = text[:ERROR_CHARACTERS_MAX]
+                self._notice_death(text)
+
+    def _notice_death(self, text: str) -> None:
+        """Take srun's word for a dead watcher: `srun: error: NODE: task 1: Killed`."""
+        parts = text.split(": ")
+        if len(parts) >= 4 and parts[:2] == ["srun", "error"] and parts[3].startswith("task"):  # noqa: PLR2004
+            node = parts[2]
+            if self._heard.pop(node, None) is not None:
+                why = ": ".join(parts[3:])
+                self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
+
+    # --- words become events ----------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return self._inbox.clock.now()
+
+    def _emit(self, message: lines.FromWatcher) -> None:
+        if message.node in self._heard or isinstance(message, lines.Ready):
+            self._heard[message.node] = time.monotonic()
+        at = self._now()
+        match message:
+            case lines.Ready():
+                self._inbox.put(on.WatcherReady(at=at, node=message.node, bus=self.number))
+            case lines.Signaled():
+                self._inbox.put(on.NodeSignaled(at=at, node=message.node, signal=message.signal))
+            case lines.Cleared():
+                self._on_cleared(message)
+            case lines.Rank():
+                event = self._rank_event(message.node, message.message, at)
+                if event is not None:
+                    self._inbox.put(event)
+            case lines.Lost():
+                launch = self._launch(message.launch)
+                if launch is not None:
+                    self._inbox.put(on.RankExited(at=at, launch=launch, rank=message.rank, node=message.node))
+            case lines.Alive() | lines.Note():
+                pass  # hearing it is what counts; a note is the watcher's log, on stderr too
+
+    def _on_cleared(self, message: lines.Cleared) -> None:
+        if self._to_clear is None or message.launch != self._to_clear[0]:
+            return
+        launch, nodes = self._to_clear
+        self._cleared[message.node] = message
+        if all(node in self._cleared for node in nodes):
+            self._to_clear = None
+            first = self._cleared[nodes[0]]
+            self._inbox.put(
+                on.NodesCleared(at=self._now(), launch=launch, address=first.address, port=first.port)
+            )
+
+    def _launch(self, word: str) -> int | None:
+        """Return the launch of `ATTEMPT.LAUNCH`, if it is of our attempt."""
+        attempt, _, launch = word.partition(".")
+        if not launch.isdigit() or attempt != str(self._attempt):
+            return None
+        return int(launch)
+
+    def _rank_event(self, node: str, word: words.FromRank, at: float) -> on.Event | None:
+        launch = self._launch(word.launch)
+        if launch is None:
+            return None
+        match word:
+            case words.TaskStarted():
+                return None
+            case words.TaskExited():
+                return on.RankExited(
+                    at=at, launch=launch, rank=word.rank, node=node, code=word.code, signal=word.signal
+                )
+            case words.Hello():
+                return on.RankHello(at=at, launch=launch, rank=word.rank, node=node)
+            case words.Progress():
+                return on.Progressed(
+                    at=at,
+                    launch=launch,
+                    step=word.step,
+                    tokens=word.tokens,
+                    loss=word.loss,
+                    step_seconds=word.step_seconds,
+                )
+            case words.SaveStarted():
+                return on.SaveBegan(
+                    at=at, launch=launch, step=word.step, save_id=word.save_id, emergency=word.emergency
+                )
+            case words.Committed():
+                return on.CheckpointCommitted(
+                    at=at,
+                    launch=launch,
+                    step=word.step,
+                    save_id=word.save_id,
+                    directory=word.directory,
+                    bytes=word.bytes,
+                    seconds=word.seconds,
+                    emergency=word.emergency,
+                )
+            case words.SaveFailed():
+                return on.SaveGaveUp(
+                    at=at,
+                    launch=launch,
+                    step=word.step,
+                    save_id=word.save_id,
+                    error=word.error,
+                    emergency=word.emergency,
+                )
+            case words.Finished():
+                return on.TrainingFinished(at=at, launch=launch, step=word.step)
+            case words.Stopped():
+                return on.TrainingStopped(at=at, launch=launch, step=word.step, save_id=word.save_id)

@@ -1,0 +1,1 @@
+"""The run directory as the supervisor uses it: journal, lease, status, logs."""

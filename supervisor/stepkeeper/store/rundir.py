@@ -1,0 +1,128 @@
+"""The run directory: where it is, and whether it can be used."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+
+DEFAULT_PATTERN = "runs/%x-%j"
+_FIELDS = {
+    "j": "SLURM_JOB_ID",
+    "A": "SLURM_ARRAY_JOB_ID",
+    "a": "SLURM_ARRAY_TASK_ID",
+    "x": "SLURM_JOB_NAME",
+    "u": "USER",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The paths of a run.  The directory exists."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """A short name of the run that is the same on every node and in every attempt."""
+        return xxhash.xxh3_64_hexdigest(str(self.path).encode())
+
+    @property
+    def journal(self) -> Path:
+        """Events, decisions and effects, one a line."""
+        return self.path / "journal.jsonl"
+
+    @property
+    def status(self) -> Path:
+        """What `stepkeeper status` shows."""
+        return self.path / "status.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The step directories."""
+        return self.path / "checkpoints"
+
+    def logs(self, attempt: int, launch: int) -> Path:
+        """The ranks' output of one launch, a file per node."""
+        return self.path / "logs" / f"attempt-{attempt:03d}" / f"launch-{launch:03d}"
+
+
+def expand(pattern: str, environment: Mapping[str, str]) -> Path:
+    """Replace `%j %A %a %x %u` as sbatch does, and anchor below the submit directory.
+
+    Raises:
+        StepkeeperError: a field is not set here, or unknown.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        letter = match.group(1)
+        if letter == "%":
+            return "%"
+        name = _FIELDS.get(letter)
+        if name is None:
+            known = ", ".join(f"%{known}" for known in _FIELDS)
+            raise StepkeeperError(f"--run-dir {pattern}: %{letter} is not known; known are {known}", ExitCode.USAGE)
+        found = environment.get(name)
+        if letter == "A" and found is None:
+            found = environment.get("SLURM_JOB_ID")
+        if found is None:
+            raise StepkeeperError(f"--run-dir {pattern}: %{letter} stands for {name}, which is not set", ExitCode.USAGE)
+        return found.replace("/", "_")
+
+    path = Path(os.path.expanduser(re.sub(r"%(.)", value, pattern)))
+    anchor = environment.get("SLURM_SUBMIT_DIR") or os.getcwd()
+    return Path(os.path.normpath(os.path.join(anchor, path)))
+
+
+def prepare(path: Path, *, group_readable: bool, default: bool) -> RunDirectory:
+    """Create what is missing of a run directory and check that it can be used.
+
+    Args:
+        path: absolute.
+        group_readable: mode 0750 instead of 0700 for what is created.
+        default: the user did not choose the place, so `runs/` may be created too.
+
+    Raises:
+        StepkeeperError: what is in the way, where, and what to do.
+    """
+    mode = 0o750 if group_readable else 0o700
+    try:
+        if default:
+            path.parent.mkdir(mode=0o755, exist_ok=True)
+        if not path.parent.is_dir():
+            raise StepkeeperError(
+                f"--run-dir {path}: its parent {path.parent} does not exist; create it, or choose another place",
+                ExitCode.RUN_DIRECTORY,
+            )
+        path.mkdir(mode=mode, exist_ok=True)
+        status = os.stat(path, follow_symlinks=False)
+        if stat.S_ISLNK(status.st_mode):
+            raise StepkeeperError(
+                f"--run-dir {path}: a symbolic link; name the directory itself", ExitCode.RUN_DIRECTORY
+            )
+        if status.st_uid != os.getuid():
+            raise StepkeeperError(
+                f"--run-dir {path}: belongs to user id {status.st_uid}, not to you; choose another place",
+                ExitCode.RUN_DIRECTORY,
+            )
+        for below in (path / "checkpoints", path / "logs"):
+            below.mkdir(mode=mode, exist_ok=True)
+        for needed in (path, path / "checkpoints", path / "logs"):
+            probe = needed / f".probe-{os.getpid()}"
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            probe.unlink()
+    except OSError as error:
+        raise StepkeeperError(
+            f"--run-dir {path}: cannot be written: {error.filename}: {error.strerror}; "
+            "it must be on storage that every node of the job can write",
+            ExitCode.RUN_DIRECTORY,
+        ) from error
+    return RunDirectory(path.resolve())

@@ -1,0 +1,86 @@
+"""`status.json`: where a run stands, for people and programs.  Replaced atomically."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper_trainer.formats.durable import write_atomically
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """What `stepkeeper status` shows.  Instants are Unix seconds."""
+
+    format: int = 1
+    run_id: str
+    job_id: int
+    restart_count: int
+    attempt: int
+    launch: int
+    phase: str
+    nodes: tuple[str, ...]
+    step: int | None = None
+    tokens: int | None = None
+    loss: float | None = None
+    step_seconds: float | None = None
+    checkpoint_step: int | None = None  # newest committed one that we heard of
+    resumed_from: str | None = None
+    why: str = ""  # the newest decision
+    exit_code: int | None = None
+    started_at: float
+    updated_at: float
+
+
+class StatusWriter:
+    """Writes the newest status on a thread of its own, no more often than `every_s`."""
+
+    def __init__(self, path: Path, *, every_s: float, on_error: Callable[[OSError], None]) -> None:
+        self._path = path
+        self._every_s = every_s
+        self._on_error = on_error
+        self._newest: Status | None = None
+        self._changed = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="status", daemon=True)
+        self._thread.start()
+
+    def show(self, status: Status) -> None:
+        """Hand over the newest status; returns at once."""
+        self._newest = status
+        self._changed.set()
+
+    def close(self, status: Status, within_s: float) -> None:
+        """Write the last status, if the storage takes it in time."""
+        self._closing.set()
+        self.show(status)
+        self._thread.join(within_s)
+
+    def _write(self) -> None:
+        while True:
+            self._changed.wait()
+            self._changed.clear()
+            last, status = self._closing.is_set(), self._newest
+            assert status is not None, "`show` sets it before it wakes us"
+            try:
+                write_atomically(self._path, msgspec.json.encode(status), mode=0o644)
+            except OSError as error:
+                self._on_error(error)
+            if last:
+                return
+            self._closing.wait(self._every_s)
+
+
+def read(path: Path) -> Status | None:
+    """Return the status; None where there is none.
+
+    Raises:
+        OSError: it cannot be read.
+        msgspec.MsgspecError: it is no status.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Status)
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,272 @@
+"""The supervisor's loop: one event at a time from the inbox, through `decide`, to the acts.
+
+Nothing slow happens here: acts that take time run on threads and come back as events.  Deadlines are
+looked at in every turn, so that no flood of events can put them off.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import assert_never
+
+import msgspec
+import structlog
+
+from stepkeeper.actions import checkpoints, launch, slurm
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.decide import Decision, decide
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import Phase, State
+from stepkeeper.isolation import flags
+from stepkeeper.slurm.argv import watcher_argv
+from stepkeeper.slurm.client import SlurmClient
+from stepkeeper.slurm.environment import scrub_geometry, without_python
+from stepkeeper.sources.bus import LEASE_EVERY_S, Bus
+from stepkeeper.sources.inbox import Inbox
+from stepkeeper.store import status as status_file
+from stepkeeper.store.journal import JournalWriter, Record
+from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.watcher import messages as lines
+from stepkeeper.watcher.assignment import Assignment
+from stepkeeper_trainer.formats.lease import Lease
+
+LEASE_SECONDS = 30.0
+STATUS_EVERY_S = 2.0
+STORAGE_WITHIN_S = 2.0
+PROGRESS_LOG_EVERY_S = 10.0
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a supervisor needs to know at its start."""
+
+    directory: RunDirectory
+    assignment: Assignment
+    job: launch.Job
+    lease: Lease
+    policy: Policy
+    progress_log_every_s: float = PROGRESS_LOG_EVERY_S
+
+
+class Supervisor:
+    """Runs one attempt.  `run` returns the exit code."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        client: SlurmClient,
+        inbox: Inbox,
+        journal: JournalWriter,
+        environment: Mapping[str, str],
+        log: structlog.typing.FilteringBoundLogger,
+    ) -> None:
+        self.setting = setting
+        self.client = client
+        self.inbox = inbox
+        self.journal = journal
+        self.environment = environment
+        self.log = log
+        self.state = State()
+        self.bus: Bus | None = None
+        self.launch: launch.Launch | None = None
+        self.requests = 0
+        self.exit_code: int | None = None
+        self.next_at: dict[str, float] = {}  # what is done every few seconds, and when next
+        now = inbox.clock.now()
+        self.status = status_file.Status(
+            run_id=setting.assignment.run_id,
+            job_id=setting.lease.job_id,
+            restart_count=setting.lease.restart_count,
+            attempt=setting.lease.attempt,
+            launch=0,
+            phase=Phase.STARTING.value,
+            nodes=setting.assignment.nodes,
+            started_at=now,
+            updated_at=now,
+        )
+        self.status_writer = status_file.StatusWriter(
+            setting.directory.status,
+            every_s=STATUS_EVERY_S,
+            on_error=lambda error: log.warning("status_not_written", error=str(error)),
+        )
+
+    def run(self) -> int:
+        """Take events until an effect ends the attempt."""
+        while self.exit_code is None:
+            event = self.inbox.get(self._wait_s())
+            if event is not None:
+                self._feed(event)
+            self._on_clock()
+        self.status_writer.close(self.status, STORAGE_WITHIN_S)
+        self.journal.flush(STORAGE_WITHIN_S)
+        return self.exit_code
+
+    def _wait_s(self) -> float:
+        due = [*self.next_at.values()]
+        if self.state.deadline_at is not None:
+            due.append(self.state.deadline_at)
+        return min(due, default=self.inbox.clock.now()) - self.inbox.clock.now()
+
+    def _on_clock(self) -> None:
+        now = self.inbox.clock.now()
+        if self.state.deadline_at is not None and now >= self.state.deadline_at and self.exit_code is None:
+            self._feed(on.Tick(at=now))
+        if self._is_due("lease", LEASE_EVERY_S) and self.bus is not None:
+            self._renew()
+            self.bus.check_silence()
+
+    def _is_due(self, what: str, every_s: float) -> bool:
+        now = self.inbox.clock.now()
+        if now < self.next_at.get(what, 0.0):
+            return False
+        self.next_at[what] = now + every_s
+        return True
+
+    # --- one event --------------------------------------------------------------------------------
+
+    def _feed(self, event: on.Event) -> None:
+        if isinstance(event, on.NodeSignaled) and self.bus is not None:
+            self._renew()  # the watcher waits for a word of the loop itself: it proves that we live
+        before = self.state
+        decision = decide(before, event, self.setting.policy)
+        self.state = decision.state
+        self._note(event, decision, before)
+        for effect in decision.effects:
+            self._perform(effect)
+
+    def _note(self, event: on.Event, decision: Decision, before: State) -> None:
+        """Journal, log and status.  Progress is coalesced; what changed nothing is not logged."""
+        state = decision.state
+        changes: dict[str, object] = {"phase": state.phase.value, "launch": state.launch}
+        if isinstance(event, on.Progressed):
+            changes |= {
+                "step": event.step,
+                "tokens": event.tokens,
+                "loss": event.loss,
+                "step_seconds": event.step_seconds,
+            }
+            if self._is_due("progress log", self.setting.progress_log_every_s):
+                self.log.info("progress", step=event.step, loss=event.loss, step_seconds=event.step_seconds)
+        if isinstance(event, on.CheckpointCommitted):
+            changes["checkpoint_step"] = event.step
+        if isinstance(event, on.CheckpointChosen):
+            changes |= {"resumed_from": event.directory, "checkpoint_step": event.step}
+        if decision.why:
+            changes["why"] = decision.why
+            phase = {"phase": state.phase.value}
+            if state.phase is not before.phase:
+                phase = {"phase": f"{before.phase.value} -> {state.phase.value}"}
+            effects = [effect.__struct_config__.tag for effect in decision.effects]
+            self.log.info("decision", why=decision.why, **phase, effects=effects)
+        self.status = msgspec.structs.replace(self.status, **changes, updated_at=event.at)
+        self.status_writer.show(self.status)
+        unimportant = isinstance(event, on.Progressed) and not self._is_due(
+            "progress journal", self.setting.policy.progress_every_s
+        )
+        if unimportant or isinstance(event, on.Tick) and not decision.why:
+            return
+        self.journal.append(
+            Record(
+                job_id=self.setting.lease.job_id,
+                restart_count=self.setting.lease.restart_count,
+                attempt=self.setting.lease.attempt,
+                launch=state.launch,
+                phase=state.phase,
+                event=event,
+                why=decision.why,
+                effects=decision.effects,
+                failures=state.failures,
+                node_losses=state.node_losses,
+                best_step=state.best_step,
+            )
+        )
+
+    def _perform(self, effect: do.Effect) -> None:  # noqa: C901, PLR0912 - one case an effect
+        setting = self.setting
+        match effect:
+            case do.StartBus():
+                self._start_bus(effect.bus)
+            case do.StopBus():
+                if self.bus is not None:
+                    self.bus.close()
+            case do.ChooseCheckpoint():
+                checkpoints.choose(setting.directory.checkpoints, inbox=self.inbox)
+            case do.VerifyCheckpoint():
+                checkpoints.verify(setting.directory.checkpoints, effect.directory, inbox=self.inbox)
+            case do.ClearNodes():
+                if self.bus is not None:
+                    self.bus.clear(effect.launch, setting.assignment.nodes)
+            case do.StartLaunch():
+                self._start_launch(effect)
+            case do.RequestSave():
+                self._request_save(effect)
+            case do.KillRanks():
+                self._kill(effect)
+            case do.AskSlurm():
+                slurm.ask(self.client, setting.lease.job_id, inbox=self.inbox)
+            case do.Requeue():
+                self._requeue()
+            case do.Exit():
+                self.exit_code = effect.code
+                self.status = msgspec.structs.replace(self.status, exit_code=effect.code)
+                self.log.info("exit", code=effect.code, reason=effect.reason)
+            case _:
+                assert_never(effect)
+
+    # --- acts -------------------------------------------------------------------------------------
+
+    def _start_bus(self, number: int) -> None:
+        if self.bus is not None:
+            self.bus.abandon()
+        program = [sys.executable, *flags(), "-m", "stepkeeper.watcher.main", self.setting.assignment.encode()]
+        argv = watcher_argv(self.setting.assignment.nodes, program)
+        environment = scrub_geometry(without_python(self.environment))
+        try:
+            self.bus = Bus(number, argv, environment, inbox=self.inbox, attempt=self.setting.lease.attempt)
+        except OSError as error:
+            self.bus = None
+            now = self.inbox.clock.now()
+            self.inbox.put(on.BusEnded(at=now, bus=number, code=127, error=f"srun: {error.strerror}"))
+            return
+        self._renew()
+
+    def _renew(self) -> None:
+        assert self.bus is not None, "the callers look"
+        self.bus.say(lines.Lease(seconds=LEASE_SECONDS, launch=self.state.launch))
+
+    def _start_launch(self, effect: do.StartLaunch) -> None:
+        self._renew()
+        meeting = launch.Meeting(
+            launch=effect.launch, address=effect.address, port=effect.port, resume_from=effect.resume_from
+        )
+        try:
+            self.launch = launch.Launch(self.setting.job, meeting, self.environment, inbox=self.inbox)
+        except OSError as error:
+            why = f"{error.filename}: {error.strerror}"
+            self.inbox.put(on.LaunchRefused(at=self.inbox.clock.now(), launch=effect.launch, error=why))
+
+    def _request_save(self, effect: do.RequestSave) -> None:
+        self.requests += 1
+        if self.bus is not None:
+            self.bus.say(
+                lines.Save(
+                    launch=self.state.launch,
+                    request_id=self.requests,
+                    stop=effect.stop,
+                    why=effect.why[:200],
+                    deadline_at=effect.deadline_at,
+                )
+            )
+
+    def _kill(self, effect: do.KillRanks) -> None:
+        if self.bus is not None:
+            self.bus.say(lines.Kill(launch=effect.launch))
+        if self.launch is not None:
+            self.launch.kill()
+
+    def _requeue(self) -> None:
+        """Make the journal durable first: Slurm ends us within milliseconds of the requeue."""
+        if not self.journal.flush(STORAGE_WITHIN_S):
+            self.log.warning("journal_late", error=self.journal.failed or "the storage does not answer")
+        slurm.requeue(self.client, self.setting.lease.job_id, inbox=self.inbox)

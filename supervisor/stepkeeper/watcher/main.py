@@ -1,0 +1,272 @@
+"""The watcher's loop: stdin (supervisor), a datagram socket (ranks), signals, and a slow clock."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+
+from stepkeeper import __version__
+from stepkeeper.watcher import messages as bus
+from stepkeeper.watcher.assignment import Assignment, decode, node_name
+from stepkeeper.watcher.processes import kill_other_watchers, kill_ranks, rank_processes
+from stepkeeper.watcher.ranks import RankSocket, free_port, own_address
+from stepkeeper_trainer.formats.messages import Hello, Progress, SaveRequest, TaskStarted, shorten
+
+ALIVE_EVERY_S = 2.0
+PROGRESS_EVERY_S = 0.5
+ACKNOWLEDGE_WITHIN_S = 2.0  # after SIGTERM, for a word of the supervisor
+RESCUE_STAGGER_S = 0.5  # the second watcher gives the first this long, and so on
+KILL_AGAIN_EVERY_S = 0.05
+SAVE_AGAIN_EVERY_S = 1.0
+OUTPUT_LINES_MAX = 4096
+NODE_FIRST_LEASE_S = 60.0
+
+
+class Watcher:
+    """State of one watcher.  `run` returns its exit code."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.node = node_name()
+        self.selector = selectors.DefaultSelector()
+        self.output: collections.deque[bytes] = collections.deque()
+        self.output_full = False
+        self.input = b""
+        kill_other_watchers(assignment.run_id, self.node, assignment.job_id)
+        self.ranks = RankSocket(assignment.socket_name(self.node))
+        self.launch: int | None = None
+        self.wrapped: set[int] = set()
+        self.pidfds: dict[int, tuple[int, str, int]] = {}  # pid -> (descriptor, launch, rank)
+        self.progress_at = 0.0
+        self.progress: Progress | None = None
+        self.clearing: int | None = None
+        self.saving: SaveRequest | None = None
+        self.save_again_at = 0.0
+        self.lease_until = time.monotonic() + NODE_FIRST_LEASE_S
+        self.rescue_at: float | None = None
+        self.supervisor_gone = False
+        self.quit = False
+        self.alive_at = 0.0
+
+    def run(self) -> int:
+        """Serve until told to quit, or until the rescue is done."""
+        for descriptor in (0, 1):
+            os.set_blocking(descriptor, False)
+        reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)
+        self.selector.register(0, selectors.EVENT_READ, self._on_input)
+        self.selector.register(self.ranks, selectors.EVENT_READ, self._on_rank)
+        self.selector.register(reader, selectors.EVENT_READ, lambda: self._on_signal(reader))
+        self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__))
+        while not self.quit:
+            for key, _ in self.selector.select(self._wait_s()):
+                key.data()
+            self._on_clock(time.monotonic())
+        self._flush()
+        self.ranks.close()
+        return 0
+
+    def say(self, message: bus.FromWatcher) -> None:
+        """Queue one line for the supervisor.  When Slurm's pipe is clogged the oldest lines go."""
+        self.output.append(bus.encode(message))
+        while len(self.output) > OUTPUT_LINES_MAX:
+            self.output.popleft()
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write whole lines, each with one write (a line is shorter than PIPE_BUF: all or nothing)."""
+        while self.output:
+            try:
+                os.write(1, self.output[0])
+            except BlockingIOError:
+                break
+            except OSError:
+                self.output.clear()  # srun is gone: the lease decides what that means
+                break
+            self.output.popleft()
+        if bool(self.output) != self.output_full:
+            self.output_full = bool(self.output)
+            if self.output_full:
+                self.selector.register(1, selectors.EVENT_WRITE, self._flush)
+            else:
+                self.selector.unregister(1)
+
+    # --- what comes in ----------------------------------------------------------------------------
+
+    def _on_input(self) -> None:
+        try:
+            data = os.read(0, 65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.selector.unregister(0)
+            self._supervisor_may_be_gone(0.0)
+            return
+        *lines, self.input = (self.input + data).split(b"\n")
+        for line in lines:
+            message = bus.decode_to_watcher(line)
+            if message is not None:
+                self._obey(message)
+
+    def _obey(self, message: bus.ToWatcher) -> None:
+        match message:
+            case bus.Lease():
+                self.lease_until = time.monotonic() + message.seconds
+                self.rescue_at = None
+                self.launch = message.launch
+            case bus.Save():
+                self.saving = SaveRequest(
+                    launch=f"{self.assignment.attempt}.{message.launch}",
+                    request_id=message.request_id,
+                    stop=message.stop,
+                    deadline_at=message.deadline_at,
+                    why=message.why,
+                )
+                self.save_again_at = 0.0
+            case bus.Kill():
+                self._kill()
+            case bus.Clear():
+                self.clearing = message.launch
+                self.saving = None
+                self.wrapped.clear()
+                self.ranks.forget()
+            case bus.Quit():
+                self.quit = True
+
+    def _on_rank(self) -> None:
+        received = self.ranks.receive()
+        if received is None:
+            return
+        message, pid = received
+        if isinstance(message, Progress):
+            if message.rank == 0:
+                self.progress = message
+            return
+        if isinstance(message, TaskStarted):
+            self.wrapped.add(message.rank)
+        if isinstance(message, Hello) and message.rank not in self.wrapped:
+            self._follow(pid, message.launch, message.rank)
+        self._say_progress()  # what was said before must be heard before
+        self.say(bus.Rank(node=self.node, message=message))
+
+    def _follow(self, pid: int, launch: str, rank: int) -> None:
+        """Notice the death of a rank that has no wrapper of ours."""
+        if pid in self.pidfds:
+            return
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            return  # gone already, or in another pid namespace: srun's end tells
+        self.pidfds[pid] = (descriptor, launch, rank)
+        self.selector.register(descriptor, selectors.EVENT_READ, lambda: self._on_rank_gone(pid))
+
+    def _on_rank_gone(self, pid: int) -> None:
+        descriptor, launch, rank = self.pidfds.pop(pid)
+        self.selector.unregister(descriptor)
+        os.close(descriptor)
+        self._say_progress()
+        self.say(bus.Lost(node=self.node, launch=launch, rank=rank))
+
+    def _on_signal(self, reader: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in set(os.read(reader, 64)):
+                self.say(bus.Signaled(node=self.node, signal=signal.Signals(number).name.removeprefix("SIG")))
+        self._supervisor_may_be_gone(ACKNOWLEDGE_WITHIN_S)
+
+    # --- the clock --------------------------------------------------------------------------------
+
+    def _wait_s(self) -> float:
+        now = time.monotonic()
+        until = [self.alive_at, self.lease_until]
+        if self.progress is not None:
+            until.append(self.progress_at)
+        if self.clearing is not None:
+            until.append(now + KILL_AGAIN_EVERY_S)
+        if self.saving is not None:
+            until.append(self.save_again_at)
+        if self.rescue_at is not None:
+            until.append(self.rescue_at)
+        return max(0.0, min(until) - now)
+
+    def _on_clock(self, now: float) -> None:
+        if now >= self.alive_at:
+            self.alive_at = now + ALIVE_EVERY_S
+            self.say(bus.Alive(node=self.node))
+        if now >= self.progress_at:
+            self._say_progress()
+        if self.clearing is not None:
+            self._clear()
+        if self.saving is not None and now >= self.save_again_at:
+            self.save_again_at = now + SAVE_AGAIN_EVERY_S
+            self.ranks.send(self.saving.launch, self.saving)
+        if now >= self.lease_until:
+            self.lease_until = now + NODE_FIRST_LEASE_S
+            self._supervisor_may_be_gone(0.0)
+        if self.rescue_at is not None and now >= self.rescue_at:
+            self._rescue()
+
+    def _say_progress(self) -> None:
+        if self.progress is not None:
+            self.say(bus.Rank(node=self.node, message=self.progress))
+            self.progress = None
+            self.progress_at = time.monotonic() + PROGRESS_EVERY_S
+
+    def _kill(self) -> None:
+        self.saving = None
+        kill_ranks(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
+
+    def _clear(self) -> None:
+        """End what is left; confirm once nothing is.  Called again until then."""
+        assert self.clearing is not None, "the clock calls it while there is something to clear"
+        self._kill()
+        left = rank_processes(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
+        if next(left, None) is None:
+            self.say(bus.Cleared(node=self.node, launch=self.clearing, address=own_address(self.node), port=free_port()))
+            self.clearing = None
+
+    # --- when the supervisor is gone --------------------------------------------------------------
+
+    def _supervisor_may_be_gone(self, wait_s: float) -> None:
+        """Wait for a word of the supervisor, then rescue: the first node of the job at once."""
+        if self.rescue_at is None:
+            index = self.assignment.nodes.index(self.node) if self.node in self.assignment.nodes else 0
+            self.rescue_at = time.monotonic() + wait_s + index * RESCUE_STAGGER_S
+
+    def _rescue(self) -> None:
+        # imported now: a watcher whose supervisor lives needs none of it, and its memory stays small
+        from stepkeeper.watcher.rescue import rescue  # noqa: PLC0415
+
+        if not self.supervisor_gone and self.launch is not None:
+            self.supervisor_gone = True
+            deadline = time.time() + 0.6 * self.assignment.kill_wait_s
+            launch = f"{self.assignment.attempt}.{self.launch}"
+            request = SaveRequest(
+                launch=launch, request_id=-1, stop=True, deadline_at=deadline, why="the supervisor is gone"
+            )
+            self.ranks.send(launch, request)
+        result = rescue(self.assignment)
+        self.say(bus.Note(node=self.node, text=shorten(f"rescue: {result.why}")))
+        print(f"stepkeeper watcher {self.node}: rescue: {result.why}", file=sys.stderr, flush=True)
+        if result.done:
+            self.rescue_at = None
+            self.quit = result.leave
+        else:
+            self.rescue_at = time.monotonic() + result.again_in_s
+
+
+def main(argv: list[str]) -> int:
+    """Run the watcher of this node."""
+    return Watcher(decode(argv[0])).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""What the supervisor and its watchers say to each other over Slurm's stdio: one JSON line each.
+
+A line has at most `LINE_BYTES_MAX` bytes with its newline: up to there Slurm never tears lines of
+concurrent writers.  Fields are only ever added, with defaults; unknown types are skipped.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepkeeper_trainer.formats.messages import FromRank
+
+LINE_BYTES_MAX = 1024
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
+    pass
+
+
+# --- to the watchers (every watcher reads every line) ---------------------------------------------
+
+
+class Lease(_Line, frozen=True, kw_only=True, tag="lease"):
+    """The supervisor is alive; without another one in `seconds` it is taken for gone."""
+
+    seconds: float
+    launch: int | None = None  # the launch whose words count
+
+
+class Save(_Line, frozen=True, kw_only=True, tag="save"):
+    """Ask the ranks of a launch to save, and to leave if `stop`."""
+
+    launch: int
+    request_id: int
+    stop: bool
+    why: str
+    deadline_at: float | None = None
+
+
+class Kill(_Line, frozen=True, kw_only=True, tag="kill"):
+    """SIGKILL every process of this run's ranks on the node."""
+
+    launch: int
+
+
+class Clear(_Line, frozen=True, kw_only=True, tag="clear"):
+    """As `Kill`, then confirm with `Cleared` that nothing is left."""
+
+    launch: int
+
+
+class Quit(_Line, frozen=True, kw_only=True, tag="quit"):
+    """Leave."""
+
+
+# --- from a watcher -------------------------------------------------------------------------------
+
+
+class Ready(_Line, frozen=True, kw_only=True, tag="ready"):
+    """The watcher listens to its ranks."""
+
+    node: str
+    pid: int
+    version: str
+
+
+class Alive(_Line, frozen=True, kw_only=True, tag="alive"):
+    """Sent every few seconds: silence means that the watcher or its node is gone."""
+
+    node: str
+
+
+class Signaled(_Line, frozen=True, kw_only=True, tag="signaled"):
+    """Slurm sent the watcher's step a signal."""
+
+    node: str
+    signal: str
+
+
+class Cleared(_Line, frozen=True, kw_only=True, tag="cleared"):
+    """Nothing of an earlier launch is left on the node, which others reach by `address`; `port` is free."""
+
+    node: str
+    launch: int
+    address: str
+    port: int
+
+
+class Rank(_Line, frozen=True, kw_only=True, tag="rank"):
+    """The word of a rank, passed on."""
+
+    node: str
+    message: FromRank
+
+
+class Lost(_Line, frozen=True, kw_only=True, tag="lost"):
+    """A rank without our wrapper is gone: nobody can tell how it ended."""
+
+    node: str
+    launch: str
+    rank: int
+
+
+class Note(_Line, frozen=True, kw_only=True, tag="note"):
+    """Something for the log."""
+
+    node: str
+    text: str
+
+
+ToWatcher = Lease | Save | Kill | Clear | Quit
+FromWatcher = Ready | Alive | Signaled | Cleared | Rank | Lost | Note
+
+_encoder = msgspec.json.Encoder()
+_to_watcher: msgspec.json.Decoder[ToWatcher] = msgspec.json.Decoder(ToWatcher)
+_from_watcher: msgspec.json.Decoder[FromWatcher] = msgspec.json.Decoder(FromWatcher)
+
+
+def encode(message: ToWatcher | FromWatcher) -> bytes:
+    """Return the line with its newline; free text must have been shortened by the caller."""
+    line = _encoder.encode(message) + b"\n"
+    assert len(line) <= LINE_BYTES_MAX, f"{type(message).__name__} has {len(line)} bytes"
+    return line
+
+
+def decode_to_watcher(line: bytes) -> ToWatcher | None:
+    """Parse a line of the supervisor; None for what this version does not know."""
+    try:
+        return _to_watcher.decode(line)
+    except msgspec.MsgspecError:
+        return None
+
+
+def decode_from_watcher(line: bytes) -> FromWatcher | None:
+    """Parse a line of a watcher; None for what this version does not know, or for stray output."""
+    try:
+        return _from_watcher.decode(line)
+    except msgspec.MsgspecError:
+        return None

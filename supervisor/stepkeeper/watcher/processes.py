@@ -1,0 +1,79 @@
+"""Finding and ending what a launch left on a node: by the environment that every rank inherits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+
+def _own_processes() -> Iterator[tuple[int, set[bytes]]]:
+    """Yield pid and environment (as it was at exec) of every process of this user."""
+    own = os.getuid()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            if os.stat(f"/proc/{name}").st_uid != own:
+                continue
+            with open(f"/proc/{name}/environ", "rb") as file:
+                yield int(name), set(file.read().split(b"\0"))
+        except OSError:
+            continue  # ended meanwhile, or not ours to look into
+
+
+def rank_processes(run_id: str, node: str, *, attempt_max: int) -> Iterator[int]:
+    """Yield the pids of processes of a run's ranks on a node (wrappers and data loaders included).
+
+    Nodes of a test cluster share one process table: the node's name tells their processes apart.
+
+    Args:
+        run_id: `STEPKEEPER_RUN_ID` of the run.
+        node: `SLURMD_NODENAME` of the node.
+        attempt_max: no process of a newer attempt: one that was superseded must not end its successor.
+    """
+    wanted = {f"STEPKEEPER_RUN_ID={run_id}".encode(), f"SLURMD_NODENAME={node}".encode()}
+    for pid, environment in _own_processes():
+        if wanted <= environment and _attempt(environment) <= attempt_max:
+            yield pid
+
+
+def _attempt(environment: set[bytes]) -> int:
+    for entry in environment:
+        name, _, value = entry.partition(b"=")
+        if name == b"STEPKEEPER_ATTEMPT" and value.isdigit():
+            return int(value)
+    return 0
+
+
+def kill_ranks(run_id: str, node: str, *, attempt_max: int) -> int:
+    """SIGKILL the processes of a run's ranks on a node; return how many were there."""
+    count = 0
+    for pid in rank_processes(run_id, node, attempt_max=attempt_max):
+        with contextlib.suppress(ProcessLookupError):  # gone is what we wanted
+            os.kill(pid, signal.SIGKILL)
+            count += 1
+    return count
+
+
+def kill_other_watchers(run_id: str, node: str, job_id: int) -> int:
+    """SIGKILL watchers of an older bus of this job on the node: srun may have died and left them.
+
+    Without this they would take the supervisor for gone when their lease expires.
+    """
+    count = 0
+    for pid, environment in _own_processes():
+        if pid == os.getpid() or f"SLURMD_NODENAME={node}".encode() not in environment:
+            continue
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                argv = file.read()
+        except OSError:
+            continue  # ended meanwhile
+        ours = f'"run_id":"{run_id}","job_id":{job_id},'.encode()
+        if b"stepkeeper.watcher.main" in argv and ours in argv:
+            with contextlib.suppress(ProcessLookupError):  # gone is what we wanted
+                os.kill(pid, signal.SIGKILL)
+                count += 1
+    return count

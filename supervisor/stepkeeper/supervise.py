@@ -16,7 +16,8 @@ import structlog
 from stepkeeper.actions import checkpoints, launch, slurm
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.decide import Decision, decide
+from stepkeeper.core.decide import decide
+from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase, State
 from stepkeeper.isolation import flags
@@ -164,7 +165,7 @@ class Supervisor:
         unimportant = isinstance(event, on.Progressed) and not self._is_due(
             "progress journal", self.setting.policy.progress_every_s
         )
-        if unimportant or isinstance(event, on.Tick) and not decision.why:
+        if unimportant or (isinstance(event, on.Tick) and not decision.why):
             return
         self.journal.append(
             Record(
@@ -219,7 +220,13 @@ class Supervisor:
     def _start_bus(self, number: int) -> None:
         if self.bus is not None:
             self.bus.abandon()
-        program = [sys.executable, *flags(), "-m", "stepkeeper.watcher.main", self.setting.assignment.encode()]
+        program = [
+            sys.executable,
+            *flags(),
+            "-m",
+            "stepkeeper.watcher.main",
+            self.setting.assignment.encode(),
+        ]
         argv = watcher_argv(self.setting.assignment.nodes, program)
         environment = scrub_geometry(without_python(self.environment))
         try:

@@ -36,7 +36,10 @@ def main(argv: list[str]) -> int:
     launch = f"{environment.get('STEPKEEPER_ATTEMPT', '')}.{environment.get('STEPKEEPER_LAUNCH', '')}"
     address = environment.get("STEPKEEPER_SOCKET", "")
     local_rank = int(environment.get("SLURM_LOCALID", "0"))
-    tell(address, {"type": "task_started", "launch": launch, "rank": rank, "local_rank": local_rank, "pid": pid})
+    tell(
+        address,
+        {"type": "task_started", "launch": launch, "rank": rank, "local_rank": local_rank, "pid": pid},
+    )
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     how = {"signal": -code} if code < 0 else {"code": code}

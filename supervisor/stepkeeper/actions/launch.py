@@ -150,7 +150,10 @@ class Launch:
         self._inbox.run_thread(f"kill-{self._launch}", self._kill)
 
     def _kill(self) -> None:
-        for patience_s, number in ((KILL_BY_SLURM_AFTER_S, signal.SIGTERM), (KILL_SRUN_AFTER_S, signal.SIGKILL)):
+        for patience_s, number in (
+            (KILL_BY_SLURM_AFTER_S, signal.SIGTERM),
+            (KILL_SRUN_AFTER_S, signal.SIGKILL),
+        ):
             if self._ended.wait(patience_s):
                 return
             self._process.send_signal(number)

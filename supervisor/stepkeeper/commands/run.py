@@ -205,10 +205,13 @@ def require_batch_process(environment: Mapping[str, str]) -> None:
     missing = [name for name in ("srun", "scontrol", "scancel") if shutil.which(name) is None]
     if "SLURM_JOB_ID" not in environment or "SLURM_JOB_NODELIST" not in environment:
         raise StepkeeperError(
-            "not inside a Slurm job: submit it with `sbatch sbatch/stepkeeper.sbatch CMD ARGS...`", ExitCode.NO_SLURM
+            "not inside a Slurm job: submit it with `sbatch sbatch/stepkeeper.sbatch CMD ARGS...`",
+            ExitCode.NO_SLURM,
         )
     if missing:
-        raise StepkeeperError(f"{', '.join(missing)} not on PATH: is Slurm installed here?", ExitCode.NO_SLURM)
+        raise StepkeeperError(
+            f"{', '.join(missing)} not on PATH: is Slurm installed here?", ExitCode.NO_SLURM
+        )
     batch_pid = environment.get("SLURM_TASK_PID")
     if batch_pid != str(os.getpid()):
         raise StepkeeperError(

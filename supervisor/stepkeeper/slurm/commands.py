@@ -113,16 +113,18 @@ def parse_job(text: str) -> JobFacts:
 
 
 def parse_settings(text: str) -> ClusterSettings:
-    """Parse `scontrol show config`.
+    r"""Parse `scontrol show config`.
 
-    >>> parse_settings("KillWait                = 30 sec\\nSLURM_VERSION           = 22.05.8\\n").kill_wait_s
+    >>> parse_settings("KillWait                = 30 sec\nSLURM_VERSION           = 22.05.8\n").kill_wait_s
     30.0
     """
     kill_wait = re.search(r"^KillWait\s*=\s*(\d+)", text, re.MULTILINE)
     version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", text, re.MULTILINE)
     if kill_wait is None:
         raise SlurmError("scontrol show config: it does not tell KillWait")
-    return ClusterSettings(kill_wait_s=float(kill_wait.group(1)), version=version.group(1) if version else "?")
+    return ClusterSettings(
+        kill_wait_s=float(kill_wait.group(1)), version=version.group(1) if version else "?"
+    )
 
 
 def _state(slurm_state: str) -> JobState:

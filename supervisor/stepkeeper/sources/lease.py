@@ -14,9 +14,7 @@ from stepkeeper_trainer.formats.lease import Lease, LeaseError
 LOOK_EVERY_S = 5.0
 
 
-def watch(
-    run_directory: Path, ours: Lease, *, inbox: Inbox, on_error: Callable[[Exception], None]
-) -> None:
+def watch(run_directory: Path, ours: Lease, *, inbox: Inbox, on_error: Callable[[Exception], None]) -> None:
     """Emit `Superseded` once a newer attempt holds the lease.  On a thread: shared storage may hang."""
     pause = threading.Event()  # never set: the thread ends with the process
 
@@ -29,9 +27,7 @@ def watch(
                 newer = None
             if newer is not None:
                 at = inbox.clock.now()
-                inbox.put(
-                    Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count)
-                )
+                inbox.put(Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))
                 return
             pause.wait(LOOK_EVERY_S)
 

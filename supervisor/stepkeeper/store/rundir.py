@@ -69,12 +69,16 @@ def expand(pattern: str, environment: Mapping[str, str]) -> Path:
         name = _FIELDS.get(letter)
         if name is None:
             known = ", ".join(f"%{known}" for known in _FIELDS)
-            raise StepkeeperError(f"--run-dir {pattern}: %{letter} is not known; known are {known}", ExitCode.USAGE)
+            raise StepkeeperError(
+                f"--run-dir {pattern}: %{letter} is not known; known are {known}", ExitCode.USAGE
+            )
         found = environment.get(name)
         if letter == "A" and found is None:
             found = environment.get("SLURM_JOB_ID")
         if found is None:
-            raise StepkeeperError(f"--run-dir {pattern}: %{letter} stands for {name}, which is not set", ExitCode.USAGE)
+            raise StepkeeperError(
+                f"--run-dir {pattern}: %{letter} stands for {name}, which is not set", ExitCode.USAGE
+            )
         return found.replace("/", "_")
 
     path = Path(os.path.expanduser(re.sub(r"%(.)", value, pattern)))

@@ -230,7 +230,11 @@ class Watcher:
         self._kill()
         left = rank_processes(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
         if next(left, None) is None:
-            self.say(bus.Cleared(node=self.node, launch=self.clearing, address=own_address(self.node), port=free_port()))
+            self.say(
+                bus.Cleared(
+                    node=self.node, launch=self.clearing, address=own_address(self.node), port=free_port()
+                )
+            )
             self.clearing = None
 
     # --- when the supervisor is gone --------------------------------------------------------------

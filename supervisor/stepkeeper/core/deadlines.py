@@ -1,0 +1,65 @@
+"""What happens when a phase has waited long enough: the next rougher means.  Pure."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.phases import Decision, close, closed, kill, stop
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import Next, Phase, Plan, State
+
+replace = msgspec.structs.replace
+
+
+def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
+    """The deadline of a phase has passed."""
+    if state.deadline_at is None or event.at < state.deadline_at:
+        return Decision(state)
+    match state.phase:
+        case Phase.STARTING | Phase.TRAINING:
+            return _on_start_or_bus_late(state, event.at, policy)
+        case Phase.SAVING:
+            late = "the deadline of the save has passed"
+            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, late)
+        case Phase.STOPPING if not state.killed:
+            return kill(state, event.at, policy, "the ranks did not leave in time")
+        case Phase.STOPPING:
+            assert state.plan is not None, "STOPPING is entered with a plan"
+            why = (
+                f"{state.plan.why}; the training step did not end in {policy.kill_within_s:g} s after SIGKILL"
+            )
+            plan = state.plan
+            if plan.next is Next.RELAUNCH:  # nothing can be started beside ranks that do not die
+                plan = Plan(next=Next.REQUEUE, why=why)
+            return close(replace(state, running=False), event.at, plan, policy)
+        case Phase.CLOSING:
+            late = "the watchers or the verification took too long"
+            return closed(replace(state, bus_open=False, verifying=None), event.at, policy, late)
+        case Phase.REQUEUEING:
+            state = replace(state, deadline_at=event.at + policy.ask_within_s, asking=True)
+            return Decision(state, (do.AskSlurm(why="may the job be requeued?"),), "try the requeue again")
+        case Phase.DONE:
+            return Decision(state)
+        case _:
+            assert_never(state.phase)
+
+
+def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
+    missing = [node for node in state.nodes if node not in state.ready]
+    if not missing:
+        what = "clearing the nodes" if state.clearing else "choosing the checkpoint"
+        code = ExitCode.START_FAILED if state.clearing else ExitCode.STORAGE
+        if state.clearing:
+            return stop(state, at, Plan(next=Next.REQUEUE, why=f"{what} took too long"), policy)
+        return stop(state, at, Plan(next=Next.END, why=f"{what} took too long", code=code), policy)
+    losses = state.node_losses + 1
+    state = replace(state, node_losses=losses)
+    why = f"no watcher answers on {', '.join(missing)}: taken for lost"
+    if losses > policy.node_losses_max:
+        return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
+    return stop(state, at, Plan(next=Next.REQUEUE, why=why), policy)

@@ -1,0 +1,163 @@
+"""From the start of an attempt (or a relaunch) to running ranks, and the bus beside them.  Pure.
+
+A launch starts only when every watcher answers, the checkpoint is chosen and verified, and every node has
+confirmed that nothing of an earlier launch is left.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.phases import Decision, all_ready, close, closed, finish, stop
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import Next, Phase, Plan, State
+
+replace = msgspec.structs.replace
+
+
+def on_attempt_started(event: on.AttemptStarted, policy: Policy) -> Decision:
+    """Start the watchers and look for the checkpoint, unless the work is done already."""
+    state = State(
+        job_id=event.job_id,
+        restart_count=event.restart_count,
+        attempt=event.attempt,
+        nodes=event.nodes,
+        batch_node=event.batch_node,
+        kill_wait_s=event.kill_wait_s,
+        failures=event.failures,
+        node_losses=event.node_losses,
+        best_step=event.best_step,
+        bus=1,
+        bus_open=True,
+        deadline_at=event.at + policy.start_within_s,
+    )
+    if event.finished_step is not None:
+        why = f"the training finished at step {event.finished_step} in an earlier attempt"
+        return finish(replace(state, bus_open=False), Plan(next=Next.END, why=why, code=ExitCode.FINISHED))
+    return Decision(state, (do.StartBus(bus=1), do.ChooseCheckpoint()), "the attempt starts")
+
+
+def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> Decision:
+    """One more watcher answers."""
+    if event.bus != state.bus or event.node not in state.nodes:
+        return Decision(state)
+    state = replace(state, ready=state.ready | {event.node})
+    if not all_ready(state):
+        return Decision(state)
+    if state.phase is Phase.TRAINING:
+        return Decision(replace(state, deadline_at=None), (), "every watcher answers")
+    return _go_on_starting(state, event.at, policy, "every watcher answers")
+
+
+def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Policy) -> Decision:
+    """The newest verified step directory is known, and with it the progress since the last launch."""
+    if state.phase is not Phase.STARTING:
+        return Decision(state)
+    progressed = event.step is not None and (state.best_step is None or event.step > state.best_step)
+    state = replace(
+        state,
+        chosen=True,
+        resume_from=event.directory,
+        best_step=event.step if progressed else state.best_step,
+        failures=0 if progressed else state.failures,
+        node_losses=0 if progressed else state.node_losses,
+    )
+    if event.directory is None:
+        why = "no verified step directory: the training starts from the beginning"
+    else:
+        why = f"newest verified step directory: {event.directory}"
+    if event.skipped:
+        why += "; passed over: " + ", ".join(f"{s.directory} ({s.problem})" for s in event.skipped)
+    return _go_on_starting(state, event.at, policy, why)
+
+
+def _go_on_starting(state: State, at: float, policy: Policy, why: str) -> Decision:
+    """In STARTING, clear the nodes once watchers answer and the checkpoint is chosen."""
+    if state.phase is not Phase.STARTING:
+        return Decision(state)
+    if not all_ready(state):
+        return Decision(state, (), why)
+    if not state.chosen:
+        return Decision(replace(state, deadline_at=at + policy.choose_within_s), (), why)
+    state = replace(state, clearing=True, deadline_at=at + policy.clear_within_s)
+    return Decision(state, (do.ClearNodes(launch=state.launch),), why)
+
+
+def on_nodes_cleared(state: State, event: on.NodesCleared) -> Decision:
+    """Nothing of an earlier launch is left anywhere: start the ranks."""
+    if state.phase is not Phase.STARTING or not state.clearing or event.launch != state.launch:
+        return Decision(state)
+    state = replace(
+        state,
+        phase=Phase.TRAINING,
+        deadline_at=None,
+        clearing=False,
+        running=True,
+        heard=False,
+        bus_restarted_in_launch=False,
+        step=None,
+        saving=None,
+        killed=False,
+        first_failure="",
+        plan=None,
+    )
+    effect = do.StartLaunch(
+        launch=state.launch, resume_from=state.resume_from, address=event.address, port=event.port
+    )
+    return Decision(state, (effect,), "the nodes are clear")
+
+
+def on_launch_refused(state: State, event: on.LaunchRefused, policy: Policy) -> Decision:
+    """srun itself could not be started."""
+    if event.launch != state.launch or not state.running:
+        return Decision(state)
+    state = replace(state, running=False)
+    plan = Plan(next=Next.END, why=f"the training step: {event.error}", code=ExitCode.START_FAILED)
+    return close(state, event.at, plan, policy)
+
+
+def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Decision:
+    """A watcher is gone: start a new bus beside the training."""
+    if event.bus != state.bus or not state.bus_open or state.phase in (Phase.CLOSING, Phase.REQUEUEING):
+        return Decision(state)
+    return _restart_bus(state, event.at, f"the watcher of {event.node} is gone: {event.why}", policy)
+
+
+def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
+    """All watchers are gone: as we wanted, or a new bus is started beside the training."""
+    if event.bus != state.bus or not state.bus_open:
+        return Decision(state)
+    if state.phase is Phase.CLOSING:
+        return closed(
+            replace(state, bus_open=False, ready=frozenset()), event.at, policy, "the watchers left"
+        )
+    why = f"the watchers' Slurm step ended with {event.code} {event.error}".rstrip()
+    return _restart_bus(state, event.at, why, policy)
+
+
+def _restart_bus(state: State, at: float, why: str, policy: Policy) -> Decision:
+    """Start a new bus beside the training; a node that does not come back is lost."""
+    restarts = state.bus_restarts + 1
+    if restarts > policy.bus_restarts_max:
+        plan = Plan(
+            next=Next.END, why=f"{why}; {restarts - 1} restarts of the bus", code=ExitCode.START_FAILED
+        )
+        return stop(state, at, plan, policy)
+    deadline = state.deadline_at
+    if state.phase in (Phase.STARTING, Phase.TRAINING):
+        back = at + policy.watcher_back_within_s
+        # a node that was lost already keeps its deadline: restarts must not put it off for ever
+        deadline = min(deadline, back) if deadline is not None else back
+    state = replace(
+        state,
+        bus=state.bus + 1,
+        bus_restarts=restarts,
+        bus_restarted_in_launch=True,
+        ready=frozenset(),
+        clearing=False,
+        deadline_at=deadline,
+    )
+    return Decision(state, (do.StartBus(bus=state.bus),), why)

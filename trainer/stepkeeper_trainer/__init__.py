@@ -1,0 +1,35 @@
+"""Stepkeeper's library inside the training ranks.
+
+Adopting it takes five lines: make a `Keeper`, `resume()`, `step_done()` after each optimizer step,
+`finish()` at the end.  Names are loaded when they are first used, so that `stepkeeper_trainer.formats`
+never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stepkeeper_trainer.distributed import start_distributed
+    from stepkeeper_trainer.errors import KeeperError
+    from stepkeeper_trainer.keeper import Keeper
+    from stepkeeper_trainer.sampler import GlobalSampler
+
+__version__ = "0.1.0"
+__all__ = ["GlobalSampler", "Keeper", "KeeperError", "__version__", "start_distributed"]
+
+_HOME = {
+    "GlobalSampler": "stepkeeper_trainer.sampler",
+    "Keeper": "stepkeeper_trainer.keeper",
+    "KeeperError": "stepkeeper_trainer.errors",
+    "start_distributed": "stepkeeper_trainer.distributed",
+}
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return getattr(importlib.import_module(home), name)

@@ -1,0 +1,190 @@
+"""Rank 0 makes a save complete: reports, `.metadata`, manifest, one rename, lineage; in this order.
+
+Until the rename nothing counts; after it everything does.  A step directory is never overwritten, and an
+attempt that a newer one has fenced off commits nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepkeeper_trainer.errors import SaveError, SupersededError
+from stepkeeper_trainer.formats import lease as leases
+from stepkeeper_trainer.formats import lineage
+from stepkeeper_trainer.formats.durable import fsync_directory, write_all
+from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, Manifest, seal
+from stepkeeper_trainer.formats.steps import step_name
+from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.report import report_name
+
+if TYPE_CHECKING:
+    from stepkeeper_trainer.environment import Environment
+
+CHECKPOINTS_NAME = "checkpoints"
+_IN_FLIGHT = ".tmp-step_"
+_OWNER_NAME = "owner.json"
+_STALE_S = 3600.0  # a leftover whose owner is unknown
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Who writes a save in flight: leftovers of the dead are cleared, saves of the living are not."""
+
+    node: str
+    pid: int
+    epoch: tuple[int, int] | None
+    launch: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Commits:
+    """The `checkpoints/` directory of a run, as its rank 0 writes it."""
+
+    run_directory: Path
+    environment: Environment
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the step directories are."""
+        return self.run_directory / CHECKPOINTS_NAME
+
+    def in_flight(self, step: int, save_id: str) -> Path:
+        """Return the directory of a save in flight."""
+        return self.checkpoints / f"{_IN_FLIGHT}{step:08d}.{save_id}"
+
+    def claim(self, directory: Path) -> None:
+        """Say who writes a save in flight.  Raises OSError."""
+        environment = self.environment
+        owner = Owner(
+            node=environment.node,
+            pid=os.getpid(),
+            epoch=environment.epoch,
+            launch=(environment.attempt, environment.launch),
+        )
+        (directory / _OWNER_NAME).write_bytes(msgspec.json.encode(owner))
+
+    def check_fence(self) -> None:
+        """Refuse to act for an attempt that a newer one has replaced.
+
+        Raises:
+            SupersededError: the lease names a higher (job id, restart count).
+            OSError: the lease cannot be read.
+        """
+        own = self.environment.epoch
+        if own is None:
+            return
+        try:
+            lease = leases.read(self.run_directory)
+        except leases.LeaseError as error:
+            warn("lease_unreadable", why=error)  # it names nobody, so it fences nobody off
+            return
+        if lease is not None and lease.epoch > own:
+            raise SupersededError(
+                f"job {lease.job_id} (restart {lease.restart_count}, on {lease.node}) has taken over {self.run_directory}: "
+                f"job {own[0]} (restart {own[1]}) must stop"
+            )
+
+    def commit(self, directory: Path, manifest: Manifest, world_size: int) -> Path:
+        """Turn a complete save in flight into a step directory, and return where it is.
+
+        Raises:
+            SaveError: files are there that the manifest does not name, or the other way round.
+            SupersededError: a newer attempt holds the run.
+            OSError: the disk refuses; nothing was committed, unless only the lineage is missing.
+        """
+        for name in [_OWNER_NAME, *(report_name(rank) for rank in range(world_size))]:
+            (directory / name).unlink(missing_ok=True)
+        found = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
+        promised = {name: entry.bytes for name, entry in manifest.files.items()}
+        if found != promised:
+            wrong = sorted(found.items() ^ promised.items())[:3]
+            raise SaveError(f"{directory}: what is there is not what was written: {wrong}")
+        _write_new(directory / MANIFEST_NAME, seal(manifest))
+        fsync_directory(directory)
+        self.check_fence()
+        final = self.checkpoints / step_name(manifest.step)
+        if os.path.lexists(final):  # a replay after a rollback: the older one stays as it is
+            final = self.checkpoints / f"{step_name(manifest.step)}.{manifest.save_id[:8]}"
+            if os.path.lexists(final):
+                raise SaveError(f"{final}: is there already")
+        os.rename(directory, final)
+        fsync_directory(self.checkpoints)
+        lineage.append(
+            self.checkpoints,
+            lineage.Commit(
+                at=time.time(),
+                attempt=self.environment.attempt,
+                step=manifest.step,
+                save_id=manifest.save_id,
+                parent=manifest.parent,
+                directory=final.name,
+            ),
+        )
+        return final
+
+    def take_lease(self) -> None:
+        """Without a supervisor: fence off an older attempt of the same run, as the supervisor would.
+
+        Raises:
+            SupersededError: a newer one holds the run.
+            OSError: the lease cannot be read or written.
+        """
+        environment = self.environment
+        if environment.epoch is None:
+            return
+        self.check_fence()
+        job_id, restart_count = environment.epoch
+        leases.write(
+            self.run_directory,
+            leases.Lease(
+                job_id=job_id,
+                restart_count=restart_count,
+                attempt=environment.attempt,
+                node=environment.node,
+                pid=os.getpid(),
+                taken_at=time.time(),
+            ),
+        )
+
+    def clear_leftovers(self) -> None:
+        """Remove saves in flight whose writers are dead.  A failure to is logged, and harmless."""
+        for path in sorted(self.checkpoints.glob(f"{_IN_FLIGHT}*")):
+            why = self._dead(path)
+            if why is None:
+                continue
+            shutil.rmtree(path, ignore_errors=True)
+            say("leftover_removed", directory=path.name, why=why, gone=not path.exists())
+
+    def _dead(self, path: Path) -> str | None:
+        """Say why nobody writes this any more; None where somebody may."""
+        environment = self.environment
+        try:
+            owner = msgspec.json.decode((path / _OWNER_NAME).read_bytes(), type=Owner)
+        except (OSError, msgspec.MsgspecError):
+            try:
+                age_s = time.time() - path.stat().st_mtime
+            except OSError:
+                return None
+            return "no owner, and old" if age_s > _STALE_S else None
+        if owner.epoch is not None and environment.epoch is not None and owner.epoch < environment.epoch:
+            return "of an earlier attempt"
+        if owner.epoch == environment.epoch is not None and owner.launch < (environment.attempt, environment.launch):
+            return "of an earlier launch"  # the supervisor starts one only when the other's ranks are gone
+        if owner.node == environment.node and not os.path.exists(f"/proc/{owner.pid}"):
+            return "its writer is dead"
+        return None
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

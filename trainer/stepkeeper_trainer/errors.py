@@ -1,0 +1,52 @@
+"""What can go wrong in a rank that its user can mend: each with its exit code.
+
+Codes are documented and never renumbered.  0 and 75 belong to `formats.outcome`; 1 is any other failure.
+"""
+
+from __future__ import annotations
+
+
+class KeeperError(Exception):
+    """A clear message instead of a traceback: what, which, and what to do."""
+
+    exit_code = 1
+
+
+class UsageError(KeeperError):
+    """The library or the script was called in a way that cannot work."""
+
+    exit_code = 64
+
+
+class DamagedError(KeeperError):
+    """A step directory does not hold the bytes that its manifest promises."""
+
+    exit_code = 65
+
+
+class ResumeError(KeeperError):
+    """What to resume from is not there, or does not fit this model, optimizer or data."""
+
+    exit_code = 66
+
+
+class RunDirectoryError(KeeperError):
+    """The run directory cannot be made or written."""
+
+    exit_code = 73
+
+
+class SupersededError(KeeperError):
+    """A newer attempt holds the lease of this run."""
+
+    exit_code = 77
+
+
+class StateError(KeeperError):
+    """The training state holds something that is neither a tensor nor JSON."""
+
+    exit_code = 78
+
+
+class SaveError(KeeperError):
+    """A save came to nothing; older step directories are untouched."""

@@ -1,0 +1,386 @@
+"""What a training loop uses: `resume()`, `step_done()` after each optimizer step, `finish()`.
+
+All decisions of a rank are taken here, at step boundaries, from what all ranks have agreed on; the
+modules below only do.  It works the same with and without a supervisor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from stepkeeper_trainer import __version__, outcomes, resuming
+from stepkeeper_trainer.agreement import AGREE_WITHIN_S, Agreement, Want, Wish
+from stepkeeper_trainer.commit import Commits
+from stepkeeper_trainer.environment import Environment, find_place, read_environment
+from stepkeeper_trainer.errors import KeeperError, RunDirectoryError, UsageError
+from stepkeeper_trainer.formats.messages import Hello, Progress
+from stepkeeper_trainer.leave import install_excepthook, leave
+from stepkeeper_trainer.link import Link
+from stepkeeper_trainer.log import say
+from stepkeeper_trainer.metrics import Metrics
+from stepkeeper_trainer.requests import Requests
+from stepkeeper_trainer.saver import Saver, Summary
+from stepkeeper_trainer.state import Counters, Stateful, TrainingState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+SAVE_WITHIN_S = 600.0
+LAST_SECONDS_S = 20.0  # for a save in flight when training fails
+PROGRESS_EVERY_S = 1.0  # of ranks other than 0
+
+
+class Keeper:
+    """Keeps one training loop alive.
+
+    Every rank makes one, after `torch.distributed` is initialised and the model is sharded, and calls the
+    same methods equally often.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Stateful | None = None,
+        sampler: Stateful | None = None,
+        others: Mapping[str, Stateful] | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        resume_from: str | os.PathLike[str] | None = None,
+        checkpoint_every_steps: int | None = None,
+        total_steps: int | None = None,
+        seed: int = 0,
+        save_within_s: float = SAVE_WITHIN_S,
+    ) -> None:
+        """Attach to the supervisor, if there is one.
+
+        Args:
+            model: sharded by `fully_shard`, replicated by DDP, or plain.
+            optimizer: of that model's parameters.
+            scheduler: of the learning rate.
+            sampler: the data position, of the whole job (see `GlobalSampler`).
+            others: whatever else must be saved, by name, such as a gradient scaler.
+            run_dir: where checkpoints and metrics go; `STEPKEEPER_RUN_DIR` if it is not given.
+            resume_from: a step directory, or `latest`; `STEPKEEPER_RESUME_FROM` if it is not given.
+            checkpoint_every_steps: None saves on request and at the end only.
+            total_steps: when the work is done; `step_done` says so, and `finish` knows.
+            seed: for the generators of ranks that a checkpoint does not know.
+            save_within_s: how long one save may take.
+
+        Raises:
+            KeeperError: what is wrong and what to do; uncaught, it ends the process without a traceback.
+        """
+        self._environment = read_environment()
+        self.rank, self.world_size = _place()
+        self._saver: Saver | None = None
+        install_excepthook(self.rank, self._last_seconds)
+        self._resume_from = str(resume_from) if resume_from else self._environment.resume_from
+        self._every = checkpoint_every_steps
+        self._total_steps = total_steps
+        self._save_within_s = save_within_s
+        self._group = _new_group(save_within_s)
+        self._agreement = Agreement(_new_group(AGREE_WITHIN_S))
+        self.run_dir = self._open_run_directory(run_dir)
+        self._commits = Commits(self.run_dir, self._environment)
+        self._link = Link(self._environment.socket, self._environment.launch_name)
+        self._requests = Requests(self._link)
+        self._metrics: Metrics | None = None
+        self._counters = Counters(seed=seed)
+        named = {"scheduler": scheduler, "sampler": sampler, **(others or {})}
+        self._state = TrainingState(
+            model=model,
+            optimizer=optimizer,
+            others={name: part for name, part in named.items() if part is not None},
+            counters=self._counters,
+            rank=self.rank,
+        )
+        self._resumed: resuming.Resumed | None = None
+        self._due = False  # a periodic save has not been begun yet
+        self._unsaid_save = False  # begun since the ranks last spoke
+        self._stepped_at = self._said_at = time.monotonic()
+        self._greet(None)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed."""
+        return self._counters.step
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen by all ranks together."""
+        return self._counters.tokens
+
+    @property
+    def finished(self) -> bool:
+        """Whether `total_steps` are done."""
+        return self._total_steps is not None and self.step >= self._total_steps
+
+    def resume(self) -> int:
+        """Load what this launch resumes from, if anything, and return how many steps are done.
+
+        Call it once, when model, optimizer, scheduler, sampler and the data iterators exist: the random
+        generators are restored last.
+
+        Raises:
+            ResumeError: what to resume from is not there, or does not fit.
+            DamagedError: its bytes are not what its manifest says.
+        """
+        if self._resumed is not None:
+            raise UsageError("keeper.resume() was called twice: call it once, before the first step")
+        resumed = resuming.resume(
+            self._resume_from, self._commits, self._state, self._agreement, self._group, self.world_size
+        )
+        self._resumed = resumed
+        if self.rank == 0:
+            self._metrics = Metrics(self.run_dir, self._environment.attempt, self._environment.launch)
+        self._saver = Saver(
+            commits=self._commits,
+            rank=self.rank,
+            world_size=self.world_size,
+            group=self._group,
+            link=self._link,
+            nonce=self._agreement.share(uuid.uuid4().hex),
+            parent=resumed.parent,
+            limit_s=self._save_within_s,
+            before_commit=self._metrics.sync if self._metrics else lambda: None,
+        )
+        self._greet(resumed.step)
+        self._stepped_at = time.monotonic()
+        self._agreement.issue(self._wish())
+        return self.step
+
+    def step_done(
+        self,
+        *,
+        loss: float | torch.Tensor | None = None,
+        tokens: int = 0,
+        lr: float | None = None,
+        grad_norm: float | torch.Tensor | None = None,
+    ) -> bool:
+        """Say that an optimizer step is complete; true means leave the loop and call `finish`.
+
+        Args:
+            loss: of this step, over all ranks.
+            tokens: of this step, of all ranks together.
+            lr: the learning rate that the step used.
+            grad_norm: before clipping.
+        """
+        saver = self._ready()
+        counters = self._counters
+        counters.step += 1
+        counters.tokens += tokens
+        loss = None if loss is None else float(loss)
+        if loss is not None:
+            counters.history.append((counters.step, loss))
+        if self._metrics is not None:
+            self._metrics.row(counters.step, loss, counters.tokens, lr, None if grad_norm is None else float(grad_norm))
+        self._report_progress(loss)
+        self._due |= bool(self._every) and counters.step % (self._every or 1) == 0
+        agreed = self._listen()
+        self._save_as_agreed(saver, busy=agreed.busy or self._unsaid_save)
+        self._unsaid_save = False
+        self._agreement.issue(self._wish())
+        return self._requests.stop_agreed or self.finished
+
+    def poll(self) -> bool:
+        """Listen between steps, in evaluation or warm-up; true means leave and call `finish`.
+
+        All ranks must call it equally often.
+        """
+        self._ready()
+        self._report_progress(self._counters.history[-1][1] if self._counters.history else None, often=False)
+        self._listen()
+        self._agreement.issue(self._wish())
+        return self._requests.stop_agreed
+
+    def save(self) -> None:
+        """Begin to save the state as it is now; all ranks call it, between steps."""
+        saver = self._ready()
+        saver.wait(time.time() + self._save_within_s)
+        self._begin_save(saver)
+
+    def finish(self, *, leave_process: bool = True) -> int:
+        """Save what is not saved yet, wait until it is durable, say how the launch ended, and leave.
+
+        Exit codes: 0 the work is finished, 75 stopped on request with the state saved, 1 stopped
+        without (the ranks' last words say why).
+
+        Args:
+            leave_process: False returns the exit code instead, for a script with work after it.
+
+        Raises:
+            SaveError: the work is finished, and its last step could not be saved.
+        """
+        saver = self._ready()
+        self._listen()
+        stopping = self._requests.stop_agreed and not self.finished
+        code = outcomes.conclude(
+            outcomes.Ending(
+                run_directory=self.run_dir,
+                launch=self._environment.launch_name,
+                rank=self.rank,
+                step=self.step,
+                tokens=self.tokens,
+                stopping=stopping,
+                limit_at=self._limit_at(),
+            ),
+            saver=saver,
+            saved=self._resumed.saved if self._resumed else None,
+            begin_save=lambda: self._begin_save(saver, emergency=stopping),
+            agreement=self._agreement,
+            link=self._link,
+        )
+        if leave_process:
+            leave(code)
+        return code
+
+    def _listen(self) -> Wish:
+        self._link.flush()
+        self._requests.hear()
+        agreed = self._agreement.read(self._wish())
+        self._requests.agree(agreed)
+        if self._saver is not None:
+            self._saver.hear_failure(agreed.failed_save)
+        return agreed
+
+    def _wish(self) -> Wish:
+        busy, failed = (self._saver.busy, self._saver.failed_save) if self._saver else (False, 0)
+        return self._requests.wish(busy=busy, failed_save=failed)
+
+    def _save_as_agreed(self, saver: Saver, *, busy: bool) -> None:
+        """Begin a save at this boundary if one is due; an urgent one waits for the one in flight."""
+        requests = self._requests
+        urgent = requests.stop_agreed or requests.deadline_at is not None
+        if not (self._due or requests.save_agreed or requests.stop_agreed):
+            return
+        if busy and not urgent:
+            say("save_waits", step=self.step, why="another is in flight")
+            return
+        in_flight = saver.last
+        if urgent and in_flight is not None and in_flight.summary.step == self.step:
+            return  # that one is what was asked for
+        if urgent:
+            saver.wait(self._limit_at())
+        if saver.busy:
+            return  # it is over its limit: `finish` decides
+        self._begin_save(saver, emergency=urgent)
+
+    def _begin_save(self, saver: Saver, *, emergency: bool = False) -> None:
+        counters = self._counters
+        loss = counters.history[-1][1] if counters.history else None
+        saver.start(
+            self._state.collect(),
+            Summary(
+                step=counters.step,
+                tokens=counters.tokens,
+                loss=loss if loss is not None and math.isfinite(loss) else None,
+                parts=self._state.parts(),
+            ),
+            emergency=emergency,
+            requested_at=self._requests.asked_at,
+            deadline_at=self._requests.deadline_at,
+        )
+        self._unsaid_save = True
+        self._due = False
+        self._requests.served()
+
+    def _limit_at(self) -> float:
+        limit_at = time.time() + self._save_within_s
+        deadline_at = self._requests.deadline_at
+        return limit_at if deadline_at is None else min(limit_at, deadline_at)
+
+    def _report_progress(self, loss: float | None, *, often: bool = True) -> None:
+        now = time.monotonic()
+        if (self.rank != 0 or not often) and now - self._said_at < PROGRESS_EVERY_S:
+            return
+        self._said_at = now
+        step_seconds = round(now - self._stepped_at, 6)
+        self._link.send(
+            Progress(rank=self.rank, step=self.step, tokens=self.tokens, loss=loss, step_seconds=step_seconds)
+        )
+        self._stepped_at = now
+
+    def _greet(self, resumed_step: int | None) -> None:
+        self._link.greet(
+            Hello(
+                rank=self.rank,
+                world_size=self.world_size,
+                pid=os.getpid(),
+                version=__version__,
+                resumed_step=resumed_step,
+            )
+        )
+
+    def _ready(self) -> Saver:
+        if self._saver is None:
+            raise UsageError("keeper.resume() was not called: call it once, before the first step")
+        return self._saver
+
+    def _last_seconds(self) -> None:
+        """Give a save in flight the chance to be committed, when training has failed."""
+        if self._saver is not None and self._saver.busy:
+            self._saver.wait(time.time() + LAST_SECONDS_S)
+
+    def _open_run_directory(self, run_dir: str | os.PathLike[str] | None) -> Path:
+        """Make and try the run directory on rank 0; every rank hears what is wrong with it."""
+        path = Path(run_dir) if run_dir else self._environment.run_directory
+        if path is None:
+            raise UsageError("no run directory: give run_dir, or set STEPKEEPER_RUN_DIR")
+        problem: KeeperError | None = None
+        if self.rank == 0:
+            try:
+                _prepare(path, self._environment)
+            except KeeperError as error:
+                problem = error
+        problem = self._agreement.share(problem)
+        if problem is not None:
+            raise problem
+        return path
+
+
+def _place() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    place = find_place()
+    if place is not None and place.world_size > 1:
+        raise UsageError(
+            f"this is rank {place.rank} of {place.world_size}, and torch.distributed is not initialised: "
+            "call stepkeeper_trainer.start_distributed() first"
+        )
+    return 0, 1
+
+
+def _new_group(within_s: float) -> Any | None:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=within_s))
+
+
+def _prepare(path: Path, environment: Environment) -> None:
+    """Make the run directory and its `checkpoints/`, take the lease if nobody else does, clear leftovers."""
+    commits = Commits(path, environment)
+    if not path.parent.is_dir():
+        raise RunDirectoryError(f"{path.parent} is no directory: make it, or choose another run directory than {path}")
+    try:
+        for directory in (path, commits.checkpoints):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass  # can be written
+        if environment.socket is None:
+            commits.take_lease()
+        commits.clear_leftovers()
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{error.filename or path}: cannot be written: {error.strerror}; mend it, or choose another run directory"
+        ) from error

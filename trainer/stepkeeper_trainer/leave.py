@@ -1,0 +1,51 @@
+"""Leaving the process: after flushing, without waiting for threads (a stuck save would block the exit)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from stepkeeper_trainer.errors import KeeperError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+EXIT_INTERRUPTED = 130
+
+
+def leave(code: int) -> NoReturn:
+    """Flush what was said, and end the process at once."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # nobody listens any more: that must not keep us
+    os._exit(code)
+
+
+def install_excepthook(rank: int, last_act: Callable[[], None]) -> None:
+    """Make an uncaught exception end the process: an error of ours without a traceback, with its exit code.
+
+    `last_act` comes between: it may give a save in flight its last seconds.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        code = 1
+        if isinstance(error, KeeperError):
+            code = error.exit_code
+            print(f"stepkeeper_trainer: rank {rank}: error: {error}", file=sys.stderr)  # noqa: T201
+        else:
+            before(kind, error, traceback)
+            if issubclass(kind, KeyboardInterrupt):
+                code = EXIT_INTERRUPTED
+        try:
+            last_act()
+        finally:
+            leave(code)
+
+    sys.excepthook = hook

@@ -1,0 +1,144 @@
+"""The rank's end of the watcher's Unix datagram socket.
+
+It never blocks: a full, dead or missing socket costs a message, never a step.  Words that must arrive
+wait in a small outbox and go out at a later boundary.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections import deque
+
+import msgspec
+
+from stepkeeper_trainer.formats.messages import (
+    MESSAGE_BYTES_MAX,
+    FromRank,
+    Hello,
+    SaveRequest,
+    decode_to_rank,
+    encode,
+)
+from stepkeeper_trainer.log import say, warn
+
+HELLO_AGAIN_S = 5.0  # a watcher that was restarted between two of our words is met anew
+HELLO_RETRY_S = 1.0  # while the socket is dead
+OUTBOX_MAX = 64
+READS_MAX = 32  # of datagrams at one boundary
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class Link:
+    """Says how training goes, and hears what the supervisor asks for."""
+
+    def __init__(self, address: str | None, launch: str) -> None:
+        """Make the socket; `address` None means that there is no supervisor.  Never raises for a dead one."""
+        self._launch = launch
+        self._address = f"\0{address[1:]}" if address and address.startswith("@") else address
+        self._socket: socket.socket | None = None
+        self._outbox: deque[FromRank] = deque(maxlen=OUTBOX_MAX)
+        self._hello: Hello | None = None
+        self._hello_at = 0.0
+        self._try_at = 0.0
+        self.dead = False  # the last word was refused: no watcher listens
+        if self._address is not None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket.setblocking(False)  # noqa: FBT003
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._socket.bind("")  # Linux picks a free abstract name
+
+    @property
+    def attached(self) -> bool:
+        """Whether a supervisor was announced, alive or not."""
+        return self._socket is not None
+
+    def greet(self, hello: Hello) -> None:
+        """Introduce this rank, now and again whenever a watcher may have been restarted."""
+        self._hello = hello
+        self._send_hello(time.monotonic())
+
+    def send(self, message: FromRank, *, keep: bool = False) -> bool:
+        """Send one word; with `keep` it is tried again later if it cannot go now."""
+        if self._socket is None:
+            return False
+        now = time.monotonic()
+        if self.dead and now < self._try_at:
+            sent = False
+        else:
+            if self.dead or now - self._hello_at > HELLO_AGAIN_S:
+                self._send_hello(now)
+            sent = self._put(message)
+        if not sent and keep:
+            self._outbox.append(message)
+        return sent
+
+    def flush(self, within_s: float = 0.0) -> bool:
+        """Send what waits in the outbox, trying for `within_s`; true when nothing is left."""
+        limit_at = time.monotonic() + within_s
+        while self._outbox:
+            message = self._outbox.popleft()
+            if self._put(message):
+                continue
+            self._outbox.appendleft(message)
+            if self.dead or time.monotonic() >= limit_at:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def receive(self) -> list[SaveRequest]:
+        """Return the requests that have arrived, from our own user or root only."""
+        requests: list[SaveRequest] = []
+        if self._socket is None:
+            return requests
+        for _ in range(READS_MAX):
+            try:
+                data, ancillary, _, _ = self._socket.recvmsg(
+                    MESSAGE_BYTES_MAX * 2, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
+                )
+            except OSError:
+                break  # nothing more, or an error of an earlier send: both mean "not now"
+            uid = _sender_uid(ancillary)
+            if uid is None or uid not in (os.getuid(), 0):
+                warn("request_refused", why="sent by another user", uid=uid)
+                continue
+            try:
+                request = decode_to_rank(data)
+            except msgspec.MsgspecError:
+                warn("request_refused", why="not JSON")
+                continue
+            if request is not None and request.launch in ("", self._launch):
+                requests.append(request)
+        return requests
+
+    def _send_hello(self, now: float) -> None:
+        self._hello_at = now
+        if self._hello is not None and self._socket is not None:
+            self._put(self._hello)
+
+    def _put(self, message: FromRank) -> bool:
+        assert self._socket is not None
+        data = encode(msgspec.structs.replace(message, launch=self._launch))
+        try:
+            self._socket.sendto(data, socket.MSG_DONTWAIT, self._address)
+        except (BlockingIOError, InterruptedError):
+            return False  # the watcher is slow: it is there, and this word may be lost
+        except OSError as error:  # ECONNREFUSED, ENOENT: no watcher listens
+            if not self.dead:
+                warn("watcher_lost", why=error.strerror)
+            self.dead = True
+            self._try_at = time.monotonic() + HELLO_RETRY_S
+            return False
+        if self.dead:
+            say("watcher_back")
+            self.dead = False
+        return True
+
+
+def _sender_uid(ancillary: list[tuple[int, int, bytes]]) -> int | None:
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) >= _CREDENTIALS.size:
+            return int(_CREDENTIALS.unpack_from(data)[1])
+    return None

@@ -1,0 +1,58 @@
+"""The random generators of a rank: Python's, NumPy's, torch's for CPU and GPU, as uint8 tensors.
+
+Generators of ranks that the checkpoint never had (a larger world) are derived from (seed, step, rank).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from typing import Any
+
+import torch
+
+from stepkeeper_trainer.tree import from_blob, join, split, to_blob
+
+
+def collect() -> dict[str, torch.Tensor]:
+    """Return the state of every generator of this process."""
+    found = {"python": to_blob(split(random.getstate(), "python", {})), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        state = [kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
+        found["numpy"] = to_blob(state)
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def restore(found: dict[str, torch.Tensor]) -> None:
+    """Put every generator back; nothing may draw from them between this and the next step."""
+    random.setstate(_tupled(join(from_blob(found["python"], name="Python's RNG"), {})))
+    torch.set_rng_state(found["torch"])
+    if "numpy" in found:
+        import numpy as np  # noqa: PLC0415  # only where the checkpoint has its state
+
+        kind, keys, position, has_gauss, gauss = from_blob(found["numpy"], name="NumPy's RNG")
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])
+
+
+def derive(seed: int, step: int, rank: int) -> int:
+    """Seed every generator of a rank that the checkpoint does not know; return the seed."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=4).digest()
+    value = int.from_bytes(digest, "little")
+    random.seed(value)
+    torch.manual_seed(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(value)
+    return value
+
+
+def _tupled(state: Any) -> Any:
+    version, internal, gauss = state
+    return (version, tuple(internal), gauss)

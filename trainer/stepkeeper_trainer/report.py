@@ -1,0 +1,96 @@
+"""`rank-R.json`: what one rank wrote for a save, published by rename once it is durable.
+
+The commit needs these files only, not the processes that wrote them: a rank that dies after its report
+does not stop the commit.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.manifest import FileEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_PAUSE_S = (0.002, 0.05)  # between looks for reports: the first, and the longest
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor chunk, and where its bytes are."""
+
+    name: str
+    offsets: tuple[int, ...] | None
+    index: int | None
+    file: str
+    start: int
+    length: int
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has made durable; `error` means that it could not."""
+
+    rank: int
+    save_id: str
+    items: tuple[Item, ...] = ()
+    files: dict[str, FileEntry] = {}
+    error: str | None = None
+
+
+def report_name(rank: int) -> str:
+    """Return the file name of a rank's report."""
+    return f"rank-{rank}.json"
+
+
+def publish(directory: Path, report: RankReport) -> None:
+    """Make a report durable and visible.  Raises OSError."""
+    write_atomically(directory / report_name(report.rank), msgspec.json.encode(report))
+
+
+def gather(
+    directory: Path, *, save_id: str, world_size: int, limit_at: float, given_up: Callable[[], str | None]
+) -> list[RankReport]:
+    """Wait until every rank has reported.
+
+    Args:
+        directory: the save in flight.
+        save_id: reports of any other save are an error.
+        world_size: how many ranks report.
+        limit_at: Unix seconds.
+        given_up: asked while waiting; a text means that a rank said elsewhere that it failed.
+
+    Raises:
+        SaveError: a rank failed, or was not heard of in time.
+        OSError: the directory cannot be read.
+    """
+    reports: dict[int, RankReport] = {}
+    pause_s = _PAUSE_S[0]
+    while True:
+        for rank in range(world_size):
+            if rank not in reports and (report := _read(directory, rank)) is not None:
+                if report.error is not None or report.save_id != save_id:
+                    raise SaveError(f"rank {rank}: {report.error or 'reported another save'}")
+                reports[rank] = report
+        if len(reports) == world_size:
+            return [reports[rank] for rank in range(world_size)]
+        missing = next(rank for rank in range(world_size) if rank not in reports)
+        if (why := given_up()) is not None:
+            raise SaveError(why)
+        if time.time() >= limit_at:
+            raise SaveError(f"rank {missing} (and perhaps others) did not report in time")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_S[1])
+
+
+def _read(directory: Path, rank: int) -> RankReport | None:
+    try:
+        data = (directory / report_name(rank)).read_bytes()
+    except FileNotFoundError:
+        return None
+    return msgspec.json.decode(data, type=RankReport)

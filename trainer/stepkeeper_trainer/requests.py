@@ -1,0 +1,85 @@
+"""What this rank was asked for, by the supervisor or by a signal, and what all ranks agreed to do of it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from stepkeeper_trainer.agreement import Want, Wish
+from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.signals import SignalFlag
+
+if TYPE_CHECKING:
+    from stepkeeper_trainer.link import Link
+
+
+class Requests:
+    """Asked is what this rank heard; agreed is what all ranks will do, at the same boundary."""
+
+    def __init__(self, link: Link) -> None:
+        """Listen to the supervisor, and to SIGTERM and SIGUSR1."""
+        self._link = link
+        self._signals = SignalFlag()
+        self._signal_said = False
+        self._saves_asked: set[int] = set()
+        self._saves_agreed: set[int] = set()
+        self._stop_asked = False
+        self._deadline_asked: float | None = None
+        self.asked_at: float | None = None  # Unix seconds; of the oldest request that is not served
+        self.save_agreed = False
+        self.stop_agreed = False
+        self.deadline_at: float | None = None  # agreed; Unix seconds
+
+    def hear(self) -> None:
+        """Take in what has arrived since the last boundary.  Never blocks."""
+        for request in self._link.receive():
+            say("request_heard", id=request.request_id, stop=request.stop, deadline_at=request.deadline_at,
+                why=request.why)
+            if request.stop:
+                self._stop_asked = True
+            elif request.request_id in self._saves_agreed:
+                continue  # every node's watcher sends it: ours came later than another's
+            else:
+                self._saves_asked.add(request.request_id)
+            self.asked_at = self.asked_at or time.time()
+            if request.deadline_at is not None:
+                self._deadline_asked = min(request.deadline_at, self._deadline_asked or request.deadline_at)
+        if self._signals.heard is None:
+            return
+        alone = not self._link.attached or self._link.dead
+        if alone and not self._stop_asked:
+            self._stop_asked = True
+            self.asked_at = self.asked_at or time.time()
+            say("stop_asked", why=f"{self._signals.heard.name}, and no supervisor to decide")
+        elif not alone and not self._signal_said:
+            self._signal_said = True
+            warn("signal_heard", signal=self._signals.heard.name, why="left to the supervisor")
+
+    def wish(self, *, busy: bool, failed_save: int) -> Wish:
+        """Return what this rank has to say to the others."""
+        want = Want.STOP if self._stop_asked else Want.SAVE if self._saves_asked else Want.NOTHING
+        return Wish(
+            want=want,
+            deadline_at=self._deadline_asked,
+            request_id=max(self._saves_asked, default=0),
+            busy=busy,
+            failed_save=failed_save,
+        )
+
+    def agree(self, agreed: Wish) -> None:
+        """Take over what all ranks said."""
+        if agreed.want is not Want.NOTHING:
+            self.deadline_at = agreed.deadline_at
+        if agreed.want is Want.STOP:
+            self.stop_agreed = True
+        if agreed.want is not Want.NOTHING and agreed.request_id not in self._saves_agreed:
+            self.save_agreed = True
+            self._saves_agreed.add(agreed.request_id)
+        self._saves_asked -= self._saves_agreed
+
+    def served(self) -> None:
+        """Forget the agreed save: it was begun.  A stop stays agreed."""
+        self.save_agreed = False
+        self.asked_at = None
+        if not self.stop_agreed:
+            self.deadline_at = self._deadline_asked = None

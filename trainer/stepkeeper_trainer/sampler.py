@@ -1,0 +1,112 @@
+"""Which samples a step takes: a function of (seed, position), the same on any world size.
+
+Each epoch is a permutation of the data set, computed one index at a time (a Feistel network with cycle
+walking), so the state is a few integers and resuming is free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stepkeeper_trainer.errors import ResumeError, UsageError
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 6
+
+
+def mix(value: int) -> int:
+    """Scramble 64 bits (the finaliser of splitmix64).
+
+    >>> hex(mix(1))
+    '0x5692161d100b05e5'
+    """
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+class Permutation:
+    """A pseudo-random order of range(length), in constant memory.
+
+    >>> sorted(Permutation(10, key=7)[i] for i in range(10)) == list(range(10))
+    True
+    """
+
+    def __init__(self, length: int, *, key: int) -> None:
+        """Prepare the round keys; `length` is at least 1."""
+        self._length = length
+        self._half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
+        self._half_mask = (1 << self._half_bits) - 1
+        self._keys = [mix((key + (i + 1) * 0x9E3779B97F4A7C15) & _MASK) for i in range(_ROUNDS)]
+
+    def __getitem__(self, index: int) -> int:
+        assert 0 <= index < self._length, f"{index} is outside of {self._length}"
+        while True:  # walk the cycle until it is back inside: at most 4 turns on average
+            left, right = index >> self._half_bits, index & self._half_mask
+            for key in self._keys:
+                left, right = right, left ^ (mix((right + key) & _MASK) & self._half_mask)
+            index = left << self._half_bits | right
+            if index < self._length:
+                return index
+
+
+class GlobalSampler:
+    """The data position of the whole job: `consumed` samples of epoch `epoch`.
+
+    `micro_batch(g, size)` of a step takes samples [consumed + g * size, + size), over the end of the epoch
+    into the next if need be.  `advance` is called once a step, with the samples of all ranks together.
+    """
+
+    def __init__(self, dataset_len: int, *, seed: int, fingerprint: str = "") -> None:
+        """Start at the first sample; `fingerprint` names the data, and another one is refused at resume."""
+        if dataset_len < 1:
+            raise UsageError("the data set is empty: give the sampler a dataset_len of at least 1")
+        self.dataset_len = dataset_len
+        self.seed = seed
+        self.fingerprint = fingerprint
+        self.epoch = 0
+        self.consumed = 0
+        self._orders: dict[int, Permutation] = {}
+
+    def micro_batch(self, index: int, size: int) -> list[int]:
+        """Return the samples of micro-batch `index` of the step at hand, each micro-batch of `size`."""
+        start = self.consumed + index * size
+        return [self._sample(start + offset) for offset in range(size)]
+
+    def advance(self, samples: int) -> None:
+        """Move on by the samples that all ranks together have used."""
+        epochs, self.consumed = divmod(self.consumed + samples, self.dataset_len)
+        self.epoch += epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: one copy for the whole job."""
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "seed": self.seed,
+            "dataset_len": self.dataset_len,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position.
+
+        Raises:
+            ResumeError: it is a position in other data, or in another order.
+        """
+        for name in ("fingerprint", "dataset_len", "seed"):
+            if state[name] != getattr(self, name):
+                raise ResumeError(
+                    f"the data's {name} is {getattr(self, name)!r}, the checkpoint's is {state[name]!r}: "
+                    "resume with the data and the seed it was made with, or start anew"
+                )
+        self.epoch, self.consumed = state["epoch"], state["consumed"]
+
+    def _sample(self, position: int) -> int:
+        ahead, index = divmod(position, self.dataset_len)
+        epoch = self.epoch + ahead
+        if epoch not in self._orders:
+            self._orders = {e: order for e, order in self._orders.items() if e >= self.epoch}
+            key = mix((self.seed & _MASK) ^ mix(epoch + 1))
+            self._orders[epoch] = Permutation(self.dataset_len, key=key)
+        return self._orders[epoch][index]

@@ -22,14 +22,15 @@ def configure(**static: Any) -> structlog.typing.FilteringBoundLogger:
     )
 
     def add_static(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        return {**event, **static} if not pretty else event
+        """Put what a reader looks for first in front."""
+        first = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
+        return {**first, **({} if pretty else static), **event}
 
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             add_static,
-            structlog.processors.EventRenamer("event"),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(20),

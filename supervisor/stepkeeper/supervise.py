@@ -27,7 +27,7 @@ from stepkeeper.slurm.environment import scrub_geometry, without_python
 from stepkeeper.sources.bus import LEASE_EVERY_S, Bus
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import status as status_file
-from stepkeeper.store.journal import JournalWriter, Record
+from stepkeeper.store.journal import VERSION, JournalWriter, Record
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.assignment import Assignment
@@ -169,6 +169,7 @@ class Supervisor:
             return
         self.journal.append(
             Record(
+                v=VERSION,
                 job_id=self.setting.lease.job_id,
                 restart_count=self.setting.lease.restart_count,
                 attempt=self.setting.lease.attempt,
@@ -187,7 +188,7 @@ class Supervisor:
         setting = self.setting
         match effect:
             case do.StartBus():
-                self._start_bus(effect.bus)
+                self._start_bus(effect)
             case do.StopBus():
                 if self.bus is not None:
                     self.bus.close()
@@ -217,7 +218,7 @@ class Supervisor:
 
     # --- acts -------------------------------------------------------------------------------------
 
-    def _start_bus(self, number: int) -> None:
+    def _start_bus(self, effect: do.StartBus) -> None:
         if self.bus is not None:
             self.bus.abandon()
         program = [
@@ -229,13 +230,14 @@ class Supervisor:
         ]
         argv = watcher_argv(self.setting.assignment.nodes, program)
         environment = scrub_geometry(without_python(self.environment))
-        try:
-            self.bus = Bus(number, argv, environment, inbox=self.inbox, attempt=self.setting.lease.attempt)
-        except OSError as error:
-            self.bus = None
-            now = self.inbox.clock.now()
-            self.inbox.put(on.BusEnded(at=now, bus=number, code=127, error=f"srun: {error.strerror}"))
-            return
+        self.bus = Bus(
+            effect.bus,
+            argv,
+            environment,
+            inbox=self.inbox,
+            attempt=self.setting.lease.attempt,
+            after_s=effect.after_s,
+        )
         self._renew()
 
     def _renew(self) -> None:

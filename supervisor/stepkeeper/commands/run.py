@@ -40,6 +40,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     batch_node: str
     tasks_per_node: int
     cpus_per_task: int | None
+    overcommit: bool
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -130,6 +131,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 nodes=allocation.nodes,
                 tasks_per_node=allocation.tasks_per_node,
                 cpus_per_task=allocation.cpus_per_task,
+                overcommit=allocation.overcommit,
             ),
             run_directory=directory.path,
             run_id=directory.run_id,
@@ -151,6 +153,10 @@ def execute(arguments: argparse.Namespace) -> int:
         see_logs=f"stepkeeper logs {directory.path}",
         to_stop=f"scancel {allocation.job_id}",
     )
+    if allocation.overcommit:
+        log.warning(
+            "fewer_cpus_than_ranks", ask_for=f"sbatch --cpus-per-task or -c {allocation.tasks_per_node}"
+        )
     inbox = Inbox(clock)
     signals.listen(inbox)
     inbox.put(
@@ -244,11 +250,12 @@ def read_allocation(
     if tasks < 1:
         raise StepkeeperError("--tasks-per-node is at least 1", ExitCode.USAGE)
     per_task = environment.get("SLURM_CPUS_PER_TASK", "")
+    cpus: int | None
     on_node = re.match(r"\d+", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if per_task.isdigit():
-        cpus: int | None = int(per_task)
+        cpus = int(per_task)
     elif on_node:
-        cpus = max(1, int(on_node.group()) // tasks)
+        cpus = int(on_node.group()) // tasks
     else:
         cpus = None
     return Allocation(
@@ -257,7 +264,8 @@ def read_allocation(
         nodes=nodes,
         batch_node=node_name(),
         tasks_per_node=tasks,
-        cpus_per_task=cpus,
+        cpus_per_task=cpus or None,
+        overcommit=cpus == 0,
     )
 
 

@@ -10,9 +10,10 @@ class _Effect(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class StartBus(_Effect, frozen=True, kw_only=True, tag="start_bus"):
-    """Start one watcher on every node; an older bus is ended."""
+    """Start one watcher on every node, in a moment; an older bus is ended now."""
 
     bus: int
+    after_s: float = 0.0
 
 
 class StopBus(_Effect, frozen=True, kw_only=True, tag="stop_bus"):

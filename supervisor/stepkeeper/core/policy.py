@@ -62,6 +62,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     node_losses_max: int = 10
     """Requeues for lost nodes without a newly verified step in between; then the run stops."""
 
+    bus_retry_max_s: float = 10.0
+    """The longest pause before the bus is started again."""
+
     bus_restarts_max: int = 20
     """Restarts of the bus within one attempt."""
 

@@ -135,6 +135,7 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
             replace(state, bus_open=False, ready=frozenset()), event.at, policy, "the watchers left"
         )
     why = f"the watchers' Slurm step ended with {event.code} {event.error}".rstrip()
+    state = replace(state, bus_open=False, ready=frozenset())
     return _restart_bus(state, event.at, why, policy)
 
 
@@ -154,10 +155,13 @@ def _restart_bus(state: State, at: float, why: str, policy: Policy) -> Decision:
     state = replace(
         state,
         bus=state.bus + 1,
+        bus_open=True,
         bus_restarts=restarts,
         bus_restarted_in_launch=True,
         ready=frozenset(),
         clearing=False,
         deadline_at=deadline,
     )
-    return Decision(state, (do.StartBus(bus=state.bus),), why)
+    # a bus that cannot start must not spin; the first restarts are at once
+    after_s = min(policy.bus_retry_max_s, 0.25 * 2.0**restarts) if restarts > 1 else 0.0
+    return Decision(state, (do.StartBus(bus=state.bus, after_s=after_s),), why)

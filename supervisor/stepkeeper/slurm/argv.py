@@ -13,6 +13,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...]
     tasks_per_node: int
     cpus_per_task: int | None = None
+    overcommit: bool = False  # fewer CPUs on a node than ranks
 
 
 def watcher_argv(nodes: Sequence[str], program: Sequence[str]) -> list[str]:
@@ -45,6 +46,8 @@ def training_argv(geometry: Geometry, log_pattern: str, program: Sequence[str]) 
     """Return the srun line of a training step: ranks are contiguous on the nodes in Slurm's order."""
     nodes = geometry.nodes
     cpus = [f"--cpus-per-task={geometry.cpus_per_task}"] if geometry.cpus_per_task else []
+    if geometry.overcommit:
+        cpus = ["--overcommit"]
     return [
         "srun",
         f"--nodes={len(nodes)}",

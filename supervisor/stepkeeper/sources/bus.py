@@ -17,15 +17,23 @@ from stepkeeper_trainer.formats import messages as words
 SILENCE_MAX_S = 12.0
 LEASE_EVERY_S = 5.0
 ERROR_CHARACTERS_MAX = 300
+ERRORS_WITHIN_S = 1.0
 
 
 class Bus:
     """One generation of watchers.  Emits their words as events."""
 
     def __init__(
-        self, number: int, argv: Sequence[str], environment: Mapping[str, str], *, inbox: Inbox, attempt: int
+        self,
+        number: int,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        inbox: Inbox,
+        attempt: int,
+        after_s: float = 0.0,
     ) -> None:
-        """Start srun.  Raises OSError when it is not there."""
+        """Start srun, `after_s` seconds from now; `BusEnded` comes when it could not be started."""
         self.number = number
         self._inbox = inbox
         self._attempt = attempt
@@ -34,17 +42,9 @@ class Bus:
         self._heard: dict[str, float] = {}  # node -> monotonic seconds of its last word
         self._output: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._error = ""
-        self._process = subprocess.Popen(
-            list(argv),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(environment),
-            start_new_session=True,  # a signal to our process group is for us alone
-        )
-        inbox.run_thread(f"bus-{number}-read", self._read)
-        inbox.run_thread(f"bus-{number}-error", self._read_errors)
-        inbox.run_thread(f"bus-{number}-write", self._write)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = threading.Event()
+        inbox.run_thread(f"bus-{number}", lambda: self._run(list(argv), dict(environment), after_s))
 
     def say(self, message: lines.ToWatcher) -> None:
         """Queue one line for every watcher; never waits."""
@@ -67,6 +67,7 @@ class Bus:
 
     def close(self) -> None:
         """Ask the watchers to leave, and end the input."""
+        self._closed.set()
         self.say(lines.Quit())
         self._output.put(None)
 
@@ -78,31 +79,56 @@ class Bus:
         timer.start()
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # ended by itself
-            self._process.kill()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # ended by itself
+                self._process.kill()
 
     # --- threads ----------------------------------------------------------------------------------
 
-    def _write(self) -> None:
-        stdin = self._process.stdin
+    def _run(self, argv: list[str], environment: dict[str, str], after_s: float) -> None:
+        """Start srun, read what it says until it ends, and report the end."""
+        code, error = 0, ""
+        if not self._closed.wait(after_s):
+            try:
+                process = self._process = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=environment,
+                    start_new_session=True,  # a signal to our process group is for us alone
+                )
+            except OSError as failure:
+                code, error = 127, f"srun: {failure.strerror}"
+            else:
+                errors = self._inbox.run_thread(
+                    f"bus-{self.number}-error", lambda: self._read_errors(process)
+                )
+                self._inbox.run_thread(f"bus-{self.number}-write", lambda: self._write(process))
+                self._read(process)
+                code = process.wait()
+                errors.join(ERRORS_WITHIN_S)
+                error = self._error
+        self._inbox.put(on.BusEnded(at=self._now(), bus=self.number, code=code, error=error))
+
+    def _write(self, process: subprocess.Popen[bytes]) -> None:
+        stdin = process.stdin
         assert stdin is not None, "Popen was given a pipe"
         with contextlib.suppress(BrokenPipeError), stdin:  # srun is gone: the reader says so
             while (line := self._output.get()) is not None:
                 stdin.write(line)
                 stdin.flush()
 
-    def _read(self) -> None:
-        stdout = self._process.stdout
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        stdout = process.stdout
         assert stdout is not None, "Popen was given a pipe"
         for line in stdout:
             message = lines.decode_from_watcher(line)
             if message is not None:
                 self._emit(message)
-        code = self._process.wait()
-        self._inbox.put(on.BusEnded(at=self._now(), bus=self.number, code=code, error=self._error))
 
-    def _read_errors(self) -> None:
-        stderr = self._process.stderr
+    def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
+        stderr = process.stderr
         assert stderr is not None, "Popen was given a pipe"
         for line in stderr:
             text = line.decode(errors="replace").strip()

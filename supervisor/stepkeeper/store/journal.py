@@ -30,7 +30,7 @@ RECORDS_WAITING_MAX = 100_000
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line.  `phase`, `failures`, ... are those after the event: what a next attempt carries over."""
 
-    v: int = VERSION
+    v: int
     job_id: int
     restart_count: int
     attempt: int

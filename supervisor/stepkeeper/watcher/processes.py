@@ -66,6 +66,8 @@ def kill_other_watchers(run_id: str, node: str, job_id: int) -> int:
     for pid, environment in _own_processes():
         if pid == os.getpid() or f"SLURMD_NODENAME={node}".encode() not in environment:
             continue
+        if not any(entry.startswith(b"SLURM_STEP_ID=") for entry in environment):
+            continue  # the srun that started the watchers carries the same words
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 argv = file.read()

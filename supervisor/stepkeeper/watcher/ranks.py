@@ -116,4 +116,7 @@ def own_address(node: str) -> str:
         except OSError:
             continue
         return name
-    return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sock:
+        # no packet is sent: the kernel tells which of our addresses the batch host would see
+        sock.connect((os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"), 9))
+        return str(sock.getsockname()[0])

@@ -29,7 +29,7 @@ class Want(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What one rank knows, and what all know together: each field reduced by MAX (deadlines: the earliest)."""
+    """What one rank knows, and what all know together: reduced by MAX, deadlines to the earliest."""
 
     want: Want = Want.NOTHING
     deadline_at: float | None = None  # Unix seconds

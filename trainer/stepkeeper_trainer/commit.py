@@ -86,7 +86,8 @@ class Commits:
             return
         if lease is not None and lease.epoch > own:
             raise SupersededError(
-                f"job {lease.job_id} (restart {lease.restart_count}, on {lease.node}) has taken over {self.run_directory}: "
+                f"job {lease.job_id} (restart {lease.restart_count}, on {lease.node}) "
+                f"has taken over {self.run_directory}: "
                 f"job {own[0]} (restart {own[1]}) must stop"
             )
 
@@ -174,7 +175,10 @@ class Commits:
             return "no owner, and old" if age_s > _STALE_S else None
         if owner.epoch is not None and environment.epoch is not None and owner.epoch < environment.epoch:
             return "of an earlier attempt"
-        if owner.epoch == environment.epoch is not None and owner.launch < (environment.attempt, environment.launch):
+        if owner.epoch == environment.epoch is not None and owner.launch < (
+            environment.attempt,
+            environment.launch,
+        ):
             return "of an earlier launch"  # the supervisor starts one only when the other's ranks are gone
         if owner.node == environment.node and not os.path.exists(f"/proc/{owner.pid}"):
             return "its writer is dead"

@@ -57,15 +57,17 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     job_id = environ.get("SLURM_JOB_ID")
     restarts = _integer(environ, "SLURM_RESTART_COUNT", 0)
     run_directory = environ.get("STEPKEEPER_RUN_DIR")
+    node = environ.get("SLURMD_NODENAME") or socket.gethostname()
     return Environment(
-        socket=environ.get("STEPKEEPER_SOCKET") or None,
+        # The wrapper fills in the node's name; where none runs (a user's own srun line) we do.
+        socket=environ.get("STEPKEEPER_SOCKET", "").replace("%N", node) or None,
         run_directory=Path(run_directory) if run_directory else None,
         run_id=environ.get("STEPKEEPER_RUN_ID", ""),
         attempt=_integer(environ, "STEPKEEPER_ATTEMPT", restarts),
         launch=_integer(environ, "STEPKEEPER_LAUNCH", 0),
         resume_from=environ.get("STEPKEEPER_RESUME_FROM") or None,
         epoch=(_integer(environ, "SLURM_JOB_ID", 0), restarts) if job_id else None,
-        node=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        node=node,
     )
 
 
@@ -90,9 +92,10 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
     if "SLURM_PROCID" not in environ or batch_script:
         return None
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    port = _PORT_FIRST + (
-        _integer(environ, "SLURM_JOB_ID", 0) * 31 + _integer(environ, "SLURM_STEP_ID", 0)
-    ) % _PORT_COUNT
+    port = (
+        _PORT_FIRST
+        + (_integer(environ, "SLURM_JOB_ID", 0) * 31 + _integer(environ, "SLURM_STEP_ID", 0)) % _PORT_COUNT
+    )
     return Place(
         rank=_integer(environ, "SLURM_PROCID", 0),
         world_size=_integer(environ, tasks, 1),

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import time
 import uuid
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from stepkeeper_trainer import __version__, outcomes, resuming
-from stepkeeper_trainer.agreement import AGREE_WITHIN_S, Agreement, Want, Wish
+from stepkeeper_trainer import attach, outcomes, resuming
+from stepkeeper_trainer.agreement import AGREE_WITHIN_S, Agreement, Wish
 from stepkeeper_trainer.commit import Commits
-from stepkeeper_trainer.environment import Environment, find_place, read_environment
-from stepkeeper_trainer.errors import KeeperError, RunDirectoryError, UsageError
-from stepkeeper_trainer.formats.messages import Hello, Progress
+from stepkeeper_trainer.environment import read_environment
+from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.leave import install_excepthook, leave
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.log import say
 from stepkeeper_trainer.metrics import Metrics
+from stepkeeper_trainer.reporter import Reporter
 from stepkeeper_trainer.requests import Requests
 from stepkeeper_trainer.saver import Saver, Summary
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState
@@ -38,7 +33,6 @@ if TYPE_CHECKING:
 
 SAVE_WITHIN_S = 600.0
 LAST_SECONDS_S = 20.0  # for a save in flight when training fails
-PROGRESS_EVERY_S = 1.0  # of ranks other than 0
 
 
 class Keeper:
@@ -81,17 +75,17 @@ class Keeper:
         Raises:
             KeeperError: what is wrong and what to do; uncaught, it ends the process without a traceback.
         """
-        self._environment = read_environment()
-        self.rank, self.world_size = _place()
         self._saver: Saver | None = None
-        install_excepthook(self.rank, self._last_seconds)
+        install_excepthook(self._last_seconds)
+        self._environment = read_environment()
+        self.rank, self.world_size = attach.find_rank()
         self._resume_from = str(resume_from) if resume_from else self._environment.resume_from
         self._every = checkpoint_every_steps
         self._total_steps = total_steps
         self._save_within_s = save_within_s
-        self._group = _new_group(save_within_s)
-        self._agreement = Agreement(_new_group(AGREE_WITHIN_S))
-        self.run_dir = self._open_run_directory(run_dir)
+        self._group = attach.new_group(save_within_s)
+        self._agreement = Agreement(attach.new_group(AGREE_WITHIN_S))
+        self.run_dir = attach.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
         self._commits = Commits(self.run_dir, self._environment)
         self._link = Link(self._environment.socket, self._environment.launch_name)
         self._requests = Requests(self._link)
@@ -108,8 +102,7 @@ class Keeper:
         self._resumed: resuming.Resumed | None = None
         self._due = False  # a periodic save has not been begun yet
         self._unsaid_save = False  # begun since the ranks last spoke
-        self._stepped_at = self._said_at = time.monotonic()
-        self._greet(None)
+        self._reporter = Reporter(self._link, self.rank, self.world_size)
 
     @property
     def step(self) -> int:
@@ -139,7 +132,12 @@ class Keeper:
         if self._resumed is not None:
             raise UsageError("keeper.resume() was called twice: call it once, before the first step")
         resumed = resuming.resume(
-            self._resume_from, self._commits, self._state, self._agreement, self._group, self.world_size
+            self._resume_from,
+            commits=self._commits,
+            state=self._state,
+            agreement=self._agreement,
+            group=self._group,
+            world_size=self.world_size,
         )
         self._resumed = resumed
         if self.rank == 0:
@@ -155,8 +153,7 @@ class Keeper:
             limit_s=self._save_within_s,
             before_commit=self._metrics.sync if self._metrics else lambda: None,
         )
-        self._greet(resumed.step)
-        self._stepped_at = time.monotonic()
+        self._reporter.resumed(resumed.step)
         self._agreement.issue(self._wish())
         return self.step
 
@@ -165,7 +162,7 @@ class Keeper:
         *,
         loss: float | torch.Tensor | None = None,
         tokens: int = 0,
-        lr: float | None = None,
+        lr: float | torch.Tensor | None = None,
         grad_norm: float | torch.Tensor | None = None,
     ) -> bool:
         """Say that an optimizer step is complete; true means leave the loop and call `finish`.
@@ -180,12 +177,12 @@ class Keeper:
         counters = self._counters
         counters.step += 1
         counters.tokens += tokens
-        loss = None if loss is None else float(loss)
+        loss = _number(loss)
         if loss is not None:
             counters.history.append((counters.step, loss))
         if self._metrics is not None:
-            self._metrics.row(counters.step, loss, counters.tokens, lr, None if grad_norm is None else float(grad_norm))
-        self._report_progress(loss)
+            self._metrics.row(counters.step, loss, counters.tokens, _number(lr), _number(grad_norm))
+        self._reporter.step(counters.step, counters.tokens, loss)
         self._due |= bool(self._every) and counters.step % (self._every or 1) == 0
         agreed = self._listen()
         self._save_as_agreed(saver, busy=agreed.busy or self._unsaid_save)
@@ -199,7 +196,7 @@ class Keeper:
         All ranks must call it equally often.
         """
         self._ready()
-        self._report_progress(self._counters.history[-1][1] if self._counters.history else None, often=False)
+        self._reporter.alive(self.step, self.tokens, self._last_loss())
         self._listen()
         self._agreement.issue(self._wish())
         return self._requests.stop_agreed
@@ -278,7 +275,7 @@ class Keeper:
 
     def _begin_save(self, saver: Saver, *, emergency: bool = False) -> None:
         counters = self._counters
-        loss = counters.history[-1][1] if counters.history else None
+        loss = self._last_loss()
         saver.start(
             self._state.collect(),
             Summary(
@@ -295,32 +292,13 @@ class Keeper:
         self._due = False
         self._requests.served()
 
+    def _last_loss(self) -> float | None:
+        return self._counters.history[-1][1] if self._counters.history else None
+
     def _limit_at(self) -> float:
         limit_at = time.time() + self._save_within_s
         deadline_at = self._requests.deadline_at
         return limit_at if deadline_at is None else min(limit_at, deadline_at)
-
-    def _report_progress(self, loss: float | None, *, often: bool = True) -> None:
-        now = time.monotonic()
-        if (self.rank != 0 or not often) and now - self._said_at < PROGRESS_EVERY_S:
-            return
-        self._said_at = now
-        step_seconds = round(now - self._stepped_at, 6)
-        self._link.send(
-            Progress(rank=self.rank, step=self.step, tokens=self.tokens, loss=loss, step_seconds=step_seconds)
-        )
-        self._stepped_at = now
-
-    def _greet(self, resumed_step: int | None) -> None:
-        self._link.greet(
-            Hello(
-                rank=self.rank,
-                world_size=self.world_size,
-                pid=os.getpid(),
-                version=__version__,
-                resumed_step=resumed_step,
-            )
-        )
 
     def _ready(self) -> Saver:
         if self._saver is None:
@@ -332,55 +310,6 @@ class Keeper:
         if self._saver is not None and self._saver.busy:
             self._saver.wait(time.time() + LAST_SECONDS_S)
 
-    def _open_run_directory(self, run_dir: str | os.PathLike[str] | None) -> Path:
-        """Make and try the run directory on rank 0; every rank hears what is wrong with it."""
-        path = Path(run_dir) if run_dir else self._environment.run_directory
-        if path is None:
-            raise UsageError("no run directory: give run_dir, or set STEPKEEPER_RUN_DIR")
-        problem: KeeperError | None = None
-        if self.rank == 0:
-            try:
-                _prepare(path, self._environment)
-            except KeeperError as error:
-                problem = error
-        problem = self._agreement.share(problem)
-        if problem is not None:
-            raise problem
-        return path
 
-
-def _place() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    place = find_place()
-    if place is not None and place.world_size > 1:
-        raise UsageError(
-            f"this is rank {place.rank} of {place.world_size}, and torch.distributed is not initialised: "
-            "call stepkeeper_trainer.start_distributed() first"
-        )
-    return 0, 1
-
-
-def _new_group(within_s: float) -> Any | None:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=within_s))
-
-
-def _prepare(path: Path, environment: Environment) -> None:
-    """Make the run directory and its `checkpoints/`, take the lease if nobody else does, clear leftovers."""
-    commits = Commits(path, environment)
-    if not path.parent.is_dir():
-        raise RunDirectoryError(f"{path.parent} is no directory: make it, or choose another run directory than {path}")
-    try:
-        for directory in (path, commits.checkpoints):
-            directory.mkdir(mode=0o700, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory):
-                pass  # can be written
-        if environment.socket is None:
-            commits.take_lease()
-        commits.clear_leftovers()
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{error.filename or path}: cannot be written: {error.strerror}; mend it, or choose another run directory"
-        ) from error
+def _number(value: float | torch.Tensor | None) -> float | None:
+    return None if value is None else float(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -20,14 +21,12 @@ def leave(code: int) -> NoReturn:
     """Flush what was said, and end the process at once."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # nobody listens any more: that must not keep us
             stream.flush()
-        except (OSError, ValueError):
-            pass  # nobody listens any more: that must not keep us
     os._exit(code)
 
 
-def install_excepthook(rank: int, last_act: Callable[[], None]) -> None:
+def install_excepthook(last_act: Callable[[], None]) -> None:
     """Make an uncaught exception end the process: an error of ours without a traceback, with its exit code.
 
     `last_act` comes between: it may give a save in flight its last seconds.
@@ -38,7 +37,7 @@ def install_excepthook(rank: int, last_act: Callable[[], None]) -> None:
         code = 1
         if isinstance(error, KeeperError):
             code = error.exit_code
-            print(f"stepkeeper_trainer: rank {rank}: error: {error}", file=sys.stderr)  # noqa: T201
+            print(f"stepkeeper_trainer: error: {error}", file=sys.stderr)  # noqa: T201
         else:
             before(kind, error, traceback)
             if issubclass(kind, KeyboardInterrupt):

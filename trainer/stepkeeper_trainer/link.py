@@ -37,14 +37,14 @@ class Link:
     def __init__(self, address: str | None, launch: str) -> None:
         """Make the socket; `address` None means that there is no supervisor.  Never raises for a dead one."""
         self._launch = launch
-        self._address = f"\0{address[1:]}" if address and address.startswith("@") else address
+        self._address = f"\0{address[1:]}" if address and address.startswith("@") else address or ""
         self._socket: socket.socket | None = None
         self._outbox: deque[FromRank] = deque(maxlen=OUTBOX_MAX)
         self._hello: Hello | None = None
         self._hello_at = 0.0
         self._try_at = 0.0
         self.dead = False  # the last word was refused: no watcher listens
-        if self._address is not None:
+        if address is not None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)  # noqa: FBT003
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

@@ -36,7 +36,9 @@ def restore(found: dict[str, torch.Tensor]) -> None:
         import numpy as np  # noqa: PLC0415  # only where the checkpoint has its state
 
         kind, keys, position, has_gauss, gauss = from_blob(found["numpy"], name="NumPy's RNG")
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+        np.random.set_state(  # noqa: NPY002  # the legacy generator is the one that scripts share
+            (kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss)
+        )
     if "cuda" in found and torch.cuda.is_available():
         torch.cuda.set_rng_state(found["cuda"])
 

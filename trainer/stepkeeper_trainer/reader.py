@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from stepkeeper_trainer.errors import DamagedError
 
@@ -45,7 +45,9 @@ class CheckedFile(io.RawIOBase):
         count = -(-entry.bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1
         if size != entry.bytes or len(entry.chunks) != count:
             os.close(self._descriptor)
-            raise DamagedError(f"{path}: has {size} bytes, the manifest says {entry.bytes} in {len(entry.chunks)} chunks")
+            raise DamagedError(
+                f"{path}: has {size} bytes, the manifest says {entry.bytes} in {len(entry.chunks)} chunks"
+            )
 
     def readable(self) -> bool:
         """Yes."""
@@ -133,7 +135,9 @@ class CheckedReader(FileSystemReader):
         """Fill the tensors.  Raises DamagedError for wrong bytes and for pickled items."""
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                raise DamagedError(f"{self.path}: {item.storage_index.fqn} is a pickle, which is never loaded")
+                raise DamagedError(
+                    f"{self.path}: {item.storage_index.fqn} is a pickle, which is never loaded"
+                )
         return super().read_data(plan, planner)
 
 
@@ -144,7 +148,9 @@ def load(reader: CheckedReader, tensors: dict[str, torch.Tensor], group: Any | N
         DamagedError: some byte is not what the manifest says, or cannot be read.
     """
     try:
-        dcp.load(cast("dict[str, Any]", tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+        dcp_load(
+            cast("dict[str, Any]", tensors), storage_reader=reader, process_group=group, no_dist=group is None
+        )
     except CheckpointException as error:  # a BaseException
         raise DamagedError(root_cause(error)) from error
 

@@ -33,8 +33,13 @@ class Requests:
     def hear(self) -> None:
         """Take in what has arrived since the last boundary.  Never blocks."""
         for request in self._link.receive():
-            say("request_heard", id=request.request_id, stop=request.stop, deadline_at=request.deadline_at,
-                why=request.why)
+            say(
+                "request_heard",
+                id=request.request_id,
+                stop=request.stop,
+                deadline_at=request.deadline_at,
+                why=request.why,
+            )
             if request.stop:
                 self._stop_asked = True
             elif request.request_id in self._saves_agreed:

@@ -33,6 +33,7 @@ class Resumed:
 
 def resume(
     resume_from: str | None,
+    *,
     commits: Commits,
     state: TrainingState,
     agreement: Agreement,

@@ -5,6 +5,7 @@ Never two in flight; a failure is said and leaves training alone.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -16,11 +17,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stepkeeper_trainer.conditions import conditions, versions
@@ -83,7 +84,7 @@ class Saver:
         limit_s: float,
         before_commit: Callable[[], None],
     ) -> None:
-        """Prepare.  `nonce` is the same on all ranks; `before_commit` makes durable what the step builds on."""
+        """Prepare; `nonce` is the same on all ranks, `before_commit` makes durable what a step builds on."""
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # our planner sees to it
         self._commits = commits
         self._rank, self._world_size, self._group = rank, world_size, group
@@ -122,7 +123,10 @@ class Saver:
         requested_at: float | None = None,
         deadline_at: float | None = None,
     ) -> Save:
-        """Copy the state and begin to write it.  All ranks call it at the same boundary.  Never raises for the save."""
+        """Copy the state and begin to write it, on all ranks at the same boundary.
+
+        Whatever goes wrong is an outcome of the save: nothing is raised for it.
+        """
         assert not self.busy, "never two saves in flight"
         now = time.time()
         sequence = self.last.sequence + 1 if self.last else 1
@@ -148,24 +152,29 @@ class Saver:
         )
         self._planner.problem = lambda: writer.problem
         try:
-            future = dcp.async_save(
+            future = async_save(
                 cast("dict[str, Any]", tensors),
                 storage_writer=writer,
                 planner=self._planner,
                 process_group=self._group,
                 async_stager=self._stager,
-                no_dist=True,  # our planner and reports bring the ranks together, so a dead one stops no commit
+                no_dist=True,  # planner and reports bring the ranks together: a dead one stops no commit
             )
         except (Exception, CheckpointException) as error:  # noqa: BLE001  # torch's; training must go on
             self._settle(save, error)
             return save
-        say("save_started", step=summary.step, save_id=save_id, emergency=emergency,
-            blocked_s=round(time.time() - now, 4))
+        say(
+            "save_started",
+            step=summary.step,
+            save_id=save_id,
+            emergency=emergency,
+            blocked_s=round(time.time() - now, 4),
+        )
         cast("Future[Any]", future).add_done_callback(lambda done: self._settle(save, done.exception()))
         return save
 
     def wait(self, limit_at: float) -> bool:
-        """Wait for the save in flight until `limit_at` (Unix seconds); true if it is committed, or none was begun."""
+        """Wait for the save in flight until `limit_at` (Unix seconds); true unless it failed or is late."""
         last = self.last
         if last is None:
             return True
@@ -177,7 +186,9 @@ class Saver:
         if self._rank == 0:
             self._commits.claim(directory)
 
-    def _written(self, save: Save, writer: StepWriter, metadata: Metadata, written: list[WriteResult]) -> None:
+    def _written(
+        self, save: Save, writer: StepWriter, metadata: Metadata, written: list[WriteResult]
+    ) -> None:
         """Report this rank's share; on rank 0 gather all and commit.  In the save's thread."""
         items = tuple(_item(result) for result in written)
         publish(
@@ -191,7 +202,9 @@ class Saver:
             save_id=save.save_id,
             world_size=self._world_size,
             limit_at=save.limit_at,
-            given_up=lambda: "another rank could not write" if self._failed_elsewhere >= save.sequence else None,
+            given_up=lambda: (
+                "another rank could not write" if self._failed_elsewhere >= save.sequence else None
+            ),
         )
         _check_coverage(metadata, reports)
         writer.write_metadata(metadata, [[_result(item) for item in report.items] for report in reports])
@@ -250,10 +263,8 @@ class Saver:
             )
             shutil.rmtree(save.directory, ignore_errors=True)  # gives the space back; nothing of it counts
             return
-        try:
+        with contextlib.suppress(OSError):  # rank 0 hears of it at the next boundary
             publish(save.directory, RankReport(rank=self._rank, save_id=save.save_id, error=save.error))
-        except OSError:
-            pass  # rank 0 hears of it at the next boundary
 
 
 def _item(result: WriteResult) -> Item:
@@ -277,5 +288,7 @@ def _check_coverage(metadata: Metadata, reports: list[RankReport]) -> None:
     for name, entry in metadata.state_dict_metadata.items():
         for chunk in getattr(entry, "chunks", []):
             offsets = tuple(chunk.offsets)
-            if (name, offsets) not in written and (offsets.count(0) != len(offsets) or (name, ()) not in written):
+            if (name, offsets) not in written and (
+                offsets.count(0) != len(offsets) or (name, ()) not in written
+            ):
                 raise SaveError(f"nobody wrote {name} at {offsets}")

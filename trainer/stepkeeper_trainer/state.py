@@ -69,7 +69,9 @@ class TrainingState:
         """
         tensors = self._model_tensors()
         optimizer = split(self._optimizer_tree(), "optimizer", tensors)
-        others = {name: split(part.state_dict(), f"others.{name}", tensors) for name, part in self.others.items()}
+        others = {
+            name: split(part.state_dict(), f"others.{name}", tensors) for name, part in self.others.items()
+        }
         counters = self.counters
         tensors[_JSON_KEY] = to_blob(
             {
@@ -104,7 +106,9 @@ class TrainingState:
             if key in tensors or other_rank:
                 continue
             if not isinstance(entry, TensorStorageMetadata):
-                raise ResumeError(f"{key} in the checkpoint is a pickle, which is never loaded: use Stepkeeper's own")
+                raise ResumeError(
+                    f"{key} in the checkpoint is a pickle, which is never loaded: use Stepkeeper's own"
+                )
             if key.startswith(_OPTIMIZER_STATE):
                 tensors[key] = _optimizer_tensor(key, entry, parameters)
             else:
@@ -137,16 +141,21 @@ class TrainingState:
 
     def parts(self) -> dict[str, Any]:
         """Say what the state holds, for the manifest."""
-        return {"model": True, "optimizer": bool(self.optimizer.state), "rng": True, "loss_history": True} | dict.fromkeys(
-            self.others, True
-        )
+        return {
+            "model": True,
+            "optimizer": bool(self.optimizer.state),
+            "rng": True,
+            "loss_history": True,
+        } | dict.fromkeys(self.others, True)
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for name, value in self.model.state_dict().items():
             split(value, f"model.{plain_name(name)}", tensors)
             if not isinstance(value, torch.Tensor):
-                raise StateError(f"{name} of the model is no tensor: leave it out of the model's state_dict()")
+                raise StateError(
+                    f"{name} of the model is no tensor: leave it out of the model's state_dict()"
+                )
         return tensors
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -161,7 +170,8 @@ class TrainingState:
                 members = [names[id(parameter)] for parameter in group["params"]]
             except KeyError:
                 raise UsageError(
-                    "the optimizer holds a parameter that is not the model's: give Keeper the model that it was made from"
+                    "the optimizer holds a parameter that is not the model's: "
+                    "give Keeper the model that it was made from"
                 ) from None
             for name, parameter in zip(members, group["params"], strict=True):
                 if parameter in self.optimizer.state:
@@ -174,7 +184,8 @@ class TrainingState:
         groups = self.optimizer.param_groups
         if len(groups) != len(tree["param_groups"]):
             raise ResumeError(
-                f"the optimizer has {len(groups)} parameter groups, the checkpoint {len(tree['param_groups'])}"
+                f"the optimizer has {len(groups)} parameter groups, "
+                f"the checkpoint {len(tree['param_groups'])}"
             )
         for group, saved in zip(groups, tree["param_groups"], strict=True):
             members = [parameters[name] for name in saved["params"]]
@@ -219,7 +230,7 @@ def _optimizer_tensor(
     name = key.removeprefix(_OPTIMIZER_STATE).rpartition(".")[0]
     parameter = parameters.get(name)
     if parameter is None:
-        raise ResumeError(f"the checkpoint has {key}, and the model has no parameter {name}: is it the same model?")
+        raise ResumeError(f"the checkpoint has {key}, and the model has no {name}: is it the same model?")
     if entry.size == parameter.size():
         return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
     # A fused or capturable optimizer keeps its step count beside the parameter; torch's own rule on loading.
@@ -236,7 +247,8 @@ def _check_names(what: str, here: set[str], saved: set[str]) -> None:
         return
     missing, extra = sorted(here - saved)[:3], sorted(saved - here)[:3]
     raise ResumeError(
-        f"the checkpoint's {what} are not this script's: it lacks {missing or 'none'} and has {extra or 'none'} besides; "
+        f"the checkpoint's {what} are not this script's: "
+        f"it lacks {missing or 'none'} and has {extra or 'none'} besides; "
         "resume with the script and settings it was made with"
     )
 
@@ -245,5 +257,6 @@ def _check_shape(key: str, tensor: torch.Tensor, entry: Any) -> None:
     if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():
         size = list(entry.size) if isinstance(entry, TensorStorageMetadata) else "no tensor"
         raise ResumeError(
-            f"{key} has shape {list(tensor.size())}, in the checkpoint {size}: resume with the model's size of then"
+            f"{key} has shape {list(tensor.size())}, in the checkpoint {size}: "
+            "resume with the model's size of then"
         )

@@ -6,6 +6,7 @@ promises to `finish` is durable: planned equals written, and every error surface
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from contextlib import contextmanager
@@ -75,14 +76,14 @@ class HashingFile:
             self._file.close()
         if self._bytes % CHUNK_BYTES:
             self._close_chunk()
-        self.entry = FileEntry(bytes=self._bytes, xxh3_128=self._whole.hexdigest(), chunks=tuple(self._chunks))
+        self.entry = FileEntry(
+            bytes=self._bytes, xxh3_128=self._whole.hexdigest(), chunks=tuple(self._chunks)
+        )
 
     def abandon(self) -> None:
         """Close without a promise, after an error."""
-        try:
+        with contextlib.suppress(OSError):  # the error that brought us here is the one to report
             self._file.close()
-        except OSError:
-            pass  # the error that brought us here is the one to report
 
     def _close_chunk(self) -> None:
         self._chunks.append(self._chunk.hexdigest())

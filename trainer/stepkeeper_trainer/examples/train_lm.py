@@ -12,13 +12,15 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: repeatable matrix products
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer import GlobalSampler, Keeper, KeeperError, start_distributed
 from stepkeeper_trainer.environment import Place
@@ -27,6 +29,19 @@ from stepkeeper_trainer.examples.corpus import Corpus
 from stepkeeper_trainer.examples.transformer import ModelSize, Transformer
 
 DEFAULT_RUN_DIR = Path("runs/train_lm")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a step works with."""
+
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    sampler: GlobalSampler
+    corpus: Corpus
+    options: argparse.Namespace
+    place: Place
+    device: torch.device
 
 
 def main() -> None:
@@ -42,7 +57,11 @@ def main() -> None:
         sys.exit(error.exit_code)
     if place.rank == 0:
         logging.getLogger("stepkeeper_trainer").setLevel(logging.INFO)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.use_deterministic_algorithms(mode=True)
@@ -51,7 +70,11 @@ def main() -> None:
     corpus = Corpus(options.context, bytes_max=options.corpus_bytes)
     sampler = GlobalSampler(len(corpus), seed=options.seed, fingerprint=corpus.fingerprint)
     size = ModelSize(
-        layers=options.layers, width=options.width, heads=options.heads, context=options.context, dropout=options.dropout
+        layers=options.layers,
+        width=options.width,
+        heads=options.heads,
+        context=options.context,
+        dropout=options.dropout,
     )
     model = Transformer(size, device).to(device)
     if place.world_size > 1:
@@ -60,6 +83,8 @@ def main() -> None:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, options))
+
+    training = Training(model, optimizer, sampler, corpus, options, place, device)
 
     keeper = Keeper(
         model=model,
@@ -78,7 +103,7 @@ def main() -> None:
     done = keeper.finished
     while not done:
         started_at = time.monotonic()
-        loss, grad_norm = train_step(model, optimizer, sampler, corpus, keeper.step, options, place, device)
+        loss, grad_norm = train_step(training, keeper.step)
         lr = scheduler.get_last_lr()[0]
         scheduler.step()
         sampler.advance(options.batch)
@@ -86,39 +111,34 @@ def main() -> None:
         tokens = options.batch * options.context
         done = keeper.step_done(loss=loss, tokens=tokens, lr=lr, grad_norm=grad_norm)
         if place.rank == 0 and (keeper.step % options.print_every_steps == 0 or done):
-            print(f"step {keeper.step}/{options.steps} loss {loss:.4f} tokens {keeper.tokens} lr {lr:.2e}", flush=True)
+            print(
+                f"step {keeper.step}/{options.steps} loss {loss:.4f} tokens {keeper.tokens} lr {lr:.2e}",
+                flush=True,
+            )
     keeper.finish()
 
 
-def train_step(
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
-    sampler: GlobalSampler,
-    corpus: Corpus,
-    step: int,
-    options: argparse.Namespace,
-    place: Place,
-    device: torch.device,
-) -> tuple[float, float]:
+def train_step(training: Training, step: int) -> tuple[float, float]:
     """Do one optimizer step over the global batch; return its mean loss and the gradient's norm."""
+    model, options, place = training.model, training.options, training.place
     micro_batches = options.batch // options.micro_batch
     own = range(place.rank, micro_batches, place.world_size)
     total = torch.zeros((), dtype=torch.float64)
     for index, micro_batch in enumerate(own):
-        if place.world_size > 1:  # gradients are summed over ranks once a step, with the last micro-batch
-            model.set_requires_gradient_sync(index == len(own) - 1)  # type: ignore[operator]  # fully_shard adds it
+        if isinstance(model, FSDPModule):  # gradients cross ranks once a step, with the last micro-batch
+            model.set_requires_gradient_sync(index == len(own) - 1)
         model.dropout.key(options.seed, step, micro_batch)
-        inputs, targets = corpus.batch(sampler.micro_batch(micro_batch, options.micro_batch), device)
-        loss = model(inputs, targets)
+        samples = training.sampler.micro_batch(micro_batch, options.micro_batch)
+        loss = model(*training.corpus.batch(samples, training.device))
         (loss / len(own)).backward()
         total += loss.detach().double().cpu()
     if place.world_size > 1:
         dist.all_reduce(total)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return float(total) / micro_batches, float(norm)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=True)
+    return total.item() / micro_batches, norm.item()
 
 
 def schedule(step: int, options: argparse.Namespace) -> float:
@@ -150,7 +170,9 @@ def check(options: argparse.Namespace, place: Place) -> None:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     add = parser.add_argument
     add("--run-dir", type=Path, help="where checkpoints and metrics.csv go; else STEPKEEPER_RUN_DIR")
     add("--resume-from", help="a step directory, or `latest`; else STEPKEEPER_RESUME_FROM")
@@ -159,7 +181,9 @@ def parse_options() -> argparse.Namespace:
     add("--checkpoint-every-steps", type=positive, default=50, help="steps between saves")
     add("--save-at-start", action="store_true", help="save before the first step too: tries the storage")
     add("--batch", type=positive, default=16, help="samples of one optimizer step, of all ranks together")
-    add("--micro-batch", type=positive, default=4, help="samples of one forward pass; the rest is accumulated")
+    add(
+        "--micro-batch", type=positive, default=4, help="samples of one forward pass; the rest is accumulated"
+    )
     add("--layers", type=positive, default=4, help="transformer blocks")
     add("--width", type=positive, default=128, help="of the residual stream")
     add("--heads", type=positive, default=4, help="of attention")

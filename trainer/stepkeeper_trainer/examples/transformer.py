@@ -73,7 +73,8 @@ class Block(nn.Module):
         attended = attended.transpose(1, 2).reshape(batch, time, width)
         x = x + self._dropout[0](self.attention_out(attended))
         hidden = functional.gelu(self.mlp_in(self.mlp_norm(x)))
-        return x + self._dropout[0](self.mlp_out(hidden))
+        mlp: torch.Tensor = self._dropout[0](self.mlp_out(hidden))
+        return x + mlp
 
 
 class Transformer(nn.Module):
@@ -98,4 +99,5 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss: torch.Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss

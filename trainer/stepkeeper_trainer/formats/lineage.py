@@ -102,4 +102,4 @@ def read(checkpoints: Path) -> Lineage | None:
 
 def append(checkpoints: Path, record: LineageRecord) -> None:
     """Add one record and make it durable.  Raises OSError."""
-    append_line(checkpoints / LINEAGE_NAME, msgspec.json.encode(record))
+    append_line(checkpoints / LINEAGE_NAME, msgspec.json.encode(record), mode=0o644)

@@ -71,8 +71,8 @@ def unseal(data: bytes, *, source: str) -> Manifest:
         ManifestError: what is wrong, with which manifest.
     """
     last = None
-    for last in _DIGEST_FIELD.finditer(data):
-        pass
+    for match in _DIGEST_FIELD.finditer(data):
+        last = match
     if last is None:
         raise ManifestError(f"{source}: torn: it has no digest of its own at its end")
     empty = data[: last.end(1)] + data[last.start(3) :]
@@ -86,7 +86,8 @@ def unseal(data: bytes, *, source: str) -> Manifest:
         raise ManifestError(f"{source}: not a manifest: {error}") from error
     if manifest.format != FORMAT:
         raise ManifestError(
-            f"{source}: format {manifest.format} is newer than this Stepkeeper reads ({FORMAT}): upgrade Stepkeeper"
+            f"{source}: format {manifest.format} is newer than this Stepkeeper reads ({FORMAT}): "
+            "upgrade Stepkeeper"
         )
     for name in manifest.files:
         check_relative(name, source=source)

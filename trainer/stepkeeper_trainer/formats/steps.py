@@ -26,6 +26,7 @@ from stepkeeper_trainer.formats.manifest import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from io import FileIO
 
 _STEP_NAME = re.compile(r"step_(\d{8,})(?:\.([0-9a-f]{8}))?")
 
@@ -152,11 +153,11 @@ def current_lineage(steps: list[StepDirectory], lineage: lineages.Lineage | None
     kept_paths = set()
     for entry in sorted(steps, key=lambda s: s.step):
         manifest = entry.manifest
-        if manifest is None:
-            kept_paths.add(entry.path)
-        elif manifest.save_id in counted:
-            kept_paths.add(entry.path)
-        elif manifest.save_id not in lineage.commits and manifest.parent == lineage.head:
+        if (
+            manifest is None
+            or manifest.save_id in counted
+            or (manifest.save_id not in lineage.commits and manifest.parent == lineage.head)
+        ):
             kept_paths.add(entry.path)
     return [entry for entry in steps if entry.path in kept_paths]
 
@@ -207,8 +208,8 @@ def verify(directory: Path, *, deep: bool = True, should_stop: Callable[[], bool
         return Verdict(directory, (str(error),), 0)
     problems: list[str] = []
     found = set(_files_below(directory, problems))
-    for extra in sorted(found - manifest.files.keys() - {MANIFEST_NAME}):
-        problems.append(f"{directory / extra}: not in the manifest")
+    extras = sorted(found - manifest.files.keys() - {MANIFEST_NAME})
+    problems.extend(f"{directory / extra}: not in the manifest" for extra in extras)
     bytes_read = 0
     for name, entry in manifest.files.items():
         if name not in found:
@@ -246,41 +247,47 @@ def _verify_file(
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         return f"{path}: cannot be opened: {error.strerror}", 0
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
+    with open(descriptor, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if size != entry.bytes:
             return f"{path}: has {size} bytes, the manifest says {entry.bytes}", 0
         if not deep:
             return None, 0
-        if entry.chunk_bytes <= 0 or len(entry.chunks) != -(-entry.bytes // entry.chunk_bytes):
-            return f"{path}: the manifest does not list its chunks", 0
-        whole = xxhash.xxh3_128()
-        done = 0
-        buffer = memoryview(bytearray(min(entry.chunk_bytes, max(1, entry.bytes), CHUNK_READ_MAX)))
-        for index, expected in enumerate(entry.chunks):
-            if should_stop():
-                return f"{path}: verification was stopped at byte {done}", done
-            chunk = xxhash.xxh3_128()
-            remaining = min(entry.chunk_bytes, entry.bytes - done)
-            while remaining:
-                try:
-                    count = file.readinto(buffer[:remaining])
-                except OSError as error:
-                    return f"{path}: cannot be read at byte {done}: {error.strerror}", done
-                if not count:
-                    return f"{path}: ends at byte {done} of {entry.bytes}", done
-                chunk.update(buffer[:count])
-                whole.update(buffer[:count])
-                done += count
-                remaining -= count
-            if chunk.hexdigest() != expected:
-                return (
-                    f"{path}: bytes of chunk {index} (from byte {index * entry.chunk_bytes}) are wrong",
-                    done,
-                )
-        if whole.hexdigest() != entry.xxh3_128:
-            return f"{path}: its digest does not match the manifest", done
-        return None, done
+        return _verify_bytes(file, path, entry, should_stop)
+
+
+def _verify_bytes(
+    file: FileIO, path: Path, entry: FileEntry, should_stop: Callable[[], bool]
+) -> tuple[str | None, int]:
+    if entry.chunk_bytes <= 0 or len(entry.chunks) != -(-entry.bytes // entry.chunk_bytes):
+        return f"{path}: the manifest does not list its chunks", 0
+    whole = xxhash.xxh3_128()
+    done = 0
+    buffer = memoryview(bytearray(min(entry.chunk_bytes, max(1, entry.bytes), CHUNK_READ_MAX)))
+    for index, expected in enumerate(entry.chunks):
+        if should_stop():
+            return f"{path}: verification was stopped at byte {done}", done
+        chunk = xxhash.xxh3_128()
+        remaining = min(entry.chunk_bytes, entry.bytes - done)
+        while remaining:
+            try:
+                count = file.readinto(buffer[:remaining])
+            except OSError as error:
+                return f"{path}: cannot be read at byte {done}: {error.strerror}", done
+            if not count:
+                return f"{path}: ends at byte {done} of {entry.bytes}", done
+            chunk.update(buffer[:count])
+            whole.update(buffer[:count])
+            done += count
+            remaining -= count
+        if chunk.hexdigest() != expected:
+            return (
+                f"{path}: bytes of chunk {index} (from byte {index * entry.chunk_bytes}) are wrong",
+                done,
+            )
+    if whole.hexdigest() != entry.xxh3_128:
+        return f"{path}: its digest does not match the manifest", done
+    return None, done
 
 
 CHUNK_READ_MAX = 4 * 1024 * 1024

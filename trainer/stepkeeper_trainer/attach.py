@@ -1,0 +1,91 @@
+"""What a Keeper needs around it: its rank, process groups of its own, a run directory that can be written."""
+
+from __future__ import annotations
+
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from stepkeeper_trainer.commit import Commits
+from stepkeeper_trainer.environment import Environment, find_place
+from stepkeeper_trainer.errors import KeeperError, RunDirectoryError, UsageError
+
+if TYPE_CHECKING:
+    import os
+
+    from stepkeeper_trainer.agreement import Agreement
+
+
+def find_rank() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks.
+
+    Raises:
+        UsageError: it is one of several, and torch.distributed is not initialised.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    place = find_place()
+    if place is not None and place.world_size > 1:
+        raise UsageError(
+            f"this is rank {place.rank} of {place.world_size}, and torch.distributed is not initialised: "
+            "call stepkeeper_trainer.start_distributed() first"
+        )
+    return 0, 1
+
+
+def new_group(within_s: float) -> Any | None:
+    """Make a gloo group of all ranks; None for a process alone.  All ranks call it in the same order."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=within_s))
+
+
+def open_run_directory(
+    run_dir: str | os.PathLike[str] | None, environment: Environment, agreement: Agreement, rank: int
+) -> Path:
+    """Make and try the run directory on rank 0; every rank hears what is wrong with it.
+
+    Raises:
+        UsageError: none is given.
+        RunDirectoryError: it cannot be made or written.
+        SupersededError: a newer attempt holds it.
+    """
+    path = Path(run_dir) if run_dir else environment.run_directory
+    if path is None:
+        raise UsageError("no run directory: give run_dir, or set STEPKEEPER_RUN_DIR")
+    problem: KeeperError | None = None
+    if rank == 0:
+        try:
+            _prepare(path, environment)
+        except KeeperError as error:
+            problem = error
+    problem = agreement.share(problem)
+    if problem is not None:
+        raise problem
+    return path
+
+
+def _prepare(path: Path, environment: Environment) -> None:
+    """Make the directories, take the lease where no supervisor does, clear the leftovers of the dead."""
+    commits = Commits(path, environment)
+    if not path.parent.is_dir():
+        raise RunDirectoryError(
+            f"{path.parent} is no directory: make it, or choose another run directory than {path}"
+        )
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        commits.checkpoints.mkdir(exist_ok=True)
+        for directory in (path, commits.checkpoints):
+            with tempfile.TemporaryFile(dir=directory):
+                pass  # can be written
+        if environment.socket is None:
+            commits.take_lease()
+        commits.clear_leftovers()
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{error.filename or path}: cannot be written: {error.strerror}; "
+            "mend it, or choose another run directory"
+        ) from error

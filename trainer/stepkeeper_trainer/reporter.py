@@ -1,0 +1,55 @@
+"""What a rank says of its progress: rank 0 each step, the others at most once a second."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from stepkeeper_trainer import __version__
+from stepkeeper_trainer.formats.messages import Hello, Progress
+
+if TYPE_CHECKING:
+    from stepkeeper_trainer.link import Link
+
+PROGRESS_EVERY_S = 1.0
+
+
+class Reporter:
+    """Turns steps into messages."""
+
+    def __init__(self, link: Link, rank: int, world_size: int) -> None:
+        """Introduce this rank."""
+        self._link, self._rank, self._world_size = link, rank, world_size
+        self._said_at = self._stepped_at = time.monotonic()
+        self.resumed(None)
+
+    def resumed(self, step: int | None) -> None:
+        """Say where training goes on; the first step counts from here."""
+        self._stepped_at = time.monotonic()
+        self._link.greet(
+            Hello(
+                rank=self._rank,
+                world_size=self._world_size,
+                pid=os.getpid(),
+                version=__version__,
+                resumed_step=step,
+            )
+        )
+
+    def step(self, step: int, tokens: int, loss: float | None) -> None:
+        """Say that a step was completed."""
+        now = time.monotonic()
+        step_seconds, self._stepped_at = now - self._stepped_at, now
+        if self._rank == 0 or now - self._said_at >= PROGRESS_EVERY_S:
+            self._say(step, tokens, loss, step_seconds)
+
+    def alive(self, step: int, tokens: int, loss: float | None) -> None:
+        """Say that the rank is alive between steps."""
+        if time.monotonic() - self._said_at >= PROGRESS_EVERY_S:
+            self._say(step, tokens, loss, None)
+
+    def _say(self, step: int, tokens: int, loss: float | None, step_seconds: float | None) -> None:
+        self._said_at = time.monotonic()
+        rounded = None if step_seconds is None else round(step_seconds, 6)
+        self._link.send(Progress(rank=self._rank, step=step, tokens=tokens, loss=loss, step_seconds=rounded))

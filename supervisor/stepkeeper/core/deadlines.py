@@ -59,7 +59,11 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
         return stop(state, at, Plan(next=Next.END, why=f"{what} took too long", code=code), policy)
     losses = state.node_losses + 1
     state = replace(state, node_losses=losses)
-    why = f"no watcher answers on {', '.join(missing)}: taken for lost"
+    # one lost node keeps the whole bus from starting: name that one, if its watcher fell silent first
+    lost = [node for node in missing if node in state.silent] or missing
+    why = f"no watcher answers on {', '.join(lost)}: taken for lost"
+    if state.bus_error:
+        why += f" ({state.bus_error})"
     if losses > policy.node_losses_max:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
     return stop(state, at, Plan(next=Next.REQUEUE, why=why), policy)

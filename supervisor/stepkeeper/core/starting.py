@@ -47,6 +47,7 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     state = replace(state, ready=state.ready | {event.node})
     if not all_ready(state):
         return Decision(state)
+    state = replace(state, silent=frozenset(), bus_error="")
     if state.phase is Phase.TRAINING:
         return Decision(replace(state, deadline_at=None), (), "every watcher answers")
     return _go_on_starting(state, event.at, policy, "every watcher answers")
@@ -123,6 +124,7 @@ def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Deci
     """A watcher is gone: start a new bus beside the training."""
     if event.bus != state.bus or not state.bus_open or state.phase in (Phase.CLOSING, Phase.REQUEUEING):
         return Decision(state)
+    state = replace(state, silent=state.silent | {event.node})
     return _restart_bus(state, event.at, f"the watcher of {event.node} is gone: {event.why}", policy)
 
 
@@ -135,7 +137,7 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
             replace(state, bus_open=False, ready=frozenset()), event.at, policy, "the watchers left"
         )
     why = f"the watchers' Slurm step ended with {event.code} {event.error}".rstrip()
-    state = replace(state, bus_open=False, ready=frozenset())
+    state = replace(state, bus_open=False, ready=frozenset(), bus_error=event.error)
     return _restart_bus(state, event.at, why, policy)
 
 

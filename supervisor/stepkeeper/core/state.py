@@ -54,6 +54,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     # the bus
     bus: int = 0
     ready: frozenset[str] = frozenset()  # nodes whose watcher answers
+    silent: frozenset[str] = frozenset()  # nodes whose watcher was lost since all answered last
+    bus_error: str = ""  # why the newest bus ended, until every watcher answers again
     bus_restarts: int = 0
     bus_open: bool = False
 

@@ -7,24 +7,29 @@ environment, no argument list, no secret.  Version 1; readers skip lines that th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import queue
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event
 from stepkeeper.core.state import Phase
-from stepkeeper_trainer.formats.durable import append_line
+from stepkeeper.store import lines
+from stepkeeper_trainer.formats.durable import append_line, write_all
 
 VERSION = 1
 RECORDS_WAITING_MAX = 100_000
+BATCH_RECORDS_MAX = 256  # written with one fsync
+RETRY_AFTER_S = 5.0
+LATE_RECORDS_MAX = 200  # that may stand behind the newest attempt's last one
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,8 +50,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: Literal["", "spooled"] = ""
 
 
-_encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+
+
+class Line(NamedTuple):
+    """One line of a journal."""
+
+    record: Record | None  # None where the line is torn, or of a newer version
+    data: bytes
 
 
 def read(path: Path) -> Iterator[Record]:
@@ -55,74 +66,129 @@ def read(path: Path) -> Iterator[Record]:
     Raises:
         OSError: the file is there and cannot be read.
     """
+    return (line.record for line in read_lines(path) if line.record is not None)
+
+
+def read_lines(path: Path, *, newest_first: bool = False) -> Iterator[Line]:
+    """Yield every line, those that are no records too.  A missing file has none.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
     try:
-        file = path.open("rb")
+        file = lines.open_plain(path)
     except FileNotFoundError:
         return
     with file:
-        for line in file:
-            with contextlib.suppress(msgspec.MsgspecError):  # torn by a crash, or of a newer version
-                yield _decoder.decode(line)
+        for data in lines.backwards(file) if newest_first else lines.forwards(file):
+            if data:  # a writer that closes a torn line may leave an empty one
+                yield Line(_decode(data), data)
+
+
+def _decode(data: bytes) -> Record | None:
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # torn, newer, or written to hurt
+        return None
 
 
 class JournalWriter:
-    """Appends records on a thread of its own: shared storage that hangs must not hang the supervisor."""
+    """Appends records on a thread of its own: shared storage that hangs must not hang the supervisor.
+
+    What could not be written is tried again, in order, until the storage takes it.  Where it took a part,
+    that part may stand there twice.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._waiting: queue.SimpleQueue[tuple[Record | None, threading.Event]] = queue.SimpleQueue()
-        self._pending: list[Record] = []  # not yet durable, oldest first
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._pending: deque[Record] = deque(maxlen=RECORDS_WAITING_MAX)  # not yet durable, oldest first
+        self._dropped = 0  # records that the limit of `_pending` pushed out, ever
+        self._tries = 0  # ended ones, ever
+        self._spooled: Record | None = None  # the newest that is in the spool
         self.failed = ""  # why the newest write failed; empty when it did not
         self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
         self._thread.start()
 
     def append(self, record: Record) -> None:
         """Hand a record over; returns at once."""
-        with self._lock:
+        with self._changed:
+            self._dropped += len(self._pending) == RECORDS_WAITING_MAX
             self._pending.append(record)
-            del self._pending[:-RECORDS_WAITING_MAX]
-        self._waiting.put((record, threading.Event()))
+            self._changed.notify_all()
 
     def flush(self, within_s: float) -> bool:
-        """Wait until all that was handed over is durable; False if that takes longer.
+        """Wait until all that was handed over is durable; False if that takes longer, or fails.
 
         What is late is written to a spool on the node's own disk: whoever mourns the shared storage
         finds it there.
         """
-        done = threading.Event()
-        self._waiting.put((None, done))
-        if done.wait(within_s) and not self.failed:
-            return True
-        self._spool()
-        return False
+        with self._changed:
+            tried = self._tries
+            self._changed.notify_all()  # a writer that waits to try again tries now
+            self._changed.wait_for(
+                lambda: not self._pending or (self.failed and self._tries > tried), timeout=within_s
+            )
+            late = list(self._pending)
+        if late:
+            self._spool(late)
+        return not late
 
     def _write(self) -> None:
         while True:
-            record, done = self._waiting.get()
-            if record is not None:
-                self._write_one(record)
-            done.set()
+            with self._changed:
+                if self.failed:
+                    self._changed.wait(RETRY_AFTER_S)  # or until something new comes
+                self._changed.wait_for(lambda: self._pending)
+                batch = list(itertools.islice(self._pending, BATCH_RECORDS_MAX))
+                dropped_before = self._dropped
+            try:
+                _append(self._path, batch, mode=_mode_beside(self._path))
+                failed = ""
+            except OSError as error:
+                failed = f"{self._path}: {error.strerror}"
+            with self._changed:
+                self.failed = failed
+                if not failed:
+                    for _ in range(len(batch) - (self._dropped - dropped_before)):
+                        self._pending.popleft()
+                self._tries += 1
+                self._changed.notify_all()
 
-    def _write_one(self, record: Record) -> None:
-        line = _encoder.encode(record)
-        try:
-            append_line(self._path, line)
-        except OSError as error:
-            self.failed = f"{self._path}: {error.strerror}"
-            return  # kept in _pending, so in the spool; the next record tries the storage again
-        with self._lock:
-            self.failed = ""
-            with contextlib.suppress(ValueError):  # dropped by the limit meanwhile
-                self._pending.remove(record)
-
-    def _spool(self) -> None:
-        with self._lock:
-            late = list(self._pending)
-        path = spool_path(self._path)
+    def _spool(self, late: list[Record]) -> None:
+        """Add to the spool what is not in it yet."""
+        places = [index for index, record in enumerate(late) if record is self._spooled]
+        new = late[places[0] + 1 :] if places else late
+        if not new:
+            return
         with contextlib.suppress(OSError):  # the node's disk fails as well: the log on stdout is left
-            for record in late:
-                append_line(path, _encoder.encode(msgspec.structs.replace(record, note="spooled")))
+            path = spool_path(self._path)
+            _append(path, [msgspec.structs.replace(record, note="spooled") for record in new], mode=0o600)
+            self._spooled = new[-1]
+
+
+def _append(path: Path, records: Sequence[Record], *, mode: int) -> None:
+    """Append records and fsync once.  A torn last line of a crashed writer is closed first.
+
+    Raises:
+        OSError: the lines may be there in part.
+    """
+    *before, last = [lines.encode(record) for record in records]
+    if before:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, mode)
+        try:
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            write_all(descriptor, (b"\n" if torn else b"") + b"\n".join(before) + b"\n")
+        finally:
+            os.close(descriptor)
+    append_line(path, last, mode=mode)  # its fsync holds for the whole file
+
+
+def _mode_beside(path: Path) -> int:
+    """Let the group read what stands in a directory that the group can read.  Raises OSError."""
+    return 0o600 | (path.parent.stat().st_mode & 0o040)
 
 
 def spool_path(journal: Path) -> Path:
@@ -144,18 +210,23 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
 def reconstruct(path: Path, *, now: float | None = None) -> Carried:
     """Tell from the journal how the attempt before ended: also when it had no time to say so.
 
+    Reads the end of the journal only: a long run's next attempt starts as fast as its first.
+
     Raises:
         OSError: the journal is there and cannot be read.
     """
     last: Record | None = None
-    for record in read(path):
-        last = record
+    records = (line.record for line in read_lines(path, newest_first=True) if line.record is not None)
+    for record in itertools.islice(records, LATE_RECORDS_MAX):
+        # a superseded supervisor may say its last word after the newer one's
+        if last is None or (record.job_id, record.restart_count) > (last.job_id, last.restart_count):
+            last = record
     if last is None:
         return Carried(attempt=0)
     if last.phase is Phase.DONE:
         previous = f"attempt {last.attempt} ended: {last.why}"
     else:
-        ago = (now if now is not None else time.time()) - last.event.at
+        ago = max(0.0, (now if now is not None else time.time()) - last.event.at)
         previous = (
             f"attempt {last.attempt} ended without a word while {last.phase.value}, "
             f"{ago:.0f} s ago: its supervisor was killed or its node lost"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,14 +104,16 @@ def prepare(path: Path, *, group_readable: bool, default: bool) -> RunDirectory:
             path.parent.mkdir(mode=0o755, exist_ok=True)
         if not path.parent.is_dir():
             raise StepkeeperError(
-                f"--run-dir {path}: its parent {path.parent} does not exist; create it, or choose another place",
+                f"--run-dir {path}: its parent {path.parent} does not exist; "
+                "create it, or choose another place",
                 ExitCode.RUN_DIRECTORY,
             )
-        path.mkdir(mode=mode, exist_ok=True)
+        _make(path, mode)
         status = os.stat(path, follow_symlinks=False)
-        if stat.S_ISLNK(status.st_mode):
+        if not stat.S_ISDIR(status.st_mode):
+            what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a directory"
             raise StepkeeperError(
-                f"--run-dir {path}: a symbolic link; name the directory itself", ExitCode.RUN_DIRECTORY
+                f"--run-dir {path}: {what}; name the directory itself", ExitCode.RUN_DIRECTORY
             )
         if status.st_uid != os.getuid():
             raise StepkeeperError(
@@ -118,15 +121,27 @@ def prepare(path: Path, *, group_readable: bool, default: bool) -> RunDirectory:
                 ExitCode.RUN_DIRECTORY,
             )
         for below in (path / "checkpoints", path / "logs"):
-            below.mkdir(mode=mode, exist_ok=True)
+            _make(below, mode)
         for needed in (path, path / "checkpoints", path / "logs"):
-            probe = needed / f".probe-{os.getpid()}"
-            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            probe.unlink()
+            with tempfile.NamedTemporaryFile(prefix=".probe-", dir=needed):
+                pass  # made and removed: it can be written
     except OSError as error:
         raise StepkeeperError(
-            f"--run-dir {path}: cannot be written: {error.filename}: {error.strerror}; "
+            f"--run-dir {path}: cannot be written: {error.filename or path}: {error.strerror}; "
             "it must be on storage that every node of the job can write",
             ExitCode.RUN_DIRECTORY,
         ) from error
     return RunDirectory(path.resolve())
+
+
+def _make(path: Path, mode: int) -> None:
+    """Create a directory with this very mode, whatever the umask; leave one that is there as it is.
+
+    Raises:
+        OSError: it could not be created.
+    """
+    try:
+        path.mkdir(mode=mode)
+    except FileExistsError:
+        return  # of what kind, and whether it can be written, is looked at afterwards
+    path.chmod(mode)

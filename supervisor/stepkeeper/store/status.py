@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
 
 
@@ -65,7 +66,7 @@ class StatusWriter:
             last, status = self._closing.is_set(), self._newest
             assert status is not None, "`show` sets it before it wakes us"
             try:
-                write_atomically(self._path, msgspec.json.encode(status), mode=0o644)
+                write_atomically(self._path, lines.encode(status), mode=0o644)
             except OSError as error:
                 self._on_error(error)
             if last:
@@ -77,10 +78,14 @@ def read(path: Path) -> Status | None:
     """Return the status; None where there is none.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no plain file.
         msgspec.MsgspecError: it is no status.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Status)
+        data = lines.read_small(path)
     except FileNotFoundError:
         return None
+    try:
+        return msgspec.json.decode(data, type=Status)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from error

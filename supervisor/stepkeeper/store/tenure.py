@@ -33,8 +33,8 @@ def take(run_directory: Path, wanted: Lease, *, job_runs: Callable[[int], bool])
                 )
             if held.epoch > wanted.epoch:
                 raise StepkeeperError(
-                    f"{run_directory}: job {held.job_id} (restart {held.restart_count}) took this run over after "
-                    f"job {wanted.job_id}; submit a new job to go on with it",
+                    f"{run_directory}: job {held.job_id} (restart {held.restart_count}) took this run over "
+                    f"after job {wanted.job_id}; submit a new job to go on with it",
                     ExitCode.SUPERSEDED,
                 )
             if held.epoch == wanted.epoch and held.pid != wanted.pid:

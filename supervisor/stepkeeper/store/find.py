@@ -1,0 +1,158 @@
+"""Finding a run: by its directory, by its job id, or by where one stands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.store import status as status_file
+from stepkeeper.store.rundir import RunDirectory
+from stepkeeper_trainer.formats import lease
+from stepkeeper_trainer.formats.lineage import LINEAGE_NAME
+from stepkeeper_trainer.formats.steps import parse_step_name
+
+RUNS_NAME = "runs"
+_PARTS = ("status.json", "journal.jsonl", lease.LEASE_NAME, "checkpoints")
+
+
+def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
+    """Return the run that is meant.
+
+    Args:
+        wanted: a run directory or a job id; None for the run here: the working directory, else
+            `STEPKEEPER_RUN_DIR`, else the newest one below `runs/`.
+        environment: where `STEPKEEPER_RUN_DIR` may stand.
+
+    Raises:
+        StepkeeperError: there is none; it says where was looked.
+        OSError: a directory cannot be read.
+    """
+    if wanted is None:
+        return _here(environment)
+    path = Path(wanted)
+    if path.is_dir():
+        return _at(path)
+    if wanted.isascii() and wanted.isdigit():
+        return _of_job(int(wanted), environment)
+    what = "not a directory" if path.exists() else "no such directory, and no job id"
+    raise StepkeeperError(
+        f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND
+    )
+
+
+def checkpoints(wanted: str, environment: Mapping[str, str]) -> Path:
+    """Return the `checkpoints/` directory that is meant: itself, a run directory's, or a job's.
+
+    Raises:
+        StepkeeperError: there is none.
+        OSError: a directory cannot be read.
+    """
+    path = Path(wanted)
+    if path.is_dir() and not _is_run(path):
+        names = os.listdir(path)
+        if path.name == "checkpoints" or LINEAGE_NAME in names or any(map(_is_step, names)):
+            return path
+        raise StepkeeperError(
+            f"{wanted}: neither a run directory nor one with step directories; "
+            "name a run directory or its checkpoints/",
+            ExitCode.NOTHING_FOUND,
+        )
+    return find(wanted, environment).checkpoints
+
+
+def _is_step(name: str) -> bool:
+    return parse_step_name(name) is not None
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / part).exists() for part in _PARTS)
+
+
+def _at(path: Path) -> RunDirectory:
+    if not _is_run(path):
+        raise StepkeeperError(
+            f"{path}: not a run directory: it has none of {', '.join(_PARTS)}", ExitCode.NOTHING_FOUND
+        )
+    return RunDirectory(path.resolve())
+
+
+def _here(environment: Mapping[str, str]) -> RunDirectory:
+    if _is_run(Path()):
+        return RunDirectory(Path.cwd())
+    named = environment.get("STEPKEEPER_RUN_DIR", "")
+    if named and "%" not in named and _is_run(Path(named)):
+        return RunDirectory(Path(named).resolve())
+    if runs := [run for run in _runs_below() if _is_run(run)]:
+        return RunDirectory(max(runs, key=_changed_at).resolve())
+    searched = ["the working directory", f"{RUNS_NAME}/ in it"]
+    if named:
+        searched.insert(1, f"STEPKEEPER_RUN_DIR ({named})")
+    raise StepkeeperError(
+        f"no run found; searched {', '.join(searched)}; name a run directory or a job id",
+        ExitCode.NOTHING_FOUND,
+    )
+
+
+def _of_job(job_id: int, environment: Mapping[str, str]) -> RunDirectory:
+    """Return the run that a job works on: one that says so itself outweighs one that is named after it."""
+    below = _runs_below()
+    named = environment.get("STEPKEEPER_RUN_DIR", "")
+    candidates = [*_expanded(named, job_id), *below]
+    saying = [run for run in candidates if job_id in _jobs(run)]
+    called = [run for run in candidates if run.name.endswith(f"-{job_id}") and _is_run(run)]
+    if found := saying or called:
+        return RunDirectory(max(found, key=_changed_at).resolve())
+    searched = [f"{RUNS_NAME}/*-{job_id}", f"the job ids in {RUNS_NAME}/*/status.json ({len(below)} runs)"]
+    if named:
+        searched.insert(0, f"STEPKEEPER_RUN_DIR ({named})")
+    raise StepkeeperError(
+        f"job {job_id}: no run directory found below {Path.cwd()}; searched {', '.join(searched)}; "
+        "go to the submit directory, or name the run directory",
+        ExitCode.NOTHING_FOUND,
+    )
+
+
+def _expanded(named: str, job_id: int) -> list[Path]:
+    """Return what STEPKEEPER_RUN_DIR can stand for; of its fields, only the job's id is known here."""
+    if not named:
+        return []
+    path = Path(named.replace("%j", str(job_id)).replace("%A", str(job_id)))
+    return [path] if "%" not in str(path) and path.is_dir() else []
+
+
+def _runs_below() -> list[Path]:
+    try:
+        with os.scandir(RUNS_NAME) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _changed_at(run: Path) -> float:
+    times = [0.0]
+    for part in _PARTS:
+        try:
+            times.append((run / part).stat().st_mtime)
+        except OSError:
+            continue  # not every run has every part
+    return max(times)
+
+
+def _jobs(run: Path) -> set[int]:
+    """Return the jobs that a run names as its own; what cannot be read names none."""
+    jobs: set[int] = set()
+    try:
+        status = status_file.read(run / "status.json")
+        held = lease.read(run)
+    except (OSError, msgspec.MsgspecError, lease.LeaseError):
+        return jobs
+    if status is not None:
+        jobs.add(status.job_id)
+    if held is not None:
+        jobs.add(held.job_id)
+    return jobs

@@ -14,6 +14,10 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
+NOT_ANNOUNCED = (
+    "no word of the trainer library from any rank: this script can neither save on request nor, as far as "
+    "is known, resume; see `Adopting the trainer library` in the README"
+)
 
 
 def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
@@ -51,12 +55,13 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
 
 def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
     missing = [node for node in state.nodes if node not in state.ready]
+    if not missing and state.phase is Phase.TRAINING:
+        return Decision(replace(state, deadline_at=None), (), NOT_ANNOUNCED)
+    if not missing and state.clearing:
+        return stop(state, at, Plan(next=Next.REQUEUE, why="clearing the nodes took too long"), policy)
     if not missing:
-        what = "clearing the nodes" if state.clearing else "choosing the checkpoint"
-        code = ExitCode.START_FAILED if state.clearing else ExitCode.STORAGE
-        if state.clearing:
-            return stop(state, at, Plan(next=Next.REQUEUE, why=f"{what} took too long"), policy)
-        return stop(state, at, Plan(next=Next.END, why=f"{what} took too long", code=code), policy)
+        plan = Plan(next=Next.END, why="choosing the checkpoint took too long", code=ExitCode.STORAGE)
+        return stop(state, at, plan, policy)
     losses = state.node_losses + 1
     state = replace(state, node_losses=losses)
     # one lost node keeps the whole bus from starting: name that one, if its watcher fell silent first

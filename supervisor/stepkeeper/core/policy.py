@@ -17,6 +17,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     clear_within_s: float = 60.0
     """Watchers confirm that nothing of the launch before is left."""
 
+    announce_within_s: float = 600.0
+    """From the launch to the first word of the trainer library; then the user is warned, at the first launch."""
+
     watcher_back_within_s: float = 30.0
     """A restarted bus answers on every node; else a node is taken for lost."""
 

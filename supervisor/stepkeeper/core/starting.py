@@ -94,7 +94,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared) -> Decision:
     state = replace(
         state,
         phase=Phase.TRAINING,
-        deadline_at=None,
+        deadline_at=event.at + policy.announce_within_s,
         clearing=False,
         running=True,
         heard=False,

@@ -20,9 +20,11 @@ def on_rank_hello(state: State, event: on.RankHello) -> Decision:
     """The script can save, stop and resume."""
     if event.launch != state.launch or not state.running or state.heard:
         return Decision(state)
-    return Decision(
-        replace(state, heard=True), (), "the trainer library answers: this script can save and resume"
+    deadline = None if all_ready(state) else state.deadline_at  # a lost watcher keeps its deadline
+    state = replace(
+        state, heard=True, deadline_at=deadline if state.phase is Phase.TRAINING else state.deadline_at
     )
+    return Decision(state, (), "the trainer library answers: this script can save and resume")
 
 
 def on_progressed(state: State, event: on.Progressed) -> Decision:

@@ -64,7 +64,7 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
         case on.BusEnded():
             return on_bus_ended(state, event, policy)
         case on.NodesCleared():
-            return on_nodes_cleared(state, event)
+            return on_nodes_cleared(state, event, policy)
         case on.CheckpointChosen():
             return on_checkpoint_chosen(state, event, policy)
         case on.ChoiceFailed():

@@ -87,7 +87,7 @@ def _go_on_starting(state: State, at: float, policy: Policy, why: str) -> Decisi
     return Decision(state, (do.ClearNodes(launch=state.launch),), why)
 
 
-def on_nodes_cleared(state: State, event: on.NodesCleared) -> Decision:
+def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
     """Nothing of an earlier launch is left anywhere: start the ranks."""
     if state.phase is not Phase.STARTING or not state.clearing or event.launch != state.launch:
         return Decision(state)

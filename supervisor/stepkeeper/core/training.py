@@ -20,25 +20,28 @@ def on_rank_hello(state: State, event: on.RankHello) -> Decision:
     """The script can save, stop and resume."""
     if event.launch != state.launch or not state.running or state.heard:
         return Decision(state)
-    deadline = None if all_ready(state) else state.deadline_at  # a lost watcher keeps its deadline
-    state = replace(
-        state, heard=True, deadline_at=deadline if state.phase is Phase.TRAINING else state.deadline_at
-    )
-    return Decision(state, (), "the trainer library answers: this script can save and resume")
+    return Decision(_heard(state), (), "the trainer library answers: this script can save and resume")
+
+
+def _heard(state: State) -> State:
+    """The trainer library is there: it need not be waited for.  A lost watcher keeps its deadline."""
+    if state.heard or state.phase is not Phase.TRAINING or not all_ready(state):
+        return replace(state, heard=True)
+    return replace(state, heard=True, deadline_at=None)
 
 
 def on_progressed(state: State, event: on.Progressed) -> Decision:
     """A step was completed."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    return Decision(replace(state, step=event.step, heard=True))
+    return Decision(replace(_heard(state), step=event.step))
 
 
 def on_save_began(state: State, event: on.SaveBegan) -> Decision:
     """A save is in flight."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    return Decision(replace(state, saving=event.save_id, heard=True))
+    return Decision(replace(_heard(state), saving=event.save_id))
 
 
 def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -18,6 +19,7 @@ from stepkeeper.core import events as on
 from stepkeeper.slurm import argv as lines
 from stepkeeper.slurm.environment import scrub_geometry
 from stepkeeper.sources.inbox import Inbox
+from stepkeeper.store import logs
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import outcome
 
@@ -70,10 +72,10 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     resume_from: str | None
 
 
-def launch_argv(job: Job, meeting: Meeting, logs: Path) -> list[str]:
+def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
     """Return the command line of a launch, by the one rule for CMD."""
     command = with_resume(job.command, meeting.resume_from)
-    pattern = str(logs).replace("%", "%%") + "/%N.log"
+    pattern = str(directory).replace("%", "%%") + "/%N.log"
     if command[0] == "srun":
         return lines.own_srun_argv(command, pattern)
     program = [sys.executable, "-I", "-S", os.path.abspath(wrapper.__file__)]
@@ -171,6 +173,12 @@ class Launch:
         code = self._process.wait()
         self._ended.set()
         said = _outcome(self._job, self._launch)
+        with contextlib.suppress(
+            OSError
+        ):  # housekeeping of logs must not keep the end of a launch from the loop
+            if not said:
+                logs.mark_failed(self._logs, f"srun ended with {code}; {error}")
+            logs.prune(self._job.run_directory / "logs")
         self._inbox.put(
             on.LaunchEnded(
                 at=self._inbox.clock.now(),

@@ -1,0 +1,35 @@
+"""The ranks' logs of a run: those of failed launches and of the newest ones are kept."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+FAILED_NAME = "failed"
+KEPT_MAX = 20
+
+
+def mark_failed(logs: Path, why: str) -> None:
+    """Keep the logs of a launch for good.  Raises OSError."""
+    (logs / FAILED_NAME).write_text(why + "\n", encoding="utf-8")
+
+
+def prune(logs: Path, *, kept_max: int = KEPT_MAX) -> list[Path]:
+    """Remove the logs of launches that ended as intended, but for the newest ones; return what was removed.
+
+    Args:
+        logs: the `logs/` directory of a run.
+        kept_max: launches that are kept whether they failed or not.
+
+    Raises:
+        OSError: something could not be listed or removed.
+    """
+    launches = sorted(logs.glob("attempt-*/launch-*"), key=lambda path: (path.parent.name, path.name))
+    removed = []
+    for launch in launches[: max(0, len(launches) - kept_max)]:
+        if not launch.is_symlink() and not (launch / FAILED_NAME).exists():
+            shutil.rmtree(launch)
+            removed.append(launch)
+            if not any(launch.parent.iterdir()):
+                launch.parent.rmdir()
+    return removed

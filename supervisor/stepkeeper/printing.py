@@ -78,6 +78,15 @@ def say(text: str = "") -> None:
     sys.stdout.write(clean(text) + "\n")
 
 
+def say_path(path: str) -> None:
+    """Print a path: to a terminal without what could act on it, to a program byte for byte."""
+    if sys.stdout.isatty():
+        say(path)
+        return
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(path) + b"\n")
+
+
 def warn(text: str) -> None:
     """Print one line for people on stderr."""
     sys.stderr.write(clean(text) + "\n")

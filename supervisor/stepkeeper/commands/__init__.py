@@ -6,6 +6,6 @@ returns the exit code.
 
 from __future__ import annotations
 
-from stepkeeper.commands import run
+from stepkeeper.commands import checkpoints, events, logs, run, status
 
-COMMANDS = (run,)
+COMMANDS = (run, status, events, logs, checkpoints)

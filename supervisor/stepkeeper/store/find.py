@@ -17,6 +17,7 @@ from stepkeeper_trainer.formats.lineage import LINEAGE_NAME
 from stepkeeper_trainer.formats.steps import parse_step_name
 
 RUNS_NAME = "runs"
+JOB_DIGITS_MAX = 10  # Slurm counts in 32 bits
 _PARTS = ("status.json", "journal.jsonl", lease.LEASE_NAME, "checkpoints")
 
 
@@ -37,7 +38,7 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
     path = Path(wanted)
     if path.is_dir():
         return _at(path)
-    if wanted.isascii() and wanted.isdigit():
+    if wanted.isascii() and wanted.isdigit() and len(wanted) <= JOB_DIGITS_MAX:
         return _of_job(int(wanted), environment)
     what = "not a directory" if path.exists() else "no such directory, and no job id"
     raise StepkeeperError(

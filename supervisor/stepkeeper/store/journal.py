@@ -35,19 +35,19 @@ LATE_RECORDS_MAX = 200  # that may stand behind the newest attempt's last one
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line.  `phase`, `failures`, ... are those after the event: what a next attempt carries over."""
 
-    v: int
+    v: int  # version of the schema
     job_id: int
-    restart_count: int
-    attempt: int
-    launch: int
+    restart_count: int  # Slurm's: with the job id, the epoch of the attempt
+    attempt: int  # of the run, over all its jobs
+    launch: int  # of the attempt
     phase: Phase
-    event: Event
-    why: str = ""
-    effects: tuple[Effect, ...] = ()
-    failures: int = 0
-    node_losses: int = 0
-    best_step: int | None = None
-    note: Literal["", "spooled"] = ""
+    event: Event  # what happened
+    why: str = ""  # it changed anything; empty where it did not
+    effects: tuple[Effect, ...] = ()  # what was ordered
+    failures: int = 0  # launches that failed since the last verified progress
+    node_losses: int = 0  # nodes lost since then
+    best_step: int | None = None  # the furthest verified step
+    note: Literal["", "spooled"] = ""  # `spooled`: from the node's disk, when shared storage was late
 
 
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)

@@ -1,0 +1,197 @@
+"""`stepkeeper checkpoints ls|verify|latest`: the step directories of a run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from stepkeeper import printing
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.store import find
+from stepkeeper_trainer.formats import lineage as lineages
+from stepkeeper_trainer.formats import steps
+
+NONE_FOUND = 1  # of `latest`: a contract that scripts rely on
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the commands."""
+    group = subcommands.add_parser(
+        "checkpoints",
+        help="list, verify and choose step directories",
+        description="List, verify and choose step directories.  Nothing is changed.",
+        allow_abbrev=False,
+    )
+    below = group.add_subparsers(
+        dest="checkpoints_command",
+        metavar="COMMAND",
+        required=True,
+        parser_class=type(group),
+        title="commands",
+    )
+    listing = below.add_parser("ls", help="list the step directories, newest first", allow_abbrev=False)
+    listing.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
+    listing.set_defaults(execute=list_steps)
+    verify = below.add_parser(
+        "verify", help="compare every byte of a step directory with its manifest", allow_abbrev=False
+    )
+    verify.add_argument("where", metavar="STEPDIR", help="a step directory")
+    verify.set_defaults(execute=verify_step)
+    latest = below.add_parser(
+        "latest",
+        help="print the newest verified step directory; exit code 1 if there is none",
+        allow_abbrev=False,
+    )
+    latest.add_argument("where", metavar="DIR", help="run directory, its checkpoints/, or a job id")
+    latest.set_defaults(execute=print_latest)
+    for command in (verify, latest):
+        command.add_argument("--shallow", action="store_true", help="compare names and sizes only")
+    for command in (listing, verify, latest):
+        command.add_argument("--json", action="store_true", help="one JSON document")
+
+
+@printing.reading
+def list_steps(arguments: argparse.Namespace) -> int:
+    """Print a table of step directories."""
+    checkpoints = find.checkpoints(arguments.where, os.environ)
+    rows = _rows(checkpoints)
+    if arguments.json:
+        printing.say_json({"checkpoints": str(checkpoints.resolve()), "steps": rows}, indent=2)
+    elif rows:
+        _show(rows)
+    else:
+        printing.say(f"{checkpoints}: no step directories yet")
+    return ExitCode.FINISHED
+
+
+def _rows(checkpoints: Path) -> list[dict[str, Any]]:
+    found = steps.list_steps(checkpoints)
+    lineage = lineages.read(checkpoints)
+    current = {step.path for step in steps.current_lineage(found, lineage)}
+    rows = []
+    for step in found:
+        manifest = step.manifest
+        problems = [step.problem or "no manifest"]
+        if manifest is not None:
+            problems = list(steps.verify(step.path, deep=False).problems)
+        marks = lineage.marks.get(manifest.save_id, frozenset()) if lineage and manifest else frozenset()
+        rows.append(
+            {
+                "directory": step.path.name,
+                "step": step.step,
+                "tokens": manifest.tokens if manifest else None,
+                "bytes": sum(entry.bytes for entry in manifest.files.values()) if manifest else None,
+                "created_at": manifest.created_at if manifest else None,
+                "world_size": manifest.world_size if manifest else None,
+                "loss": manifest.loss if manifest else None,
+                "save_id": manifest.save_id if manifest else None,
+                "parent": manifest.parent if manifest else None,
+                "complete": not problems,
+                "current": step.path in current,
+                "marks": sorted(marks),
+                "problems": problems,
+            }
+        )
+    return rows
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = [("DIRECTORY", "STEP", "TOKENS", "SIZE", "CREATED", "WORLD", "LOSS", "STATE")]
+    for row in rows:
+        loss = f"{row['loss']:.6g}" if row["loss"] is not None else "-"
+        table.append(
+            (
+                row["directory"],
+                str(row["step"]),
+                _or_dash(row["tokens"]),
+                printing.size(row["bytes"]) if row["bytes"] is not None else "-",
+                _or_dash(row["created_at"])[:40],
+                _or_dash(row["world_size"]),
+                loss,
+                _state(row),
+            )
+        )
+    printing.say_table(table, right=frozenset({1, 2, 3, 5, 6}))
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _state(row: dict[str, Any]) -> str:
+    """Say in words what a row's fields mean; paths are shortened to what is below `checkpoints/`."""
+    words = ["complete"]
+    if row["problems"]:
+        first, *others = row["problems"]
+        more = f" (and {len(others)} more)" if others else ""
+        words = [f"torn: {_shorten(first, row['directory'])}{more}"]
+    if not row["current"]:
+        words.append("not on the current lineage")
+    return ", ".join([*words, *row["marks"]])
+
+
+def _shorten(problem: str, directory: str) -> str:
+    _, found, rest = problem.partition(f"/{directory}/")
+    return rest if found else problem
+
+
+@printing.reading
+def verify_step(arguments: argparse.Namespace) -> int:
+    """Compare a step directory with its manifest."""
+    directory = Path(arguments.where)
+    if not directory.is_dir():
+        what = "not a directory" if directory.exists() else "no such directory"
+        raise StepkeeperError(
+            f"{arguments.where}: {what}; name a step directory, such as RUN/checkpoints/step_00000100",
+            ExitCode.NOTHING_FOUND,
+        )
+    directory = directory.resolve()  # a link to a step directory is the step directory
+    verdict = steps.verify(directory, deep=not arguments.shallow)
+    problems = list(verdict.problems)
+    if not problems and (misnamed := steps.open_step(directory).problem):
+        problems.append(misnamed)
+    if arguments.json:
+        document = {
+            "directory": str(directory),
+            "ok": not problems,
+            "deep": not arguments.shallow,
+            "bytes_read": verdict.bytes_read,
+            "problems": problems,
+        }
+        printing.say_json(document, indent=2)
+    elif problems:
+        for problem in problems:
+            printing.say(problem)
+    elif arguments.shallow:
+        printing.say(f"{directory}: names and sizes are right (not read: leave out --shallow for that)")
+    else:
+        printing.say(f"{directory}: every byte is right ({printing.size(verdict.bytes_read)} read)")
+    return ExitCode.NOT_VERIFIED if problems else ExitCode.FINISHED
+
+
+@printing.reading
+def print_latest(arguments: argparse.Namespace) -> int:
+    """Print the newest verified step directory of the current lineage."""
+    checkpoints = find.checkpoints(arguments.where, os.environ).resolve()
+    choice = steps.newest_verified(checkpoints, deep=not arguments.shallow)
+    if arguments.json:
+        document = {
+            "directory": str(choice.chosen.path) if choice.chosen else None,
+            "step": choice.chosen.step if choice.chosen else None,
+            "deep": not arguments.shallow,
+            "skipped": [
+                {"directory": str(step.path), "problems": list(problems)} for step, problems in choice.skipped
+            ],
+        }
+        printing.say_json(document, indent=2)
+    elif choice.chosen is not None:
+        printing.say_path(str(choice.chosen.path))
+    for step, problems in choice.skipped:
+        printing.warn(f"passed over {step.path.name}: {'; '.join(problems)}")
+    if choice.chosen is None:
+        printing.warn(f"{checkpoints}: no verified step directory")
+        return NONE_FOUND
+    return ExitCode.FINISHED

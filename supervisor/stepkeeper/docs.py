@@ -1,0 +1,152 @@
+"""`python -m stepkeeper.docs docs/`: write the reference pages that are made from the code.
+
+What the code declares (docstrings, fields and the comments behind them) is the only source.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import sys
+import tokenize
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from stepkeeper.core import effects, events
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.state import Phase
+from stepkeeper.store import journal
+
+MADE = "<!-- Made by `python -m stepkeeper.docs docs/` from the code.  Change it there. -->"
+
+
+class Field(NamedTuple):
+    """One field of a declared structure."""
+
+    name: str
+    kind: str
+    default: str | None
+    comment: str
+
+
+def main(argv: list[str]) -> int:
+    """Write the pages into a directory."""
+    if len(argv) != 2:  # noqa: PLR2004 - the program and the directory
+        sys.stderr.write("stepkeeper.docs: name the directory: python -m stepkeeper.docs docs/\n")
+        return int(ExitCode.USAGE)
+    for name, text in pages().items():
+        (Path(argv[1]) / name).write_text(text, encoding="utf-8")
+    return int(ExitCode.FINISHED)
+
+
+def pages() -> dict[str, str]:
+    """Return the pages by file name."""
+    return {"events.md": _events_page(), "exit-codes.md": _exit_codes_page()}
+
+
+def _exit_codes_page() -> str:
+    rows = [[f"`{code.value}`", f"`{code.name}`", code.meaning] for code in ExitCode]
+    notes = (
+        "`stepkeeper checkpoints latest` ends with 1 where there is no verified step directory.  "
+        "130 means that the command was interrupted from the keyboard."
+    )
+    lead = "One a reason, never renumbered."
+    return "\n".join(
+        ["# Exit codes", "", MADE, "", lead, "", *_table("code name meaning", rows), "", notes, ""]
+    )
+
+
+def _events_page() -> str:
+    out = ["# The journal: `journal.jsonl`", "", MADE, "", inspect.cleandoc(_doc(journal)), ""]
+    out += [
+        "`stepkeeper events RUN --json` prints the records as they stand.  Where storage failed in the middle",
+        "of a write, records may stand there twice.  Fields with a default are left out where they have it.",
+        "",
+        "## Record",
+        "",
+        inspect.cleandoc(_doc(journal.Record)),
+        "",
+        *_fields(journal.Record, journal, ()),
+        f"`phase` is one of {', '.join(f'`{phase.value}`' for phase in Phase)}.",
+        "",
+        "## Events",
+        "",
+        "Every event has its name in `event`, and in `at` the instant in Unix seconds, which never goes",
+        "backwards within an attempt.",
+        "",
+    ]
+    for each in typing.get_args(events.Event):
+        out += _section(each, events, ("at",))
+    out += ["## Effects", "", "Every effect has its name in `effect`.", ""]
+    for each in typing.get_args(effects.Effect):
+        out += _section(each, effects, ())
+    out += ["## Structures inside events", ""]
+    for each in (events.JobFacts, events.Skipped):
+        out += [f"### {each.__name__}", "", inspect.cleandoc(_doc(each)), "", *_fields(each, events, ())]
+    states = ", ".join(f"`{state.value}`" for state in events.JobState)
+    out += ["### JobState", "", inspect.cleandoc(_doc(events.JobState)), "", f"One of {states}.", ""]
+    return "\n".join(out).rstrip() + "\n"
+
+
+def _section(declared: Any, module: ModuleType, known: tuple[str, ...]) -> list[str]:
+    tag = str(declared.__struct_config__.tag)
+    return [f"### {tag}", "", inspect.cleandoc(_doc(declared)), "", *_fields(declared, module, known)]
+
+
+def _doc(thing: Any) -> str:
+    assert thing.__doc__, f"{thing} has a docstring: ruff sees to it"
+    return str(thing.__doc__)
+
+
+def _fields(declared: Any, module: ModuleType, known: tuple[str, ...]) -> list[str]:
+    """Return a table of the fields that are not told elsewhere; nothing where there are none."""
+    lineage = [each for each in reversed(declared.__mro__) if each.__module__ == module.__name__]
+    by_name = _declared(module)
+    fields = [field for each in lineage for field in by_name.get(each.__name__, ())]
+    rows = []
+    for field in fields:
+        if field.name in known:
+            continue
+        default = "" if field.default is None else f"`{field.default}`"
+        rows.append([f"`{field.name}`", f"`{field.kind}`".replace("|", "\\|"), default, field.comment])
+    return [*_table("key type default meaning", rows), ""] if rows else []
+
+
+def _declared(module: ModuleType) -> dict[str, list[Field]]:
+    """Return the fields of every class of a module, with the comments that stand behind them."""
+    source = inspect.getsource(module)
+    comments = dict(_comments(source))
+    classes: dict[str, list[Field]] = {}
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        classes[node.name] = [
+            Field(
+                name=item.target.id,
+                kind=ast.unparse(item.annotation),
+                default=ast.unparse(item.value) if item.value is not None else None,
+                comment=comments.get(item.lineno, ""),
+            )
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        ]
+    return classes
+
+
+def _comments(source: str) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# ")
+
+
+def _table(header: str, rows: list[list[str]]) -> list[str]:
+    head = header.split()
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

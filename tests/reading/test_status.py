@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.store.rundir import RunDirectory
+from stepkeeper_trainer.formats import lease
+from tests.reading import build
+from tests.reading.conftest import Command
+
+
+def test_a_person_sees_where_a_run_stands(command: Command, run: RunDirectory) -> None:
+    build.write_status(run, updated_at=time.time())
+    build.write_journal(run, build.story(run))
+
+    said = command("status", run.path)
+
+    assert said.code == 0
+    for words in (
+        "training, for",
+        "12, restarted 1 times; attempt 1, launch 0",
+        "2: n1 n2",
+        "250, loss 2.125, 250,000 tokens, 0.5 s a step",
+        "step 200 (step_00000200)",
+        "checkpoints/step_00000100",
+        "step 200 is committed",
+        f"stepkeeper logs {run.path}",
+        "scancel 12",
+    ):
+        assert words in said.out
+    assert "No word" not in said.out
+    assert len(said.out.splitlines()) <= 24
+    assert max(map(len, said.out.splitlines())) <= 400
+
+
+def test_json_is_the_status_document_with_computed_fields(command: Command, run: RunDirectory) -> None:
+    build.write_status(run)
+    build.write_journal(run, build.story(run))
+
+    document = json.loads(command("status", run.path, "--json").out)
+
+    assert document["job_id"] == 12
+    assert document["nodes"] == ["n1", "n2"]
+    assert document["phase_since"] == build.START + 30
+    assert document["checkpoint_directory"] == str(run.checkpoints / "step_00000200")
+    assert document["run_directory"] == str(run.path)
+    assert document["silent"] is True
+    assert document["done"] is False
+
+
+def test_a_supervisor_that_fell_silent_is_said_honestly(command: Command, run: RunDirectory) -> None:
+    build.write_status(run, updated_at=time.time() - 3700)
+
+    assert "No word from the supervisor for 1 h 01 min" in command("status", run.path).out
+
+    build.write_status(run, updated_at=time.time() - 3700, step_seconds=600.0)
+    assert "No word" not in command("status", run.path).out
+
+
+def test_an_ended_run_shows_why_and_no_way_to_stop_it(command: Command, run: RunDirectory) -> None:
+    build.write_status(run, phase="done", exit_code=0, why="the training finished at step 300")
+
+    said = command("status", run.path)
+
+    assert "the training is finished (exit code 0)" in said.out
+    assert "the training finished at step 300" in said.out
+    assert "scancel" not in said.out
+    assert "No word" not in said.out
+
+
+def test_an_exit_code_of_a_newer_version_is_shown(command: Command, run: RunDirectory) -> None:
+    build.write_status(run, phase="done", exit_code=99)
+
+    assert "does not know (exit code 99)" in command("status", run.path).out
+
+
+def test_a_run_that_has_done_nothing_yet(command: Command, run: RunDirectory) -> None:
+    nothing = dict.fromkeys(("step", "tokens", "loss", "step_seconds", "checkpoint_step", "resumed_from"))
+    build.write_status(run, phase="starting", **nothing)
+
+    said = command("status", run.path)
+
+    assert said.code == 0
+    assert "none yet" in said.out
+
+
+def test_escape_sequences_do_not_reach_the_terminal(command: Command, run: RunDirectory) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\u009b31m\u202eabc"
+    build.write_status(run, why=evil, nodes=(evil,), phase=evil)
+
+    said = command("status", run.path)
+
+    assert not set(said.out) & set("\x1b\x07\u009b\u202e")
+    assert command("status", run.path, "--json").out.isascii()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{torn", b"[" * 200_000, b'{"loss": "\x1b[2J"}', b"\xff" * 10, b"x" * 2_000_000]
+)
+def test_a_torn_status_is_an_error_of_one_line(command: Command, run: RunDirectory, content: bytes) -> None:
+    run.status.write_bytes(content)
+
+    said = command("status", run.path)
+
+    assert said.code == 32
+    assert said.err.count("\n") == 1
+    assert "status.json" in said.err
+    assert "\x1b" not in said.err
+
+
+def test_what_is_no_plain_file_is_refused_at_once(command: Command, run: RunDirectory) -> None:
+    os.mkfifo(run.status)
+    assert command("status", run.path).code == 32
+
+    run.status.unlink()
+    run.status.symlink_to("/etc/hostname")
+    assert command("status", run.path).code == 32
+
+
+def test_a_missing_status_says_so(command: Command, run: RunDirectory) -> None:
+    said = command("status", run.path)
+
+    assert (said.code, said.out) == (40, "")
+    assert "no supervisor has worked on this run yet" in said.err
+
+
+# --- which run ------------------------------------------------------------------------------------
+
+
+def test_a_job_id_finds_its_run_by_name_or_by_what_the_run_says(command: Command, tmp_path: Path) -> None:
+    named = build.make_run(tmp_path / "runs" / "gpt-7")
+    build.write_status(named, job_id=7)
+    saying = build.make_run(tmp_path / "runs" / "long-running")
+    build.write_status(saying, job_id=12)
+    renamed = build.make_run(tmp_path / "runs" / "gpt-8")  # job 9 goes on with the run that job 8 began
+    build.write_status(renamed, job_id=9)
+    held = build.make_run(tmp_path / "runs" / "held")
+    lease.write(held.path, lease.Lease(job_id=13, restart_count=0, attempt=0, node="n", pid=1, taken_at=0))
+    build.write_status(held, job_id=11)
+
+    for job, expected in ((7, named), (12, saying), (9, renamed), (8, renamed), (13, held), (11, held)):
+        document = json.loads(command("status", job, "--json").out)
+        assert document["run_directory"] == str(expected.path)
+
+
+def test_a_job_id_finds_the_run_that_the_environment_names(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build.make_run(tmp_path / "elsewhere" / "r-12")
+    build.write_status(run)
+    for named in (run.path, tmp_path / "elsewhere" / "r-%j"):
+        monkeypatch.setenv("STEPKEEPER_RUN_DIR", str(named))
+        assert command("status", 12).code == 0
+    assert command("status", 5).code == 40
+
+
+def test_without_run_the_nearest_is_shown(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer = (build.make_run(tmp_path / "runs" / name) for name in ("older", "newer"))
+    for run, age in ((older, 100), (newer, 10)):
+        build.write_status(run)
+        for path in (run.status, run.checkpoints):
+            os.utime(path, (time.time() - age, time.time() - age))
+
+    def shown() -> str:
+        return json.loads(command("status", "--json").out)["run_directory"]
+
+    assert shown() == str(newer.path)
+    monkeypatch.setenv("STEPKEEPER_RUN_DIR", str(older.path))
+    assert shown() == str(older.path)
+    monkeypatch.chdir(newer.path)
+    assert shown() == str(newer.path)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ("4711", "job 4711: no run directory found"),
+        ("nowhere", "no such directory"),
+        ("9" * 5000, "File name too long"),
+        ("9" * 200, "no such directory"),
+        ("file", "not a directory"),
+        ("empty", "not a run directory"),
+        ("evil\x1b[2J", "no such directory"),
+        ("evil\n\udcff", "no such directory"),
+    ],
+)
+def test_what_is_no_run_is_said_in_one_line(
+    command: Command, tmp_path: Path, wanted: str, words: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name in ("status", "events", "logs"):
+        said = command(name, wanted)
+        assert said.code in (40, 32)
+        assert words in said.err
+        assert said.err.count("\n") == 1
+        assert "\x1b" not in said.err
+        assert said.out == ""
+
+
+def test_no_run_anywhere_says_where_was_looked(command: Command) -> None:
+    said = command("status")
+
+    assert said.code == 40
+    assert "the working directory, runs/" in said.err

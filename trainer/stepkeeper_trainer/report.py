@@ -6,6 +6,7 @@ does not stop the commit.
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,13 @@ def report_name(rank: int) -> str:
 def publish(directory: Path, report: RankReport) -> None:
     """Make a report durable and visible.  Raises OSError."""
     write_atomically(directory / report_name(report.rank), msgspec.json.encode(report))
+
+
+def publish_failure(directory: Path, report: RankReport) -> None:
+    """Make a report visible that need not outlive anybody: the disk may be full.  Raises OSError."""
+    temporary = directory / f".{report_name(report.rank)}.failed"
+    temporary.write_bytes(msgspec.json.encode(report))
+    os.rename(temporary, directory / report_name(report.rank))
 
 
 def gather(

@@ -31,7 +31,7 @@ from stepkeeper_trainer.formats.messages import Committed, SaveFailed, SaveStart
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.planner import CollectivePlanner
 from stepkeeper_trainer.reader import root_cause
-from stepkeeper_trainer.report import Item, RankReport, gather, publish
+from stepkeeper_trainer.report import Item, RankReport, gather, publish, publish_failure
 from stepkeeper_trainer.writer import StepWriter
 
 if TYPE_CHECKING:
@@ -264,7 +264,8 @@ class Saver:
             shutil.rmtree(save.directory, ignore_errors=True)  # gives the space back; nothing of it counts
             return
         with contextlib.suppress(OSError):  # rank 0 hears of it at the next boundary
-            publish(save.directory, RankReport(rank=self._rank, save_id=save.save_id, error=save.error))
+            report = RankReport(rank=self._rank, save_id=save.save_id, error=save.error)
+            publish_failure(save.directory, report)
 
 
 def _item(result: WriteResult) -> Item:

@@ -101,5 +101,5 @@ def check_relative(name: str, *, source: str) -> None:
         ManifestError: the name is absolute, has a `..`, or is no plain relative path.
     """
     path = PurePosixPath(name)
-    if not name or "\0" in name or path.is_absolute() or ".." in path.parts or str(path) != name:
+    if not path.parts or "\0" in name or path.is_absolute() or ".." in path.parts or str(path) != name:
         raise ManifestError(f"{source}: names {name!r}, which is not a plain path inside the step directory")

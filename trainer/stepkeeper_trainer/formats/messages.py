@@ -11,6 +11,7 @@ import msgspec
 
 MESSAGE_BYTES_MAX = 800  # leaves room for the watcher's envelope in a line of 1,024 bytes
 TEXT_CHARACTERS_MAX = 200  # of free text in a message
+_TEXT_BYTES_MAX = 360  # of the same: quotes take two bytes in JSON, some characters four
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
@@ -124,8 +125,14 @@ _to_rank: msgspec.json.Decoder[ToRank] = msgspec.json.Decoder(ToRank)
 
 
 def shorten(text: str) -> str:
-    """Cut free text so that a message stays within its limit, and keep it on one line."""
-    return " ".join(text.split())[:TEXT_CHARACTERS_MAX]
+    """Cut free text so that a message stays within its limit, and keep it on one line.
+
+    >>> shorten("No space\\n left"), len(shorten("x" * 999))
+    ('No space left', 200)
+    """
+    line = " ".join(text.split())[:TEXT_CHARACTERS_MAX]
+    plain = "".join(character if character.isprintable() else "?" for character in line)
+    return plain.encode()[:_TEXT_BYTES_MAX].decode(errors="ignore")
 
 
 def encode(message: FromRank | ToRank) -> bytes:

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.ranks import finish
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+    """A run of two ranks that nothing happened to: its directory and its losses."""
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    return run_dir, finish(2, run_dir, "--step-seconds-min=0.05")
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Keeper in this very process: what it installs is taken back."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("SOCKET", "RUN_DIR", "RESUME_FROM", "ATTEMPT", "LAUNCH"):
+        monkeypatch.delenv(f"STEPKEEPER_{name}", raising=False)
+    hook = sys.excepthook
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    random.seed(0)
+    torch.manual_seed(0)
+    yield
+    sys.excepthook = hook
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -1,0 +1,154 @@
+"""Real ranks of the reference script, started, watched and ended by their process ids."""
+
+from __future__ import annotations
+
+import csv
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "--layers=1 --width=32 --heads=2 --context=16 --batch=8 --micro-batch=2 --corpus-bytes=50000 "
+    "--warmup-steps=4 --print-every-steps=1000"
+).split()
+STEPS = 24
+LIMIT_S = 60.0
+
+
+class Ranks:
+    """A launch: a context manager that leaves no process behind."""
+
+    def __init__(
+        self,
+        world_size: int,
+        run_dir: Path,
+        *arguments: str,
+        steps: int = STEPS,
+        every: int = 4,
+        environment: dict[str, str] | None = None,
+        disk: str | None = None,
+    ) -> None:
+        """Start ranks; `disk` is a fault for `tests.trainer.faulty_disk`."""
+        script = ["-m", "stepkeeper_trainer.examples.train_lm"]
+        if disk is not None:
+            script = ["-m", "tests.trainer.faulty_disk", disk]
+        command = [sys.executable, *script, *TINY, f"--run-dir={run_dir}", f"--steps={steps}"]
+        command += [f"--checkpoint-every-steps={every}", *arguments]
+        run_dir.parent.mkdir(exist_ok=True)
+        port = free_port()
+        self.run_dir = run_dir
+        self.logs = [
+            run_dir.parent / f"{run_dir.name}.rank{r}.{time.monotonic_ns()}.log" for r in range(world_size)
+        ]
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            own = {
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("SLURM_", "STEPKEEPER_"))
+            }
+            own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()}
+            if world_size > 1:
+                own |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+                own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            own |= environment or {}
+            with log.open("wb") as output:
+                self.processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT)
+                )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.kill()
+        if error is not None:
+            error.add_note(self.output())
+
+    def kill(self) -> None:
+        """SIGKILL every rank that is left."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait(LIMIT_S)
+
+    def wait(self) -> list[int]:
+        """Return the exit codes."""
+        return [process.wait(LIMIT_S) for process in self.processes]
+
+    def output(self) -> str:
+        """Return what all ranks have printed."""
+        return "\n".join(log.read_text(errors="replace") for log in self.logs)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait for a condition; a rank that ends before it is met is an error."""
+        limit_at = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < limit_at, f"not met in time\n{self.output()}"
+            assert all(p.poll() is None for p in self.processes), f"a rank ended\n{self.output()}"
+            time.sleep(0.002)
+
+    def until_step(self, step: int) -> None:
+        """Wait until a step is done."""
+        self.until(lambda: max(losses(self.run_dir), default=0) >= step)
+
+
+def finish(world_size: int, run_dir: Path, *arguments: str, **options: object) -> dict[int, str]:
+    """Run to the end and return the losses."""
+    with Ranks(world_size, run_dir, *arguments, **options) as ranks:  # type: ignore[arg-type]
+        assert ranks.wait() == [0] * world_size, ranks.output()
+    return losses(run_dir)
+
+
+def losses(run_dir: Path) -> dict[int, str]:
+    """Return the losses by step, as they are printed; a later row of a step supersedes the earlier."""
+    found: dict[int, str] = {}
+    try:
+        with (run_dir / "metrics.csv").open(newline="") as file:
+            for row in csv.DictReader(file):
+                if row["launch"]:
+                    found[int(row["step"])] = row["loss"]
+    except FileNotFoundError:
+        pass
+    return found
+
+
+def tokens(run_dir: Path) -> dict[int, int]:
+    """Return the tokens seen by step."""
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        return {int(row["step"]): int(row["tokens"]) for row in csv.DictReader(file)}
+
+
+def steps_of(run_dir: Path) -> list[str]:
+    """Return the names of the step directories."""
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+
+
+def free_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def watcher_socket(name: str) -> Iterator[socket.socket]:
+    """Listen as a node's watcher does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(0.05)
+        sock.bind(f"\0{name}")
+        yield sock
+
+
+def _path() -> str:
+    return os.pathsep.join([str(ROOT / "trainer"), str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -1,0 +1,291 @@
+"""The files and messages that ranks and supervisor share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepkeeper_trainer.formats import durable, lease, lineage, messages, outcome
+from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestError, seal, unseal
+from stepkeeper_trainer.formats.steps import current_lineage, list_steps, newest_verified, verify
+
+CHUNK = 8
+
+
+def make_step(
+    checkpoints: Path,
+    step: int,
+    save_id: str | None = None,
+    parent: str | None = None,
+    name: str | None = None,
+) -> Path:
+    """Commit a step directory by hand, of files with chunks of eight bytes."""
+    directory = checkpoints / (name or f"step_{step:08d}")
+    directory.mkdir(parents=True)
+    files = {}
+    for file, data in {"__0_0.distcp": b"weights and moments " * 3, ".metadata": b"plan"}.items():
+        (directory / file).write_bytes(data)
+        chunks = [data[i : i + CHUNK] for i in range(0, len(data), CHUNK)]
+        files[file] = FileEntry(
+            bytes=len(data),
+            xxh3_128=xxhash.xxh3_128_hexdigest(data),
+            chunk_bytes=CHUNK,
+            chunks=tuple(xxhash.xxh3_128_hexdigest(chunk) for chunk in chunks),
+        )
+    manifest = Manifest(
+        step=step,
+        tokens=step * 10,
+        world_size=1,
+        created_at=f"2026-01-01T00:00:{len(list(checkpoints.iterdir())):02d}+00:00",
+        save_id=save_id or f"{step:032x}",
+        parent=parent,
+        files=files,
+    )
+    (directory / "MANIFEST.json").write_bytes(seal(manifest))
+    return directory
+
+
+def chosen(checkpoints: Path) -> str | None:
+    found = newest_verified(checkpoints).chosen
+    return found.path.name if found else None
+
+
+def test_the_formats_import_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, stepkeeper_trainer.formats.steps, stepkeeper_trainer.formats.messages\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+def test_a_replaced_file_is_old_or_new_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    durable.write_atomically(tmp_path / "a", b"old")
+    durable.write_atomically(tmp_path / "a", b"new", mode=0o640)
+
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable.write_atomically(tmp_path / "a", b"old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+
+    with pytest.raises(OSError, match="No space"):
+        durable.write_atomically(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_torn_line_is_closed_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b'{"whole": 1}\n{"torn"')
+
+    durable.append_line(path, b'{"next": 1}')
+
+    assert path.read_bytes() == b'{"whole": 1}\n{"torn"\n{"next": 1}\n'
+
+
+def test_lineage_skips_torn_and_unknown_lines_and_follows_parents(tmp_path: Path) -> None:
+    def commit(step: int, save_id: str, parent: str | None) -> None:
+        lineage.append(
+            tmp_path,
+            lineage.Commit(at=1.0, step=step, save_id=save_id, parent=parent, directory=f"step_{step:08d}"),
+        )
+
+    commit(1, "a", None)
+    with (tmp_path / "lineage.jsonl").open("ab") as file:
+        file.write(b'{"record":"of the future","x":1}\n[3]\n{"record":"commit","st')
+    commit(2, "b", "a")
+    lineage.append(tmp_path, lineage.Rollback(at=2.0, save_id="a", why="poison"))
+    commit(2, "c", "a")
+    lineage.append(tmp_path, lineage.Mark(at=3.0, save_id="c", mark="suspect"))
+    lineage.append(tmp_path, lineage.Mark(at=3.0, save_id="c", mark="pinned"))
+    lineage.append(tmp_path, lineage.Mark(at=4.0, save_id="c", mark="suspect", value=False))
+
+    found = lineage.read(tmp_path)
+
+    assert found is not None
+    assert found.chain() == ["c", "a"]
+    assert found.marks == {"c": frozenset({"pinned"})}
+    assert set(found.commits) == {"a", "b", "c"}
+
+
+def test_no_lineage_file_is_no_lineage(tmp_path: Path) -> None:
+    assert lineage.read(tmp_path) is None
+
+
+def test_messages_of_another_version_are_understood_or_skipped() -> None:
+    newer = b'{"type":"progress","rank":1,"step":2,"tokens":3,"colour":"green"}'
+
+    assert messages.decode_from_rank(newer) == messages.Progress(rank=1, step=2, tokens=3)
+    assert messages.decode_from_rank(b'{"type":"of the future"}') is None
+    assert messages.decode_from_rank(b'{"type":"progress","rank":"one"}') is None
+    assert messages.decode_to_rank(b'{"type":"dance"}') is None
+    with pytest.raises(msgspec.MsgspecError):
+        messages.decode_to_rank(b"\xff\x00")
+
+
+@given(text=st.text())
+def test_any_text_fits_a_message(text: str) -> None:
+    """Also one whose characters take many bytes."""
+    message = messages.SaveFailed(launch="1.1", step=1, save_id="f" * 32, error=messages.shorten(text))
+
+    assert len(messages.encode(message)) <= messages.MESSAGE_BYTES_MAX
+
+
+def test_a_message_of_the_widest_characters_fits() -> None:
+    for character in ("\U0001f600", "\x01", '"', "\\", "\udfff"):
+        text = messages.shorten(character * 1000)
+        message = messages.SaveFailed(launch="1.1", step=1, save_id="f" * 32, error=text)
+        assert len(messages.encode(message)) <= messages.MESSAGE_BYTES_MAX
+
+
+def test_a_manifest_reads_back_and_one_changed_byte_is_seen() -> None:
+    manifest = Manifest(
+        step=1,
+        tokens=2,
+        world_size=1,
+        created_at="now",
+        save_id="a" * 32,
+        files={},
+        loss=0.1,
+        state={"model": True},
+    )
+    data = seal(manifest)
+
+    read = unseal(data, source="x")
+
+    assert (read.step, read.loss, read.state) == (1, 0.1, {"model": True})
+    for index in range(len(data)):
+        damaged = data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
+        with pytest.raises(ManifestError):
+            unseal(damaged, source="x")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", ".", "a//b", "a/./b", "a\0b"])
+def test_a_manifest_that_leads_outside_is_refused(name: str, tmp_path: Path) -> None:
+    entry = FileEntry(bytes=0, xxh3_128=xxhash.xxh3_128_hexdigest(b""))
+    manifest = Manifest(step=2, tokens=0, world_size=1, created_at="", save_id="b" * 32, files={name: entry})
+    make_step(tmp_path, 1)
+    bad = tmp_path / "step_00000002"
+    bad.mkdir()
+    (bad / "MANIFEST.json").write_bytes(seal(manifest))
+
+    with pytest.raises(ManifestError, match="inside the step directory"):
+        unseal(seal(manifest), source="x")
+    assert chosen(tmp_path) == "step_00000001"
+    assert bad.is_dir()
+
+
+def _flip(step: Path) -> None:
+    data = bytearray((step / "__0_0.distcp").read_bytes())
+    data[30] ^= 0x10
+    (step / "__0_0.distcp").write_bytes(data)
+
+
+def _link(step: Path) -> None:
+    (step / "__0_0.distcp").rename(step.parent / "elsewhere")
+    (step / "__0_0.distcp").symlink_to(step.parent / "elsewhere")
+
+
+DAMAGE = {
+    "manifest-less": lambda step: (step / "MANIFEST.json").unlink(),
+    "torn manifest": lambda step: os.truncate(step / "MANIFEST.json", 100),
+    "empty manifest": lambda step: os.truncate(step / "MANIFEST.json", 0),
+    "truncated": lambda step: os.truncate(step / "__0_0.distcp", 10),
+    "bit-flipped": _flip,
+    "missing file": lambda step: (step / ".metadata").unlink(),
+    "extra file": lambda step: (step / "__1_0.distcp").write_bytes(b"orphan"),
+    "link": _link,
+    "of another step": lambda step: step.rename(step.parent / "step_00000003"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_step_is_skipped_and_kept(damage: str, tmp_path: Path) -> None:
+    make_step(tmp_path, 1)
+    DAMAGE[damage](make_step(tmp_path, 2))
+
+    choice = newest_verified(tmp_path)
+
+    assert choice.chosen is not None
+    assert choice.chosen.step == 1
+    [(skipped, problems)] = choice.skipped
+    assert problems
+    assert skipped.path.is_dir()
+
+
+def test_a_save_in_flight_is_no_step(tmp_path: Path) -> None:
+    make_step(tmp_path, 1, name=".tmp-step_00000001.abc")
+
+    assert list_steps(tmp_path) == []
+    assert chosen(tmp_path) is None
+
+
+def test_only_the_current_lineage_counts(tmp_path: Path) -> None:
+    """After a rollback from 3 to 1 and a replay to 2, step 3 is of the past that did not happen."""
+    ids = {"1": "a" * 32, "2": "b" * 32, "3": "c" * 32, "2 again": "d" * 32}
+    make_step(tmp_path, 1, ids["1"])
+    make_step(tmp_path, 2, ids["2"], parent=ids["1"])
+    make_step(tmp_path, 3, ids["3"], parent=ids["2"])
+    assert chosen(tmp_path) == "step_00000003", "without a lineage every directory counts"
+    for step, key, parent in ((1, "1", None), (2, "2", "1"), (3, "3", "2")):
+        lineage.append(
+            tmp_path,
+            lineage.Commit(
+                at=1.0,
+                step=step,
+                save_id=ids[key],
+                parent=ids.get(parent or ""),
+                directory=f"step_{step:08d}",
+            ),
+        )
+    lineage.append(tmp_path, lineage.Rollback(at=2.0, save_id=ids["1"], why="poison"))
+    assert chosen(tmp_path) == "step_00000001"
+
+    make_step(tmp_path, 2, ids["2 again"], parent=ids["1"], name="step_00000002.dddddddd")
+
+    assert chosen(tmp_path) == "step_00000002.dddddddd", (
+        "renamed, and its writer died before the lineage line"
+    )
+    kept = current_lineage(list_steps(tmp_path), lineage.read(tmp_path))
+    assert [step.path.name for step in kept] == ["step_00000002.dddddddd", "step_00000001"]
+
+
+def test_a_shallow_look_reads_no_data(tmp_path: Path) -> None:
+    step = make_step(tmp_path, 1)
+    _flip(step)
+
+    assert verify(step, deep=False).ok
+    assert verify(step, deep=False).bytes_read == 0
+    assert not verify(step).ok
+
+
+def test_lease_and_outcome_read_back(tmp_path: Path) -> None:
+    assert lease.read(tmp_path) is None
+    assert outcome.read(tmp_path) is None
+    held = lease.Lease(job_id=7, restart_count=2, attempt=2, node="n1", pid=3, taken_at=1.0)
+    said = outcome.Outcome(outcome="stopped", step=3, tokens=4, save_id=None, launch="2.0", at=1.0)
+    lease.write(tmp_path, held)
+    outcome.write(tmp_path, said)
+
+    assert lease.read(tmp_path) == held
+    assert held.epoch == (7, 2)
+    assert outcome.read(tmp_path) == said
+    (tmp_path / "lease.json").write_text("{}")
+    with pytest.raises(lease.LeaseError, match="remove the file"):
+        lease.read(tmp_path)

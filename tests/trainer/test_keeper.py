@@ -1,0 +1,486 @@
+"""A Keeper in this very process: what a loop sees of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from stepkeeper_trainer import GlobalSampler, Keeper
+from stepkeeper_trainer.errors import (
+    DamagedError,
+    ResumeError,
+    SaveError,
+    StateError,
+    SupersededError,
+    UsageError,
+)
+from stepkeeper_trainer.formats import lease, lineage, outcome
+from stepkeeper_trainer.formats.manifest import seal
+from stepkeeper_trainer.formats.steps import list_steps, newest_verified, open_step, read_manifest, verify
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+class Loop:
+    """A small training loop whose every step draws from every generator."""
+
+    def __init__(
+        self, run_dir: Path, *, width: int = 4, fingerprint: str = "data", **options: object
+    ) -> None:
+        torch.manual_seed(1)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(width, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10)
+        self.sampler = GlobalSampler(7, seed=3, fingerprint=fingerprint)
+        self.keeper = Keeper(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            sampler=self.sampler,
+            run_dir=run_dir,
+            **options,  # type: ignore[arg-type]
+        )
+        self.width = width
+
+    def step(self) -> tuple[float, bool]:
+        noise = random.random() + float(np.random.rand()) + random.gauss(0, 1)
+        x = torch.rand(5, self.width) + noise + sum(self.sampler.micro_batch(0, 2))
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.sampler.advance(2)
+        lr = self.scheduler.get_last_lr()[0]
+        done = self.keeper.step_done(loss=loss.detach(), tokens=10, lr=lr)
+        return loss.item(), done
+
+    def run(self, until: int) -> list[float]:
+        found = []
+        while self.keeper.step < until:
+            found.append(self.step()[0])
+        return found
+
+    def saved(self) -> None:
+        """Wait for the save in flight."""
+        assert self.keeper._saver is not None
+        assert self.keeper._saver.wait(time.time() + 20)
+
+
+def names(run_dir: Path) -> list[str]:
+    return [step.path.name for step in reversed(list_steps(run_dir / "checkpoints"))]
+
+
+def save_at(run_dir: Path, step: int, **options: object) -> Loop:
+    loop = Loop(run_dir, **options)
+    loop.keeper.resume()
+    loop.run(step)
+    loop.keeper.save()
+    loop.saved()
+    return loop
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    first = save_at(tmp_path / "run", 3)
+    expected = first.run(8)
+
+    second = Loop(tmp_path / "run", resume_from="latest")
+    random.random(), torch.rand(3), np.random.rand()
+    assert second.keeper.resume() == 3
+
+    assert second.keeper.tokens == 30
+    assert second.run(8) == expected
+    assert second.scheduler.state_dict() == first.scheduler.state_dict()
+    assert second.optimizer.state_dict()["param_groups"] == first.optimizer.state_dict()["param_groups"]
+    assert second.sampler.state_dict() == first.sampler.state_dict()
+    assert list(second.keeper._counters.history) == list(first.keeper._counters.history)
+    for ours, theirs in zip(
+        second.model.state_dict().values(), first.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_save_before_the_first_step_touches_nothing_and_can_be_resumed(tmp_path: Path) -> None:
+    """torch's own get_state_dict takes a fake AdamW step there."""
+
+    def run(name: str, *, save: bool, resume_from: str | None = None) -> list[float]:
+        random.seed(0)
+        np.random.seed(0)
+        loop = Loop(tmp_path / name, resume_from=resume_from)
+        assert loop.keeper.resume() == 0
+        if save:
+            loop.keeper.save()
+            assert not loop.optimizer.state
+            loop.saved()
+        return loop.run(5)
+
+    expected = run("plain", save=False)
+
+    assert run("saved", save=True) == expected
+    random.seed(9)
+    assert run("saved", save=False, resume_from="latest") == expected
+
+
+def test_stock_torch_reads_the_directory(tmp_path: Path) -> None:
+    loop = save_at(tmp_path / "run", 3)
+    [step] = list_steps(tmp_path / "run/checkpoints")
+    model = {name: torch.zeros_like(value) for name, value in loop.model.state_dict().items()}
+    moment = torch.zeros(3, 4)
+
+    dcp.load(
+        {"model": model, "optimizer": {"state": {"0.weight": {"exp_avg": moment}}}}, checkpoint_id=step.path
+    )
+
+    for name, value in loop.model.state_dict().items():
+        assert torch.equal(model[name], value), name
+    assert torch.equal(moment, loop.optimizer.state[loop.model[0].weight]["exp_avg"])
+
+
+def test_a_step_directory_holds_tensors_only_and_what_its_manifest_says(tmp_path: Path) -> None:
+    save_at(tmp_path / "run", 3)
+    [step] = list_steps(tmp_path / "run/checkpoints")
+    metadata = dcp.FileSystemReader(step.path).read_metadata()
+    assert all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
+    assert {
+        "keeper.json",
+        "keeper.loss_history",
+        "rng.rank_00000.torch",
+    } <= metadata.state_dict_metadata.keys()
+
+    manifest = read_manifest(step.path)
+
+    assert sorted(os.listdir(step.path)) == [".metadata", "MANIFEST.json", "__0_0.distcp"]
+    assert (manifest.step, manifest.tokens, manifest.world_size, manifest.parent) == (3, 30, 1, None)
+    assert {"threads", "cpu_capability"} <= manifest.conditions.keys()
+    assert manifest.state["optimizer"] is True
+    assert manifest.state["sampler"] is True
+    assert verify(step.path).ok
+
+
+def test_a_replay_after_a_rollback_gets_a_name_of_its_own(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    first = save_at(run_dir, 2)
+    first.run(4)
+    first.keeper.save()
+    first.saved()
+
+    second = Loop(run_dir, resume_from=run_dir / "checkpoints/step_00000002")
+    assert second.keeper.resume() == 2
+    assert newest_verified(run_dir / "checkpoints").chosen.step == 2  # type: ignore[union-attr]
+    second.run(4)
+    second.keeper.save()
+    second.saved()
+
+    assert names(run_dir)[:2] == ["step_00000002", "step_00000004"]
+    replayed = names(run_dir)[2]
+    assert replayed.startswith("step_00000004.")
+    chosen = newest_verified(run_dir / "checkpoints").chosen
+    assert chosen is not None
+    assert chosen.path.name == replayed
+    known = lineage.read(run_dir / "checkpoints")
+    assert known is not None
+    assert [known.commits[save_id].directory for save_id in known.chain()] == [replayed, "step_00000002"]
+
+
+def test_a_start_from_the_very_start_leaves_the_past_behind(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    save_at(run_dir, 3)
+    Loop(run_dir).keeper.resume()
+    assert newest_verified(run_dir / "checkpoints").chosen is None
+
+    save_at(run_dir, 2)
+
+    assert newest_verified(run_dir / "checkpoints").chosen.step == 2  # type: ignore[union-attr]
+    assert len(names(run_dir)) == 2
+
+
+def test_a_commit_that_nobody_recorded_is_recorded_at_resume(tmp_path: Path) -> None:
+    """The writer died between the rename and the lineage."""
+    run_dir = tmp_path / "run"
+    loop = save_at(run_dir, 2)
+    loop.run(4)
+    loop.keeper.save()
+    loop.saved()
+    path = run_dir / "checkpoints" / lineage.LINEAGE_NAME
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+
+    assert Loop(run_dir, resume_from="latest").keeper.resume() == 4
+
+    known = lineage.read(run_dir / "checkpoints")
+    assert known is not None
+    assert [known.commits[i].step for i in known.chain()] == [4, 2]
+
+
+def test_a_step_of_another_run_can_be_the_start(tmp_path: Path) -> None:
+    save_at(tmp_path / "one", 3)
+
+    loop = Loop(tmp_path / "two", resume_from=tmp_path / "one/checkpoints/step_00000003")
+    assert loop.keeper.resume() == 3
+    loop.run(4)
+    loop.keeper.save()
+    loop.saved()
+
+    assert newest_verified(tmp_path / "two/checkpoints").chosen.step == 4  # type: ignore[union-attr]
+    assert read_manifest(tmp_path / "two/checkpoints/step_00000004").parent is None
+
+
+def test_every_flipped_byte_is_found_before_it_reaches_the_model(tmp_path: Path) -> None:
+    save_at(tmp_path / "run", 1)
+    step = tmp_path / "run/checkpoints/step_00000001"
+    whole = {name: (step / name).read_bytes() for name in (".metadata", "__0_0.distcp")}
+    for name, data in whole.items():
+        for at in random.sample(range(len(data)), 4):
+            (step / name).write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            loop = Loop(tmp_path / "other", resume_from=step)
+            before = {key: value.clone() for key, value in loop.model.state_dict().items()}
+            with pytest.raises(DamagedError, match=f"{name}: bytes of chunk 0"):
+                loop.keeper.resume()
+            assert all(torch.equal(before[key], value) for key, value in loop.model.state_dict().items())
+        (step / name).write_bytes(data)
+    assert Loop(tmp_path / "other", resume_from=step).keeper.resume() == 1
+
+
+def test_a_pickle_in_the_manifested_directory_is_not_run_by_loading_an_item(tmp_path: Path) -> None:
+    """A directory with a BytesIO item: refused, though its manifest is right."""
+    run_dir = tmp_path / "run"
+    save_at(run_dir, 1)
+    step = run_dir / "checkpoints/step_00000001"
+    reader = dcp.FileSystemReader(step)
+    metadata = reader.read_metadata()
+    metadata.state_dict_metadata["others.evil"] = dcp.metadata.BytesStorageMetadata()
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    _reseal(step)
+
+    with pytest.raises(ResumeError, match="pickle, which is never loaded"):
+        Loop(run_dir, resume_from=step).keeper.resume()
+
+
+def _reseal(step: Path) -> None:
+    import msgspec  # noqa: PLC0415
+    import xxhash  # noqa: PLC0415
+
+    manifest = read_manifest(step)
+    data = (step / ".metadata").read_bytes()
+    digest = xxhash.xxh3_128_hexdigest(data)
+    entry = msgspec.structs.replace(
+        manifest.files[".metadata"], bytes=len(data), xxh3_128=digest, chunks=(digest,)
+    )
+    (step / "MANIFEST.json").write_bytes(
+        seal(msgspec.structs.replace(manifest, files={**manifest.files, ".metadata": entry}))
+    )
+    assert open_step(step).problem is None
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"width": 5}, "shape"),
+        ({"fingerprint": "other data"}, "fingerprint"),
+        ({"others": {"ema": GlobalSampler(1, seed=0)}}, "ema"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, change: dict[str, object], what: str) -> None:
+    save_at(tmp_path / "run", 1)
+
+    with pytest.raises(ResumeError, match=what):
+        Loop(tmp_path / "run", resume_from="latest", **change).keeper.resume()
+
+
+def test_latest_passes_over_what_is_damaged_and_starts_anew_where_nothing_is_left(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    loop = save_at(run_dir, 1)
+    loop.run(2)
+    loop.keeper.save()
+    loop.saved()
+    os.truncate(run_dir / "checkpoints/step_00000002/__0_0.distcp", 1000)
+    assert Loop(run_dir, resume_from="latest").keeper.resume() == 1
+    (run_dir / "checkpoints/step_00000001/MANIFEST.json").unlink()
+
+    assert Loop(run_dir, resume_from="latest").keeper.resume() == 0
+
+    assert sorted(names(run_dir)) == ["step_00000001", "step_00000002"], "nothing is deleted"
+    with pytest.raises(ResumeError, match="never committed"):
+        Loop(run_dir, resume_from=run_dir / "checkpoints/step_00000001").keeper.resume()
+
+
+def test_a_newer_attempt_fences_off_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run_dir = tmp_path / "run"
+    loop = Loop(run_dir)
+    loop.keeper.resume()
+    held = lease.read(run_dir)
+    assert held is not None
+    assert held.epoch == (7, 1), "without a supervisor the library takes the lease"
+    lease.write(run_dir, lease.Lease(job_id=7, restart_count=2, attempt=2, node="n", pid=1, taken_at=0.0))
+
+    loop.run(2)
+    with pytest.raises(SaveError, match="has taken over"):
+        loop.keeper.finish(leave_process=False)
+
+    assert names(run_dir) == []
+    assert outcome.read(run_dir) is None
+    with pytest.raises(SupersededError):
+        Loop(run_dir)
+
+
+def test_never_two_saves_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        if ".distcp" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            time.sleep(0.3)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    loop = Loop(tmp_path / "run", checkpoint_every_steps=1)
+    loop.keeper.resume()
+    loop.run(20)
+    assert len(list((tmp_path / "run/checkpoints").glob(".tmp-*"))) == 1
+    loop.saved()
+    loop.step()
+    loop.saved()
+
+    assert names(tmp_path / "run") == ["step_00000001", "step_00000021"]
+
+
+def test_a_failed_save_is_made_up_for_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = os.fsync
+    full = True
+
+    def maybe_full(descriptor: int) -> None:
+        if full and ".tmp-step" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", maybe_full)
+    loop = Loop(tmp_path / "run", total_steps=2, checkpoint_every_steps=2)
+    loop.keeper.resume()
+    loop.run(2)
+    loop.keeper._saver.last.settled.wait(20)  # type: ignore[union-attr]
+    assert "No space left" in str(loop.keeper._saver.last.error)  # type: ignore[union-attr]
+    full = False
+
+    assert loop.keeper.finish(leave_process=False) == 0
+
+    assert names(tmp_path / "run") == ["step_00000002"]
+    said = outcome.read(tmp_path / "run")
+    assert said is not None
+    assert (said.outcome, said.step) == ("finished", 2)
+    assert said.save_id == read_manifest(tmp_path / "run/checkpoints/step_00000002").save_id
+
+
+def test_an_unwritable_directory_is_a_failed_save_and_no_failed_training(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    loop = save_at(run_dir, 1)
+    os.rename(run_dir / "checkpoints", run_dir / "away")
+    (run_dir / "checkpoints").write_text("in the way")
+
+    loop.run(2)
+    loop.keeper.save()
+    loop.keeper._saver.last.settled.wait(20)  # type: ignore[union-attr]
+    loop.run(3)
+
+    assert "cannot be made" in str(loop.keeper._saver.last.error)  # type: ignore[union-attr]
+    (run_dir / "checkpoints").unlink()
+    os.rename(run_dir / "away", run_dir / "checkpoints")
+    assert all(verify(step.path).ok for step in list_steps(run_dir / "checkpoints"))
+
+
+def test_a_signal_in_evaluation_ends_in_a_saved_stop(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "run", total_steps=10)
+    loop.keeper.resume()
+    loop.run(2)
+    assert not loop.keeper.poll()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    assert loop.keeper.poll()
+    assert loop.keeper.finish(leave_process=False) == 75
+
+    said = outcome.read(tmp_path / "run")
+    assert said is not None
+    assert (said.outcome, said.step, said.save_id is not None) == ("stopped", 2, True)
+
+
+def test_a_finished_run_says_so_again_without_a_new_save(tmp_path: Path) -> None:
+    for _ in range(2):
+        loop = Loop(tmp_path / "run", total_steps=2, resume_from="latest")
+        loop.keeper.resume()
+        loop.run(2)
+        assert loop.keeper.finished
+        assert loop.keeper.finish(leave_process=False) == 0
+
+    assert names(tmp_path / "run") == ["step_00000002"]
+
+
+def test_an_own_signal_handler_is_still_called(tmp_path: Path) -> None:
+    called = []
+    signal.signal(signal.SIGUSR1, lambda number, _frame: called.append(number))
+    loop = Loop(tmp_path / "run")
+    loop.keeper.resume()
+
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+    assert called == [signal.SIGUSR1]
+    assert loop.step()[1], "alone, the library stops too"
+
+
+def test_a_parameter_without_gradient_has_no_optimizer_state_after_resume_either(tmp_path: Path) -> None:
+    def build(resume_from: str | None) -> tuple[torch.nn.Module, torch.optim.Optimizer, Keeper]:
+        model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "unused": torch.nn.Linear(2, 1)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        keeper = Keeper(model=model, optimizer=optimizer, run_dir=tmp_path / "run", resume_from=resume_from)
+        keeper.resume()
+        return model, optimizer, keeper
+
+    model, optimizer, keeper = build(None)
+    model["used"](torch.ones(1, 2)).sum().backward()  # type: ignore[index]
+    optimizer.step()
+    keeper.step_done()
+    keeper.finish(leave_process=False)
+
+    other, restored, _ = build("latest")
+
+    assert {id(p) for p in restored.state} == {id(p) for p in other["used"].parameters()}  # type: ignore[index]
+
+
+def test_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, object]:
+            return {"file": Path("x")}
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            raise AssertionError
+
+    loop = Loop(tmp_path / "run", others={"odd": Odd()})
+    loop.keeper.resume()
+
+    with pytest.raises(StateError, match="others.odd.file"):
+        loop.keeper.save()
+
+
+def test_a_loop_that_forgets_to_resume_is_told(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "run")
+
+    with pytest.raises(UsageError, match="resume"):
+        loop.step()
+
+
+def test_no_run_directory_is_said(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(UsageError, match="STEPKEEPER_RUN_DIR"):
+        Keeper(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,414 @@
+"""The parts of the library, each by itself."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepkeeper_trainer import random_state
+from stepkeeper_trainer.agreement import Agreement, Want, Wish
+from stepkeeper_trainer.commit import Commits
+from stepkeeper_trainer.environment import Environment, find_place, read_environment
+from stepkeeper_trainer.errors import DamagedError, SaveError, StateError, SupersededError, UsageError
+from stepkeeper_trainer.formats import lease, messages
+from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry
+from stepkeeper_trainer.link import Link
+from stepkeeper_trainer.metrics import HEADER, Metrics
+from stepkeeper_trainer.reader import CheckedFile
+from stepkeeper_trainer.report import RankReport, gather, publish, publish_failure
+from stepkeeper_trainer.requests import Requests
+from stepkeeper_trainer.tree import from_blob, join, split, to_blob
+from stepkeeper_trainer.writer import HashingFile
+from tests.trainer.ranks import watcher_socket
+
+# --- state as tensors and JSON ---------------------------------------------------------------------
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(), inner)
+        | st.dictionaries(st.integers() | st.tuples(st.integers()), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(value=values)
+@settings(deadline=None)
+def test_python_state_comes_back_as_it_was(value: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+
+    blob = to_blob(split(value, "x", tensors))
+
+    assert blob.dtype == torch.uint8
+    assert blob.numel() % 4096 == 0
+    assert join(from_blob(blob, name="x"), tensors) == value
+
+
+def test_tensors_are_taken_out_and_put_back() -> None:
+    value = {"a": [torch.arange(3), (torch.ones(2), 1)], 7: torch.zeros(1)}
+    tensors: dict[str, torch.Tensor] = {}
+
+    back = join(from_blob(to_blob(split(value, "x", tensors)), name="x"), tensors)
+
+    assert len(tensors) == 3
+    assert back["a"][0] is tensors["x.a.0"]
+    assert back["a"][1][1] == 1
+    assert torch.equal(back[7], torch.zeros(1))
+
+
+def test_what_is_neither_tensor_nor_json_is_named() -> None:
+    with pytest.raises(StateError, match=r"others.scaler.table.1 is a set"):
+        split({"table": [1, {2}]}, "others.scaler", {})
+
+
+def test_every_generator_is_restored() -> None:
+    import random  # noqa: PLC0415
+
+    import numpy as np  # noqa: PLC0415
+
+    def draw() -> list[float]:
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            float(np.random.rand()),
+            float(np.random.randn()),
+            float(torch.rand(1)),
+        ]
+
+    draw()
+    saved = random_state.collect()
+    expected = [draw(), draw()]
+
+    random_state.restore(saved)
+
+    assert [draw(), draw()] == expected
+    random_state.derive(1, 2, 3)
+    derived = draw()
+    random_state.derive(1, 2, 3)
+    assert draw() == derived
+    random_state.derive(1, 2, 4)
+    assert draw() != derived
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_hashed_by_chunk_and_never_over_another_file(tmp_path: Path) -> None:
+    data = os.urandom(CHUNK_BYTES + 5)
+    file = HashingFile(tmp_path / "a")
+    for start in range(0, len(data), 3_000_001):
+        file.write(data[start : start + 3_000_001])
+    file.close()
+
+    assert (tmp_path / "a").read_bytes() == data
+    assert file.entry == FileEntry(
+        bytes=len(data),
+        xxh3_128=xxhash.xxh3_128_hexdigest(data),
+        chunks=(xxhash.xxh3_128_hexdigest(data[:CHUNK_BYTES]), xxhash.xxh3_128_hexdigest(data[CHUNK_BYTES:])),
+    )
+    with pytest.raises(FileExistsError):
+        HashingFile(tmp_path / "a")
+
+
+def _entry(data: bytes, chunk_bytes: int) -> FileEntry:
+    chunks = tuple(
+        xxhash.xxh3_128_hexdigest(data[i : i + chunk_bytes]) for i in range(0, len(data), chunk_bytes)
+    )
+    return FileEntry(
+        bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data), chunk_bytes=chunk_bytes, chunks=chunks
+    )
+
+
+@given(
+    data=st.binary(min_size=1, max_size=100),
+    chunk_bytes=st.integers(1, 20),
+    reads=st.lists(st.tuples(st.integers(0, 110), st.integers(0, 40)), max_size=10),
+    flip=st.integers(0, 99),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_checked_file_gives_right_bytes_or_none(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: bytes,
+    chunk_bytes: int,
+    reads: list[tuple[int, int]],
+    flip: int,
+) -> None:
+    path = tmp_path_factory.mktemp("checked") / "f"
+    damaged = bytearray(data)
+    damaged[flip % len(data)] ^= 1
+    for content, whole in ((data, True), (bytes(damaged), False)):
+        path.write_bytes(content)
+        with CheckedFile(path, _entry(data, chunk_bytes)) as file:
+            for start, count in reads:
+                file.seek(start)
+                try:
+                    got = file.read(count)
+                except DamagedError:
+                    assert not whole
+                    continue
+                assert data[start : start + count].startswith(got)
+                assert got or not data[start : start + count]
+
+
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"12345")
+
+    with pytest.raises(DamagedError, match="has 5 bytes"):
+        CheckedFile(tmp_path / "f", _entry(b"1234", 4))
+
+
+# --- reports and commits -----------------------------------------------------------------------------
+
+
+def environment(epoch: tuple[int, int] | None = None, attempt: int = 0, launch: int = 0) -> Environment:
+    return Environment(
+        socket=None,
+        run_directory=None,
+        run_id="",
+        attempt=attempt,
+        launch=launch,
+        resume_from=None,
+        epoch=epoch,
+        node=socket.gethostname(),
+    )
+
+
+def _gather(directory: Path, *, given_up: str | None = None, limit_s: float = 0.2) -> list[RankReport]:
+    return gather(
+        directory, save_id="s", world_size=2, limit_at=time.time() + limit_s, given_up=lambda: given_up
+    )
+
+
+def test_a_commit_waits_for_all_reports_and_no_longer_than_its_limit(tmp_path: Path) -> None:
+    publish(tmp_path, RankReport(rank=0, save_id="s"))
+    with pytest.raises(SaveError, match="rank 1 .*in time"):
+        _gather(tmp_path)
+    with pytest.raises(SaveError, match="elsewhere"):
+        _gather(tmp_path, given_up="failed elsewhere", limit_s=20)
+
+    publish(tmp_path, RankReport(rank=1, save_id="s"))
+
+    assert [report.rank for report in _gather(tmp_path)] == [0, 1]
+    publish_failure(tmp_path, RankReport(rank=1, save_id="s", error="disk full"))
+    with pytest.raises(SaveError, match="rank 1: disk full"):
+        _gather(tmp_path)
+
+
+def test_a_report_of_another_save_is_refused(tmp_path: Path) -> None:
+    publish(tmp_path, RankReport(rank=0, save_id="another"))
+
+    with pytest.raises(SaveError, match="another save"):
+        _gather(tmp_path)
+
+
+def _lease(job_id: int, restart_count: int) -> lease.Lease:
+    return lease.Lease(job_id=job_id, restart_count=restart_count, attempt=0, node="n", pid=1, taken_at=0.0)
+
+
+@pytest.mark.parametrize(
+    ("own", "holder", "fenced"),
+    [
+        ((5, 0), (5, 1), True),
+        ((5, 1), (5, 0), False),
+        ((5, 9), (6, 0), True),
+        ((5, 0), (5, 0), False),
+        (None, (9, 9), False),
+    ],
+)
+def test_the_higher_epoch_fences_off_the_lower(
+    tmp_path: Path, own: tuple[int, int] | None, holder: tuple[int, int], fenced: bool
+) -> None:
+    lease.write(tmp_path, _lease(*holder))
+    commits = Commits(tmp_path, environment(own))
+
+    if fenced:
+        with pytest.raises(SupersededError, match="must stop"):
+            commits.check_fence()
+    else:
+        commits.check_fence()
+
+
+def test_only_saves_of_the_dead_are_cleared(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    old = Commits(tmp_path, environment((5, 0), attempt=0))
+    now = Commits(tmp_path, environment((5, 1), attempt=1))
+    newer = Commits(tmp_path, environment((5, 2), attempt=2))
+    for commits, name in ((old, "old"), (now, "now"), (newer, "newer")):
+        directory = commits.in_flight(1, name)
+        directory.mkdir(parents=True)
+        commits.claim(directory)
+    (checkpoints / ".tmp-step_00000001.unknown").mkdir()
+
+    now.clear_leftovers()
+
+    left = sorted(path.name.partition(".tmp-step_00000001.")[2] for path in checkpoints.iterdir())
+    assert left == ["newer", "now", "unknown"]
+
+
+# --- agreement and requests ----------------------------------------------------------------------------
+
+
+@given(
+    want=st.sampled_from(Want),
+    deadline_at=st.none() | st.integers(0, 2**40).map(lambda ms: ms / 1000),
+    request_id=st.integers(-1, 2**40),
+    busy=st.booleans(),
+)
+def test_a_wish_survives_packing(want: Want, deadline_at: float | None, request_id: int, busy: bool) -> None:
+    wish = Wish(want=want, deadline_at=deadline_at, request_id=request_id, busy=busy, failed_save=3)
+
+    assert Wish.unpack(wish.pack()) == wish
+
+
+def test_the_earliest_deadline_wins() -> None:
+    packed = [Wish(deadline_at=when).pack() for when in (30.0, None, 20.0)]
+
+    reduced = Wish.unpack([max(column) for column in zip(*packed, strict=True)])
+
+    assert reduced.deadline_at == 20.0
+
+
+def test_a_late_copy_of_a_request_is_no_second_request(one_process: None) -> None:
+    """Each node's watcher sends it; one arrives after all ranks have agreed already."""
+    with watcher_socket(f"late-{time.monotonic_ns()}") as sock:
+        link = Link("@" + sock.getsockname()[1:].decode(), "0.0")
+        link.send(messages.Progress(rank=0, step=1, tokens=1))
+        _, address = sock.recvfrom(2048)
+        requests = Requests(link)
+
+        def ask(request_id: int) -> None:
+            sock.sendto(messages.encode(messages.SaveRequest(request_id=request_id, stop=False)), address)
+            requests.hear()
+            requests.agree(Agreement(None).read(requests.wish(busy=False, failed_save=0)))
+
+        ask(4)
+        assert requests.save_agreed
+        requests.served()
+        ask(4)
+        assert not requests.save_agreed
+        ask(5)
+        assert requests.save_agreed
+        assert not requests.stop_agreed
+
+
+# --- the socket ------------------------------------------------------------------------------------
+
+
+def test_a_missing_or_full_socket_never_blocks() -> None:
+    link = Link("@nobody-is-there", "0.0")
+    started_at = time.monotonic()
+    for step in range(1000):
+        assert not link.send(messages.Progress(rank=0, step=step, tokens=0))
+    assert link.dead
+    with watcher_socket(f"full-{time.monotonic_ns()}") as sock:
+        full = Link("@" + sock.getsockname()[1:].decode(), "0.0")
+        sent = [full.send(messages.Progress(rank=0, step=step, tokens=0)) for step in range(2000)]
+        assert sent[0]
+        assert not sent[-1]
+        assert not full.dead
+    assert time.monotonic() - started_at < 2.0
+
+
+def test_a_word_that_must_arrive_waits_for_the_watcher() -> None:
+    name = f"kept-{time.monotonic_ns()}"
+    link = Link(f"@{name}", "2.1")
+    link.greet(messages.Hello(rank=0, world_size=1, pid=1, version="0"))
+    link.send(messages.Finished(step=9), keep=True)
+    with watcher_socket(name) as sock:
+        assert link.flush(1.0)
+        message = messages.decode_from_rank(sock.recv(2048))
+
+    assert message == messages.Finished(step=9, launch="2.1")
+
+
+def test_nonsense_and_words_for_another_launch_are_skipped() -> None:
+    with watcher_socket(f"nonsense-{time.monotonic_ns()}") as sock:
+        link = Link("@" + sock.getsockname()[1:].decode(), "2.1")
+        link.send(messages.Progress(rank=0, step=1, tokens=1))
+        _, address = sock.recvfrom(2048)
+        for data in (b"", b"\xff", b"[]", b'{"type":"dance"}', b'{"type":"save_request","request_id":"x"}'):
+            sock.sendto(data, address)
+        for launch in ("2.0", "2.1"):
+            sock.sendto(
+                messages.encode(messages.SaveRequest(launch=launch, request_id=1, stop=True)), address
+            )
+
+        assert [request.launch for request in link.receive()] == ["2.1"]
+        assert link.receive() == []
+
+
+# --- environment and metrics ---------------------------------------------------------------------------
+
+
+def test_the_place_is_found_under_torchrun_srun_and_alone() -> None:
+    assert find_place({}) is None
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "7"}
+    place = find_place(torchrun)
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_rank, place.master_address, place.master_port) == (
+        3,
+        4,
+        1,
+        "n1",
+        7,
+    )
+    srun = {
+        "SLURM_PROCID": "2",
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": "0",
+        "SLURM_JOB_ID": "9",
+        "SLURM_STEP_ID": "1",
+    }
+    srun |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}
+    place = find_place(srun)
+    assert place is not None
+    assert (place.rank, place.world_size, place.master_address, place.master_port) == (2, 4, "gpu07", 20280)
+    batch_script = {name: value for name, value in srun.items() if name != "SLURM_STEP_ID"}
+    assert find_place(batch_script) is None
+    with pytest.raises(UsageError, match="belong together"):
+        find_place({"RANK": "0"})
+    with pytest.raises(UsageError, match="whole number"):
+        find_place({"RANK": "zero", "WORLD_SIZE": "1"})
+
+
+def test_the_environment_of_a_requeued_job() -> None:
+    read = read_environment(
+        {
+            "SLURM_JOB_ID": "8",
+            "SLURM_RESTART_COUNT": "2",
+            "STEPKEEPER_SOCKET": "@s.%N",
+            "SLURMD_NODENAME": "n3",
+            "STEPKEEPER_RESUME_FROM": "",
+        }
+    )
+
+    assert (read.epoch, read.attempt, read.launch_name, read.socket) == ((8, 2), 2, "2.0", "@s.n3")
+    assert read.resume_from is None
+    assert read_environment({}).epoch is None
+
+
+def test_metrics_close_a_torn_line_and_read_back_exactly(tmp_path: Path) -> None:
+    Metrics(tmp_path, 0, 0).row(1, 0.1 + 0.2, 10, 1e-3, None)
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("2,0.5,2")
+    Metrics(tmp_path, 1, 2).row(2, 1 / 3, 20, 1e-3, 2.0)
+
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+
+    assert lines[0] == HEADER
+    assert lines[2] == "2,0.5,2"
+    assert float(lines[1].split(",")[1]) == 0.1 + 0.2
+    assert float(lines[3].split(",")[1]) == 1 / 3
+    assert lines[3].endswith(",1,2")

@@ -63,8 +63,9 @@ def _exit_codes_page() -> str:
 def _events_page() -> str:
     out = ["# The journal: `journal.jsonl`", "", MADE, "", inspect.cleandoc(_doc(journal)), ""]
     out += [
-        "`stepkeeper events RUN --json` prints the records as they stand.  Where storage failed in the middle",
-        "of a write, records may stand there twice.  Fields with a default are left out where they have it.",
+        "`stepkeeper events RUN --json` prints the records as they stand.  Where storage failed in the",
+        "middle of a write, records may stand there twice.  Fields with a default are left out where they",
+        "have it.",
         "",
         "## Record",
         "",

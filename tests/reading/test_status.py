@@ -22,7 +22,7 @@ def test_a_person_sees_where_a_run_stands(command: Command, run: RunDirectory) -
     assert said.code == 0
     for words in (
         "training, for",
-        "12, restarted 1 times; attempt 1, launch 0",
+        "12 (restart 1); attempt 1, launch 0",
         "2: n1 n2",
         "250, loss 2.125, 250,000 tokens, 0.5 s a step",
         "step 200 (step_00000200)",

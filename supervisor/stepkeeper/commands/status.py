@@ -124,7 +124,7 @@ def _checkpoint(run: RunDirectory, step: int | None) -> str | None:
 
 def _show(run: RunDirectory, status: Status, seen: dict[str, Any]) -> None:
     now = time.time()
-    restarts = f", restarted {status.restart_count} times" if status.restart_count else ""
+    restarts = f" (restart {status.restart_count})" if status.restart_count else ""
     rows = [("run", str(run.path))]
     phase = status.phase
     if seen["phase_since"] is not None:

@@ -57,12 +57,26 @@ def rank_environment(environment: dict[str, str], *, agent: bool) -> dict[str, s
     """Add what torch expects of a launcher, from what Slurm says, and this node's socket."""
     node = environment.get("SLURMD_NODENAME", "")
     environment["STEPKEEPER_SOCKET"] = environment.get("STEPKEEPER_SOCKET", "").replace("%N", node)
-    if not agent:
+    if agent:
+        environment.setdefault("PET_LOCAL_ADDR", own_address(environment))  # torchrun's --local-addr
+    else:
         environment["RANK"] = environment["SLURM_PROCID"]
         environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
         environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]
         environment["LOCAL_WORLD_SIZE"] = environment["STEPKEEPER_TASKS_PER_NODE"]
     return environment
+
+
+def own_address(environment: dict[str, str]) -> str:
+    """Return how other nodes reach this one: its name if that resolves, else its address."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo(name, None)
+        return name
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        # no packet is sent: the kernel tells which of our addresses the batch host would see
+        sock.connect((environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"), 9))
+        return str(sock.getsockname()[0])
 
 
 def become_rank(command: list[str], environment: dict[str, str]) -> None:

@@ -289,7 +289,6 @@ def test_torn_lineage_lines_hide_no_other(command: Command, run: RunDirectory) -
     assert command("checkpoints", "latest", run.path).out == f"{newest}\n"
 
 
-@pytest.mark.xfail(reason="the chain ends at a commit whose line is torn; its manifest knows the parent")
 def test_a_torn_commit_line_in_the_middle_hides_no_older_step(command: Command, run: RunDirectory) -> None:
     first, second, third = build.make_steps(run)
     path = run.checkpoints / "lineage.jsonl"

@@ -54,7 +54,7 @@ def read(run_directory: Path) -> Lease | None:
         return None
     try:
         return msgspec.json.decode(data, type=Lease)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise LeaseError(f"{path}: not a lease: {error}; if no job uses this run, remove the file") from error
 
 

@@ -6,6 +6,7 @@ skipped.  After a rollback a step number can exist twice; the lineage tells whic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,14 +61,27 @@ class Lineage:
     head: str | None  # save_id of the newest commit that counts
     marks: dict[str, frozenset[str]]
 
-    def chain(self) -> list[str]:
-        """Return the save_ids that lead to the head, newest first."""
-        chain: list[str] = []
+    def chain(self, manifests: Mapping[str, str | None] | None = None) -> list[str]:
+        """Return the save_ids that lead to the head, newest first, as far back as anything is known.
+
+        Args:
+            manifests: parents by save_id, from the manifests on disk: they bridge a record that was torn or
+                never written.
+        """
+        chain: dict[str, None] = {}  # in order, and no loop of a damaged file is followed twice
         at = self.head
-        while at is not None and at in self.commits and at not in chain:
-            chain.append(at)
-            at = self.commits[at].parent
-        return chain
+        while at is not None and at not in chain:
+            if at not in self.commits and at not in (manifests or {}):
+                break
+            chain[at] = None
+            at = self.parent(at, manifests)
+        return list(chain)
+
+    def parent(self, save_id: str, manifests: Mapping[str, str | None] | None = None) -> str | None:
+        """Return the parent of a commit; None for the first one, and for one that nobody knows."""
+        if save_id in self.commits:
+            return self.commits[save_id].parent
+        return (manifests or {}).get(save_id)
 
 
 def read(checkpoints: Path) -> Lineage | None:
@@ -86,7 +100,7 @@ def read(checkpoints: Path) -> Lineage | None:
     for line in data.splitlines():
         try:
             record = _decoder.decode(line)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             continue  # torn by a crash, or of a newer version: neither may hide the other lines
         match record:
             case Commit():

@@ -82,7 +82,7 @@ def unseal(data: bytes, *, source: str) -> Manifest:
         )
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ManifestError(f"{source}: not a manifest: {error}") from error
     if manifest.format != FORMAT:
         raise ManifestError(

@@ -125,9 +125,9 @@ _to_rank: msgspec.json.Decoder[ToRank] = msgspec.json.Decoder(ToRank)
 
 
 def shorten(text: str) -> str:
-    """Cut free text so that a message stays within its limit, and keep it on one line.
+    r"""Cut free text so that a message stays within its limit, and keep it on one line.
 
-    >>> shorten("No space\\n left"), len(shorten("x" * 999))
+    >>> shorten("No space\n left"), len(shorten("x" * 999))
     ('No space left', 200)
     """
     line = " ".join(text.split())[:TEXT_CHARACTERS_MAX]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from io import FileIO
 
-_STEP_NAME = re.compile(r"step_(\d{8,})(?:\.([0-9a-f]{8}))?")
+_STEP_NAME = re.compile(r"step_([0-9]{8,})(?:\.([0-9a-f]{8}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +147,23 @@ def current_lineage(steps: list[StepDirectory], lineage: lineages.Lineage | None
     """
     if lineage is None:
         return steps
-    counted = set(lineage.chain())
-    if lineage.head is None:  # nothing counts but what was started anew from the very beginning
-        counted.clear()
-    kept_paths = set()
-    for entry in sorted(steps, key=lambda s: s.step):
+    manifests = {entry.path: entry.manifest for entry in steps if entry.manifest is not None}
+    parents = {manifest.save_id: manifest.parent for manifest in manifests.values()}
+    chain = lineage.chain(parents)
+    counted = set(chain)
+    # where the chain breaks off at an unknown ancestor, whatever is older than its known part may be one
+    broken = (lineage.parent(chain[-1], parents) if chain else lineage.head) is not None
+    oldest = min((m.step for m in manifests.values() if m.save_id in counted), default=None)
+
+    def counts(entry: StepDirectory) -> bool:
         manifest = entry.manifest
-        if (
-            manifest is None
-            or manifest.save_id in counted
-            or (manifest.save_id not in lineage.commits and manifest.parent == lineage.head)
-        ):
-            kept_paths.add(entry.path)
-    return [entry for entry in steps if entry.path in kept_paths]
+        if manifest is None or manifest.save_id in counted:
+            return True
+        if manifest.save_id not in lineage.commits and manifest.parent == lineage.head:
+            return True
+        return broken and (oldest is None or entry.step < oldest)
+
+    return [entry for entry in steps if counts(entry)]
 
 
 def newest_verified(
@@ -207,6 +211,9 @@ def verify(directory: Path, *, deep: bool = True, should_stop: Callable[[], bool
     except (ManifestError, OSError) as error:
         return Verdict(directory, (str(error),), 0)
     problems: list[str] = []
+    step = parse_step_name(directory.name)
+    if step is not None and manifest.step != step:
+        problems.append(f"{directory}: its manifest is of step {manifest.step}")
     found = set(_files_below(directory, problems))
     extras = sorted(found - manifest.files.keys() - {MANIFEST_NAME})
     problems.extend(f"{directory / extra}: not in the manifest" for extra in extras)

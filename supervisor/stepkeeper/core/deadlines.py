@@ -6,10 +6,10 @@ from typing import assert_never
 
 import msgspec
 
-from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import Decision, close, closed, kill, stop
+from stepkeeper.core.notices import retry_requeue
+from stepkeeper.core.phases import Decision, ask, close, closed, kill, relaunch, stop
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, Plan, State
 
@@ -30,27 +30,34 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
         case Phase.SAVING:
             late = "the deadline of the save has passed"
             return kill(replace(state, phase=Phase.STOPPING), event.at, policy, late)
-        case Phase.STOPPING if not state.killed:
-            return kill(state, event.at, policy, "the ranks did not leave in time")
         case Phase.STOPPING:
-            assert state.plan is not None, "STOPPING is entered with a plan"
-            why = (
-                f"{state.plan.why}; the training step did not end in {policy.kill_within_s:g} s after SIGKILL"
-            )
-            plan = state.plan
-            if plan.next is Next.RELAUNCH:  # nothing can be started beside ranks that do not die
-                plan = Plan(next=Next.REQUEUE, why=why)
-            return close(replace(state, running=False), event.at, plan, policy)
+            return _on_ranks_late(state, event.at, policy)
         case Phase.CLOSING:
             late = "the watchers or the verification took too long"
             return closed(replace(state, bus_open=False, verifying=None), event.at, policy, late)
         case Phase.REQUEUEING:
-            state = replace(state, deadline_at=event.at + policy.ask_within_s, asking=True)
-            return Decision(state, (do.AskSlurm(why="may the job be requeued?"),), "try the requeue again")
+            if state.asking or state.requesting:
+                late = f"Slurm did not answer in {policy.ask_within_s:g} s"
+                return retry_requeue(state, event.at, late, ExitCode.UNDECIDED, policy)
+            state = replace(state, deadline_at=event.at + policy.ask_within_s)
+            return ask(state, "try the requeue again")
         case Phase.DONE:
             return Decision(state)
         case _:
             assert_never(state.phase)
+
+
+def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
+    plan = state.plan
+    assert plan is not None, "STOPPING is entered with a plan"
+    if not state.running:
+        return relaunch(state, at, f"{plan.why}; Slurm did not say why in time", policy)
+    if not state.killed:
+        return kill(state, at, policy, "the ranks did not leave in time")
+    why = f"{plan.why}; the training step did not end in {policy.kill_within_s:g} s after SIGKILL"
+    if plan.next is Next.RELAUNCH:  # nothing can be started beside ranks that do not die
+        plan = Plan(next=Next.REQUEUE, why=why)
+    return close(replace(state, running=False), at, plan, policy)
 
 
 def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:

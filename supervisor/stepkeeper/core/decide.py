@@ -12,20 +12,26 @@ from typing import assert_never
 
 from stepkeeper.core import events as on
 from stepkeeper.core.deadlines import on_tick
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.notices import ask, on_requeue_answered, on_signal, on_slurm_answered, on_superseded
-from stepkeeper.core.phases import Decision, stop
+from stepkeeper.core.notices import (
+    on_node_signaled,
+    on_requeue_answered,
+    on_signal,
+    on_slurm_answered,
+    on_superseded,
+)
+from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.starting import (
     on_attempt_started,
     on_bus_ended,
     on_checkpoint_chosen,
+    on_choice_failed,
     on_launch_refused,
     on_nodes_cleared,
     on_watcher_lost,
     on_watcher_ready,
 )
-from stepkeeper.core.state import Next, Phase, Plan, State
+from stepkeeper.core.state import Phase, State
 from stepkeeper.core.training import (
     on_checkpoint_verified,
     on_committed,
@@ -46,13 +52,13 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
         return Decision(state)
     match event:
         case on.AttemptStarted():
-            return on_attempt_started(event, policy)
+            return on_attempt_started(state, event, policy)
         case on.Tick():
             return on_tick(state, event, policy)
         case on.SignalReceived():
-            return on_signal(state, event)
+            return on_signal(state, event, policy)
         case on.NodeSignaled():
-            return ask(state, "node TERM", f"Slurm sent SIGTERM to the steps on {event.node}")
+            return on_node_signaled(state, event, policy)
         case on.SlurmAnswered():
             return on_slurm_answered(state, event, policy)
         case on.RequeueAnswered():
@@ -68,8 +74,7 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
         case on.CheckpointChosen():
             return on_checkpoint_chosen(state, event, policy)
         case on.ChoiceFailed():
-            plan = Plan(next=Next.END, why=f"step directories: {event.error}", code=ExitCode.STORAGE)
-            return stop(state, event.at, plan, policy)
+            return on_choice_failed(state, event, policy)
         case on.CheckpointVerified():
             return on_checkpoint_verified(state, event, policy)
         case on.RankHello():

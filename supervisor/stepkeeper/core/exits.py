@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Self
 
 
 class ExitCode(IntEnum):
@@ -31,7 +32,7 @@ class ExitCode(IntEnum):
 
     meaning: str
 
-    def __new__(cls, value: int, meaning: str) -> ExitCode:
+    def __new__(cls, value: int, meaning: str) -> Self:
         """Attach the meaning to the number."""
         member = int.__new__(cls, value)
         member._value_ = value

@@ -14,42 +14,73 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.judge import Judgement, Notice, judge
-from stepkeeper.core.phases import Decision, finish, save, stop
+from stepkeeper.core.phases import Decision, ask, close, finish, relaunch, request_save, save, stop, take
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, Plan, State
+
+NODE_TERM = "node TERM"
 
 replace = msgspec.structs.replace
 
 
-def on_signal(state: State, event: on.SignalReceived) -> Decision:
+def on_signal(state: State, event: on.SignalReceived, policy: Policy) -> Decision:
     """The batch process got a signal: ask Slurm what it means before deciding."""
     if event.signal in ("TERM", "INT") and state.term_at is None:
         state = replace(state, term_at=event.at)
-    return ask(state, event.signal, f"got SIG{event.signal}")
+    return _ask_about(replace(state, signal=event.signal), event.at, f"got SIG{event.signal}", policy)
 
 
-def ask(state: State, signal: str, why: str) -> Decision:
-    """Ask Slurm what a signal means; a batch process's signal outweighs a watcher's."""
-    if state.phase is Phase.REQUEUEING:
-        return Decision(state)  # it asks anyway before it acts
-    if state.signal in ("", "node TERM") or signal != "node TERM":
-        state = replace(state, signal=signal)
-    if state.asking:
+def on_node_signaled(state: State, event: on.NodeSignaled, policy: Policy) -> Decision:
+    """A watcher got SIGTERM: ask Slurm once for all nodes; a signal of our own outweighs it."""
+    if state.asking and state.signal in (NODE_TERM, "TERM", "INT"):
         return Decision(state)
-    return Decision(replace(state, asking=True), (do.AskSlurm(why=why),), why)
+    state = replace(state, signal=state.signal or NODE_TERM)
+    return _ask_about(state, event.at, f"Slurm sent SIGTERM to the steps on {event.node}", policy)
+
+
+def _ask_about(state: State, at: float, why: str, policy: Policy) -> Decision:
+    if state.phase is Phase.REQUEUEING:
+        if state.requesting:
+            return Decision(state)  # Slurm ends what it requeues: the answer to that is on its way
+        if not state.asking:  # between two tries: what it means cannot wait
+            state = replace(state, deadline_at=at + policy.ask_within_s)
+    return ask(state, why)
 
 
 def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> Decision:
     """Act on what Slurm says of a signal, or of the requeue that we are about to make."""
-    asked_for = state.signal
-    state = replace(state, asking=False)
+    if not state.asking:
+        return Decision(state)  # too late: it was given up
+    again = state.again
+    state = replace(state, asking=False, again=False)
+    if state.phase is Phase.REQUEUEING and again:
+        state = replace(state, deadline_at=event.at + policy.ask_within_s)
+        return ask(state, "a signal came after the question: ask again before the requeue")
     judgement = judge(state, event.job, event.at, policy)
     if state.phase is Phase.REQUEUEING:
         return _requeue_if_right(state, event, judgement, policy)
-    if event.job is not None and asked_for not in ("TERM", "INT"):
+    decision = _act(state, event, judgement, policy, final=not again)
+    if not again or decision.state.phase is Phase.DONE or decision.state.asking:
+        return decision
+    more = ask(decision.state, "a signal came after the question")
+    return Decision(more.state, (*decision.effects, *more.effects), decision.why)
+
+
+def _act(
+    state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Policy, *, final: bool
+) -> Decision:
+    """Act on why Slurm signaled; if not `final`, a newer signal is still to be asked about."""
+    asked_for = state.signal
+    nothing_ends = judgement.notice in (Notice.ASKED_TO_SAVE, Notice.NOT_FOR_US)
+    if final and event.job is not None:
         state = replace(state, signal="")  # this signal is dealt with; the next one is asked about anew
+        if nothing_ends:
+            state = replace(state, term_at=None)  # `scancel -s TERM`: nobody is killed after it
     where = f" (Slurm says {event.job.slurm_state})" if event.job else f" ({event.error})"
     why = judgement.notice.value + where
+    if nothing_ends and final and state.phase is Phase.STOPPING and not state.running:
+        assert state.plan is not None, "STOPPING is entered with a plan"
+        return relaunch(state, event.at, state.plan.why, policy)  # the launch failed on its own account
     match judgement.notice:
         case Notice.NOT_FOR_US:
             return Decision(state, (), why)
@@ -70,25 +101,41 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
 
 def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Policy) -> Decision:
     """The allocation will be taken: save if there is something to save, then leave it."""
-    if state.plan is not None and state.plan.next is Next.END:
-        plan = state.plan  # finished, cancelled or superseded: a notice changes nothing
-    deadline = judgement.deadline_at if judgement.deadline_at is not None else at + policy.unlimited_save_s
+    deadline = judgement.deadline_at
+    assert deadline is not None, "whoever takes the allocation says until when"
+    # a second notice can only shorten the wait, unless Slurm has by then told everybody to end
+    later = state.term_at is not None or state.leave_at is None
+    state = replace(state, leave_at=deadline if later else _earlier(state.leave_at, deadline))
     match state.phase:
         case Phase.TRAINING if state.heard and (state.step is not None or state.bus_restarted_in_launch):
             return save(state, deadline, plan)
         case Phase.SAVING:
-            return Decision(replace(state, plan=plan, deadline_at=_earlier(state, deadline)), (), plan.why)
+            return _save_until(take(state, plan), deadline)
+        case Phase.STOPPING if not state.running:
+            return close(state, at, plan, policy)
+        case Phase.STOPPING if state.killed:
+            return Decision(take(state, plan), (), plan.why)
         case Phase.STOPPING | Phase.CLOSING:
-            return Decision(replace(state, plan=plan), (), plan.why)
+            state = replace(take(state, plan), deadline_at=_earlier(state.deadline_at, deadline))
+            return Decision(state, (), plan.why)
         case _:
             return stop(state, at, plan, policy)
 
 
-def _earlier(state: State, deadline: float) -> float:
-    """A second notice can only shorten the wait, unless Slurm has by then told everybody to end."""
-    if state.deadline_at is None or state.term_at is not None:
-        return deadline
-    return min(state.deadline_at, deadline)
+def _save_until(state: State, deadline: float) -> Decision:
+    """A notice while the ranks save: tell them if they have less time than they know of."""
+    assert state.plan is not None, "SAVING is entered with a plan"
+    before = state.deadline_at
+    if state.verifying is not None or state.term_at is None:  # committed: nothing is left but to leave
+        deadline = _earlier(before, deadline)
+    shorter = before is not None and deadline < before and state.verifying is None
+    why = state.plan.why
+    state = replace(state, deadline_at=deadline)
+    return Decision(state, (request_save(state),) if shorter else (), why)
+
+
+def _earlier(one: float | None, other: float) -> float:
+    return other if one is None else min(one, other)
 
 
 def _requeue_if_right(
@@ -97,7 +144,7 @@ def _requeue_if_right(
     """The last look before the requeue: the world may have changed since the notice."""
     job = event.job
     if job is None:
-        return _retry_requeue(state, event.at, event.error, ExitCode.UNDECIDED, policy)
+        return retry_requeue(state, event.at, event.error, ExitCode.UNDECIDED, policy)
     if judgement.notice is Notice.REQUEUED:
         return finish(state, Plan(next=Next.END, why=judgement.notice.value))
     if judgement.notice is Notice.CANCELLED:
@@ -108,7 +155,8 @@ def _requeue_if_right(
         return finish(state, Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED))
     assert state.plan is not None, "REQUEUEING is entered with a plan"
     why = state.plan.why
-    return Decision(replace(state, deadline_at=event.at + policy.ask_within_s), (do.Requeue(),), why)
+    state = replace(state, requesting=True, deadline_at=event.at + policy.ask_within_s)
+    return Decision(state, (do.Requeue(),), why)
 
 
 def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy) -> Decision:
@@ -118,16 +166,21 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
     if event.ok:
         assert state.plan is not None, "REQUEUEING is entered with a plan"
         return finish(state, Plan(next=Next.END, why=f"requeued: {state.plan.why}"))
-    return _retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
+    if not state.requesting:
+        return Decision(state)  # too late: it was given up, and counted
+    return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
 
 
-def _retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: Policy) -> Decision:
+def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: Policy) -> Decision:
+    """Try again after a pause, as often as the policy allows."""
     tries = state.requeue_tries + 1
     if tries >= policy.requeue_tries_max:
         why = f"the requeue did not succeed in {tries} tries: {error}"
         return finish(state, Plan(next=Next.END, why=why, code=code))
     wait = min(policy.requeue_retry_s * 2 ** (tries - 1), policy.requeue_retry_max_s)
-    state = replace(state, requeue_tries=tries, asking=False, deadline_at=at + wait)
+    state = replace(
+        state, requeue_tries=tries, asking=False, again=False, requesting=False, deadline_at=at + wait
+    )
     return Decision(state, (), f"the requeue did not succeed ({error}); again in {wait:g} s")
 
 

@@ -27,20 +27,46 @@ class Decision(msgspec.Struct, frozen=True):
 def save(state: State, deadline: float, plan: Plan) -> Decision:
     """Ask all ranks for a save, and to leave."""
     state = replace(state, phase=Phase.SAVING, plan=plan, deadline_at=deadline)
-    return Decision(state, (do.RequestSave(stop=True, why=plan.why, deadline_at=deadline),), plan.why)
+    return Decision(state, (request_save(state),), plan.why)
+
+
+def request_save(state: State) -> do.RequestSave:
+    """Return the word to the ranks that belongs to SAVING."""
+    assert state.plan is not None, "SAVING is entered with a plan"
+    return do.RequestSave(stop=True, why=state.plan.why, deadline_at=state.deadline_at)
+
+
+def ask(state: State, why: str) -> Decision:
+    """Ask Slurm; if a question is under way, ask again when it is answered."""
+    if state.asking:
+        return Decision(replace(state, again=True), (), why)
+    return Decision(replace(state, asking=True), (do.AskSlurm(why=why),), why)
+
+
+def take(state: State, plan: Plan) -> State:
+    """Take over a plan, unless the run ends anyway: nothing that comes later makes the job run again."""
+    ends = state.plan is not None and state.plan.next is Next.END
+    if not ends or plan.code is ExitCode.SUPERSEDED:
+        return replace(state, plan=plan)
+    if state.otherwise is None or state.otherwise.next is not Next.END:
+        return replace(state, otherwise=plan)
+    return state
 
 
 def stop(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
-    """End the ranks, if there are any, without a save."""
-    if state.plan is not None and state.plan.next is Next.END and plan.code is not ExitCode.SUPERSEDED:
-        plan = state.plan  # finished, cancelled: nothing that comes later makes the job run again
-    if state.phase in (Phase.CLOSING, Phase.REQUEUEING):
-        return Decision(replace(state, plan=plan), (), plan.why)
+    """End the ranks, if there are any, without a save, and without reading back the one before."""
+    state = replace(take(state, plan), verifying=None)
+    assert state.plan is not None, "just taken"
+    plan = state.plan
+    if state.phase is Phase.CLOSING:
+        return closed(state, at, policy, plan.why)
+    if state.phase is Phase.REQUEUEING:
+        return finish(state, plan)
     if not state.running:
         return close(state, at, plan, policy)
-    if state.phase is Phase.STOPPING and state.killed:
-        return Decision(replace(state, plan=plan), (), plan.why)
-    return kill(replace(state, phase=Phase.STOPPING, plan=plan), at, policy, plan.why)
+    if state.killed:
+        return Decision(state, (), plan.why)
+    return kill(replace(state, phase=Phase.STOPPING), at, policy, plan.why)
 
 
 def kill(state: State, at: float, policy: Policy, why: str) -> Decision:
@@ -51,8 +77,10 @@ def kill(state: State, at: float, policy: Policy, why: str) -> Decision:
 
 def close(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     """No rank runs: let the watchers leave, and wait for the last checkpoint to be read back."""
-    wait = policy.verify_within_s if state.verifying else policy.close_within_s
-    state = replace(state, phase=Phase.CLOSING, plan=plan, deadline_at=at + wait)
+    deadline = at + (policy.verify_within_s if state.verifying else policy.close_within_s)
+    if state.leave_at is not None:
+        deadline = min(deadline, max(state.leave_at, at + policy.hurry_within_s))
+    state = replace(state, phase=Phase.CLOSING, plan=plan, deadline_at=deadline)
     if not state.bus_open:
         return closed(state, at, policy, plan.why)
     return Decision(state, (do.StopBus(),), plan.why)
@@ -65,8 +93,27 @@ def closed(state: State, at: float, policy: Policy, why: str) -> Decision:
     assert state.plan is not None, "CLOSING is entered with a plan"
     if state.plan.next is Next.END:
         return finish(state, state.plan)
-    state = replace(state, phase=Phase.REQUEUEING, asking=True, deadline_at=at + policy.ask_within_s)
-    return Decision(state, (do.AskSlurm(why="may the job be requeued?"),), why)
+    state = replace(state, phase=Phase.REQUEUEING, deadline_at=at + policy.ask_within_s)
+    asked = ask(state, "may the job be requeued?")
+    return Decision(asked.state, asked.effects, why)
+
+
+def relaunch(state: State, at: float, why: str, policy: Policy) -> Decision:
+    """Start again in the same allocation: whether the budget lasts is known with the newest checkpoint."""
+    wait = policy.choose_within_s if all_ready(state) else policy.watcher_back_within_s
+    state = replace(
+        state,
+        phase=Phase.STARTING,
+        failures=state.failures + 1,
+        launch=state.launch + 1,
+        first_failure=why,
+        plan=None,
+        otherwise=None,
+        chosen=False,
+        clearing=False,
+        deadline_at=at + wait,
+    )
+    return Decision(state, (do.ChooseCheckpoint(),), f"relaunch: {why}")
 
 
 def finish(state: State, plan: Plan) -> Decision:
@@ -76,4 +123,5 @@ def finish(state: State, plan: Plan) -> Decision:
 
 
 def all_ready(state: State) -> bool:
+    """Tell whether the watcher of every node answers."""
     return set(state.nodes) <= state.ready

@@ -18,7 +18,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Watchers confirm that nothing of the launch before is left."""
 
     announce_within_s: float = 600.0
-    """From the launch to the first word of the trainer library; then the user is warned, at the first launch."""
+    """From the launch to the first word of the trainer library; then the user is warned at once."""
 
     watcher_back_within_s: float = 30.0
     """A restarted bus answers on every node; else a node is taken for lost."""
@@ -28,9 +28,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     save_margin_s: float = 4.0
     """Kept free between the last moment of a save and the moment Slurm kills: to requeue and leave."""
-
-    unlimited_save_s: float = 600.0
-    """An emergency save that no deadline of Slurm limits is given up after this."""
 
     time_limit_notice_s: float = 1200.0
     """A user signal with less than this left to the time limit is taken for the notice of it."""
@@ -46,6 +43,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     close_within_s: float = 10.0
     """From the word to the watchers to the end of their Slurm step."""
+
+    hurry_within_s: float = 1.0
+    """Closing takes no longer than this once Slurm's limit has passed: the requeue comes first."""
 
     verify_within_s: float = 120.0
     """Reading back the emergency checkpoint before the requeue, if the deadline allows."""
@@ -69,7 +69,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The longest pause before the bus is started again."""
 
     bus_restarts_max: int = 20
-    """Restarts of the bus within one attempt."""
+    """Restarts of the bus without a commit in between."""
 
     progress_every_s: float = 60.0
     """At most one progress record in this time reaches the journal (100 MB a week is the limit)."""

@@ -11,16 +11,19 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import Decision, all_ready, close, closed, finish, stop
+from stepkeeper.core.phases import Decision, all_ready, closed, finish, request_save, stop
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
 
 
-def on_attempt_started(event: on.AttemptStarted, policy: Policy) -> Decision:
+def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -> Decision:
     """Start the watchers and look for the checkpoint, unless the work is done already."""
-    state = State(
+    if state.bus:
+        return Decision(state)  # an attempt starts once
+    state = replace(
+        state,  # a signal may have come before us: what was asked about it stays asked
         job_id=event.job_id,
         restart_count=event.restart_count,
         attempt=event.attempt,
@@ -42,20 +45,34 @@ def on_attempt_started(event: on.AttemptStarted, policy: Policy) -> Decision:
 
 def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> Decision:
     """One more watcher answers."""
-    if event.bus != state.bus or event.node not in state.nodes:
+    if event.bus != state.bus or event.node not in state.nodes or event.node in state.ready:
         return Decision(state)
     state = replace(state, ready=state.ready | {event.node})
-    if not all_ready(state):
+    everyone = all_ready(state)
+    if everyone:
+        state = replace(state, silent=frozenset(), bus_error="")
+    if state.phase in (Phase.SAVING, Phase.STOPPING):
+        return _say_again(state, event.node)
+    if not everyone:
         return Decision(state)
-    state = replace(state, silent=frozenset(), bus_error="")
     if state.phase is Phase.TRAINING:
         return Decision(replace(state, deadline_at=None), (), "every watcher answers")
     return _go_on_starting(state, event.at, policy, "every watcher answers")
 
 
+def _say_again(state: State, node: str) -> Decision:
+    """A watcher of a new bus may have missed what the old one was told."""
+    why = f"the watcher of {node} is back"
+    if state.phase is Phase.SAVING and state.verifying is None:
+        return Decision(state, (request_save(state),), f"{why}: ask for the save again")
+    if state.killed and state.running:
+        return Decision(state, (do.KillRanks(launch=state.launch, why=why),), f"{why}: kill again")
+    return Decision(state, (), why)
+
+
 def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Policy) -> Decision:
     """The newest verified step directory is known, and with it the progress since the last launch."""
-    if state.phase is not Phase.STARTING:
+    if state.phase is not Phase.STARTING or state.chosen:
         return Decision(state)
     progressed = event.step is not None and (state.best_step is None or event.step > state.best_step)
     state = replace(
@@ -72,7 +89,19 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
         why = f"newest verified step directory: {event.directory}"
     if event.skipped:
         why += "; passed over: " + ", ".join(f"{s.directory} ({s.problem})" for s in event.skipped)
+    if state.launch and state.failures >= policy.failures_max:
+        failed = f"{state.first_failure}; {state.failures} launches without a newly verified step"
+        plan = Plan(next=Next.END, why=failed, code=ExitCode.TRAINING_FAILED)
+        return stop(state, event.at, plan, policy)
     return _go_on_starting(state, event.at, policy, why)
+
+
+def on_choice_failed(state: State, event: on.ChoiceFailed, policy: Policy) -> Decision:
+    """The storage does not answer as it should: a person is needed."""
+    if state.phase is not Phase.STARTING or state.chosen:
+        return Decision(state)
+    plan = Plan(next=Next.END, why=f"step directories: {event.error}", code=ExitCode.STORAGE)
+    return stop(state, event.at, plan, policy)
 
 
 def _go_on_starting(state: State, at: float, policy: Policy, why: str) -> Decision:
@@ -112,12 +141,11 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
 
 
 def on_launch_refused(state: State, event: on.LaunchRefused, policy: Policy) -> Decision:
-    """srun itself could not be started."""
+    """The launch did not even begin: srun could not be started."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    state = replace(state, running=False)
     plan = Plan(next=Next.END, why=f"the training step: {event.error}", code=ExitCode.START_FAILED)
-    return close(state, event.at, plan, policy)
+    return stop(replace(state, running=False), event.at, plan, policy)
 
 
 def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Decision:
@@ -137,7 +165,7 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
             replace(state, bus_open=False, ready=frozenset()), event.at, policy, "the watchers left"
         )
     why = f"the watchers' Slurm step ended with {event.code} {event.error}".rstrip()
-    state = replace(state, bus_open=False, ready=frozenset(), bus_error=event.error)
+    state = replace(state, bus_open=False, bus_error=event.error)
     return _restart_bus(state, event.at, why, policy)
 
 
@@ -145,15 +173,16 @@ def _restart_bus(state: State, at: float, why: str, policy: Policy) -> Decision:
     """Start a new bus beside the training; a node that does not come back is lost."""
     restarts = state.bus_restarts + 1
     if restarts > policy.bus_restarts_max:
-        plan = Plan(
-            next=Next.END, why=f"{why}; {restarts - 1} restarts of the bus", code=ExitCode.START_FAILED
-        )
-        return stop(state, at, plan, policy)
+        why = f"{why}; {restarts - 1} restarts of the bus"
+        if state.plan is not None:  # we leave already: a save may still come to its end
+            return Decision(replace(state, bus_open=False, ready=frozenset()), (), why)
+        return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.START_FAILED), policy)
     deadline = state.deadline_at
     if state.phase in (Phase.STARTING, Phase.TRAINING):
         back = at + policy.watcher_back_within_s
         # a node that was lost already keeps its deadline: restarts must not put it off for ever
-        deadline = min(deadline, back) if deadline is not None else back
+        lost_before = deadline is not None and (state.phase is Phase.STARTING or not all_ready(state))
+        deadline = min(deadline, back) if lost_before and deadline is not None else back
     state = replace(
         state,
         bus=state.bus + 1,

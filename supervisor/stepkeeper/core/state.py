@@ -74,9 +74,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     # why it ends
     plan: Plan | None = None
+    otherwise: Plan | None = None  # what comes if outcome.json denies that the training is finished
     term_at: float | None = None  # when Slurm told the batch process to end
+    leave_at: float | None = None  # Slurm's limit: by then the requeue must be on its way
     signal: str = ""  # the newest signal that we asked Slurm about
-    asking: bool = False
+    asking: bool = False  # at most one question is under way
+    again: bool = False  # something happened since it was asked: its answer may be out of date
+    requesting: bool = False  # a requeue was ordered, and not answered
     verifying: str | None = None  # directory that is being read back
 
     # budgets: carried over attempts through the journal

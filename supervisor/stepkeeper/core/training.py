@@ -7,10 +7,12 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import Decision, all_ready, close, closed, kill
+from stepkeeper.core.phases import Decision, all_ready, ask, close, closed, kill, relaunch, take
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, Plan, State
 
+EXIT_FINISHED = 0
+EXIT_STOPPED = 75
 EXIT_GAVE_UP = 93  # NVIDIA's ft_launcher: do not start me again
 
 replace = msgspec.structs.replace
@@ -48,15 +50,18 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     """A step directory is complete; an emergency one is read back while the ranks leave."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    state = replace(state, saving=None)
+    state = replace(state, saving=None, bus_restarts=0)
     why = f"step {event.step} is committed"
-    if state.phase is Phase.SAVING and event.emergency:
-        deadline = min(state.deadline_at or event.at, event.at + policy.leave_within_s)
-        state = replace(state, verifying=event.directory, deadline_at=deadline)
-        return Decision(state, (do.VerifyCheckpoint(directory=event.directory),), why)
-    if state.phase is Phase.STOPPING and not state.killed:
-        return kill(state, event.at, policy, why)
-    return Decision(state, (), why)
+    emergency = state.phase is Phase.SAVING and event.emergency
+    effects = (do.VerifyCheckpoint(directory=event.directory),) if emergency else ()
+    if emergency:
+        state = replace(state, verifying=event.directory)
+    if state.first_failure:
+        ended = _end_survivors(state, event.at, why, policy)
+        return Decision(ended.state, (*effects, *ended.effects), ended.why)
+    if emergency or state.phase is Phase.STOPPING:
+        state = _leave_soon(state, event.at, policy)
+    return Decision(state, effects, why)
 
 
 def on_save_gave_up(state: State, event: on.SaveGaveUp, policy: Policy) -> Decision:
@@ -65,9 +70,25 @@ def on_save_gave_up(state: State, event: on.SaveGaveUp, policy: Policy) -> Decis
         return Decision(state)
     state = replace(state, saving=None)
     why = f"the save of step {event.step} failed: {event.error}; older steps are untouched"
-    if state.phase is Phase.STOPPING and not state.killed:
-        return kill(state, event.at, policy, why)
+    if state.first_failure:
+        return _end_survivors(state, event.at, why, policy)
     return Decision(state, (), why)
+
+
+def _end_survivors(state: State, at: float, why: str, policy: Policy) -> Decision:
+    """A rank has failed, and the save that the others were spared for is over."""
+    if state.killed:
+        return Decision(state, (), why)
+    return kill(replace(state, phase=Phase.STOPPING), at, policy, why)
+
+
+def _leave_soon(state: State, at: float, policy: Policy) -> State:
+    """The ranks are about to leave: never put off a deadline for that."""
+    deadline = at + policy.leave_within_s
+    if state.killed:
+        return state
+    known = state.deadline_at if state.phase is not Phase.TRAINING else None  # there it is the watchers'
+    return replace(state, deadline_at=deadline if known is None else min(known, deadline))
 
 
 def on_finished(state: State, event: on.TrainingFinished, policy: Policy) -> Decision:
@@ -75,8 +96,12 @@ def on_finished(state: State, event: on.TrainingFinished, policy: Policy) -> Dec
     if event.launch != state.launch or not state.running or state.killed:
         return Decision(state)
     why = f"the training finished at step {event.step}"
+    if state.plan is not None and state.plan.code is ExitCode.FINISHED:
+        return Decision(state)
     plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
-    state = replace(state, phase=Phase.STOPPING, plan=plan, deadline_at=event.at + policy.leave_within_s)
+    state = replace(
+        _leave_soon(state, event.at, policy), phase=Phase.STOPPING, plan=plan, otherwise=state.plan
+    )
     return Decision(state, (), why)
 
 
@@ -84,42 +109,52 @@ def on_stopped(state: State, event: on.TrainingStopped, policy: Policy) -> Decis
     """The ranks leave, on request or on their own."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    if state.phase is not Phase.TRAINING:
-        deadline = event.at + policy.leave_within_s
-        state = replace(state, deadline_at=min(state.deadline_at or deadline, deadline))
+    asked = state.plan is not None and state.plan.next is not Next.RELAUNCH
+    if asked or state.first_failure or state.killed:
+        state = _leave_soon(state, event.at, policy)
         return Decision(state, (), f"the ranks leave at step {event.step}")
     why = f"the ranks left on their own at step {event.step}"
     plan = Plan(next=Next.RELAUNCH, why=why)
-    state = replace(
-        state, phase=Phase.STOPPING, plan=plan, asking=True, deadline_at=event.at + policy.leave_within_s
-    )
-    return Decision(state, (do.AskSlurm(why=why),), why)
+    state = replace(_leave_soon(state, event.at, policy), phase=Phase.STOPPING, plan=plan)
+    return ask(state, why)
 
 
 def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decision:
     """A rank ended: if it failed, end the others, but let a commit in flight come to its end."""
-    failed = event.signal is not None or event.code not in (0, 75, None)
-    if event.launch != state.launch or not state.running or not failed:
+    if event.launch != state.launch or not state.running:
         return Decision(state)
+    if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
+        return _on_rank_left(state, event, policy)
     how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.code}"
     why = f"rank {event.rank} on {event.node} ended with {how}"
     first = state.first_failure or why
     state = replace(state, first_failure=first)
-    if state.phase is not Phase.TRAINING and state.phase is not Phase.SAVING:
-        return Decision(state)
-    if state.phase is Phase.SAVING:
-        if state.saving is None:
-            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, why)
-        return Decision(state, (), why + "; the commit in flight may still come")
     if event.code == EXIT_GAVE_UP:
-        plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_GAVE_UP)
-    else:
-        plan = Plan(next=Next.RELAUNCH, why=why)
-    state = replace(state, phase=Phase.STOPPING, plan=plan)
-    if state.saving is not None:
-        state = replace(state, deadline_at=event.at + policy.commit_grace_s)
-        return Decision(state, (), why + "; the commit in flight may still come")
-    return kill(state, event.at, policy, why)
+        state = take(state, Plan(next=Next.END, why=why, code=ExitCode.TRAINING_GAVE_UP))
+    elif state.plan is None or state.plan.next is Next.RELAUNCH:
+        state = replace(state, plan=Plan(next=Next.RELAUNCH, why=first))
+    if state.killed:
+        return Decision(state)
+    if state.saving is None:
+        return kill(replace(state, phase=Phase.STOPPING), event.at, policy, why)
+    if state.phase is Phase.TRAINING:
+        state = replace(state, phase=Phase.STOPPING, deadline_at=event.at + policy.commit_grace_s)
+    return Decision(state, (), why + "; the commit in flight may still come")
+
+
+def _on_rank_left(state: State, event: on.RankExited, policy: Policy) -> Decision:
+    """A rank ended without a failure that anyone saw: the word on why must come soon, or it is one.
+
+    A rank may be done before the others, so 0 alone means nothing.
+    """
+    if state.phase is not Phase.TRAINING or event.code == EXIT_FINISHED:
+        return Decision(state)
+    how = "is gone, and nobody saw how" if event.code is None else "stopped"
+    why = f"rank {event.rank} on {event.node} {how}, and rank 0 did not say why"
+    wait = policy.leave_within_s if state.saving is None else policy.commit_grace_s
+    plan = Plan(next=Next.RELAUNCH, why=why)
+    state = replace(state, phase=Phase.STOPPING, plan=plan, deadline_at=event.at + wait)
+    return Decision(state, (), f"rank {event.rank} on {event.node} {how}: wait for the word of rank 0")
 
 
 def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Decision:
@@ -128,17 +163,18 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
         return Decision(state)
     state = replace(state, running=False, saving=None)
     if event.finished:
-        plan = Plan(next=Next.END, why="the training is finished", code=ExitCode.FINISHED)
-        return close(state, event.at, plan, policy)
+        finished = Plan(next=Next.END, why="the training is finished", code=ExitCode.FINISHED)
+        return close(state, event.at, finished, policy)
     if state.phase is Phase.TRAINING:
         return _after_unasked_end(state, event, policy)
-    assert state.plan is not None, "SAVING and STOPPING are entered with a plan"
-    if state.plan.next is Next.END and state.plan.code is ExitCode.FINISHED:
+    plan = state.plan
+    assert plan is not None, "SAVING and STOPPING are entered with a plan"
+    if plan.code is ExitCode.FINISHED and event.code:  # with 0, rank 0's word counts without the file
         failed = f"rank 0 said that it finished, yet outcome.json does not: {event.error or event.code}"
-        return _after_failure(state, event.at, failed, policy)
-    if state.plan.next is Next.RELAUNCH:
-        return _after_failure(state, event.at, state.plan.why, policy)
-    return close(state, event.at, state.plan, policy)
+        plan = state.otherwise or Plan(next=Next.RELAUNCH, why=failed)
+    if plan.next is Next.RELAUNCH:
+        return _after_failure(state, event, plan.why, policy)
+    return close(state, event.at, plan, policy)
 
 
 def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> Decision:
@@ -154,24 +190,22 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
         how = "the ranks left on their own with a checkpoint"
     elif event.code == 0:
         how = "the ranks ended with 0, but rank 0 never said that the training is finished"
-    return _after_failure(state, event.at, how, policy)
+    return _after_failure(state, event, how, policy)
 
 
-def _after_failure(state: State, at: float, why: str, policy: Policy) -> Decision:
-    """Relaunch in the same allocation, as long as the budget of failures lasts."""
-    state = replace(state, failures=state.failures + 1, launch=state.launch + 1)
-    if state.failures >= policy.failures_max:
-        why = f"{why}; {state.failures} launches without a newly verified step"
-        return close(state, at, Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED), policy)
+def _after_failure(state: State, event: on.LaunchEnded, why: str, policy: Policy) -> Decision:
+    """Relaunch; but while Slurm is being asked, its answer may tell that this was no failure."""
+    if not state.asking and not event.stopped:
+        return relaunch(state, event.at, why, policy)
+    effects = () if state.asking else ask(state, why).effects
     state = replace(
         state,
-        phase=Phase.STARTING,
-        plan=None,
-        chosen=False,
-        clearing=False,
-        deadline_at=at + (policy.start_within_s if all_ready(state) else policy.watcher_back_within_s),
+        phase=Phase.STOPPING,
+        plan=Plan(next=Next.RELAUNCH, why=why),
+        asking=True,
+        deadline_at=event.at + policy.ask_within_s,
     )
-    return Decision(state, (do.ChooseCheckpoint(),), f"relaunch: {why}")
+    return Decision(state, effects, f"{why}; Slurm is being asked why")
 
 
 def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: Policy) -> Decision:

@@ -1,0 +1,256 @@
+"""Histories for the property tests: arbitrary ones, and realistic ones from a small model of the world."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import strategies as st
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.decide import decide
+from stepkeeper.core.phases import Decision
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import State
+
+NODES = ("a", "b")
+START = on.AttemptStarted(
+    at=0.0, job_id=7, restart_count=0, attempt=0, nodes=NODES, batch_node="a", kill_wait_s=30.0
+)
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One event and what came of it."""
+
+    before: State
+    event: on.Event
+    decision: Decision
+
+    @property
+    def after(self) -> State:
+        return self.decision.state
+
+    def ordered(self, kind: type) -> list[do.Effect]:
+        return [effect for effect in self.decision.effects if isinstance(effect, kind)]
+
+
+def run(events: list[on.Event], policy: Policy) -> list[Turn]:
+    """Play a history from its first event."""
+    turns, state = [], State()
+    for event in events:
+        decision = decide(state, event, policy)
+        turns.append(Turn(state, event, decision))
+        state = decision.state
+    return turns
+
+
+# --- arbitrary ------------------------------------------------------------------------------------
+
+_small = st.integers(0, 3)
+_nodes = st.sampled_from((*NODES, "stranger"))
+_optional_time = st.none() | st.floats(0, 4000, allow_nan=False)
+jobs = st.builds(
+    on.JobFacts,
+    state=st.sampled_from(on.JobState),
+    slurm_state=st.just("?"),
+    restarts=st.sampled_from((0, 0, 0, 1)),
+    reason=st.sampled_from(("None", "TimeLimit")),
+    preempt_at=_optional_time,
+    end_at=_optional_time,
+    requeue_allowed=st.sampled_from((True, True, True, False)),
+)
+_launch = {"launch": _small}
+_save = {"step": _small, "save_id": st.sampled_from("xy"), "emergency": st.booleans()}
+_directory = st.sampled_from(("step_1", "step_2"))
+FIELDS = {
+    on.Tick: {},
+    on.SignalReceived: {"signal": st.sampled_from(("TERM", "INT", "USR1", "USR2"))},
+    on.NodeSignaled: {"node": _nodes, "signal": st.just("TERM")},
+    on.SlurmAnswered: {"job": st.none() | jobs, "error": st.just("unreachable")},
+    on.RequeueAnswered: {"ok": st.booleans(), "error": st.just("refused")},
+    on.WatcherReady: {"node": _nodes, "bus": _small},
+    on.WatcherLost: {"node": _nodes, "bus": _small, "why": st.just("silent")},
+    on.BusEnded: {"bus": _small, "code": _small},
+    on.NodesCleared: {**_launch, "address": st.just("a"), "port": st.just(1)},
+    on.CheckpointChosen: {"directory": st.none() | _directory, "step": st.none() | _small},
+    on.ChoiceFailed: {"error": st.just("hung")},
+    on.CheckpointVerified: {"directory": _directory, "ok": st.booleans()},
+    on.RankHello: {**_launch, "rank": _small, "node": _nodes},
+    on.RankExited: {
+        **_launch,
+        "rank": _small,
+        "node": _nodes,
+        "code": st.none() | st.sampled_from((0, 1, 75, 93)),
+        "signal": st.none() | st.sampled_from((9, 15)),
+    },
+    on.Progressed: {
+        **_launch, "step": _small, "tokens": _small, "loss": st.just(1.0), "step_seconds": st.just(1.0)
+    },
+    on.SaveBegan: {**_launch, **_save},
+    on.CheckpointCommitted: {
+        **_launch, **_save, "directory": _directory, "bytes": _small, "seconds": st.just(1.0)
+    },
+    on.SaveGaveUp: {**_launch, **_save, "error": st.just("full")},
+    on.TrainingFinished: {**_launch, "step": _small},
+    on.TrainingStopped: {**_launch, "step": _small},
+    on.LaunchEnded: {
+        **_launch,
+        "code": st.sampled_from((0, 1, 75, 93)),
+        "finished": st.sampled_from((False, False, True)),
+        "stopped": st.booleans(),
+    },
+    on.LaunchRefused: {**_launch, "error": st.just("no srun")},
+    on.Superseded: {"by_job_id": st.just(7), "by_restart_count": st.just(1)},
+    on.AttemptStarted: {
+        "job_id": st.just(7),
+        "restart_count": st.just(0),
+        "attempt": st.just(0),
+        "nodes": st.just(NODES),
+        "batch_node": st.just("a"),
+        "kill_wait_s": st.just(30.0),
+        "finished_step": st.none() | _small,
+    },
+}  # fmt: skip
+
+
+def _event(kind: type) -> st.SearchStrategy[on.Event]:
+    return st.builds(kind, at=st.just(0.0), **FIELDS[kind])
+
+
+any_event = st.one_of([_event(kind) for kind in FIELDS])
+_pauses = st.sampled_from((0.0, 0.0, 0.01, 1.0, 5.0, 20.0, 200.0))
+
+
+@st.composite
+def arbitrary(draw: st.DrawFn, size_max: int = 40) -> list[on.Event]:
+    """Return any events at all in any order; time alone goes forward."""
+    events: list[on.Event] = [START]
+    at = 0.0
+    for event, pause in draw(st.lists(st.tuples(any_event, _pauses), max_size=size_max)):
+        at += pause
+        events.append(msgspec.structs.replace(event, at=at))
+    return events
+
+
+# --- realistic ------------------------------------------------------------------------------------
+
+_ANSWERS = (
+    {},
+    {},
+    {"state": on.JobState.COMPLETING},
+    {"state": on.JobState.COMPLETING, "reason": "TimeLimit"},
+    {"state": on.JobState.COMPLETING, "restarts": 1},
+    {"preempt_at": 1.0},
+    {"preempt_at": 1.0},
+)
+
+
+@st.composite
+def realistic(draw: st.DrawFn, policy: Policy, size_max: int = 40) -> list[on.Event]:
+    """Return a history in which orders are answered, mostly soon, and trouble comes at any moment.
+
+    Events carry the newest launch and bus, answers come only to what was asked, and the deadline of the
+    state is met by a `Tick`, as the supervisor's loop does it.
+    """
+    events: list[on.Event] = [START]
+    decision = decide(State(), START, policy)
+    due = list(decision.effects)
+    at = 0.0
+    for _ in range(draw(st.integers(1, size_max))):
+        state = decision.state
+        at += draw(_pauses)
+        if state.deadline_at is not None and at >= state.deadline_at:
+            event: on.Event = on.Tick(at=at)
+        elif due and draw(st.integers(0, 4)):
+            effect = due.pop(draw(st.integers(0, len(due) - 1)))
+            answer = _answer(draw, effect, state, at)
+            due += answer[1]
+            if answer[0] is None:
+                continue
+            event = answer[0]
+        else:
+            event = draw(_trouble(state, at))
+        events.append(event)
+        decision = decide(state, event, policy)
+        due += decision.effects
+    return events
+
+
+def _answer(  # noqa: C901, PLR0912 - one case an effect
+    draw: st.DrawFn, effect: do.Effect | on.Event, state: State, at: float
+) -> tuple[on.Event | None, list[on.Event]]:
+    """Return what the world says to an order, now and later."""
+    match effect:
+        case do.StartBus():
+            ready = [on.WatcherReady(at=at, node=node, bus=effect.bus) for node in NODES]
+            return ready[0], ready[1:]
+        case do.StopBus():
+            return on.BusEnded(at=at, bus=state.bus, code=0), []
+        case do.ChooseCheckpoint():
+            step = draw(st.none() | _small)
+            return on.CheckpointChosen(at=at, directory=None if step is None else "step", step=step), []
+        case do.VerifyCheckpoint():
+            return on.CheckpointVerified(at=at, directory=effect.directory, ok=draw(st.booleans())), []
+        case do.ClearNodes():
+            return on.NodesCleared(at=at, launch=effect.launch, address="a", port=1), []
+        case do.StartLaunch():
+            hello = on.RankHello(at=at, launch=effect.launch, rank=0, node="a")
+            return hello, [draw(_word(on.Progressed, effect.launch))]
+        case do.RequestSave():
+            if not effect.stop:
+                return None, []
+            words = [on.SaveBegan, on.CheckpointCommitted, on.TrainingStopped]
+            began, *later = [draw(_word(kind, state.launch)) for kind in words]
+            return msgspec.structs.replace(began, at=at), later
+        case do.KillRanks():
+            return on.LaunchEnded(at=at, launch=effect.launch, code=137), []
+        case do.AskSlurm():
+            if draw(st.integers(0, 5)) == 0:
+                return on.SlurmAnswered(at=at, error="unreachable"), []
+            facts = {"state": on.JobState.RUNNING, "restarts": 0, "end_at": at + 60.0}
+            facts |= draw(st.sampled_from(_ANSWERS))
+            return on.SlurmAnswered(at=at, job=on.JobFacts(slurm_state="?", **facts)), []
+        case do.Requeue():
+            return on.RequeueAnswered(at=at, ok=draw(st.booleans())), []
+        case do.Exit():
+            return None, []
+        case _:
+            return msgspec.structs.replace(effect, at=at), []
+
+
+def _word(kind: type, launch: int) -> st.SearchStrategy[on.Event]:
+    fixed = {"launch": st.just(launch)}
+    if "emergency" in kind.__struct_fields__:
+        fixed["emergency"] = st.just(True)  # noqa: FBT003 - a strategy, not a flag
+    return st.builds(kind, at=st.just(0.0), **{**FIELDS[kind], **fixed})
+
+
+def _trouble(state: State, at: float) -> st.SearchStrategy[on.Event]:
+    """Return what comes unasked: signals, losses, failures, the end."""
+    now = {"at": st.just(at)}
+    fixed = {"launch": st.just(state.launch), "bus": st.just(state.bus)}
+    kinds = (
+        on.SignalReceived,
+        on.NodeSignaled,
+        on.WatcherLost,
+        on.BusEnded,
+        on.RankExited,
+        on.SaveBegan,
+        on.CheckpointCommitted,
+        on.TrainingFinished,
+        on.TrainingStopped,
+        on.LaunchEnded,
+        on.Superseded,
+    )
+    return st.one_of(
+        [
+            st.builds(
+                kind,
+                **{
+                    **FIELDS[kind],
+                    **{name: value for name, value in fixed.items() if name in kind.__struct_fields__},
+                    **now,
+                },
+            )
+            for kind in kinds
+        ]
+    )

@@ -1,0 +1,292 @@
+"""What holds for every history, however unlikely: the promises that cost a run when they are broken."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.decide import decide
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.phases import all_ready
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import Next, Phase, State
+from tests.core.histories import Turn, any_event, arbitrary, realistic, run
+
+POLICY = Policy()
+TICKS_MAX = 60  # from anywhere to DONE: 14 tries of a requeue, and a handful of phases before
+LAUNCHES_MAX = POLICY.failures_max
+EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "100"))
+
+histories = arbitrary() | realistic(POLICY)
+check = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@check
+@given(histories)
+def test_one_requeue_and_one_exit_and_nothing_after_it(events):
+    """A job that is requeued twice loses its place, or runs twice."""
+    turns = run(events, POLICY)
+
+    done = False
+    for turn in turns:
+        if done:
+            assert turn.decision == type(turn.decision)(turn.before)
+        exits = turn.ordered(do.Exit)
+        assert len(exits) == (turn.after.phase is Phase.DONE and turn.before.phase is not Phase.DONE)
+        accepted = isinstance(turn.event, on.RequeueAnswered) and turn.event.ok
+        if turn.before.phase is Phase.REQUEUEING and accepted:
+            assert turn.after.phase is Phase.DONE
+        done = turn.after.phase is Phase.DONE
+
+
+@check
+@given(histories)
+def test_a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(events):
+    """Ranks beside a requeue fight the next attempt; an old answer revives what was cancelled since."""
+    turns = run(events, POLICY)
+
+    asked_at = signaled_at = -1
+    for number, turn in enumerate(turns):
+        if turn.ordered(do.AskSlurm):
+            asked_at = number
+        if isinstance(turn.event, on.SignalReceived) and not turn.before.requesting:
+            signaled_at = number
+        if not turn.ordered(do.Requeue):
+            continue
+        assert isinstance(turn.event, on.SlurmAnswered)
+        job = turn.event.job
+        assert job is not None
+        assert job.restarts == 0
+        assert job.requeue_allowed
+        assert job.state not in (on.JobState.COMPLETING, on.JobState.ENDED) or job.reason == "TimeLimit"
+        assert turn.before.phase is Phase.REQUEUEING
+        assert not turn.before.running
+        assert not turn.before.bus_open
+        assert not turn.before.requesting
+        assert signaled_at <= asked_at
+
+
+@check
+@given(histories)
+def test_what_slurm_or_the_training_ended_is_never_requeued(events):
+    """`scancel` means stop; a finished run is finished."""
+    turns = run(events, POLICY)
+
+    over = False
+    for turn in turns:
+        assert not (over and turn.ordered(do.Requeue))
+        assert not (over and turn.ordered(do.StartLaunch))
+        job = turn.event.job if isinstance(turn.event, on.SlurmAnswered) else None
+        heard = (
+            job is not None
+            and turn.before.asking
+            and not (turn.before.phase is Phase.REQUEUEING and turn.before.again)
+        )
+        cancelled = job is not None and (
+            job.restarts > 0
+            or (job.state in (on.JobState.COMPLETING, on.JobState.ENDED) and job.reason != "TimeLimit")
+        )
+        finished = isinstance(turn.event, on.LaunchEnded) and turn.event.finished and turn.before.running
+        same_launch = not isinstance(turn.event, on.LaunchEnded) or turn.event.launch == turn.before.launch
+        over = over or (heard and cancelled) or (finished and same_launch)
+        over = over or isinstance(turn.event, on.Superseded)
+
+
+@check
+@given(histories)
+def test_after_the_word_of_the_end_only_a_denial_requeues(events):
+    """`TrainingFinished` is rank 0's word; the end of its launch without an outcome takes it back."""
+    turns = run(events, POLICY)
+
+    finished = False
+    for turn in turns:
+        assert not (finished and turn.ordered(do.Requeue))
+        plan = turn.after.plan
+        if isinstance(turn.event, on.TrainingFinished) and plan is not None and turn.after.running:
+            finished = finished or plan.code is ExitCode.FINISHED
+        if isinstance(turn.event, on.LaunchEnded) and turn.event.code:
+            finished = finished and not turn.before.running
+
+
+@check
+@given(histories)
+def test_every_wait_has_a_deadline(events):
+    """Without one, a lost word would stop a run for ever."""
+    for turn in run(events, POLICY):
+        state = turn.after
+        free = state.phase is Phase.DONE or (state.phase is Phase.TRAINING and all_ready(state))
+        assert free or state.deadline_at is not None
+
+
+@check
+@given(histories, st.sampled_from(("silence", "no answer", "refused", "cancelled")))
+def test_the_passing_of_time_alone_ends_what_does_not_train(events, world):
+    """Liveness: when nobody answers any more, the supervisor still leaves."""
+    state = run(events, POLICY)[-1].after
+    at = events[-1].at
+
+    for _ in range(TICKS_MAX):
+        if state.phase is Phase.DONE or (state.phase is Phase.TRAINING and state.deadline_at is None):
+            return
+        at = max(at, state.deadline_at)
+        pending = [on.Tick(at=at)]
+        while pending:
+            decision = decide(state, pending.pop(0), POLICY)
+            state = decision.state
+            for effect in decision.effects:
+                pending += _bad_answer(effect, at, world)
+
+    pytest.fail(f"still {state.phase} after {TICKS_MAX} ticks")
+
+
+def _bad_answer(effect: do.Effect, at: float, world: str) -> list[on.Event]:
+    if isinstance(effect, do.Requeue) and world == "refused":
+        return [on.RequeueAnswered(at=at, ok=False, error="refused")]
+    if not isinstance(effect, do.AskSlurm) or world == "silence":
+        return []
+    if world == "no answer":
+        return [on.SlurmAnswered(at=at, error="unreachable")]
+    state = on.JobState.COMPLETING if world == "cancelled" else on.JobState.RUNNING
+    return [on.SlurmAnswered(at=at, job=on.JobFacts(state=state, slurm_state="?", restarts=0))]
+
+
+@check
+@given(histories)
+def test_ranks_are_killed_no_later_than_the_save_deadline(events):
+    """The time after it belongs to the requeue."""
+    limit = None
+    for turn in run(events, POLICY):
+        state = turn.after
+        leaving = state.running and state.phase in (Phase.SAVING, Phase.STOPPING)
+        if not leaving:
+            limit = None
+            continue
+        if state.killed:
+            assert turn.before.killed or turn.ordered(do.KillRanks)
+            continue
+        assert state.deadline_at is not None
+        if isinstance(turn.event, on.SlurmAnswered) and state.term_at is not None:
+            limit = state.deadline_at  # Slurm has told everybody to end: its word counts
+        assert limit is None or state.deadline_at <= limit
+        limit = state.deadline_at
+
+
+@check
+@given(histories)
+def test_a_late_tick_in_saving_kills(events):
+    """The deadline is the deadline."""
+    for turn in run(events, POLICY):
+        state = turn.after
+        if state.phase is Phase.SAVING:
+            decision = decide(state, on.Tick(at=state.deadline_at), POLICY)
+
+            assert [type(effect) for effect in decision.effects] == [do.KillRanks]
+
+
+@check
+@given(histories)
+def test_a_launch_starts_alone_and_only_when_all_is_ready(events):
+    """Two launches at once write the same step directories."""
+    for turn in run(events, POLICY):
+        for effect in turn.ordered(do.StartLaunch):
+            assert all_ready(turn.before)
+            assert turn.before.chosen
+            assert turn.before.clearing
+            assert isinstance(turn.event, on.NodesCleared)
+            assert turn.event.launch == effect.launch == turn.before.launch
+            assert not turn.before.running
+            assert turn.after.running
+
+
+@check
+@given(histories)
+def test_a_launch_ends_only_by_its_end(events):
+    """`running` is what everything else trusts."""
+    for turn in run(events, POLICY):
+        if turn.before.running and not turn.after.running:
+            ended = isinstance(turn.event, on.LaunchEnded | on.LaunchRefused)
+            given_up = isinstance(turn.event, on.Tick) and turn.before.killed
+            assert ended or given_up
+
+
+@check
+@given(histories, any_event, st.integers(1, 3))
+def test_words_of_older_launches_and_buses_change_nothing(events, event, age):
+    """They arrive late, through buffers and pipes."""
+    state = run(events, POLICY)[-1].after
+    fields = type(event).__struct_fields__
+    if "launch" in fields:
+        stale = msgspec.structs.replace(event, launch=state.launch - age)
+    elif "bus" in fields:
+        stale = msgspec.structs.replace(event, bus=state.bus - age)
+    else:
+        return
+
+    decision = decide(state, stale, POLICY)
+
+    assert decision == type(decision)(state)
+
+
+@check
+@given(histories)
+def test_failures_bound_the_launches_without_progress(events):
+    """A bug must not burn the allocation."""
+    launches = 0
+    for turn in run(events, POLICY):
+        if isinstance(turn.event, on.CheckpointChosen) and turn.after.best_step != turn.before.best_step:
+            launches = 0
+        launches += len(turn.ordered(do.StartLaunch))
+        assert launches <= LAUNCHES_MAX
+
+
+@check
+@given(histories)
+def test_a_question_is_asked_once_at_a_time(events):
+    """Zero calls while nothing happens, and few when something does."""
+    for turn in run(events, POLICY):
+        asked = len(turn.ordered(do.AskSlurm))
+        assert asked <= 1
+        answered = isinstance(turn.event, on.SlurmAnswered)
+        assert not (asked and turn.before.asking and not answered)
+        if asked:
+            assert turn.after.asking
+
+
+@check
+@given(histories)
+def test_a_restarted_bus_hears_the_standing_order(events):
+    """What the watchers before were told died with them."""
+    for turn in run(events, POLICY):
+        back = isinstance(turn.event, on.WatcherReady) and turn.after.ready != turn.before.ready
+        if back and turn.before.phase is Phase.SAVING and turn.before.verifying is None:
+            assert [e.deadline_at for e in turn.ordered(do.RequestSave)] == [turn.after.deadline_at]
+        if back and turn.before.killed and turn.before.running:
+            assert turn.ordered(do.KillRanks)
+
+
+@check
+@given(histories)
+def test_a_plan_to_end_stays_a_plan_to_end(events):
+    """Only the denial of an end that was never confirmed takes one back."""
+    for turn in run(events, POLICY):
+        before, after = turn.before.plan, turn.after.plan
+        if before is None or before.next is not Next.END:
+            continue
+        denied = isinstance(turn.event, on.LaunchEnded) and before.code is ExitCode.FINISHED
+        assert denied or (after is not None and after.next is Next.END)
+
+
+def test_a_history_is_played_from_its_start():
+    turns: list[Turn] = run([on.Tick(at=1.0)], POLICY)
+
+    assert turns[0].after == State()

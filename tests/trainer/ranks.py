@@ -12,12 +12,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 ROOT = Path(__file__).parents[2]
-TINY = (
-    "--layers=1 --width=32 --heads=2 --context=16 --batch=8 --micro-batch=2 --corpus-bytes=50000 "
-    "--warmup-steps=4 --print-every-steps=1000"
-).split()
+TINY = [
+    "--layers=1",
+    "--width=32",
+    "--heads=2",
+    "--context=16",
+    "--batch=8",
+    "--micro-batch=2",
+    "--corpus-bytes=50000",
+    "--warmup-steps=4",
+    "--print-every-steps=1000",
+]
 STEPS = 24
 LIMIT_S = 60.0
 
@@ -64,7 +72,7 @@ class Ranks:
                     subprocess.Popen(command, cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT)
                 )
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

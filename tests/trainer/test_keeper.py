@@ -1,4 +1,5 @@
 """A Keeper in this very process: what a loop sees of it."""
+# ruff: noqa: S311, NPY002
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import pickle
 import random
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -25,9 +27,10 @@ from stepkeeper_trainer.errors import (
     SupersededError,
     UsageError,
 )
-from stepkeeper_trainer.formats import lease, lineage, outcome
+from stepkeeper_trainer.formats import lease, lineage, messages, outcome
 from stepkeeper_trainer.formats.manifest import seal
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, open_step, read_manifest, verify
+from tests.trainer.ranks import losses, watcher_socket
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -357,6 +360,83 @@ def test_never_two_saves_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert names(tmp_path / "run") == ["step_00000001", "step_00000021"]
 
 
+def test_a_stop_waits_for_the_save_in_flight_and_then_saves_its_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.2 if ".distcp" in os.readlink(f"/proc/self/fd/{descriptor}") else 0)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    loop = Loop(tmp_path / "run", checkpoint_every_steps=2)
+    loop.keeper.resume()
+    loop.run(2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert loop.step()[1]
+
+    assert loop.keeper.finish(leave_process=False) == 75
+
+    assert names(tmp_path / "run") == ["step_00000002", "step_00000003"]
+
+
+def test_a_stop_ends_at_its_deadline_though_the_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+    hangs = threading.Event()
+
+    def hung(descriptor: int) -> None:
+        if ".distcp" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            hangs.wait(20)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", hung)
+    with watcher_socket(f"deadline-{time.monotonic_ns()}") as sock:
+        monkeypatch.setenv("STEPKEEPER_SOCKET", "@" + sock.getsockname()[1:].decode())
+        loop = Loop(tmp_path / "run")
+        _, address = sock.recvfrom(2048)
+        loop.keeper.resume()
+        loop.step()
+        deadline_at = time.time() + 1.0
+        request = messages.SaveRequest(request_id=1, stop=True, deadline_at=deadline_at)
+        sock.sendto(messages.encode(request), address)
+        assert loop.step()[1]
+
+        code = loop.keeper.finish(leave_process=False)
+
+    assert code == 1, "75 means that the state is saved"
+    assert abs(time.time() - deadline_at) < 1.0
+    said = outcome.read(tmp_path / "run")
+    assert said is not None
+    assert (said.outcome, said.save_id) == ("stopped", None)
+    hangs.set()
+    assert loop.keeper._saver is not None
+    assert loop.keeper._saver.last is not None
+    loop.keeper._saver.last.settled.wait(20)
+
+
+def test_metrics_on_a_full_disk_cost_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(tmp_path / "run")
+    loop.keeper.resume()
+    loop.run(1)
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if "metrics" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            write(descriptor, bytes(data)[:3])
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    loop.run(3)
+    monkeypatch.setattr(os, "write", write)
+    loop.run(4)
+
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
+
+
 def test_a_failed_save_is_made_up_for_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = os.fsync
     full = True
@@ -462,14 +542,13 @@ def test_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
         def state_dict(self) -> dict[str, object]:
             return {"file": Path("x")}
 
-        def load_state_dict(self, state: dict[str, object]) -> None:
+        def load_state_dict(self, _state: dict[str, object]) -> None:
             raise AssertionError
 
     loop = Loop(tmp_path / "run", others={"odd": Odd()})
-    loop.keeper.resume()
 
-    with pytest.raises(StateError, match="others.odd.file"):
-        loop.keeper.save()
+    with pytest.raises(StateError, match=r"others\.odd\.file"):
+        loop.keeper.resume()
 
 
 def test_a_loop_that_forgets_to_resume_is_told(tmp_path: Path) -> None:

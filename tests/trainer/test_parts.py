@@ -1,4 +1,5 @@
 """The parts of the library, each by itself."""
+# ruff: noqa: S311, NPY002, FBT001
 
 from __future__ import annotations
 
@@ -193,7 +194,7 @@ def _gather(directory: Path, *, given_up: str | None = None, limit_s: float = 0.
 
 def test_a_commit_waits_for_all_reports_and_no_longer_than_its_limit(tmp_path: Path) -> None:
     publish(tmp_path, RankReport(rank=0, save_id="s"))
-    with pytest.raises(SaveError, match="rank 1 .*in time"):
+    with pytest.raises(SaveError, match=r"rank 1 .*in time"):
         _gather(tmp_path)
     with pytest.raises(SaveError, match="elsewhere"):
         _gather(tmp_path, given_up="failed elsewhere", limit_s=20)
@@ -280,7 +281,8 @@ def test_the_earliest_deadline_wins() -> None:
     assert reduced.deadline_at == 20.0
 
 
-def test_a_late_copy_of_a_request_is_no_second_request(one_process: None) -> None:
+@pytest.mark.usefixtures("one_process")
+def test_a_late_copy_of_a_request_is_no_second_request() -> None:
     """Each node's watcher sends it; one arrives after all ranks have agreed already."""
     with watcher_socket(f"late-{time.monotonic_ns()}") as sock:
         link = Link("@" + sock.getsockname()[1:].decode(), "0.0")

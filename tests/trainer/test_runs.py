@@ -1,4 +1,5 @@
 """Whole runs of the reference script: stopped, killed, resumed; the losses must not show it."""
+# ruff: noqa: S311
 
 from __future__ import annotations
 

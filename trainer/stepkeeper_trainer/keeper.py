@@ -128,6 +128,7 @@ class Keeper:
         Raises:
             ResumeError: what to resume from is not there, or does not fit.
             DamagedError: its bytes are not what its manifest says.
+            StateError: something to save is neither a tensor nor JSON.
         """
         if self._resumed is not None:
             raise UsageError("keeper.resume() was called twice: call it once, before the first step")
@@ -140,6 +141,7 @@ class Keeper:
             world_size=self.world_size,
         )
         self._resumed = resumed
+        self._state.collect()  # what cannot be saved is said now, and not at the first save
         if self.rank == 0:
             self._metrics = Metrics(self.run_dir, self._environment.attempt, self._environment.launch)
         self._saver = Saver(
@@ -177,11 +179,11 @@ class Keeper:
         counters = self._counters
         counters.step += 1
         counters.tokens += tokens
-        loss = _number(loss)
+        loss = None if loss is None else float(loss)
         if loss is not None:
             counters.history.append((counters.step, loss))
         if self._metrics is not None:
-            self._metrics.row(counters.step, loss, counters.tokens, _number(lr), _number(grad_norm))
+            self._metrics.row(counters.step, loss, counters.tokens, lr, grad_norm)
         self._reporter.step(counters.step, counters.tokens, loss)
         self._due |= bool(self._every) and counters.step % (self._every or 1) == 0
         agreed = self._listen()
@@ -196,7 +198,7 @@ class Keeper:
         All ranks must call it equally often.
         """
         self._ready()
-        self._reporter.alive(self.step, self.tokens, self._last_loss())
+        self._reporter.alive(self.step, self.tokens, self._counters.last_loss)
         self._listen()
         self._agreement.issue(self._wish())
         return self._requests.stop_agreed
@@ -204,8 +206,8 @@ class Keeper:
     def save(self) -> None:
         """Begin to save the state as it is now; all ranks call it, between steps."""
         saver = self._ready()
-        saver.wait(time.time() + self._save_within_s)
-        self._begin_save(saver)
+        if saver.wait(time.time() + self._save_within_s) or not saver.busy:
+            self._begin_save(saver)
 
     def finish(self, *, leave_process: bool = True) -> int:
         """Save what is not saved yet, wait until it is durable, say how the launch ended, and leave.
@@ -230,7 +232,7 @@ class Keeper:
                 step=self.step,
                 tokens=self.tokens,
                 stopping=stopping,
-                limit_at=self._limit_at(),
+                limit_at=self._requests.limit_at(self._save_within_s),
             ),
             saver=saver,
             saved=self._resumed.saved if self._resumed else None,
@@ -266,16 +268,17 @@ class Keeper:
             return
         in_flight = saver.last
         if urgent and in_flight is not None and in_flight.summary.step == self.step:
-            return  # that one is what was asked for
+            requests.served()  # that one is what was asked for
+            return
         if urgent:
-            saver.wait(self._limit_at())
+            saver.wait(self._requests.limit_at(self._save_within_s))
         if saver.busy:
             return  # it is over its limit: `finish` decides
         self._begin_save(saver, emergency=urgent)
 
     def _begin_save(self, saver: Saver, *, emergency: bool = False) -> None:
         counters = self._counters
-        loss = self._last_loss()
+        loss = counters.last_loss
         saver.start(
             self._state.collect(),
             Summary(
@@ -292,14 +295,6 @@ class Keeper:
         self._due = False
         self._requests.served()
 
-    def _last_loss(self) -> float | None:
-        return self._counters.history[-1][1] if self._counters.history else None
-
-    def _limit_at(self) -> float:
-        limit_at = time.time() + self._save_within_s
-        deadline_at = self._requests.deadline_at
-        return limit_at if deadline_at is None else min(limit_at, deadline_at)
-
     def _ready(self) -> Saver:
         if self._saver is None:
             raise UsageError("keeper.resume() was not called: call it once, before the first step")
@@ -309,7 +304,3 @@ class Keeper:
         """Give a save in flight the chance to be committed, when training has failed."""
         if self._saver is not None and self._saver.busy:
             self._saver.wait(time.time() + LAST_SECONDS_S)
-
-
-def _number(value: float | torch.Tensor | None) -> float | None:
-    return None if value is None else float(value)

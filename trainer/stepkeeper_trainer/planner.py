@@ -6,6 +6,7 @@ uses.  Between re-plannings one small all-reduce says that nothing has changed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ class CollectivePlanner(DefaultSavePlanner):
         """
         [local] = all_plans
         problem = self.problem()
-        if self._any(self._local != local, problem is not None) or self._planned is None:
+        if self._any(changed=self._local != local, failed=problem is not None) or self._planned is None:
             self._local = self._planned = None
             self._planned = self._plan_together(local)
             self._local = local
@@ -52,7 +53,12 @@ class CollectivePlanner(DefaultSavePlanner):
         plan, metadata = self._planned
         return [plan], dataclasses.replace(metadata)  # the writer fills in its own copy
 
-    def _any(self, changed: bool, failed: bool) -> bool:  # noqa: FBT001
+    def decline(self) -> None:
+        """Take part where this rank could not even begin: the others hear of it, and none waits."""
+        with contextlib.suppress(SaveError, RuntimeError):  # that is what the others are to hear
+            self._any(changed=False, failed=True)
+
+    def _any(self, *, changed: bool, failed: bool) -> bool:
         flags = torch.tensor([int(changed), int(failed)], dtype=torch.int64)
         if self._group is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)

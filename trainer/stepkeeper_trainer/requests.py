@@ -82,6 +82,11 @@ class Requests:
             self._saves_agreed.add(agreed.request_id)
         self._saves_asked -= self._saves_agreed
 
+    def limit_at(self, within_s: float) -> float:
+        """Return when a save that begins now must be done: Unix seconds, the deadline at the latest."""
+        limit_at = time.time() + within_s
+        return limit_at if self.deadline_at is None else min(limit_at, self.deadline_at)
+
     def served(self) -> None:
         """Forget the agreed save: it was begun.  A stop stays agreed."""
         self.save_agreed = False

@@ -161,6 +161,7 @@ class Saver:
                 no_dist=True,  # planner and reports bring the ranks together: a dead one stops no commit
             )
         except (Exception, CheckpointException) as error:  # noqa: BLE001  # torch's; training must go on
+            threading.Thread(target=self._planner.decline, daemon=True).start()
             self._settle(save, error)
             return save
         say(

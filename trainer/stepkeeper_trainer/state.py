@@ -50,6 +50,11 @@ class Counters:
     seed: int = 0
     history: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
 
+    @property
+    def last_loss(self) -> float | None:
+        """The newest loss."""
+        return self.history[-1][1] if self.history else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:

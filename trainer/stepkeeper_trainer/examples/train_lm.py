@@ -135,16 +135,16 @@ def train_step(training: Training, step: int) -> tuple[float, float]:
     if place.world_size > 1:
         dist.all_reduce(total)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    grad_norm: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
     training.optimizer.step()
     training.optimizer.zero_grad(set_to_none=True)
-    return total.item() / micro_batches, norm.item()
+    return float(total.item()) / micro_batches, float(grad_norm.item())
 
 
 def schedule(step: int, options: argparse.Namespace) -> float:
     """Return the factor of the learning rate: linear warm-up, then a cosine down to a tenth."""
     if step < options.warmup_steps:
-        return (step + 1) / options.warmup_steps
+        return (step + 1) / int(options.warmup_steps)
     progress = min(1.0, (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps))
     return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 

@@ -1,13 +1,17 @@
 import pytest
 
 from tests.lab import Lab, LabOptions
+from tests.lab.requirements import missing
 from tests.training import Training
 
 
 @pytest.fixture(scope="session")
-def lab(lab_factory):
+def lab():
     """One lab for the stories that leave it whole."""
-    return lab_factory(LabOptions(grace_time_s=20, kill_wait_s=10, slurmd_timeout_s=8))
+    if missing():
+        pytest.skip(str(missing()))
+    with Lab(LabOptions(grace_time_s=20, kill_wait_s=10, slurmd_timeout_s=8)) as up:
+        yield up
 
 
 @pytest.fixture(scope="session")

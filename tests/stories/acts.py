@@ -1,0 +1,136 @@
+"""What can befall a run, and when: the two axes of the campaign."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from stepkeeper.core import events as on
+from stepkeeper.core.state import Phase
+from tests.lab import LabError, processes
+from tests.training import Training
+
+QUICK_POLL_S = 0.002
+MOMENT_S = 60.0
+
+
+# --- when -----------------------------------------------------------------------------------------
+
+
+def starting(training: Training) -> None:
+    """The supervisor runs; no rank has said a word yet."""
+    training.wait_event(on.AttemptStarted)
+
+
+def in_training(training: Training) -> None:
+    """Some steps are done, some of them saved."""
+    training.wait_step(13)
+
+
+def saving(training: Training) -> None:
+    """A save is in flight: its directory is there, and not yet renamed."""
+    training.wait_step(8)
+    _quickly(lambda: any(p.name.startswith(".tmp-step") for p in (training.run_dir / "checkpoints").iterdir()))
+
+
+def requeueing(training: Training) -> None:
+    """The job was preempted, its last checkpoint is committed, and it is about to be requeued."""
+    training.wait_step(13)
+    training.lab.preempt(training.job_id)
+    _quickly(lambda: training.records()[-1].phase in (Phase.CLOSING, Phase.REQUEUEING, Phase.DONE))
+
+
+MOMENTS = {"starting": starting, "training": in_training, "saving": saving, "requeueing": requeueing}
+
+
+def _quickly(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + MOMENT_S
+    while not condition():
+        assert time.monotonic() < limit, "the moment never came"
+        time.sleep(QUICK_POLL_S)
+
+
+# --- what -----------------------------------------------------------------------------------------
+
+
+def preempt(training: Training) -> None:
+    """An urgent job wants the nodes."""
+    if training.lab.job(training.job_id).nodes:  # else preempted already
+        training.lab.preempt(training.job_id)
+
+
+def requeue_by_admin(training: Training) -> None:
+    try:
+        training.lab.requeue(training.job_id)
+    except LabError as error:
+        assert "requeue" in str(error).lower() or "pending" in str(error).lower(), error  # noqa: PT017 - too late
+
+
+def kill_supervisor(training: Training) -> None:
+    kill_one(training, lambda command: "stepkeeper" in command and " run " in command, batch=True)
+
+
+def kill_watcher(training: Training) -> None:
+    kill_one(training, lambda command: "stepkeeper.watcher.main" in command)
+
+
+def kill_rank(training: Training) -> None:
+    kill_one(training, lambda command: "train_lm" in command and "wrapper.py" not in command)
+
+
+def lose_node(training: Training) -> None:
+    """Power loss of a node that is not the batch host."""
+    found = training.lab.job(training.job_id)
+    for node in found.nodes:
+        if node != found.batch_host:
+            training.lab.kill_node(node)
+            return
+
+
+def lose_batch_node(training: Training) -> None:
+    found = training.lab.job(training.job_id)
+    if found.nodes:
+        training.lab.kill_node(found.batch_host)
+
+
+ACTS = {
+    "preempt": preempt,
+    "admin-requeue": requeue_by_admin,
+    "kill-supervisor": kill_supervisor,
+    "kill-watcher": kill_watcher,
+    "kill-rank": kill_rank,
+    "lose-node": lose_node,
+    "lose-batch-node": lose_batch_node,
+}
+
+
+def kill_one(training: Training, wanted: Callable[[str], bool], *, batch: bool = False, within_s: float = 10.0) -> None:
+    """SIGKILL one process of the job, by its pid; wait for it to appear unless the job is gone by then."""
+    limit = time.monotonic() + within_s
+    while time.monotonic() < limit:
+        for pid in reversed(sorted(_pids(training, batch=batch))):
+            if wanted(_command(pid)):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                return
+        if not training.lab.job(training.job_id).nodes:
+            return  # the job waits: nothing of it runs
+        time.sleep(QUICK_POLL_S)
+
+
+def _pids(training: Training, *, batch: bool) -> set[int]:
+    if batch:
+        return {pid for pids in training.lab.step_pids(training.job_id, "batch").values() for pid in pids}
+    nodes = training.lab.job(training.job_id).nodes
+    own = {pid for node in nodes for pid in processes.by_environment("SLURMD_NODENAME", node)}
+    return {pid for pid in own if processes.name(pid) not in ("srun", "slurmstepd")}
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,63 @@
+"""Whatever befalls a run, whenever: it ends complete, with the losses of an uninterrupted run, bit for bit.
+
+In each story one thing happens at one moment.  `make test` plays the moment `training`; `make campaign` all.
+"""
+
+import pytest
+
+from stepkeeper.core import events as on
+from tests.lab import Lab
+from tests.stories.acts import ACTS, MOMENTS
+from tests.training import Training, assert_complete
+
+STEPS = 40
+
+
+def story(act: str, moment: str):
+    marks = [] if moment == "training" else [pytest.mark.campaign]
+    return pytest.param(act, moment, id=f"{act}-while-{moment}", marks=marks)
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(("act", "moment"), [story(act, moment) for act in ACTS for moment in MOMENTS])
+def test_a_run_survives(lab: Lab, reference: Training, act: str, moment: str) -> None:
+    training = Training(lab, name=f"{act}-{moment}", steps=STEPS).submit()
+    try:
+        MOMENTS[moment](training)
+        ACTS[act](training)
+        release_urgent_jobs(lab)
+        training.wait_end()
+    finally:
+        mend(lab, training)
+
+    assert_complete(training, reference)
+    assert_nothing_verified_was_lost(training)
+    assert lab.job(training.job_id).state == "COMPLETED", training.story()
+
+
+def assert_nothing_verified_was_lost(training: Training) -> None:
+    """Each launch resumes from the newest step directory that was ever reported as committed."""
+    committed = 0
+    for record in training.records():
+        if isinstance(record.event, on.CheckpointCommitted):
+            committed = max(committed, record.event.step)
+        if isinstance(record.event, on.CheckpointChosen):
+            assert (record.event.step or 0) >= committed, training.story()
+
+
+def release_urgent_jobs(lab: Lab) -> None:
+    """Let urgent jobs run for a moment, then give the nodes back."""
+    queue = lab.run("squeue", "--noheader", "--name=urgent", "--format=%i").stdout.split()
+    for job_id in queue:
+        lab.wait_job(int(job_id), lambda job: job.state != "PENDING", timeout_s=60)
+        lab.release(int(job_id))
+
+
+def mend(lab: Lab, training: Training) -> None:
+    """Leave the lab whole for the next story."""
+    lab.run("scancel", str(training.job_id), check=False)
+    for job_id in lab.run("squeue", "--noheader", "--name=urgent", "--format=%i").stdout.split():
+        lab.run("scancel", job_id, check=False)
+    for name, node in lab.nodes().items():
+        if not node.is_up:
+            lab.start_node(name, timeout_s=60)

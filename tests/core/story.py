@@ -2,7 +2,7 @@
 
 A scenario is a comment with the story, then one event a line (`SECONDS Event key=value ...`), each followed
 by what must come of it.  What an event leaves out is filled in from the state: the newest launch and bus,
-node `a`.  `given training step=900` plays the usual start first.
+node `a`.  `given training step=900` plays the usual start first, `policy name=value` changes a limit.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ GIVEN_TRAINING = """
 
 def play(text: str) -> str:
     """Return the scenario with what `decide` makes of it today."""
-    state = State()
+    state, policy = State(), POLICY
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith(">"):
@@ -79,8 +79,12 @@ def play(text: str) -> str:
         if line.startswith("given training"):
             state = given_training(line)
             continue
+        if line.startswith("policy"):
+            limits = {key: _value(value) for key, value in (word.split("=") for word in line.split()[1:])}
+            policy = msgspec.structs.replace(policy, **limits)
+            continue
         event = parse(line, state)
-        decision = decide(state, event, POLICY)
+        decision = decide(state, event, policy)
         lines += describe(state, decision)
         state = decision.state
     return "\n".join(lines) + "\n"

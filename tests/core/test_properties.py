@@ -21,7 +21,7 @@ from tests.core.histories import Turn, any_event, arbitrary, realistic, run
 POLICY = Policy()
 TICKS_MAX = 60  # from anywhere to DONE: 14 tries of a requeue, and a handful of phases before
 LAUNCHES_MAX = POLICY.failures_max
-EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "150"))
 
 histories = arbitrary() | realistic(POLICY)
 check = settings(
@@ -31,12 +31,18 @@ check = settings(
 )
 
 
-@check
-@given(histories)
-def test_one_requeue_and_one_exit_and_nothing_after_it(events):
-    """A job that is requeued twice loses its place, or runs twice."""
-    turns = run(events, POLICY)
+INVARIANTS = []
 
+
+def invariant(holds):
+    """Have a promise checked on every history."""
+    INVARIANTS.append(holds)
+    return holds
+
+
+@invariant
+def one_requeue_and_one_exit_and_nothing_after_it(turns):
+    """A job that is requeued twice loses its place, or runs twice."""
     done = False
     for turn in turns:
         if done:
@@ -49,12 +55,9 @@ def test_one_requeue_and_one_exit_and_nothing_after_it(events):
         done = turn.after.phase is Phase.DONE
 
 
-@check
-@given(histories)
-def test_a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(events):
+@invariant
+def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
     """Ranks beside a requeue fight the next attempt; an old answer revives what was cancelled since."""
-    turns = run(events, POLICY)
-
     asked_at = signaled_at = -1
     for number, turn in enumerate(turns):
         if turn.ordered(do.AskSlurm):
@@ -76,12 +79,9 @@ def test_a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(events
         assert signaled_at <= asked_at
 
 
-@check
-@given(histories)
-def test_what_slurm_or_the_training_ended_is_never_requeued(events):
+@invariant
+def what_slurm_or_the_training_ended_is_never_requeued(turns):
     """`scancel` means stop; a finished run is finished."""
-    turns = run(events, POLICY)
-
     over = False
     for turn in turns:
         assert not (over and turn.ordered(do.Requeue))
@@ -102,12 +102,9 @@ def test_what_slurm_or_the_training_ended_is_never_requeued(events):
         over = over or isinstance(turn.event, on.Superseded)
 
 
-@check
-@given(histories)
-def test_after_the_word_of_the_end_only_a_denial_requeues(events):
+@invariant
+def after_the_word_of_the_end_only_a_denial_requeues(turns):
     """`TrainingFinished` is rank 0's word; the end of its launch without an outcome takes it back."""
-    turns = run(events, POLICY)
-
     finished = False
     for turn in turns:
         assert not (finished and turn.ordered(do.Requeue))
@@ -118,11 +115,10 @@ def test_after_the_word_of_the_end_only_a_denial_requeues(events):
             finished = finished and not turn.before.running
 
 
-@check
-@given(histories)
-def test_every_wait_has_a_deadline(events):
+@invariant
+def every_wait_has_a_deadline(turns):
     """Without one, a lost word would stop a run for ever."""
-    for turn in run(events, POLICY):
+    for turn in turns:
         state = turn.after
         free = state.phase is Phase.DONE or (state.phase is Phase.TRAINING and all_ready(state))
         assert free or state.deadline_at is not None
@@ -160,12 +156,11 @@ def _bad_answer(effect: do.Effect, at: float, world: str) -> list[on.Event]:
     return [on.SlurmAnswered(at=at, job=on.JobFacts(state=state, slurm_state="?", restarts=0))]
 
 
-@check
-@given(histories)
-def test_ranks_are_killed_no_later_than_the_save_deadline(events):
+@invariant
+def ranks_are_killed_no_later_than_the_save_deadline(turns):
     """The time after it belongs to the requeue."""
     limit = None
-    for turn in run(events, POLICY):
+    for turn in turns:
         state = turn.after
         leaving = state.running and state.phase in (Phase.SAVING, Phase.STOPPING)
         if not leaving:
@@ -181,11 +176,10 @@ def test_ranks_are_killed_no_later_than_the_save_deadline(events):
         limit = state.deadline_at
 
 
-@check
-@given(histories)
-def test_a_late_tick_in_saving_kills(events):
+@invariant
+def a_late_tick_in_saving_kills(turns):
     """The deadline is the deadline."""
-    for turn in run(events, POLICY):
+    for turn in turns:
         state = turn.after
         if state.phase is Phase.SAVING:
             decision = decide(state, on.Tick(at=state.deadline_at), POLICY)
@@ -193,11 +187,10 @@ def test_a_late_tick_in_saving_kills(events):
             assert [type(effect) for effect in decision.effects] == [do.KillRanks]
 
 
-@check
-@given(histories)
-def test_a_launch_starts_alone_and_only_when_all_is_ready(events):
+@invariant
+def a_launch_starts_alone_and_only_when_all_is_ready(turns):
     """Two launches at once write the same step directories."""
-    for turn in run(events, POLICY):
+    for turn in turns:
         for effect in turn.ordered(do.StartLaunch):
             assert all_ready(turn.before)
             assert turn.before.chosen
@@ -208,11 +201,10 @@ def test_a_launch_starts_alone_and_only_when_all_is_ready(events):
             assert turn.after.running
 
 
-@check
-@given(histories)
-def test_a_launch_ends_only_by_its_end(events):
+@invariant
+def a_launch_ends_only_by_its_end(turns):
     """`running` is what everything else trusts."""
-    for turn in run(events, POLICY):
+    for turn in turns:
         if turn.before.running and not turn.after.running:
             ended = isinstance(turn.event, on.LaunchEnded | on.LaunchRefused)
             given_up = isinstance(turn.event, on.Tick) and turn.before.killed
@@ -237,23 +229,21 @@ def test_words_of_older_launches_and_buses_change_nothing(events, event, age):
     assert decision == type(decision)(state)
 
 
-@check
-@given(histories)
-def test_failures_bound_the_launches_without_progress(events):
+@invariant
+def failures_bound_the_launches_without_progress(turns):
     """A bug must not burn the allocation."""
     launches = 0
-    for turn in run(events, POLICY):
+    for turn in turns:
         if isinstance(turn.event, on.CheckpointChosen) and turn.after.best_step != turn.before.best_step:
             launches = 0
         launches += len(turn.ordered(do.StartLaunch))
         assert launches <= LAUNCHES_MAX
 
 
-@check
-@given(histories)
-def test_a_question_is_asked_once_at_a_time(events):
+@invariant
+def a_question_is_asked_once_at_a_time(turns):
     """Zero calls while nothing happens, and few when something does."""
-    for turn in run(events, POLICY):
+    for turn in turns:
         asked = len(turn.ordered(do.AskSlurm))
         assert asked <= 1
         answered = isinstance(turn.event, on.SlurmAnswered)
@@ -262,11 +252,10 @@ def test_a_question_is_asked_once_at_a_time(events):
             assert turn.after.asking
 
 
-@check
-@given(histories)
-def test_a_restarted_bus_hears_the_standing_order(events):
+@invariant
+def a_restarted_bus_hears_the_standing_order(turns):
     """What the watchers before were told died with them."""
-    for turn in run(events, POLICY):
+    for turn in turns:
         back = isinstance(turn.event, on.WatcherReady) and turn.after.ready != turn.before.ready
         if back and turn.before.phase is Phase.SAVING and turn.before.verifying is None:
             assert [e.deadline_at for e in turn.ordered(do.RequestSave)] == [turn.after.deadline_at]
@@ -274,16 +263,25 @@ def test_a_restarted_bus_hears_the_standing_order(events):
             assert turn.ordered(do.KillRanks)
 
 
-@check
-@given(histories)
-def test_a_plan_to_end_stays_a_plan_to_end(events):
+@invariant
+def a_plan_to_end_stays_a_plan_to_end(turns):
     """Only the denial of an end that was never confirmed takes one back."""
-    for turn in run(events, POLICY):
+    for turn in turns:
         before, after = turn.before.plan, turn.after.plan
         if before is None or before.next is not Next.END:
             continue
         denied = isinstance(turn.event, on.LaunchEnded) and before.code is ExitCode.FINISHED
         assert denied or (after is not None and after.next is Next.END)
+
+
+@check
+@given(histories)
+def test_all_invariants_hold(events):
+    """`decide` never raises either: playing the history is the proof."""
+    turns = run(events, POLICY)
+
+    for holds in INVARIANTS:
+        holds(turns)
 
 
 def test_a_history_is_played_from_its_start():

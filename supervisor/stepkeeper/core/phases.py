@@ -55,18 +55,19 @@ def take(state: State, plan: Plan) -> State:
 
 def stop(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     """End the ranks, if there are any, without a save, and without reading back the one before."""
+    why = plan.why
     state = replace(take(state, plan), verifying=None)
     assert state.plan is not None, "just taken"
     plan = state.plan
     if state.phase is Phase.CLOSING:
-        return closed(state, at, policy, plan.why)
+        return closed(state, at, policy, why)
     if state.phase is Phase.REQUEUEING:
         return finish(state, plan)
     if not state.running:
         return close(state, at, plan, policy)
     if state.killed:
-        return Decision(state, (), plan.why)
-    return kill(replace(state, phase=Phase.STOPPING), at, policy, plan.why)
+        return Decision(state, (), why)
+    return kill(replace(state, phase=Phase.STOPPING), at, policy, why)
 
 
 def kill(state: State, at: float, policy: Policy, why: str) -> Decision:

@@ -218,5 +218,7 @@ def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: P
     else:
         why = f"{event.directory} is NOT what its manifest says: {event.problem}; the one before will be used"
     if state.phase is Phase.CLOSING:
+        deadline = event.at + policy.close_within_s  # only the watchers are waited for now
+        state = replace(state, deadline_at=min(state.deadline_at or deadline, deadline))
         return closed(state, event.at, policy, why)
     return Decision(state, (), why)

@@ -1,0 +1,144 @@
+"""The table of `docs/state-machine.md`, made by running `decide` over sample states and events.  Pure.
+
+python -m stepkeeper.core.table > docs/state-machine.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from stepkeeper.core import events as on
+from stepkeeper.core.decide import decide
+from stepkeeper.core.phases import Decision
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import Next, Phase, Plan, State
+
+AT = 1000.0
+LATE = AT + 1e6
+NODES = ("a", "b")
+STEP = "step_00000901"
+HEADER = """\
+# The state machine
+
+Made by `python -m stepkeeper.core.table`; a test holds it to the code. Each column is a typical state of a
+phase, each cell what `decide` makes of the event there: the next phase where it changes, then the effects
+in their order. A dot: nothing. With other data an event can lead elsewhere: the scenarios in
+`tests/core/scenarios` tell those stories, and what `tests/core/test_properties.py` states holds for all.
+"""
+
+replace = msgspec.structs.replace
+
+
+def _states() -> dict[str, State]:
+    """Return a typical state of each phase."""
+    starting = State(
+        attempt=1, nodes=NODES, bus=1, bus_open=True, ready=frozenset("a"), deadline_at=AT + 60, asking=True
+    )
+    clearing = replace(starting, ready=frozenset(NODES), chosen=True, clearing=True)
+    training = replace(
+        clearing,
+        phase=Phase.TRAINING,
+        clearing=False,
+        running=True,
+        heard=True,
+        step=900,
+        deadline_at=None,
+    )
+    leave = Plan(next=Next.REQUEUE, why="preempted")
+    saving = replace(training, phase=Phase.SAVING, plan=leave, saving="s1", deadline_at=AT + 60)
+    again = Plan(next=Next.RELAUNCH, why="rank 1 failed")
+    stopping = replace(saving, phase=Phase.STOPPING, plan=again, saving=None, killed=True)
+    closing = replace(stopping, phase=Phase.CLOSING, plan=leave, running=False)
+    requeueing = replace(closing, phase=Phase.REQUEUEING, bus_open=False)
+    done = replace(requeueing, phase=Phase.DONE, deadline_at=None)
+    return {
+        "starting": starting,
+        "starting, clearing the nodes": clearing,
+        "training": training,
+        "saving": saving,
+        "stopping, to launch again": stopping,
+        "closing, to requeue": closing,
+        "requeueing": requeueing,
+        "done": done,
+    }
+
+
+def _samples() -> dict[str, on.Event]:
+    """Return one event of each kind, and a few of those that Slurm's answer tells apart."""
+    job = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0)
+    ending = replace(job, state=on.JobState.COMPLETING, slurm_state="COMPLETING")
+    return {
+        "Tick, the deadline has passed": on.Tick(at=LATE),
+        "SignalReceived TERM": on.SignalReceived(at=AT, signal="TERM"),
+        "NodeSignaled": on.NodeSignaled(at=AT, node="a", signal="TERM"),
+        "SlurmAnswered: runs": on.SlurmAnswered(at=AT, job=job),
+        "SlurmAnswered: preempted": on.SlurmAnswered(
+            at=AT, job=replace(job, preempt_at=AT, end_at=AT + 60.0)
+        ),
+        "SlurmAnswered: time limit": on.SlurmAnswered(at=AT, job=replace(ending, reason="TimeLimit")),
+        "SlurmAnswered: cancelled": on.SlurmAnswered(at=AT, job=ending),
+        "SlurmAnswered: requeued by others": on.SlurmAnswered(at=AT, job=replace(ending, restarts=1)),
+        "SlurmAnswered: unreachable": on.SlurmAnswered(at=AT, error="unreachable"),
+        "RequeueAnswered: yes": on.RequeueAnswered(at=AT, ok=True),
+        "RequeueAnswered: no": on.RequeueAnswered(at=AT, ok=False, error="refused"),
+        "WatcherReady, the last one": on.WatcherReady(at=AT, node="b", bus=1),
+        "WatcherLost": on.WatcherLost(at=AT, node="a", bus=1, why="silent"),
+        "BusEnded": on.BusEnded(at=AT, bus=1, code=0),
+        "NodesCleared": on.NodesCleared(at=AT, launch=0, address="a", port=29500),
+        "CheckpointChosen": on.CheckpointChosen(at=AT, directory=STEP, step=901),
+        "ChoiceFailed": on.ChoiceFailed(at=AT, error="hung"),
+        "CheckpointVerified": on.CheckpointVerified(at=AT, directory=STEP, ok=True),
+        "RankHello": on.RankHello(at=AT, launch=0, rank=0, node="a"),
+        "RankExited 0": on.RankExited(at=AT, launch=0, rank=1, node="b", code=0),
+        "RankExited 1": on.RankExited(at=AT, launch=0, rank=1, node="b", code=1),
+        "RankExited 93": on.RankExited(at=AT, launch=0, rank=1, node="b", code=93),
+        "RankExited, nobody saw how": on.RankExited(at=AT, launch=0, rank=1, node="b"),
+        "Progressed": on.Progressed(at=AT, launch=0, step=901, tokens=1, loss=1.0, step_seconds=1.0),
+        "SaveBegan": on.SaveBegan(at=AT, launch=0, step=901, save_id="s1"),
+        "CheckpointCommitted, emergency": on.CheckpointCommitted(
+            at=AT, launch=0, step=901, save_id="s1", directory=STEP, bytes=1, seconds=1.0, emergency=True
+        ),
+        "SaveGaveUp": on.SaveGaveUp(at=AT, launch=0, step=901, save_id="s1", error="full"),
+        "TrainingFinished": on.TrainingFinished(at=AT, launch=0, step=901),
+        "TrainingStopped": on.TrainingStopped(at=AT, launch=0, step=901),
+        "LaunchEnded, finished": on.LaunchEnded(at=AT, launch=0, code=0, finished=True),
+        "LaunchEnded 1": on.LaunchEnded(at=AT, launch=0, code=1),
+        "LaunchRefused": on.LaunchRefused(at=AT, launch=0, error="no srun"),
+        "Superseded": on.Superseded(at=AT, by_job_id=7, by_restart_count=1),
+    }
+
+
+def lines() -> Iterator[str]:
+    """Yield the file."""
+    yield HEADER
+    policy = Policy()
+    states = _states()
+    yield f"| event | {' | '.join(states)} |"
+    yield "|---" * (len(states) + 1) + "|"
+    for name, event in _samples().items():
+        before = [_fitting(state, event) for state in states.values()]
+        yield f"| {name} | {' | '.join(_cell(state, decide(state, event, policy)) for state in before)} |"
+    yield ""
+
+
+def _fitting(state: State, event: on.Event) -> State:
+    """Return the state in which such an event comes: an answer where it was asked for."""
+    return replace(
+        state,
+        asking=isinstance(event, on.SlurmAnswered),
+        requesting=isinstance(event, on.RequeueAnswered),
+        verifying=STEP if isinstance(event, on.CheckpointVerified) else None,
+        ready=frozenset("a") if isinstance(event, on.WatcherReady) else state.ready,
+    )
+
+
+def _cell(before: State, decision: Decision) -> str:
+    words = [] if decision.state.phase is before.phase else [f"-> {decision.state.phase.value}"]
+    words += [type(effect).__name__ for effect in decision.effects]
+    return ", ".join(words) or "."
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()), end="")  # noqa: T201 - the table is the output

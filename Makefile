@@ -1,1 +1,55 @@
-# `make demo` runs the main job, `make test` passes the tests; both set up what they need.
+# `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
+.PHONY: help setup system demo test lint campaign clean
+
+PYTHON ?= python3
+SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
+# slurmd starts jobs as other users, so a lab needs root; what runs as root leaves nothing in the checkout
+AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 STEPKEEPER_REQUIRE_SLURM=$(STEPKEEPER_REQUIRE_SLURM)
+# three at a time: stories mostly wait for Slurm
+PYTEST = -p no:cacheprovider -n 3 --dist worksteal
+PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace
+V := .venv/bin
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: system .venv/.ready  ## everything for development, demo and tests, in .venv
+
+# Slurm for the lab cluster.  Without root or apt the tests that need it are skipped, with the reason.
+system:
+	@missing=$$(for package in $(PACKAGES); do dpkg -s $$package >/dev/null 2>&1 || echo $$package; done); \
+	if [ -n "$$missing" ]; then \
+	    if command -v apt-get >/dev/null && { [ "$$(id -u)" = 0 ] || [ -n "$(SUDO)" ]; }; then \
+	        $(SUDO) env DEBIAN_FRONTEND=noninteractive sh -c \
+	            "apt-get update -q && apt-get install -y -q --no-install-recommends $$(echo $$missing)"; \
+	    else \
+	        echo "not installed, and no root to do it:" $$missing "- tests on a real Slurm will be skipped"; \
+	    fi; \
+	fi
+
+# torch first: whatever depends on it would otherwise pull a CUDA build
+.venv/.ready: pyproject.toml tests/requirements-torch.txt tests/requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(V)/pip install --quiet -r tests/requirements-torch.txt
+	$(V)/pip install --quiet -e . -r tests/requirements-dev.txt
+	@touch $@
+
+demo: setup  ## a training job on a real Slurm is preempted and loses nothing
+	$(AS_ROOT) $(V)/python -m tests.demo
+
+test: setup lint  ## all tests, the stories on a real Slurm included
+	$(AS_ROOT) $(V)/python -m pytest -m 'not campaign' $(PYTEST)
+
+campaign: setup  ## each thing that can befall a run, at each moment
+	$(AS_ROOT) $(V)/python -m pytest -m campaign $(PYTEST) tests/stories
+
+lint: setup  ## style, types, and the import contracts
+	$(V)/ruff check .
+	$(V)/ruff format --check .
+	$(V)/mypy
+	$(V)/lint-imports --no-logo
+
+clean:  ## remove what `setup` made
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,17 +1,13 @@
 import pytest
 
 from tests.lab import Lab, LabOptions
-from tests.lab.requirements import missing
 from tests.training import Training
 
 
 @pytest.fixture(scope="session")
-def lab():
+def lab(lab_factory):
     """One lab for the stories that leave it whole."""
-    if missing():
-        pytest.skip(str(missing()))
-    with Lab(LabOptions(grace_time_s=20, kill_wait_s=10, slurmd_timeout_s=8)) as up:
-        yield up
+    return lab_factory(LabOptions(grace_time_s=20, kill_wait_s=10, slurmd_timeout_s=8))
 
 
 @pytest.fixture(scope="session")

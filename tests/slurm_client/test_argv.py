@@ -1,0 +1,149 @@
+"""Golden command lines: each option was found on a live cluster, and its loss costs a run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepkeeper import wrapper
+from stepkeeper.actions.launch import Job, Meeting, launch_argv, launch_environment, with_resume
+from stepkeeper.slurm.argv import Geometry, own_srun_argv, training_argv, watcher_argv
+
+PYTHON = [sys.executable, "-I", "-S", os.path.abspath(wrapper.__file__)]
+STEP = (
+    "--overlap --mem=0 --no-kill --kill-on-bad-exit=0 --wait=0 --input=none --label "
+    "--output=/run/logs/%N.log --open-mode=append"
+)
+TWO = Geometry(nodes=("n1", "n2"), tasks_per_node=4, cpus_per_task=8)
+
+
+def job(*command: str, torchrun: bool = False, geometry: Geometry = TWO) -> Job:
+    return Job(
+        command=command,
+        torchrun=torchrun,
+        geometry=geometry,
+        run_directory=Path("/run"),
+        run_id="r1",
+        attempt=2,
+        socket="@stepkeeper-7-%N",
+    )
+
+
+def meeting(resume_from: str | None = None) -> Meeting:
+    return Meeting(launch=3, address="n1", port=29501, resume_from=resume_from)
+
+
+def argv_of(what: Job, resume_from: str | None = None) -> list[str]:
+    return launch_argv(what, meeting(resume_from), Path("/run/logs"))
+
+
+def test_the_watchers_line():
+    line = watcher_argv(("n1", "n2"), ("python", "-m", "watcher"))
+
+    assert shlex.join(line) == (
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 --cpus-per-task=1 --overlap --mem=0 "
+        "--cpu-bind=none --no-kill --kill-on-bad-exit=0 --wait=0 --input=all --job-name=stepkeeper-watcher "
+        "python -m watcher"
+    )
+
+
+def test_the_watchers_see_all_gpus_and_tear_no_line():
+    """`--gres=none` makes NVML blind, `--unbuffered` gives tasks a pty that tears lines."""
+    line = " ".join(watcher_argv(("n1",), ("watcher",)))
+
+    assert "gres" not in line
+    assert "gpus" not in line
+    assert "unbuffered" not in line
+
+
+def test_one_task_a_gpu():
+    line = argv_of(job("python", "train.py"))
+
+    geometry = "--nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n1,n2 --cpus-per-task=8"
+    program = shlex.join([*PYTHON, "--", "python", "train.py"])
+    assert shlex.join(line) == f"srun {geometry} {STEP} --cpu-bind=none {program}"
+
+
+def test_fewer_cpus_than_ranks_overcommits():
+    line = argv_of(
+        job("python", "train.py", geometry=Geometry(nodes=("n1",), tasks_per_node=4, overcommit=True))
+    )
+
+    assert "--overcommit" in line
+    assert not any(word.startswith("--cpus-per-task") for word in line)
+
+
+def test_without_a_known_number_of_cpus_none_is_asked_for():
+    line = training_argv(Geometry(nodes=("n1",), tasks_per_node=1), "/l/%N.log", ("x",))
+
+    assert not any(word.startswith("--cpus-per-task") for word in line)
+
+
+def test_the_users_own_srun_line_wins():
+    """Our options stand first, so that what the user says again after them counts."""
+    line = argv_of(job("srun", "-N1", "--mem=20G", "python", "train.py", "{resume}"), "/c/step_1")
+
+    assert shlex.join(line) == f"srun {STEP} -N1 --mem=20G python train.py --resume-from /c/step_1"
+
+
+def test_an_own_line_must_be_srun():
+    with pytest.raises(AssertionError):
+        own_srun_argv(["mpirun"], "/l")
+
+
+def test_one_torchrun_a_node():
+    line = argv_of(job("python", "train.py", torchrun=True))
+
+    geometry = "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 --cpus-per-task=32"
+    torchrun = (
+        "torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=n1:29501 "
+        "--rdzv-id=r1-2-3 --max-restarts=0 --no-python python train.py"
+    )
+    program = shlex.join([*PYTHON, "--agent", "--"])
+    assert shlex.join(line) == f"srun {geometry} {STEP} --cpu-bind=none {program} {torchrun}"
+
+
+def test_a_percent_sign_in_the_log_path_is_no_pattern():
+    line = launch_argv(job("x"), meeting(), Path("/run/100%/logs"))
+
+    assert "--output=/run/100%%/logs/%N.log" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "resume_from", "expected"),
+    [
+        (["t.py"], None, ["t.py"]),
+        (["t.py"], "/s", ["t.py", "--resume-from", "/s"]),
+        (["t.py", "{resume}", "-x"], None, ["t.py", "-x"]),
+        (["t.py", "{resume}", "-x"], "/s", ["t.py", "--resume-from", "/s", "-x"]),
+        (["sh", "-c", "t.py {resume} | tee l"], None, ["sh", "-c", "t.py  | tee l"]),
+        (["sh", "-c", "t.py {resume} | tee l"], "/a b", ["sh", "-c", "t.py --resume-from '/a b' | tee l"]),
+    ],
+)
+def test_where_the_resume_argument_goes(command, resume_from, expected):
+    assert with_resume(command, resume_from) == expected
+
+
+def test_what_the_ranks_find_in_their_environment():
+    theirs = launch_environment(
+        job("x"), meeting("/c/step_1"), {"HOME": "/h", "SLURM_NTASKS": "99", "PYTHONPATH": "/mine"}
+    )
+
+    assert theirs == {
+        "HOME": "/h",
+        "PYTHONPATH": "/mine",
+        "STEPKEEPER_SOCKET": "@stepkeeper-7-%N",
+        "STEPKEEPER_RUN_DIR": "/run",
+        "STEPKEEPER_RUN_ID": "r1",
+        "STEPKEEPER_ATTEMPT": "2",
+        "STEPKEEPER_LAUNCH": "3",
+        "STEPKEEPER_RESUME_FROM": "/c/step_1",
+        "STEPKEEPER_TASKS_PER_NODE": "4",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29501",
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -21,7 +21,7 @@ from tests.core.histories import Turn, any_event, arbitrary, realistic, run
 POLICY = Policy()
 TICKS_MAX = 60  # from anywhere to DONE: 14 tries of a requeue, and a handful of phases before
 LAUNCHES_MAX = POLICY.failures_max
-EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "100"))
 
 histories = arbitrary() | realistic(POLICY)
 check = settings(

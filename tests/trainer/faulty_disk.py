@@ -1,13 +1,14 @@
 """The reference script over a disk that is slow or full: `python -m tests.trainer.faulty_disk FAULT ARGS…`.
 
-FAULT is `slow:RANK:PART:SECONDS` or `full:RANK:PART`: what happens when that rank syncs a file whose path
-has PART in it.
+FAULT is `slow:RANK:PATTERN:SECONDS` or `full:RANK:PATTERN`: what happens when that rank syncs a file whose
+path matches PATTERN.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import runpy
 import sys
 import time
@@ -17,12 +18,12 @@ _sync = os.fsync
 
 def install(fault: str) -> None:
     """Put a fault below every fsync of this process."""
-    kind, rank, part, *rest = fault.split(":")
+    kind, rank, pattern, *rest = fault.split(":")
     if rank not in ("any", os.environ.get("RANK", "0")):
         return
 
     def faulty(descriptor: int) -> None:
-        if part in os.readlink(f"/proc/self/fd/{descriptor}"):
+        if re.search(pattern, os.readlink(f"/proc/self/fd/{descriptor}")):
             if kind == "full":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             time.sleep(float(rest[0]))

@@ -342,17 +342,21 @@ def test_a_newer_attempt_fences_off_the_commit(tmp_path: Path, monkeypatch: pyte
 
 def test_never_two_saves_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = os.fsync
+    reached, released = threading.Event(), threading.Event()
 
-    def slow(descriptor: int) -> None:
+    def held(descriptor: int) -> None:
         if ".distcp" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            time.sleep(0.3)
+            reached.set()
+            released.wait(20)
         sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(os, "fsync", held)
     loop = Loop(tmp_path / "run", checkpoint_every_steps=1)
     loop.keeper.resume()
     loop.run(20)
+    assert reached.wait(20)
     assert len(list((tmp_path / "run/checkpoints").glob(".tmp-*"))) == 1
+    released.set()
     loop.saved()
     loop.step()
     loop.saved()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,13 @@ def test_only_saves_of_the_dead_are_cleared(tmp_path: Path) -> None:
 def test_a_wish_survives_packing(want: Want, deadline_at: float | None, request_id: int, busy: bool) -> None:
     wish = Wish(want=want, deadline_at=deadline_at, request_id=request_id, busy=busy, failed_save=3)
 
-    assert Wish.unpack(wish.pack()) == wish
+    back = Wish.unpack(wish.pack())
+
+    assert replace(back, deadline_at=deadline_at) == wish
+    if deadline_at is None:
+        assert back.deadline_at is None
+    else:
+        assert deadline_at - 0.0011 <= back.deadline_at <= deadline_at, "never later than it is"
 
 
 def test_the_earliest_deadline_wins() -> None:

@@ -37,9 +37,8 @@ def test_a_save_that_was_killed_in_flight_counts_for_nothing(
     tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
     run_dir = tmp_path / "run"
-    with Ranks(2, run_dir, SLOW_STEPS, disk="slow:any:tmp-step_00000008:5") as ranks:
-        ranks.until(lambda: list((run_dir / "checkpoints").glob(".tmp-step_00000008*/__*")))
-        ranks.until_step(9)
+    with Ranks(2, run_dir, SLOW_STEPS, disk="slow:any:tmp-step_(?!00000004):5") as ranks:
+        ranks.until(lambda: list((run_dir / "checkpoints").glob(".tmp-step_000000[012][05-9]*/__*")))
         ranks.kill()
     assert steps_of(run_dir) == ["step_00000004"]
 
@@ -145,7 +144,7 @@ def test_a_full_disk_leaves_training_alive_and_older_steps_whole(
     name = f"stepkeeper-test-{tmp_path.name}-{time.monotonic_ns()}"
     heard: list[object] = []
     environment = {"STEPKEEPER_SOCKET": f"@{name}"}
-    disk = "full:1:tmp-step_00000008"  # where rank 1 is
+    disk = "full:1:tmp-step_000000(08|09|10|11)"  # where rank 1 is; the save due at 8 may have to wait
     with (
         watcher_socket(name) as sock,
         Ranks(2, run_dir, SLOW_STEPS, disk=disk, environment=environment) as ranks,
@@ -154,13 +153,13 @@ def test_a_full_disk_leaves_training_alive_and_older_steps_whole(
         assert ranks.wait() == [0, 0], ranks.output()
 
     [failed] = _of(heard, messages.SaveFailed)
-    assert failed.step == 8
+    assert 8 <= failed.step < 12
     assert "No space left" in failed.error
     assert losses(run_dir) == uninterrupted[1]
     committed = {step.step for step in list_steps(run_dir / "checkpoints")}
     assert {4, 24} <= committed
-    assert 8 not in committed
-    assert max(committed - {24}) > 8, "saves go on after the failed one"
+    assert failed.step not in committed
+    assert max(committed - {24}) >= 12, "saves go on after the failed one"
     assert all(verify(step.path).ok for step in list_steps(run_dir / "checkpoints"))
     assert not list((run_dir / "checkpoints").glob(".tmp-*"))
 

@@ -36,11 +36,7 @@ LAST_SECONDS_S = 20.0  # for a save in flight when training fails
 
 
 class Keeper:
-    """Keeps one training loop alive.
-
-    Every rank makes one, after `torch.distributed` is initialised and the model is sharded, and calls the
-    same methods equally often.
-    """
+    """One a rank, made when the model is sharded; all ranks call its methods equally often."""
 
     def __init__(
         self,
@@ -68,7 +64,7 @@ class Keeper:
             run_dir: where checkpoints and metrics go; `STEPKEEPER_RUN_DIR` if it is not given.
             resume_from: a step directory, or `latest`; `STEPKEEPER_RESUME_FROM` if it is not given.
             checkpoint_every_steps: None saves on request and at the end only.
-            total_steps: when the work is done; `step_done` says so, and `finish` knows.
+            total_steps: when the work is done.
             seed: for the generators of ranks that a checkpoint does not know.
             save_within_s: how long one save may take.
 
@@ -122,8 +118,7 @@ class Keeper:
     def resume(self) -> int:
         """Load what this launch resumes from, if anything, and return how many steps are done.
 
-        Call it once, when model, optimizer, scheduler, sampler and the data iterators exist: the random
-        generators are restored last.
+        Call it once, when the data iterators exist too: the random generators are restored last.
 
         Raises:
             ResumeError: what to resume from is not there, or does not fit.
@@ -249,13 +244,12 @@ class Keeper:
         self._requests.hear()
         agreed = self._agreement.read(self._wish())
         self._requests.agree(agreed)
-        if self._saver is not None:
-            self._saver.hear_failure(agreed.failed_save)
+        self._ready().hear_failure(agreed.failed_save)
         return agreed
 
     def _wish(self) -> Wish:
-        busy, failed = (self._saver.busy, self._saver.failed_save) if self._saver else (False, 0)
-        return self._requests.wish(busy=busy, failed_save=failed)
+        saver = self._ready()
+        return self._requests.wish(busy=saver.busy, failed_save=saver.failed_save)
 
     def _save_as_agreed(self, saver: Saver, *, busy: bool) -> None:
         """Begin a save at this boundary if one is due; an urgent one waits for the one in flight."""

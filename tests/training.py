@@ -20,7 +20,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 STORY_S = 150.0
 POLL_S = 0.05
 # small and quick, but a real transformer on real text, with dropout, accumulation and clipping
-SMALL = ("--layers=2", "--width=32", "--heads=2", "--context=32", "--batch=8", "--micro-batch=2", "--warmup-steps=5")
+SMALL = (
+    "--layers=2",
+    "--width=32",
+    "--heads=2",
+    "--context=32",
+    "--batch=8",
+    "--micro-batch=2",
+    "--warmup-steps=5",
+)
 
 
 @dataclass
@@ -105,7 +113,9 @@ class Training:
         if not path.exists():
             return {}
         with path.open(newline="") as file:
-            return {int(row["step"]): row for row in csv.DictReader(file) if row["loss"] and row["step"].isdigit()}
+            return {
+                int(row["step"]): row for row in csv.DictReader(file) if row["loss"] and row["step"].isdigit()
+            }
 
     def step(self) -> int:
         """The newest step in metrics.csv."""
@@ -113,11 +123,20 @@ class Training:
 
     def committed(self) -> list[int]:
         """Step numbers of whole step directories."""
-        return sorted(entry.step for entry in step_directories.list_steps(self.run_dir / "checkpoints") if entry.manifest)
+        return sorted(
+            entry.step
+            for entry in step_directories.list_steps(self.run_dir / "checkpoints")
+            if entry.manifest
+        )
 
     def exits(self) -> list[int]:
         """Exit codes of the attempts that ended with a word."""
-        return [effect.code for record in self.records() for effect in record.effects if effect.__class__.__name__ == "Exit"]
+        return [
+            effect.code
+            for record in self.records()
+            for effect in record.effects
+            if effect.__class__.__name__ == "Exit"
+        ]
 
     # --- waiting ----------------------------------------------------------------------------------
 
@@ -145,10 +164,15 @@ class Training:
     def story(self) -> str:
         """What happened, for a failed test."""
         lines = [
-            f"{r.event.at:.2f} {r.attempt}.{r.launch} {r.phase.value} {type(r.event).__name__} {r.why}" for r in self.records()
+            f"{r.event.at:.2f} {r.attempt}.{r.launch} {r.phase.value} {type(r.event).__name__} {r.why}"
+            for r in self.records()
         ]
-        logs = [p.read_text(errors="replace")[-1500:] for p in sorted(self.run_dir.glob("logs/*/*/*.log"))[-2:]]
-        return "\n".join(["--- journal", *lines[-60:], "--- output", self.output()[-2000:], "--- ranks", *logs])
+        logs = [
+            p.read_text(errors="replace")[-1500:] for p in sorted(self.run_dir.glob("logs/*/*/*.log"))[-2:]
+        ]
+        return "\n".join(
+            ["--- journal", *lines[-60:], "--- output", self.output()[-2000:], "--- ranks", *logs]
+        )
 
 
 def assert_complete(training: Training, reference: Training) -> None:

@@ -43,15 +43,17 @@ def invariant(holds):
 @invariant
 def one_requeue_and_one_exit_and_nothing_after_it(turns):
     """A job that is requeued twice loses its place, or runs twice."""
-    done = False
+    done = requeued = False
     for turn in turns:
         if done:
             assert turn.decision == type(turn.decision)(turn.before)
+        assert not (requeued and turn.ordered(do.Requeue))
         exits = turn.ordered(do.Exit)
         assert len(exits) == (turn.after.phase is Phase.DONE and turn.before.phase is not Phase.DONE)
         accepted = isinstance(turn.event, on.RequeueAnswered) and turn.event.ok
         if turn.before.phase is Phase.REQUEUEING and accepted:
-            assert turn.after.phase is Phase.DONE
+            requeued = True
+            assert turn.after.plan.next is Next.END
         done = turn.after.phase is Phase.DONE
 
 
@@ -74,7 +76,7 @@ def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
         assert job.state not in (on.JobState.COMPLETING, on.JobState.ENDED) or job.reason == "TimeLimit"
         assert turn.before.phase is Phase.REQUEUEING
         assert not turn.before.running
-        assert not turn.before.bus_open
+        assert not turn.before.bus_told
         assert not turn.before.requesting
         assert signaled_at <= asked_at
 

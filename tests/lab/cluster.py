@@ -103,14 +103,18 @@ class Lab(Jobs, Nodes):
         if self._guardian is not None:
             self._guardian.wait(DOWN_S)
         if answer.get("left"):
-            raise LabError(f"processes {answer['left']} of {self.directory} survived SIGKILL; see their stack in /proc")
+            raise LabError(
+                f"processes {answer['left']} of {self.directory} survived SIGKILL; see their stack in /proc"
+            )
 
     @classmethod
     def attach(cls, directory: Path) -> Self:
         """Return a lab that another process brought up."""
         noted = teardown.read(directory)
         if not noted:
-            raise LabError(f"{directory}: no lab here; start one by `python -m tests.lab up --dir {directory}`")
+            raise LabError(
+                f"{directory}: no lab here; start one by `python -m tests.lab up --dir {directory}`"
+            )
         options = noted["options"]
         options["slurm_conf"] = tuple(options["slurm_conf"])
         lab = cls(LabOptions(**options), directory=directory)
@@ -257,13 +261,21 @@ class Lab(Jobs, Nodes):
             raise LabTimeoutError(f"{argv[0]}: no answer within {timeout_s} s; {self.log_tail()}") from error
         if check and done.returncode:
             command = " ".join(str(part) for part in argv)
-            raise LabError(f"{command}: exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
+            raise LabError(
+                f"{command}: exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
+            )
         return done
 
     def environment(self, user: str | None = None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the environment of a user's login on this cluster."""
         home = str(self.workdir(user)) if user else "/root"
-        base = {"PATH": PATH, "LANG": "C.UTF-8", "HOME": home, "USER": user or "root", "LOGNAME": user or "root"}
+        base = {
+            "PATH": PATH,
+            "LANG": "C.UTF-8",
+            "HOME": home,
+            "USER": user or "root",
+            "LOGNAME": user or "root",
+        }
         return base | {"SHELL": "/bin/bash", "SLURM_CONF": str(self.place.conf)} | dict(extra or {})
 
     def identity(self, user: str | None) -> dict[str, Any]:

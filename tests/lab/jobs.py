@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 WAIT_S = 30.0
 POLL_S = 0.03
 ENDED = frozenset(
-    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+    (
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "TIMEOUT",
+    )
 )
 Wanted = str | frozenset[str] | Callable[[JobFacts], object]
 
@@ -60,11 +70,17 @@ class Jobs:
         limit = time.monotonic() + timeout_s
         while True:
             found = self.job(job_id)
-            if wanted(found) if callable(wanted) else found.state in ({wanted} if isinstance(wanted, str) else wanted):
+            if (
+                wanted(found)
+                if callable(wanted)
+                else found.state in ({wanted} if isinstance(wanted, str) else wanted)
+            ):
                 return found
             if time.monotonic() > limit:
                 what = "a condition" if callable(wanted) else wanted
-                raise LabTimeoutError(f"waited {timeout_s} s for {what}; last seen {found}; {self.log_tail()}")
+                raise LabTimeoutError(
+                    f"waited {timeout_s} s for {what}; last seen {found}; {self.log_tail()}"
+                )
             time.sleep(POLL_S)
 
     def wait_ended(self: "Lab", job_id: int, timeout_s: float = WAIT_S) -> JobFacts:

@@ -26,7 +26,9 @@ class Nodes:
     def wait_node(self: "Lab", node: str, *flags: str, timeout_s: float = NODE_S) -> NodeFacts:
         """Wait until the state of a node holds all of some words, as in `wait_node("k1n1", "IDLE", "DRAIN")`."""
         self.until(
-            lambda: set(flags) <= set(self.nodes()[node].state.rstrip("*").split("+")), f"{node} {flags}", timeout_s
+            lambda: set(flags) <= set(self.nodes()[node].state.rstrip("*").split("+")),
+            f"{node} {flags}",
+            timeout_s,
         )
         return self.nodes()[node]
 
@@ -106,7 +108,9 @@ class Nodes:
         """Start slurmctld again and wait until it answers."""
         self._spawn("slurmctld", ["slurmctld", "-D", "-f", str(self.place.conf)])
         self.until(
-            lambda: " is UP" in self.run("scontrol", "ping", check=False).stdout, "slurmctld to answer", CONTROLLER_S
+            lambda: " is UP" in self.run("scontrol", "ping", check=False).stdout,
+            "slurmctld to answer",
+            CONTROLLER_S,
         )
 
     def restart_slurmctld(self: "Lab") -> None:

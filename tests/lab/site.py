@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.lab.faults import LabError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SITES = Path("/var/tmp/stepkeeper-site")  # noqa: S108 - `_locked` checks whose it is
+SITES = Path("/var/tmp/stepkeeper-site")
 TORCH = REPOSITORY / "tests" / "requirements-torch.txt"
 BUILD_S = 600.0
 PROJECTS_KEPT = 4
@@ -80,7 +80,9 @@ def _interpreter() -> Path:
             )
             if asked.stdout.strip() == "True":
                 return path
-    raise LabError(f"none of {INTERPRETERS} is a Python >= 3.11 with venv that every user can run: install python3-venv")
+    raise LabError(
+        f"none of {INTERPRETERS} is a Python >= 3.11 with venv that every user can run: install python3-venv"
+    )
 
 
 def _dependencies(interpreter: Path, *, torch: bool) -> Path:
@@ -119,7 +121,17 @@ def _project(dependencies: Path) -> Path:
         _call(base, "-m", "venv", "--without-pip", layer)
         (packages,) = layer.glob("lib/python3*/site-packages")
         (packages / "dependencies.pth").write_text(f"{dependencies}\n")
-        _call(base, "-m", "pip", f"--python={python}", "install", "--quiet", "--no-deps", "--no-build-isolation", REPOSITORY)
+        _call(
+            base,
+            "-m",
+            "pip",
+            f"--python={python}",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            REPOSITORY,
+        )
         (layer / "complete").touch()
     _prune(layer)
     return python
@@ -137,7 +149,9 @@ def _fingerprint(*parts: str) -> str:
 
 
 def _call(*argv: str | Path) -> None:
-    done = subprocess.run([str(part) for part in argv], capture_output=True, text=True, timeout=BUILD_S, check=False, cwd="/")
+    done = subprocess.run(
+        [str(part) for part in argv], capture_output=True, text=True, timeout=BUILD_S, check=False, cwd="/"
+    )
     if done.returncode:
         raise LabError(f"{' '.join(map(str, argv))}: {done.stderr.strip()[-2000:]}")
 
@@ -148,7 +162,9 @@ def _locked() -> Iterator[None]:
     SITES.mkdir(mode=0o755, exist_ok=True)
     status = SITES.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022 or SITES.is_symlink():
-        raise LabError(f"{SITES} is not ours alone (owner {status.st_uid}, mode {status.st_mode:o}): remove it")
+        raise LabError(
+            f"{SITES} is not ours alone (owner {status.st_uid}, mode {status.st_mode:o}): remove it"
+        )
     SITES.chmod(0o755)
     with (SITES / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Callable
 
-from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
 from tests.lab import LabError, processes
 from tests.training import Training
@@ -18,8 +17,11 @@ MOMENT_S = 60.0
 
 
 def starting(training: Training) -> None:
-    """The supervisor runs; no rank has said a word yet."""
-    training.wait_event(on.AttemptStarted)
+    """Watchers answer, ranks are being started; none has said a word yet.
+
+    Before the first watcher answers (0.3 s) nobody can stand in for a lost supervisor: see ARCHITECTURE.md.
+    """
+    training.until(lambda: any(record.phase is Phase.TRAINING for record in training.records()), "the launch")
 
 
 def in_training(training: Training) -> None:
@@ -30,7 +32,9 @@ def in_training(training: Training) -> None:
 def saving(training: Training) -> None:
     """A save is in flight: its directory is there, and not yet renamed."""
     training.wait_step(8)
-    _quickly(lambda: any(p.name.startswith(".tmp-step") for p in (training.run_dir / "checkpoints").iterdir()))
+    _quickly(
+        lambda: any(p.name.startswith(".tmp-step") for p in (training.run_dir / "checkpoints").iterdir())
+    )
 
 
 def requeueing(training: Training) -> None:
@@ -75,7 +79,10 @@ def kill_watcher(training: Training) -> None:
 
 
 def kill_rank(training: Training) -> None:
-    kill_one(training, lambda command: "train_lm" in command and "wrapper.py" not in command)
+    kill_one(
+        training,
+        lambda command: "train_lm" in command and "wrapper.py" not in command and " run " not in command,
+    )
 
 
 def lose_node(training: Training) -> None:
@@ -104,7 +111,9 @@ ACTS = {
 }
 
 
-def kill_one(training: Training, wanted: Callable[[str], bool], *, batch: bool = False, within_s: float = 10.0) -> None:
+def kill_one(
+    training: Training, wanted: Callable[[str], bool], *, batch: bool = False, within_s: float = 10.0
+) -> None:
     """SIGKILL one process of the job, by its pid; wait for it to appear unless the job is gone by then."""
     limit = time.monotonic() + within_s
     while time.monotonic() < limit:

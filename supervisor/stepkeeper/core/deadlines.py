@@ -33,8 +33,7 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
         case Phase.STOPPING:
             return _on_ranks_late(state, event.at, policy)
         case Phase.CLOSING:
-            late = "the watchers or the verification took too long"
-            return closed(replace(state, bus_open=False, verifying=None), event.at, policy, late)
+            return _on_closing_late(state, event.at, policy)
         case Phase.REQUEUEING:
             if state.asking or state.requesting:
                 late = f"Slurm did not answer in {policy.ask_within_s:g} s"
@@ -45,6 +44,15 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
             return Decision(state)
         case _:
             assert_never(state.phase)
+
+
+def _on_closing_late(state: State, at: float, policy: Policy) -> Decision:
+    """Reading back took too long, or the watchers did not leave: they end with the job."""
+    if state.verifying is not None:
+        state = replace(state, verifying=None, deadline_at=at + policy.hurry_within_s)
+    else:
+        state = replace(state, bus_open=False)
+    return closed(state, at, policy, "the watchers or the verification took too long")
 
 
 def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:

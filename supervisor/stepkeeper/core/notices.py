@@ -14,7 +14,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.judge import Judgement, Notice, judge
-from stepkeeper.core.phases import Decision, ask, close, finish, relaunch, request_save, save, stop, take
+from stepkeeper.core.phases import Decision, ask, close, relaunch, request_save, save, stop, take
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, Plan, State
 
@@ -39,6 +39,8 @@ def on_node_signaled(state: State, event: on.NodeSignaled, policy: Policy) -> De
 
 
 def _ask_about(state: State, at: float, why: str, policy: Policy) -> Decision:
+    if state.phase is Phase.CLOSING and state.plan is not None and state.plan.next is Next.END:
+        return Decision(state)  # it ends anyway; after a requeue Slurm sends us SIGTERM at once
     if state.phase is Phase.REQUEUEING:
         if state.requesting:
             return Decision(state)  # Slurm ends what it requeues: the answer to that is on its way
@@ -146,13 +148,14 @@ def _requeue_if_right(
     if job is None:
         return retry_requeue(state, event.at, event.error, ExitCode.UNDECIDED, policy)
     if judgement.notice is Notice.REQUEUED:
-        return finish(state, Plan(next=Next.END, why=judgement.notice.value))
+        return close(state, event.at, Plan(next=Next.END, why=judgement.notice.value), policy)
     if judgement.notice is Notice.CANCELLED:
         plan = Plan(next=Next.END, why=f"cancelled meanwhile ({job.slurm_state})", code=ExitCode.CANCELLED)
-        return finish(state, plan)
+        return close(state, event.at, plan, policy)
     if not job.requeue_allowed:
         why = "Slurm does not requeue this job (Requeue=0): submit it again with the same --run-dir"
-        return finish(state, Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED))
+        plan = Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED)
+        return close(state, event.at, plan, policy)
     assert state.plan is not None, "REQUEUEING is entered with a plan"
     why = state.plan.why
     state = replace(state, requesting=True, deadline_at=event.at + policy.ask_within_s)
@@ -165,7 +168,7 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
         return Decision(state)
     if event.ok:
         assert state.plan is not None, "REQUEUEING is entered with a plan"
-        return finish(state, Plan(next=Next.END, why=f"requeued: {state.plan.why}"))
+        return close(state, event.at, Plan(next=Next.END, why=f"requeued: {state.plan.why}"), policy)
     if not state.requesting:
         return Decision(state)  # too late: it was given up, and counted
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
@@ -176,7 +179,7 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
     tries = state.requeue_tries + 1
     if tries >= policy.requeue_tries_max:
         why = f"the requeue did not succeed in {tries} tries: {error}"
-        return finish(state, Plan(next=Next.END, why=why, code=code))
+        return close(state, at, Plan(next=Next.END, why=why, code=code), policy)
     wait = min(policy.requeue_retry_s * 2 ** (tries - 1), policy.requeue_retry_max_s)
     state = replace(
         state, requeue_tries=tries, asking=False, again=False, requesting=False, deadline_at=at + wait

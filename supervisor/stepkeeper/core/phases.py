@@ -61,8 +61,6 @@ def stop(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     plan = state.plan
     if state.phase is Phase.CLOSING:
         return closed(state, at, policy, why)
-    if state.phase is Phase.REQUEUEING:
-        return finish(state, plan)
     if not state.running:
         return close(state, at, plan, policy)
     if state.killed:
@@ -77,23 +75,27 @@ def kill(state: State, at: float, policy: Policy, why: str) -> Decision:
 
 
 def close(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
-    """No rank runs: let the watchers leave, and wait for the last checkpoint to be read back."""
+    """No rank runs: wait for the last checkpoint to be read back, and let the watchers leave at the end."""
     deadline = at + (policy.verify_within_s if state.verifying else policy.close_within_s)
     if state.leave_at is not None:
         deadline = min(deadline, max(state.leave_at, at + policy.hurry_within_s))
     state = replace(state, phase=Phase.CLOSING, plan=plan, deadline_at=deadline)
-    if not state.bus_open:
-        return closed(state, at, policy, plan.why)
-    return Decision(state, (do.StopBus(),), plan.why)
+    return closed(state, at, policy, plan.why)
 
 
 def closed(state: State, at: float, policy: Policy, why: str) -> Decision:
-    """Go on to the requeue or the end, once the watchers left and nothing is being read back."""
-    if state.bus_open or state.verifying is not None:
+    """Go on to the requeue once nothing is being read back, or to the end once the watchers left as well.
+
+    Through the requeue the watchers stay: were the supervisor killed in it, nobody else would save the run.
+    """
+    plan = state.plan
+    assert plan is not None, "CLOSING is entered with a plan"
+    if plan.next is Next.END and state.bus_open and not state.bus_told:
+        return Decision(replace(state, bus_told=True), (do.StopBus(),), why)
+    if state.verifying is not None or (plan.next is Next.END and state.bus_open):
         return Decision(state, (), why)
-    assert state.plan is not None, "CLOSING is entered with a plan"
-    if state.plan.next is Next.END:
-        return finish(state, state.plan)
+    if plan.next is Next.END:
+        return finish(state, plan)
     state = replace(state, phase=Phase.REQUEUEING, deadline_at=at + policy.ask_within_s)
     asked = ask(state, "may the job be requeued?")
     return Decision(asked.state, asked.effects, why)

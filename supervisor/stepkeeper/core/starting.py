@@ -160,10 +160,11 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
     """All watchers are gone: as we wanted, or a new bus is started beside the training."""
     if event.bus != state.bus or not state.bus_open:
         return Decision(state)
-    if state.phase is Phase.CLOSING:
-        return closed(
-            replace(state, bus_open=False, ready=frozenset()), event.at, policy, "the watchers left"
-        )
+    if state.phase in (Phase.CLOSING, Phase.REQUEUEING):
+        state = replace(state, bus_open=False, ready=frozenset())
+        if state.phase is Phase.CLOSING:
+            return closed(state, event.at, policy, "the watchers left")
+        return Decision(state, (), "the watchers left")
     why = f"the watchers' Slurm step ended with {event.code} {event.error}".rstrip()
     state = replace(state, bus_open=False, bus_error=event.error)
     return _restart_bus(state, event.at, why, policy)

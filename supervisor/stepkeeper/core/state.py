@@ -58,6 +58,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     bus_error: str = ""  # why the newest bus ended, until every watcher answers again
     bus_restarts: int = 0
     bus_open: bool = False
+    bus_told: bool = False  # the watchers were asked to leave
 
     # the launch
     launch: int = 0

@@ -51,7 +51,7 @@ def _states() -> dict[str, State]:
     again = Plan(next=Next.RELAUNCH, why="rank 1 failed")
     stopping = replace(saving, phase=Phase.STOPPING, plan=again, saving=None, killed=True)
     closing = replace(stopping, phase=Phase.CLOSING, plan=leave, running=False)
-    requeueing = replace(closing, phase=Phase.REQUEUEING, bus_open=False)
+    requeueing = replace(closing, phase=Phase.REQUEUEING)
     done = replace(requeueing, phase=Phase.DONE, deadline_at=None)
     return {
         "starting": starting,

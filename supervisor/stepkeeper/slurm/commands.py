@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.slurm.client import ClusterSettings, SlurmError
 
-CALL_WITHIN_S = 10.0
+CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller does not answer
 _UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket timed out", "communication")
 _STATES = {
     "PENDING": JobState.PENDING,

@@ -1,0 +1,145 @@
+"""Every way in which Slurm says that it wants the nodes back, and the one that must end the run: scancel."""
+
+import time
+
+import pytest
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from tests.lab import Lab, LabOptions
+from tests.stories.test_campaign import mend, release_urgent_jobs
+from tests.training import Training, assert_complete
+
+pytestmark = pytest.mark.slurm
+GRACE_S = 20
+
+
+def test_the_nodes_are_given_back_as_soon_as_the_checkpoint_is_verified(
+    lab: Lab, reference: Training
+) -> None:
+    """Grace time is a limit, not a wait: the urgent job starts when the commit is done, not when grace is over."""
+    training = Training(lab, name="give-back", steps=40).submit()
+    training.wait_step(13)
+
+    asked_at = time.time()
+    urgent = lab.preempt(training.job_id)
+    lab.wait_job(urgent, "RUNNING", timeout_s=GRACE_S)
+    waited = time.time() - asked_at
+    release_urgent_jobs(lab)
+    training.wait_end()
+
+    assert waited < GRACE_S / 2, "the nodes came back only with the end of the grace time"
+    notice, commit, verified = _emergency(training)
+    assert notice.effects[0].deadline_at > verified.event.at >= commit.event.at
+    assert verified.event.ok
+    assert_complete(training, reference)
+
+
+def test_the_batch_process_alone_is_told_by_a_user_signal(lab_factory, reference: Training) -> None:
+    """`preempt_send_user_signal`: the ranks hear nothing, only the supervisor gets SIGUSR1."""
+    lab = lab_factory(LabOptions(grace_time_s=GRACE_S, kill_wait_s=10, send_user_signal=True))
+    training = Training(lab, name="user-signal", steps=40).submit()
+    training.wait_step(13)
+
+    lab.preempt(training.job_id)
+    training.wait_event(on.CheckpointCommitted)
+    release_urgent_jobs(lab)
+    training.wait_end()
+
+    assert [r.event.signal for r in training.events(on.SignalReceived)][:1] == ["USR1"], training.story()
+    assert_complete(training, reference)
+
+
+def test_a_time_limit_is_met_with_a_checkpoint_and_another_attempt(lab: Lab, reference: Training) -> None:
+    """One minute is Slurm's shortest limit, and it may signal up to a minute early: that is what this uses."""
+    training = Training(
+        lab, name="time-limit", steps=40, step_seconds=0.3, sbatch_args=("--time=1", "--signal=B:USR1@55")
+    ).submit()
+
+    training.wait_end()
+
+    assert len(training.events(on.AttemptStarted)) > 1, training.story()
+    assert "time limit" in training.output()
+    assert_complete(training, reference)
+
+
+def test_a_time_limit_without_an_early_signal_leaves_kill_wait(lab: Lab, reference: Training) -> None:
+    """Without `--signal` the first word is SIGTERM to everybody, with Reason=TimeLimit."""
+    training = Training(
+        lab, name="late-limit", steps=40, step_seconds=2.0, sbatch_args=("--time=1", "--signal=B:CONT@1")
+    ).submit()
+
+    training.wait_attempt(1)
+    lab.run("scancel", str(training.job_id))
+    training.wait_end()
+
+    _, commit, _ = _emergency(training)
+    resumed = training.events(on.CheckpointChosen)[1].event
+    assert resumed.step == commit.event.step
+    expected = reference.losses()
+    assert all(loss == expected[step] for step, loss in training.losses().items())
+
+
+@pytest.mark.parametrize("moment", ["starting", "training", "saving"])
+def test_scancel_never_leads_to_a_requeue(lab: Lab, moment: str) -> None:
+    training = Training(lab, name=f"cancel-{moment}", steps=4000, step_seconds=0.05).submit()
+    if moment == "starting":
+        training.wait_event(on.AttemptStarted)
+    else:
+        training.wait_step(13)
+    if moment == "saving":
+        lab.preempt(training.job_id)
+        training.until(lambda: "request_save" in training.output(), "the request to save")
+
+    lab.cancel(training.job_id, user=training.user)
+    training.wait_end()
+    mend(lab, training)
+
+    assert lab.job(training.job_id).state in ("CANCELLED", "PREEMPTED", "COMPLETED", "FAILED"), (
+        training.story()
+    )
+    assert lab.job(training.job_id).restarts == 0, training.story()
+    assert training.exits() in ([ExitCode.CANCELLED], []), training.story()
+
+
+def test_a_signal_that_ends_nothing_saves_and_training_goes_on(lab: Lab, reference: Training) -> None:
+    """`scancel --batch --signal=USR1` by a user: a checkpoint now, please."""
+    training = Training(lab, name="save-now", steps=40, every=1000).submit()
+    training.wait_step(13)
+
+    lab.run("scancel", "--batch", "--signal=USR1", str(training.job_id))
+    training.wait_event(on.CheckpointCommitted)
+    training.wait_end()
+
+    assert len(training.events(on.AttemptStarted)) == 1, training.story()
+    assert 13 <= training.committed()[0] < 40
+    assert_complete(training, reference)
+
+
+def test_a_controller_that_is_away_during_the_requeue_is_waited_for(lab: Lab, reference: Training) -> None:
+    training = Training(lab, name="no-controller", steps=40, step_seconds=0.5).submit()
+    training.wait_step(5)
+    batch = lab.batch_pid(training.job_id)
+
+    lab.stop_slurmctld()
+    lab.run("kill", "-USR1", str(batch))
+    training.wait_event(on.SlurmAnswered, timeout_s=60)
+    time.sleep(5)
+    lab.start_slurmctld()
+    training.wait_end()
+
+    assert training.events(on.SlurmAnswered)[0].event.job is None
+    assert len(training.events(on.AttemptStarted)) == 2, training.story()
+    assert_complete(training, reference)
+
+
+def _emergency(training: Training):
+    """The notice that led to a save, its commit, and its verification."""
+    records = training.records()
+    notice = next(
+        r for r in records if any(isinstance(effect, do.RequestSave) and effect.stop for effect in r.effects)
+    )
+    commit = next(r for r in records if isinstance(r.event, on.CheckpointCommitted) and r.event.emergency)
+    verified = next(r for r in records if isinstance(r.event, on.CheckpointVerified))
+    return notice, commit, verified

@@ -1,0 +1,231 @@
+"""What a run does with its own past: damaged checkpoints, a finished run, other jobs, other world sizes."""
+
+import os
+import time
+
+import pytest
+
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from tests.lab import Lab
+from tests.lab.site import supervisor_python
+from tests.training import Training, assert_complete
+
+pytestmark = pytest.mark.slurm
+
+
+def again(training: Training, **changes) -> Training:
+    """Submit another job on the same run directory."""
+    fields = {
+        name: getattr(training, name)
+        for name in ("lab", "name", "steps", "every", "seed", "nodes", "step_seconds")
+    }
+    return Training(**{**fields, **changes}).submit()
+
+
+def test_damaged_step_directories_are_skipped_named_and_kept(lab: Lab, reference: Training) -> None:
+    """Bit flip, truncation, no manifest: the one before them is used, and nothing is deleted."""
+    training = Training(lab, name="damaged", steps=40, every=5, step_seconds=0.2).submit()
+    training.wait_event(on.CheckpointCommitted, count=5)
+    lab.cancel(training.job_id)
+    training.wait_end()
+    checkpoints = training.run_dir / "checkpoints"
+    good, cut, bare, flipped = sorted(checkpoints.glob("step_*"))[-4:]
+    data = max(flipped.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    with data.open("r+b") as file:
+        file.seek(data.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    (bare / "MANIFEST.json").unlink()
+    data = max(cut.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(data, data.stat().st_size - 1)
+
+    second = again(training, step_seconds=0.0)
+    second.wait_end()
+
+    chosen = second.events(on.CheckpointChosen)[-1].event
+    assert chosen.directory == str(good)
+    assert [skipped.directory for skipped in chosen.skipped] == [flipped.name, bare.name, cut.name]
+    assert all(name in second.output() for name in (flipped.name, bare.name, cut.name))
+    assert {good, cut, bare, flipped} <= set(checkpoints.iterdir())
+    assert_complete(second, reference)
+
+
+def test_a_finished_run_is_never_run_again(lab: Lab) -> None:
+    training = Training(lab, name="finished", steps=5, step_seconds=0.0).submit()
+    training.wait_end()
+    losses = training.losses()
+
+    lab.requeue(training.job_id)
+    training.wait_attempt(1)
+    training.wait_end()
+    third = again(training)
+    third.wait_end()
+
+    assert third.exits() == [ExitCode.FINISHED] * 3, third.story()
+    assert third.losses() == losses
+    assert len(list(training.run_dir.glob("logs/*/*"))) == 1, "it was launched again"
+
+
+def test_another_job_is_refused_while_a_run_is_alive(lab: Lab, reference: Training) -> None:
+    training = Training(lab, name="busy", steps=40).submit()
+    training.wait_step(3)
+
+    intruder = again(training)
+    intruder.wait_end()
+    training.wait_end()
+
+    assert lab.job(intruder.job_id).exit_code == f"{int(ExitCode.RUN_BUSY)}:0", training.output()
+    assert f"job {training.job_id}" in training.output()
+    assert_complete(training, reference)
+
+
+def test_of_two_attempts_at_once_the_newer_one_wins(lab_factory, reference: Training) -> None:
+    """Only slurmd of the batch node dies: Slurm gives the node up and requeues, and the old attempt lives on."""
+    from tests.lab import LabOptions
+
+    lab = lab_factory(LabOptions(slurmd_timeout_s=5, kill_wait_s=10))
+    training = Training(
+        lab, name="two-at-once", steps=40, step_seconds=0.7, sbatch_args=("--no-kill=off",)
+    ).submit()
+    training.wait_step(3)
+    batch_node = lab.job(training.job_id).batch_host
+    old = lab.batch_pid(training.job_id)
+
+    lab.kill_slurmd_only(batch_node)
+    training.wait_attempt(1)
+    training.until(lambda: not _alive(old), "the end of the older attempt", 60)
+    training.wait_end()
+
+    reasons = [record for record in training.records() if isinstance(record.event, on.Superseded)]
+    assert reasons or "attempt 0 ended" in training.output(), training.story()
+    assert [row["attempt"] for row in training.rows().values()][-1] == "1", training.story()
+    assert_complete(training, reference)
+
+
+def test_another_world_size_goes_on_within_rounding(lab: Lab, reference: Training) -> None:
+    """Two ranks, then one, then two again: the data order is the same, and so are the losses but for rounding."""
+    training = Training(lab, name="resharded", steps=40, step_seconds=0.1).submit()
+    for nodes in (1, 2):
+        training.wait_event(on.CheckpointCommitted, count=len(training.events(on.CheckpointCommitted)) + 1)
+        lab.cancel(training.job_id)
+        training.wait_end()
+        training = again(training, nodes=nodes)
+        training.wait_step(training.step() + 1)
+    training.wait_end()
+
+    losses, expected = training.losses(), reference.losses()
+    assert losses.keys() == expected.keys(), training.story()
+    worst = max(abs(float(losses[step]) / float(expected[step]) - 1) for step in expected)
+    assert worst < 1e-6, f"{worst:.2g}\n{training.story()}"
+
+
+def test_the_supervisor_lives_in_an_environment_of_its_own(lab: Lab, reference: Training) -> None:
+    """No torch beside the supervisor, and a PYTHONPATH full of traps for it: training finds torch in its own."""
+    traps = lab.workdir("games") / "traps"
+    traps.mkdir()
+    for name in ("structlog", "msgspec", "xxhash"):
+        (traps / f"{name}.py").write_text("raise SystemExit('the user\\'s module was imported')\n")
+    os.chown(traps, lab.workdir("games").stat().st_uid, -1)
+    training = Training(
+        lab,
+        name="two-environments",
+        step_seconds=0.0,
+        env={"STEPKEEPER": str(supervisor_python().parent / "stepkeeper"), "PYTHONPATH": str(traps)},
+    )
+    training.command = (
+        "env", "--unset=PYTHONPATH", str(training.python), "-m", "stepkeeper_trainer.examples.train_lm", "--steps=40",
+        "--seed=7", "--checkpoint-every-steps=10", *_small(),
+    )  # fmt: skip
+    training.submit()
+    training.wait_end()
+
+    assert_complete(training, reference)
+
+
+def test_nothing_secret_is_written_and_nothing_is_asked_while_nothing_happens(lab: Lab) -> None:
+    """Secrets in the environment stay there; an idle supervisor is small and makes no Slurm call."""
+    shims = lab.workdir("games") / "shims"
+    shims.mkdir()
+    for name in ("scontrol", "squeue", "scancel", "sacct", "sinfo"):
+        (shims / name).write_text(
+            f'#!/bin/sh\necho {name} "$@" >> {shims}/calls\nexec /usr/bin/{name} "$@"\n'
+        )
+        (shims / name).chmod(0o755)
+    os.chown(shims, lab.workdir("games").stat().st_uid, -1)
+    training = Training(
+        lab,
+        name="quiet",
+        steps=400,
+        step_seconds=0.1,
+        env={"API_TOKEN": "sk-verysecret-123", "PATH": f"{shims}:/usr/bin:/bin"},
+    ).submit()
+    training.wait_step(5)
+    supervisor = lab.batch_pid(training.job_id)
+    calls = (shims / "calls").read_text()
+    ticks = _cpu_ticks(supervisor)
+
+    time.sleep(10)
+
+    assert (shims / "calls").read_text() == calls, "a Slurm call while nothing happened"
+    assert _rss_mib(supervisor) < 40
+    assert _cpu_ticks(supervisor) - ticks <= 10, "more than 1 % of a core"
+    lab.cancel(training.job_id)
+    training.wait_end()
+    for path in [training.log, *training.run_dir.rglob("*.json*"), *training.run_dir.rglob("*.log")]:
+        assert b"verysecret" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize("how", ["own-srun", "torchrun"])
+def test_other_launch_lines(lab: Lab, reference: Training, how: str) -> None:
+    """The user's own srun line (without our wrapper around the ranks), and one torchrun a node: preempted alike."""
+    training = Training(lab, name=how)
+    script = (
+        str(training.python), "-m", "stepkeeper_trainer.examples.train_lm", "--steps=40", "--seed=7",
+        "--checkpoint-every-steps=10", "--step-seconds-min=0.1", *_small(),
+    )  # fmt: skip
+    line = ["srun", "--ntasks=2", "--ntasks-per-node=1", *script] if how == "own-srun" else list(script)
+    options = ["--torchrun"] if how == "torchrun" else []
+    training.job_id = lab.submit(
+        "#!/bin/bash\nexec " + " ".join([str(training.stepkeeper), "run", *options, "--", *line]) + "\n",
+        sbatch_args=["-N2", "--ntasks-per-node=1", "--gres=gpu:1", "--mem=2000", "--requeue", "--open-mode=append",
+                     f"--output={training.log}", f"--job-name={how}"],
+        user=training.user,
+        env={"STEPKEEPER_RUN_DIR": str(training.run_dir), "PATH": f"{training.python.parent}:/usr/bin:/bin"},
+    )  # fmt: skip
+    training.wait_step(13)
+
+    urgent = lab.preempt(training.job_id)
+    lab.wait_job(urgent, "RUNNING", timeout_s=60)
+    lab.release(urgent)
+    training.wait_end()
+
+    assert len(training.events(on.AttemptStarted)) == 2, training.story()
+    assert any(record.event.emergency for record in training.events(on.CheckpointCommitted)), training.story()
+    assert_complete(training, reference)
+
+
+def _small() -> tuple[str, ...]:
+    from tests.training import SMALL
+
+    return SMALL
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _rss_mib(pid: int) -> float:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _cpu_ticks(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

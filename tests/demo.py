@@ -23,15 +23,11 @@ DEMO_S = 240.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Show a training that survives a preemption.")
-    parser.add_argument(
-        "--steps", type=int, default=60, help="optimizer steps of the job (default: %(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of the job (default: %(default)s)")
     parser.add_argument("--keep", action="store_true", help="leave the cluster up, to look around")
     options = parser.parse_args()
     if problems := missing():
-        sys.stderr.write(
-            "the demo needs a Slurm of its own on this machine:\n  " + "\n  ".join(problems) + "\n"
-        )
+        sys.stderr.write("the demo needs a Slurm of its own on this machine:\n  " + "\n  ".join(problems) + "\n")
         return 1
     say("starting a Slurm cluster of 4 nodes on this machine")
     lab = Lab(LabOptions(nodes=4, grace_time_s=30), owned=not options.keep).up()
@@ -51,17 +47,13 @@ def play(lab: Lab, steps: int) -> int:
     follow(reference)
 
     training = Training(lab, name="preempted", steps=steps, step_seconds=0.2).submit()
-    say(
-        f"job {training.job_id}: sbatch -N2 sbatch/stepkeeper.sbatch python -m stepkeeper_trainer.examples.train_lm"
-    )
+    say(f"job {training.job_id}: sbatch -N2 sbatch/stepkeeper.sbatch python -m stepkeeper_trainer.examples.train_lm")
     follow(training, until=lambda: training.step() >= steps // 3)
     urgent = lab.preempt(training.job_id)
     say(f"job {urgent}: an urgent job takes both nodes: Slurm preempts job {training.job_id}")
     lab.wait_job(urgent, "RUNNING")
     say(f"job {urgent} runs, on the nodes that job {training.job_id} gave back")
-    training.until(
-        lambda: not lab.job(training.job_id).nodes or training.events(on.AttemptStarted)[1:], "the requeue"
-    )
+    training.until(lambda: not lab.job(training.job_id).nodes or training.events(on.AttemptStarted)[1:], "the requeue")
     lab.release(urgent)
     follow(training)
 
@@ -78,11 +70,7 @@ def follow(training: Training, until=lambda: False) -> None:
         line = f"job {training.job_id} {state.lower():10}"
         if found is not None:
             line += f" attempt {found.attempt}  {found.phase:10}"
-            line += (
-                f" step {found.step}/{training.steps}  loss {found.loss:.4f}"
-                if found.step and found.loss
-                else ""
-            )
+            line += f" step {found.step}/{training.steps}  loss {found.loss:.4f}" if found.step and found.loss else ""
         if line != shown:
             say(line)
             shown = line
@@ -105,9 +93,7 @@ def timeline(training: Training) -> None:
             )
     saves = training.events(on.CheckpointCommitted)
     print(f"  {len(saves)} checkpoints committed: steps {', '.join(str(save.event.step) for save in saves)}")
-    notices = [
-        r.event.at for r in training.records() if any(isinstance(e, do.RequestSave) for e in r.effects)
-    ]
+    notices = [r.event.at for r in training.records() if any(isinstance(e, do.RequestSave) for e in r.effects)]
     commits = [save.event.at for save in saves if save.event.emergency]
     if notices and commits:
         print(f"  from the notice to the verified emergency checkpoint: {commits[0] - notices[0]:.2f} s")

@@ -1,13 +1,10 @@
 """Running the reference training on a lab, and what its run directory tells: for stories, demo and benchmarks."""
 
 import csv
-import os
 import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from stepkeeper.core import events as on
 from stepkeeper.store import journal
@@ -113,9 +110,7 @@ class Training:
         if not path.exists():
             return {}
         with path.open(newline="") as file:
-            return {
-                int(row["step"]): row for row in csv.DictReader(file) if row["loss"] and row["step"].isdigit()
-            }
+            return {int(row["step"]): row for row in csv.DictReader(file) if row["loss"] and row["step"].isdigit()}
 
     def step(self) -> int:
         """The newest step in metrics.csv."""
@@ -124,18 +119,13 @@ class Training:
     def committed(self) -> list[int]:
         """Step numbers of whole step directories."""
         return sorted(
-            entry.step
-            for entry in step_directories.list_steps(self.run_dir / "checkpoints")
-            if entry.manifest
+            entry.step for entry in step_directories.list_steps(self.run_dir / "checkpoints") if entry.manifest
         )
 
     def exits(self) -> list[int]:
         """Exit codes of the attempts that ended with a word."""
         return [
-            effect.code
-            for record in self.records()
-            for effect in record.effects
-            if effect.__class__.__name__ == "Exit"
+            effect.code for record in self.records() for effect in record.effects if effect.__class__.__name__ == "Exit"
         ]
 
     # --- waiting ----------------------------------------------------------------------------------
@@ -167,12 +157,8 @@ class Training:
             f"{r.event.at:.2f} {r.attempt}.{r.launch} {r.phase.value} {type(r.event).__name__} {r.why}"
             for r in self.records()
         ]
-        logs = [
-            p.read_text(errors="replace")[-1500:] for p in sorted(self.run_dir.glob("logs/*/*/*.log"))[-2:]
-        ]
-        return "\n".join(
-            ["--- journal", *lines[-60:], "--- output", self.output()[-2000:], "--- ranks", *logs]
-        )
+        logs = [p.read_text(errors="replace")[-1500:] for p in sorted(self.run_dir.glob("logs/*/*/*.log"))[-2:]]
+        return "\n".join(["--- journal", *lines[-60:], "--- output", self.output()[-2000:], "--- ranks", *logs])
 
 
 def assert_complete(training: Training, reference: Training) -> None:
@@ -186,9 +172,5 @@ def assert_complete(training: Training, reference: Training) -> None:
 
 def _difference(found: dict[int, str], expected: dict[int, str]) -> str:
     wrong = [step for step in expected if found.get(step) != expected[step]]
-    return f"{len(wrong)} of {len(expected)} steps differ, the first: {wrong[:1]} {[(found.get(s), expected[s]) for s in wrong[:1]]}"
-
-
-def measured(training: Training) -> dict[str, object]:
-    """The journal as plain data: what a benchmark reads."""
-    return {"records": [msgspec.to_builtins(record) for record in training.records()], "pid": os.getpid()}
+    first = [(step, found.get(step), expected[step]) for step in wrong[:1]]
+    return f"{len(wrong)} of {len(expected)} steps differ, the first: {first}"

@@ -55,9 +55,7 @@ def _exit_codes_page() -> str:
         "130 means that the command was interrupted from the keyboard."
     )
     lead = "One a reason, never renumbered."
-    return "\n".join(
-        ["# Exit codes", "", MADE, "", lead, "", *_table("code name meaning", rows), "", notes, ""]
-    )
+    return "\n".join(["# Exit codes", "", MADE, "", lead, "", *_table("code name meaning", rows), "", notes, ""])
 
 
 def _events_page() -> str:

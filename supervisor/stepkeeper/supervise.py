@@ -55,6 +55,7 @@ class Supervisor:
 
     def __init__(
         self,
+        *,
         setting: Setting,
         client: SlurmClient,
         inbox: Inbox,

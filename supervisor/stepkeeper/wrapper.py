@@ -88,9 +88,10 @@ def become_rank(command: list[str], environment: dict[str, str]) -> None:
         os.write(descriptor, str(OOM_SCORE_ADJ).encode())
         os.close(descriptor)
     try:
-        os.execvpe(command[0], command, environment)
+        os.execvpe(command[0], command, environment)  # noqa: S606 - the user's own command
     except OSError as error:
-        print(f"stepkeeper: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"stepkeeper: cannot start {command[0]!r}: {error.strerror}\n")
+        sys.stderr.flush()
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 

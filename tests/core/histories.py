@@ -13,9 +13,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 
 NODES = ("a", "b")
-START = on.AttemptStarted(
-    at=0.0, job_id=7, restart_count=0, attempt=0, nodes=NODES, batch_node="a", kill_wait_s=30.0
-)
+START = on.AttemptStarted(at=0.0, job_id=7, restart_count=0, attempt=0, nodes=NODES, batch_node="a", kill_wait_s=30.0)
 
 
 class Turn(msgspec.Struct, frozen=True):

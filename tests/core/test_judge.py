@@ -11,9 +11,7 @@ from stepkeeper.core.state import State
 
 AT = 1000.0
 POLICY = Policy()
-RUNNING = JobFacts(
-    state=JobState.RUNNING, slurm_state="RUNNING", restarts=2, reason="None", end_at=AT + 90_000
-)
+RUNNING = JobFacts(state=JobState.RUNNING, slurm_state="RUNNING", restarts=2, reason="None", end_at=AT + 90_000)
 
 
 def facts(**changes) -> JobFacts:
@@ -78,10 +76,7 @@ def test_a_user_signal_near_the_time_limit_is_its_notice():
 
     assert judged(near, signal="USR1").notice is Notice.TIME_LIMIT
     assert judged(near, signal="TERM").notice is Notice.ASKED_TO_SAVE
-    assert (
-        judged(facts(end_at=AT + POLICY.time_limit_notice_s + 1), signal="USR1").notice
-        is Notice.ASKED_TO_SAVE
-    )
+    assert judged(facts(end_at=AT + POLICY.time_limit_notice_s + 1), signal="USR1").notice is Notice.ASKED_TO_SAVE
     assert judged(facts(end_at=None), signal="USR1").notice is Notice.ASKED_TO_SAVE
 
 

@@ -90,13 +90,10 @@ def what_slurm_or_the_training_ended_is_never_requeued(turns):
         assert not (over and turn.ordered(do.StartLaunch))
         job = turn.event.job if isinstance(turn.event, on.SlurmAnswered) else None
         heard = (
-            job is not None
-            and turn.before.asking
-            and not (turn.before.phase is Phase.REQUEUEING and turn.before.again)
+            job is not None and turn.before.asking and not (turn.before.phase is Phase.REQUEUEING and turn.before.again)
         )
         cancelled = job is not None and (
-            job.restarts > 0
-            or (job.state in (on.JobState.COMPLETING, on.JobState.ENDED) and job.reason != "TimeLimit")
+            job.restarts > 0 or (job.state in (on.JobState.COMPLETING, on.JobState.ENDED) and job.reason != "TimeLimit")
         )
         finished = isinstance(turn.event, on.LaunchEnded) and turn.event.finished and turn.before.running
         same_launch = not isinstance(turn.event, on.LaunchEnded) or turn.event.launch == turn.before.launch

@@ -18,9 +18,7 @@ DIRECTORY = Path(f"/tmp/{PREFIX}hand")
 def main() -> int:
     """Do what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m tests.lab", description=__doc__)
-    parser.add_argument(
-        "--dir", type=Path, default=DIRECTORY, help="the lab's directory (default: %(default)s)"
-    )
+    parser.add_argument("--dir", type=Path, default=DIRECTORY, help="the lab's directory (default: %(default)s)")
     actions = parser.add_subparsers(dest="action", required=True)
     up = actions.add_parser("up", help="start a lab that stays until `down`")
     defaults = LabOptions()
@@ -29,14 +27,10 @@ def main() -> int:
     up.add_argument("--grace-time", type=int, default=defaults.grace_time_s, metavar="S")
     up.add_argument("--kill-wait", type=int, default=defaults.kill_wait_s, metavar="S")
     up.add_argument("--slurmd-timeout", type=int, default=defaults.slurmd_timeout_s, metavar="S")
-    up.add_argument(
-        "--cred-expire", type=int, default=defaults.cred_expire_s, metavar="S", help="0: Slurm's default"
-    )
+    up.add_argument("--cred-expire", type=int, default=defaults.cred_expire_s, metavar="S", help="0: Slurm's default")
     up.add_argument("--send-user-signal", action="store_true")
     up.add_argument("--no-job-requeue", action="store_true")
-    up.add_argument(
-        "--slurm-conf", action="append", default=[], metavar="LINE", help="one more line for slurm.conf"
-    )
+    up.add_argument("--slurm-conf", action="append", default=[], metavar="LINE", help="one more line for slurm.conf")
     actions.add_parser("down", help="take it down")
     actions.add_parser("status", help="nodes and jobs")
     shell = actions.add_parser("shell", help="a shell, or a command, inside the lab")

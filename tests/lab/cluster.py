@@ -44,9 +44,7 @@ recorded: list[tuple[int, int]] = []
 class Lab(Jobs, Nodes):
     """A cluster; a context manager.  `up` and `down` may also be called by hand."""
 
-    def __init__(
-        self, options: LabOptions | None = None, *, directory: Path | None = None, owned: bool = True
-    ) -> None:
+    def __init__(self, options: LabOptions | None = None, *, directory: Path | None = None, owned: bool = True) -> None:
         """Describe a lab; nothing starts yet.
 
         Args:
@@ -103,18 +101,14 @@ class Lab(Jobs, Nodes):
         if self._guardian is not None:
             self._guardian.wait(DOWN_S)
         if answer.get("left"):
-            raise LabError(
-                f"processes {answer['left']} of {self.directory} survived SIGKILL; see their stack in /proc"
-            )
+            raise LabError(f"processes {answer['left']} of {self.directory} survived SIGKILL; see their stack in /proc")
 
     @classmethod
     def attach(cls, directory: Path) -> Self:
         """Return a lab that another process brought up."""
         noted = teardown.read(directory)
         if not noted:
-            raise LabError(
-                f"{directory}: no lab here; start one by `python -m tests.lab up --dir {directory}`"
-            )
+            raise LabError(f"{directory}: no lab here; start one by `python -m tests.lab up --dir {directory}`")
         options = noted["options"]
         options["slurm_conf"] = tuple(options["slurm_conf"])
         lab = cls(LabOptions(**options), directory=directory)
@@ -261,9 +255,7 @@ class Lab(Jobs, Nodes):
             raise LabTimeoutError(f"{argv[0]}: no answer within {timeout_s} s; {self.log_tail()}") from error
         if check and done.returncode:
             command = " ".join(str(part) for part in argv)
-            raise LabError(
-                f"{command}: exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
-            )
+            raise LabError(f"{command}: exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
         return done
 
     def environment(self, user: str | None = None, extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -96,12 +96,15 @@ def _slurm_conf(place: Place, options: LabOptions, nodes: str) -> str:
     gres = f" Gres=gpu:{options.gpus}" if options.gpus else ""
     ports = f"{place.port + 1}" + (f"-{place.port + options.nodes}" if options.nodes > 1 else "")
     lines += [
-        f"NodeName={nodes} NodeHostname={place.hostname} NodeAddr=127.0.0.1 Port=[{ports}]"
-        f" CPUs={options.cpus} RealMemory={options.memory_mib}{gres} State=UNKNOWN",
-        f"PartitionName=train Nodes={nodes} Default=YES PriorityTier=1 PreemptMode=REQUEUE"
-        f" GraceTime={options.grace_time_s} MaxTime=INFINITE State=UP",
-        f"PartitionName=urgent Nodes={nodes} Default=NO PriorityTier=100 PreemptMode=OFF"
-        " MaxTime=INFINITE State=UP",
+        (
+            f"NodeName={nodes} NodeHostname={place.hostname} NodeAddr=127.0.0.1 Port=[{ports}]"
+            f" CPUs={options.cpus} RealMemory={options.memory_mib}{gres} State=UNKNOWN"
+        ),
+        (
+            f"PartitionName=train Nodes={nodes} Default=YES PriorityTier=1 PreemptMode=REQUEUE"
+            f" GraceTime={options.grace_time_s} MaxTime=INFINITE State=UP"
+        ),
+        f"PartitionName=urgent Nodes={nodes} Default=NO PriorityTier=100 PreemptMode=OFF MaxTime=INFINITE State=UP",
         *options.slurm_conf,
     ]
     return "\n".join(lines) + "\n"

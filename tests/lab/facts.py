@@ -70,9 +70,7 @@ def hosts(hostlist: str) -> tuple[str, ...]:
             result.append(prefix)
         for part in filter(None, numbers.split(",")):
             first, _, last = part.partition("-")
-            result += [
-                f"{prefix}{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)
-            ]
+            result += [f"{prefix}{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
     return tuple(result)
 
 

@@ -70,17 +70,11 @@ class Jobs:
         limit = time.monotonic() + timeout_s
         while True:
             found = self.job(job_id)
-            if (
-                wanted(found)
-                if callable(wanted)
-                else found.state in ({wanted} if isinstance(wanted, str) else wanted)
-            ):
+            if wanted(found) if callable(wanted) else found.state in ({wanted} if isinstance(wanted, str) else wanted):
                 return found
             if time.monotonic() > limit:
                 what = "a condition" if callable(wanted) else wanted
-                raise LabTimeoutError(
-                    f"waited {timeout_s} s for {what}; last seen {found}; {self.log_tail()}"
-                )
+                raise LabTimeoutError(f"waited {timeout_s} s for {what}; last seen {found}; {self.log_tail()}")
             time.sleep(POLL_S)
 
     def wait_ended(self: "Lab", job_id: int, timeout_s: float = WAIT_S) -> JobFacts:

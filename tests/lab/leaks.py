@@ -19,9 +19,7 @@ def leftovers() -> list[str]:
 
 def _now() -> list[str]:
     found = [
-        f"daemon {pid}: {processes.title(pid)}"
-        for pid, started in cluster.recorded
-        if processes.alive(pid, started)
+        f"daemon {pid}: {processes.title(pid)}" for pid, started in cluster.recorded if processes.alive(pid, started)
     ]
     children = processes.descendants(os.getpid())
     found += [f"child {pid}: {processes.title(pid)}" for pid in children if pid not in dict(cluster.recorded)]

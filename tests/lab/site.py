@@ -162,9 +162,7 @@ def _locked() -> Iterator[None]:
     SITES.mkdir(mode=0o755, exist_ok=True)
     status = SITES.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022 or SITES.is_symlink():
-        raise LabError(
-            f"{SITES} is not ours alone (owner {status.st_uid}, mode {status.st_mode:o}): remove it"
-        )
+        raise LabError(f"{SITES} is not ours alone (owner {status.st_uid}, mode {status.st_mode:o}): remove it")
     SITES.chmod(0o755)
     with (SITES / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -75,9 +75,7 @@ def make_step(
 
 def make_steps(run: RunDirectory, count: int = 3) -> list[Path]:
     ids = [f"{i:08x}-save" for i in range(count)]
-    return [
-        make_step(run, 100 * (i + 1), save_id=ids[i], parent=ids[i - 1] if i else None) for i in range(count)
-    ]
+    return [make_step(run, 100 * (i + 1), save_id=ids[i], parent=ids[i - 1] if i else None) for i in range(count)]
 
 
 def write_status(run: RunDirectory, **changes: object) -> None:
@@ -123,9 +121,7 @@ def story(run: RunDirectory) -> list[Record]:
     )
     skipped = (on.Skipped(directory="step_00000300", problem="torn"),)
     return [
-        record(
-            started, phase=Phase.STARTING, attempt=0, why="the attempt starts", effects=(do.StartBus(bus=1),)
-        ),
+        record(started, phase=Phase.STARTING, attempt=0, why="the attempt starts", effects=(do.StartBus(bus=1),)),
         record(
             on.SignalReceived(at=START + 5, signal="TERM"),
             attempt=0,

@@ -87,9 +87,7 @@ def nonsense_chunks(step: Path) -> None:
         step,
         files={
             "__0_0.distcp": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=0, chunks=()),
-            ".metadata": FileEntry(
-                bytes=200, xxh3_128="0" * 32, chunk_bytes=CHUNK_BYTES * 10**9, chunks=("x",)
-            ),
+            ".metadata": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=CHUNK_BYTES * 10**9, chunks=("x",)),
         },
     )
 
@@ -147,9 +145,7 @@ def test_verify_names_what_is_wrong(command: Command, run: RunDirectory, damage:
 
 
 @damaged
-def test_ls_shows_each_damage_that_sizes_tell(
-    command: Command, run: RunDirectory, damage: object, words: str
-) -> None:
+def test_ls_shows_each_damage_that_sizes_tell(command: Command, run: RunDirectory, damage: object, words: str) -> None:
     damage(build.make_steps(run)[-1])  # type: ignore[operator]
 
     said = command("checkpoints", "ls", run.path)
@@ -199,9 +195,7 @@ def test_several_problems_are_a_line_each(command: Command, run: RunDirectory) -
 
 
 @pytest.mark.parametrize("where", ["", "checkpoints", "."])
-def test_latest_takes_the_run_directory_or_its_checkpoints(
-    command: Command, run: RunDirectory, where: str
-) -> None:
+def test_latest_takes_the_run_directory_or_its_checkpoints(command: Command, run: RunDirectory, where: str) -> None:
     newest = build.make_steps(run)[-1]
 
     assert command("checkpoints", "latest", run.path / where).out == f"{newest}\n"
@@ -243,9 +237,7 @@ def test_after_a_rollback_the_replayed_step_counts(command: Command, run: RunDir
     lineage.append(run.checkpoints, back)
     assert command("checkpoints", "latest", run.path).out == f"{first}\n"
 
-    replayed = build.make_step(
-        run, 200, save_id="deadbeef-save", parent="00000000-save", name="step_00000200.deadbeef"
-    )
+    replayed = build.make_step(run, 200, save_id="deadbeef-save", parent="00000000-save", name="step_00000200.deadbeef")
 
     assert command("checkpoints", "latest", run.path).out == f"{replayed}\n"
     rows = json.loads(command("checkpoints", "ls", run.path, "--json").out)["steps"]
@@ -344,9 +336,7 @@ def test_what_a_manifest_says_cannot_act_on_the_terminal(command: Command, run: 
 
 @pytest.mark.parametrize("which", ["ls", "verify", "latest"])
 @pytest.mark.parametrize("where", ["nowhere", "file", "4711", "x" * 300])
-def test_what_is_not_there_is_said_in_one_line(
-    command: Command, tmp_path: Path, which: str, where: str
-) -> None:
+def test_what_is_not_there_is_said_in_one_line(command: Command, tmp_path: Path, which: str, where: str) -> None:
     (tmp_path / "file").write_text("")
 
     said = command("checkpoints", which, where)
@@ -357,9 +347,7 @@ def test_what_is_not_there_is_said_in_one_line(
     assert said.err.count("\n") == 1
 
 
-def test_a_directory_without_steps_is_told_from_one_that_has_none_yet(
-    command: Command, tmp_path: Path
-) -> None:
+def test_a_directory_without_steps_is_told_from_one_that_has_none_yet(command: Command, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
 
     assert command("checkpoints", "latest", "other").code == 40

@@ -158,9 +158,7 @@ def test_a_job_id_finds_the_run_that_the_environment_names(
     assert command("status", 5).code == 40
 
 
-def test_without_run_the_nearest_is_shown(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_run_the_nearest_is_shown(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     older, newer = (build.make_run(tmp_path / "runs" / name) for name in ("older", "newer"))
     for run, age in ((older, 100), (newer, 10)):
         build.write_status(run)
@@ -190,9 +188,7 @@ def test_without_run_the_nearest_is_shown(
         ("evil\n\udcff", "no such directory"),
     ],
 )
-def test_what_is_no_run_is_said_in_one_line(
-    command: Command, tmp_path: Path, wanted: str, words: str
-) -> None:
+def test_what_is_no_run_is_said_in_one_line(command: Command, tmp_path: Path, wanted: str, words: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     for name in ("status", "events", "logs"):

@@ -69,9 +69,7 @@ def test_one_task_a_gpu():
 
 
 def test_fewer_cpus_than_ranks_overcommits():
-    line = argv_of(
-        job("python", "train.py", geometry=Geometry(nodes=("n1",), tasks_per_node=4, overcommit=True))
-    )
+    line = argv_of(job("python", "train.py", geometry=Geometry(nodes=("n1",), tasks_per_node=4, overcommit=True)))
 
     assert "--overcommit" in line
     assert not any(word.startswith("--cpus-per-task") for word in line)

@@ -61,11 +61,6 @@ def test_a_name_may_look_like_a_field(name):
     assert parse_job(captured("running", name)) == parse_job(captured("running"))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="parse_job starts behind the first ` UserId=`, which such a name brings along: the field is "
-    "` UserId=NAME(NUMBER) GroupId=`; drop this mark with the mend",
-)
 @pytest.mark.parametrize(
     "name", [HOSTILE, "x UserId=0 JobState=CANCELLED", "y UserId=1 JobState=COMPLETING Reason=None"]
 )

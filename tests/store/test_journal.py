@@ -22,9 +22,7 @@ from stepkeeper.store import journal, lines
 WITHIN_S = 10.0
 
 
-def record(
-    *, at: float = 1000.0, job: int = 7, restarts: int = 0, attempt: int = 0, **more: object
-) -> journal.Record:
+def record(*, at: float = 1000.0, job: int = 7, restarts: int = 0, attempt: int = 0, **more: object) -> journal.Record:
     event = on.Progressed(at=at, launch=0, step=int(at), tokens=1, loss=0.5)
     fields = {"event": event, "phase": Phase.TRAINING, "launch": 0, **more}
     return journal.Record(v=journal.VERSION, job_id=job, restart_count=restarts, attempt=attempt, **fields)  # type: ignore[arg-type]
@@ -161,9 +159,7 @@ def test_storage_that_fails_is_tried_again_and_nothing_is_lost(tmp_path: Path) -
 
     assert not writer.flush(WITHIN_S)
     assert "No such file" in writer.failed
-    assert [(each.event.at, each.note) for each in journal.read(journal.spool_path(path))] == [
-        (1.0, "spooled")
-    ]
+    assert [(each.event.at, each.note) for each in journal.read(journal.spool_path(path))] == [(1.0, "spooled")]
 
     path.parent.mkdir()
     writer.append(record(at=2.0))
@@ -224,9 +220,7 @@ def test_many_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     writer = journal.JournalWriter(path)
     threads = [
-        threading.Thread(
-            target=lambda n=n: [writer.append(record(at=float(n), launch=i)) for i in range(200)]
-        )
+        threading.Thread(target=lambda n=n: [writer.append(record(at=float(n), launch=i)) for i in range(200)])
         for n in range(4)
     ]
     for thread in threads:

@@ -35,9 +35,7 @@ def test_an_array_job_has_its_own_fields() -> None:
 
 
 def test_a_job_name_cannot_lead_elsewhere() -> None:
-    assert rundir.expand("runs/%x-%j", {**SLURM, "SLURM_JOB_NAME": "../../etc"}) == Path(
-        "/home/ada/runs/.._.._etc-12"
-    )
+    assert rundir.expand("runs/%x-%j", {**SLURM, "SLURM_JOB_NAME": "../../etc"}) == Path("/home/ada/runs/.._.._etc-12")
 
 
 @pytest.mark.parametrize("pattern", ["%N", "runs/%5j", "%a"])

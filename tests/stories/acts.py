@@ -32,9 +32,7 @@ def in_training(training: Training) -> None:
 def saving(training: Training) -> None:
     """A save is in flight: its directory is there, and not yet renamed."""
     training.wait_step(8)
-    _quickly(
-        lambda: any(p.name.startswith(".tmp-step") for p in (training.run_dir / "checkpoints").iterdir())
-    )
+    _quickly(lambda: any(p.name.startswith(".tmp-step") for p in (training.run_dir / "checkpoints").iterdir()))
 
 
 def requeueing(training: Training) -> None:
@@ -111,13 +109,11 @@ ACTS = {
 }
 
 
-def kill_one(
-    training: Training, wanted: Callable[[str], bool], *, batch: bool = False, within_s: float = 10.0
-) -> None:
+def kill_one(training: Training, wanted: Callable[[str], bool], *, batch: bool = False, within_s: float = 10.0) -> None:
     """SIGKILL one process of the job, by its pid; wait for it to appear unless the job is gone by then."""
     limit = time.monotonic() + within_s
     while time.monotonic() < limit:
-        for pid in reversed(sorted(_pids(training, batch=batch))):
+        for pid in sorted(_pids(training, batch=batch), reverse=True):
             if wanted(_command(pid)):
                 try:
                     os.kill(pid, signal.SIGKILL)

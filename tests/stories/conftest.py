@@ -1,13 +1,13 @@
 import pytest
 
-from tests.lab import Lab, LabOptions
+from tests.lab import Lab
 from tests.training import Training
 
 
 @pytest.fixture(scope="session")
 def lab(lab_factory):
     """One lab for the stories that leave it whole."""
-    return lab_factory(LabOptions(grace_time_s=20, kill_wait_s=10, slurmd_timeout_s=8))
+    return lab_factory(grace_time_s=20, kill_wait_s=10, slurmd_timeout_s=8)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from tests.lab import Lab, LabOptions
+from tests.lab import Lab
 from tests.stories.test_campaign import mend, release_urgent_jobs
 from tests.training import Training, assert_complete
 
@@ -15,9 +15,7 @@ pytestmark = pytest.mark.slurm
 GRACE_S = 20
 
 
-def test_the_nodes_are_given_back_as_soon_as_the_checkpoint_is_verified(
-    lab: Lab, reference: Training
-) -> None:
+def test_the_nodes_are_given_back_as_soon_as_the_checkpoint_is_verified(lab: Lab, reference: Training) -> None:
     """Grace time is a limit, not a wait: the urgent job starts when the commit is done, not when grace is over."""
     training = Training(lab, name="give-back", steps=40).submit()
     training.wait_step(13)
@@ -38,7 +36,7 @@ def test_the_nodes_are_given_back_as_soon_as_the_checkpoint_is_verified(
 
 def test_the_batch_process_alone_is_told_by_a_user_signal(lab_factory, reference: Training) -> None:
     """`preempt_send_user_signal`: the ranks hear nothing, only the supervisor gets SIGUSR1."""
-    lab = lab_factory(LabOptions(grace_time_s=GRACE_S, kill_wait_s=10, send_user_signal=True))
+    lab = lab_factory(grace_time_s=GRACE_S, kill_wait_s=10, send_user_signal=True)
     training = Training(lab, name="user-signal", steps=40).submit()
     training.wait_step(13)
 
@@ -96,9 +94,7 @@ def test_scancel_never_leads_to_a_requeue(lab: Lab, moment: str) -> None:
     training.wait_end()
     mend(lab, training)
 
-    assert lab.job(training.job_id).state in ("CANCELLED", "PREEMPTED", "COMPLETED", "FAILED"), (
-        training.story()
-    )
+    assert lab.job(training.job_id).state in ("CANCELLED", "PREEMPTED", "COMPLETED", "FAILED"), training.story()
     assert lab.job(training.job_id).restarts == 0, training.story()
     assert training.exits() in ([ExitCode.CANCELLED], []), training.story()
 
@@ -137,9 +133,7 @@ def test_a_controller_that_is_away_during_the_requeue_is_waited_for(lab: Lab, re
 def _emergency(training: Training):
     """The notice that led to a save, its commit, and its verification."""
     records = training.records()
-    notice = next(
-        r for r in records if any(isinstance(effect, do.RequestSave) and effect.stop for effect in r.effects)
-    )
+    notice = next(r for r in records if any(isinstance(effect, do.RequestSave) and effect.stop for effect in r.effects))
     commit = next(r for r in records if isinstance(r.event, on.CheckpointCommitted) and r.event.emergency)
     verified = next(r for r in records if isinstance(r.event, on.CheckpointVerified))
     return notice, commit, verified

@@ -9,7 +9,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.lab.site import supervisor_python
-from tests.training import Training, assert_complete
+from tests.training import SMALL, Training, assert_complete
 
 pytestmark = pytest.mark.slurm
 
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.slurm
 def again(training: Training, **changes) -> Training:
     """Submit another job on the same run directory."""
     fields = {
-        name: getattr(training, name)
-        for name in ("lab", "name", "steps", "every", "seed", "nodes", "step_seconds")
+        name: getattr(training, name) for name in ("lab", "name", "steps", "every", "seed", "nodes", "step_seconds")
     }
     return Training(**{**fields, **changes}).submit()
 
@@ -83,12 +82,8 @@ def test_another_job_is_refused_while_a_run_is_alive(lab: Lab, reference: Traini
 
 def test_of_two_attempts_at_once_the_newer_one_wins(lab_factory, reference: Training) -> None:
     """Only slurmd of the batch node dies: Slurm gives the node up and requeues, and the old attempt lives on."""
-    from tests.lab import LabOptions
-
-    lab = lab_factory(LabOptions(slurmd_timeout_s=5, kill_wait_s=10))
-    training = Training(
-        lab, name="two-at-once", steps=40, step_seconds=0.7, sbatch_args=("--no-kill=off",)
-    ).submit()
+    lab = lab_factory(slurmd_timeout_s=5, kill_wait_s=10)
+    training = Training(lab, name="two-at-once", steps=40, step_seconds=0.7, sbatch_args=("--no-kill=off",)).submit()
     training.wait_step(3)
     batch_node = lab.job(training.job_id).batch_host
     old = lab.batch_pid(training.job_id)
@@ -136,7 +131,7 @@ def test_the_supervisor_lives_in_an_environment_of_its_own(lab: Lab, reference: 
     )
     training.command = (
         "env", "--unset=PYTHONPATH", str(training.python), "-m", "stepkeeper_trainer.examples.train_lm", "--steps=40",
-        "--seed=7", "--checkpoint-every-steps=10", *_small(),
+        "--seed=7", "--checkpoint-every-steps=10", *SMALL,
     )  # fmt: skip
     training.submit()
     training.wait_end()
@@ -149,9 +144,7 @@ def test_nothing_secret_is_written_and_nothing_is_asked_while_nothing_happens(la
     shims = lab.workdir("games") / "shims"
     shims.mkdir()
     for name in ("scontrol", "squeue", "scancel", "sacct", "sinfo"):
-        (shims / name).write_text(
-            f'#!/bin/sh\necho {name} "$@" >> {shims}/calls\nexec /usr/bin/{name} "$@"\n'
-        )
+        (shims / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {shims}/calls\nexec /usr/bin/{name} "$@"\n')
         (shims / name).chmod(0o755)
     os.chown(shims, lab.workdir("games").stat().st_uid, -1)
     training = Training(
@@ -183,7 +176,7 @@ def test_other_launch_lines(lab: Lab, reference: Training, how: str) -> None:
     training = Training(lab, name=how)
     script = (
         str(training.python), "-m", "stepkeeper_trainer.examples.train_lm", "--steps=40", "--seed=7",
-        "--checkpoint-every-steps=10", "--step-seconds-min=0.1", *_small(),
+        "--checkpoint-every-steps=10", "--step-seconds-min=0.1", *SMALL,
     )  # fmt: skip
     line = ["srun", "--ntasks=2", "--ntasks-per-node=1", *script] if how == "own-srun" else list(script)
     options = ["--torchrun"] if how == "torchrun" else []
@@ -204,12 +197,6 @@ def test_other_launch_lines(lab: Lab, reference: Training, how: str) -> None:
     assert len(training.events(on.AttemptStarted)) == 2, training.story()
     assert any(record.event.emergency for record in training.events(on.CheckpointCommitted)), training.story()
     assert_complete(training, reference)
-
-
-def _small() -> tuple[str, ...]:
-    from tests.training import SMALL
-
-    return SMALL
 
 
 def _alive(pid: int) -> bool:

@@ -52,16 +52,10 @@ class Ranks:
         run_dir.parent.mkdir(exist_ok=True)
         port = free_port()
         self.run_dir = run_dir
-        self.logs = [
-            run_dir.parent / f"{run_dir.name}.rank{r}.{time.monotonic_ns()}.log" for r in range(world_size)
-        ]
+        self.logs = [run_dir.parent / f"{run_dir.name}.rank{r}.{time.monotonic_ns()}.log" for r in range(world_size)]
         self.processes = []
         for rank, log in enumerate(self.logs):
-            own = {
-                name: value
-                for name, value in os.environ.items()
-                if not name.startswith(("SLURM_", "STEPKEEPER_"))
-            }
+            own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "STEPKEEPER_"))}
             own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()}
             if world_size > 1:
                 own |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
@@ -75,9 +69,7 @@ class Ranks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.kill()
         if error is not None:
             error.add_note(self.output())

@@ -259,9 +259,7 @@ def test_only_the_current_lineage_counts(tmp_path: Path) -> None:
 
     make_step(tmp_path, 2, ids["2 again"], parent=ids["1"], name="step_00000002.dddddddd")
 
-    assert chosen(tmp_path) == "step_00000002.dddddddd", (
-        "renamed, and its writer died before the lineage line"
-    )
+    assert chosen(tmp_path) == "step_00000002.dddddddd", "renamed, and its writer died before the lineage line"
     kept = current_lineage(list_steps(tmp_path), lineage.read(tmp_path))
     assert [step.path.name for step in kept] == ["step_00000002.dddddddd", "step_00000001"]
 

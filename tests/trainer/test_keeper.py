@@ -38,13 +38,9 @@ pytestmark = pytest.mark.usefixtures("one_process")
 class Loop:
     """A small training loop whose every step draws from every generator."""
 
-    def __init__(
-        self, run_dir: Path, *, width: int = 4, fingerprint: str = "data", **options: object
-    ) -> None:
+    def __init__(self, run_dir: Path, *, width: int = 4, fingerprint: str = "data", **options: object) -> None:
         torch.manual_seed(1)
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(width, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
-        )
+        self.model = torch.nn.Sequential(torch.nn.Linear(width, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10)
         self.sampler = GlobalSampler(7, seed=3, fingerprint=fingerprint)
@@ -110,9 +106,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert second.optimizer.state_dict()["param_groups"] == first.optimizer.state_dict()["param_groups"]
     assert second.sampler.state_dict() == first.sampler.state_dict()
     assert list(second.keeper._counters.history) == list(first.keeper._counters.history)
-    for ours, theirs in zip(
-        second.model.state_dict().values(), first.model.state_dict().values(), strict=True
-    ):
+    for ours, theirs in zip(second.model.state_dict().values(), first.model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -143,9 +137,7 @@ def test_stock_torch_reads_the_directory(tmp_path: Path) -> None:
     model = {name: torch.zeros_like(value) for name, value in loop.model.state_dict().items()}
     moment = torch.zeros(3, 4)
 
-    dcp.load(
-        {"model": model, "optimizer": {"state": {"0.weight": {"exp_avg": moment}}}}, checkpoint_id=step.path
-    )
+    dcp.load({"model": model, "optimizer": {"state": {"0.weight": {"exp_avg": moment}}}}, checkpoint_id=step.path)
 
     for name, value in loop.model.state_dict().items():
         assert torch.equal(model[name], value), name
@@ -278,9 +270,7 @@ def _reseal(step: Path) -> None:
     manifest = read_manifest(step)
     data = (step / ".metadata").read_bytes()
     digest = xxhash.xxh3_128_hexdigest(data)
-    entry = msgspec.structs.replace(
-        manifest.files[".metadata"], bytes=len(data), xxh3_128=digest, chunks=(digest,)
-    )
+    entry = msgspec.structs.replace(manifest.files[".metadata"], bytes=len(data), xxh3_128=digest, chunks=(digest,))
     (step / "MANIFEST.json").write_bytes(
         seal(msgspec.structs.replace(manifest, files={**manifest.files, ".metadata": entry}))
     )
@@ -385,9 +375,7 @@ def test_a_stop_waits_for_the_save_in_flight_and_then_saves_its_own_step(
     assert names(tmp_path / "run") == ["step_00000002", "step_00000003"]
 
 
-def test_a_stop_ends_at_its_deadline_though_the_disk_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_ends_at_its_deadline_though_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = os.fsync
     hangs = threading.Event()
 

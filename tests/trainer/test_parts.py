@@ -125,12 +125,8 @@ def test_what_is_written_is_hashed_by_chunk_and_never_over_another_file(tmp_path
 
 
 def _entry(data: bytes, chunk_bytes: int) -> FileEntry:
-    chunks = tuple(
-        xxhash.xxh3_128_hexdigest(data[i : i + chunk_bytes]) for i in range(0, len(data), chunk_bytes)
-    )
-    return FileEntry(
-        bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data), chunk_bytes=chunk_bytes, chunks=chunks
-    )
+    chunks = tuple(xxhash.xxh3_128_hexdigest(data[i : i + chunk_bytes]) for i in range(0, len(data), chunk_bytes))
+    return FileEntry(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data), chunk_bytes=chunk_bytes, chunks=chunks)
 
 
 @given(
@@ -188,9 +184,7 @@ def environment(epoch: tuple[int, int] | None = None, attempt: int = 0, launch: 
 
 
 def _gather(directory: Path, *, given_up: str | None = None, limit_s: float = 0.2) -> list[RankReport]:
-    return gather(
-        directory, save_id="s", world_size=2, limit_at=time.time() + limit_s, given_up=lambda: given_up
-    )
+    return gather(directory, save_id="s", world_size=2, limit_at=time.time() + limit_s, given_up=lambda: given_up)
 
 
 def test_a_commit_waits_for_all_reports_and_no_longer_than_its_limit(tmp_path: Path) -> None:
@@ -350,9 +344,7 @@ def test_nonsense_and_words_for_another_launch_are_skipped() -> None:
         for data in (b"", b"\xff", b"[]", b'{"type":"dance"}', b'{"type":"save_request","request_id":"x"}'):
             sock.sendto(data, address)
         for launch in ("2.0", "2.1"):
-            sock.sendto(
-                messages.encode(messages.SaveRequest(launch=launch, request_id=1, stop=True)), address
-            )
+            sock.sendto(messages.encode(messages.SaveRequest(launch=launch, request_id=1, stop=True)), address)
 
         assert [request.launch for request in link.receive()] == ["2.1"]
         assert link.receive() == []

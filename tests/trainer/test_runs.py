@@ -33,9 +33,7 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path: Path, uninterrupted
     assert all(verify(step.path).ok for step in list_steps(run_dir / "checkpoints"))
 
 
-def test_a_save_that_was_killed_in_flight_counts_for_nothing(
-    tmp_path: Path, uninterrupted: Uninterrupted
-) -> None:
+def test_a_save_that_was_killed_in_flight_counts_for_nothing(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     run_dir = tmp_path / "run"
     with Ranks(2, run_dir, SLOW_STEPS, disk="slow:any:tmp-step_(?!00000004):5") as ranks:
         ranks.until(lambda: list((run_dir / "checkpoints").glob(".tmp-step_000000[012][05-9]*/__*")))
@@ -137,9 +135,7 @@ def test_sigterm_is_obeyed_where_the_watcher_is_dead(tmp_path: Path) -> None:
         assert ranks.wait() == [75], ranks.output()
 
 
-def test_a_full_disk_leaves_training_alive_and_older_steps_whole(
-    tmp_path: Path, uninterrupted: Uninterrupted
-) -> None:
+def test_a_full_disk_leaves_training_alive_and_older_steps_whole(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     run_dir = tmp_path / "run"
     name = f"stepkeeper-test-{tmp_path.name}-{time.monotonic_ns()}"
     heard: list[object] = []
@@ -186,9 +182,7 @@ def test_what_cannot_work_is_said_without_a_traceback(tmp_path: Path) -> None:
         (tmp_path / "b", ["--batch=9"], 64, "choose a multiple"),
     ]
     running = [(Ranks(1, run_dir, *arguments), code, text) for run_dir, arguments, code, text in cases[:2]]
-    running[1:] += [
-        (Ranks(1, run_dir, *arguments), code, text) for run_dir, arguments, code, text in cases[3:]
-    ]
+    running[1:] += [(Ranks(1, run_dir, *arguments), code, text) for run_dir, arguments, code, text in cases[3:]]
     for ranks, code, text in running:
         with ranks:
             assert ranks.wait() == [code], ranks.output()
@@ -223,9 +217,7 @@ def _step(heard) -> int:
 def test_messages_of_a_run_fit_the_limit() -> None:
     """The longest that the library sends."""
     text = messages.shorten("x" * 1000)
-    message = messages.SaveFailed(
-        launch="9999.9999", step=10**12, save_id="f" * 32, error=text, emergency=True
-    )
+    message = messages.SaveFailed(launch="9999.9999", step=10**12, save_id="f" * 32, error=text, emergency=True)
 
     assert len(messages.encode(message)) <= messages.MESSAGE_BYTES_MAX
     assert msgspec.json.decode(messages.encode(message))["error"] == text

@@ -23,9 +23,7 @@ def test_a_permutation_gives_each_index_once(length: int, key: int) -> None:
 
 @given(length=lengths, seed=seeds, size=st.integers(1, 7))
 @settings(max_examples=50, deadline=None)
-def test_each_epoch_shows_every_sample_once_also_where_batches_cross_its_end(
-    length: int, seed: int, size: int
-) -> None:
+def test_each_epoch_shows_every_sample_once_also_where_batches_cross_its_end(length: int, seed: int, size: int) -> None:
     sampler = GlobalSampler(length, seed=seed)
     seen: list[int] = []
     while len(seen) < 2 * length:

@@ -72,9 +72,7 @@ def _prepare(path: Path, environment: Environment) -> None:
     """Make the directories, take the lease where no supervisor does, clear the leftovers of the dead."""
     commits = Commits(path, environment)
     if not path.parent.is_dir():
-        raise RunDirectoryError(
-            f"{path.parent} is no directory: make it, or choose another run directory than {path}"
-        )
+        raise RunDirectoryError(f"{path.parent} is no directory: make it, or choose another run directory than {path}")
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         commits.checkpoints.mkdir(exist_ok=True)
@@ -86,6 +84,5 @@ def _prepare(path: Path, environment: Environment) -> None:
         commits.clear_leftovers()
     except OSError as error:
         raise RunDirectoryError(
-            f"{error.filename or path}: cannot be written: {error.strerror}; "
-            "mend it, or choose another run directory"
+            f"{error.filename or path}: cannot be written: {error.strerror}; mend it, or choose another run directory"
         ) from error

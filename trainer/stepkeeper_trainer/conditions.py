@@ -43,7 +43,5 @@ def warn_of_changes(manifest: Manifest, world_size: int) -> dict[str, tuple[Any,
     now = {**conditions(), "world_size": world_size, "torch": str(torch.__version__)}
     changes = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
     for name, (before, after) in changes.items():
-        warn(
-            "condition_changed", name=name, then=before, now=after, why="losses may differ in their last bits"
-        )
+        warn("condition_changed", name=name, then=before, now=after, why="losses may differ in their last bits")
     return changes

@@ -93,8 +93,7 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
         return None
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     port = (
-        _PORT_FIRST
-        + (_integer(environ, "SLURM_JOB_ID", 0) * 31 + _integer(environ, "SLURM_STEP_ID", 0)) % _PORT_COUNT
+        _PORT_FIRST + (_integer(environ, "SLURM_JOB_ID", 0) * 31 + _integer(environ, "SLURM_STEP_ID", 0)) % _PORT_COUNT
     )
     return Place(
         rank=_integer(environ, "SLURM_PROCID", 0),

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.formats.manifest import Manifest
 
 
-def record_start(
-    checkpoints: Path, directory: Path | None, manifest: Manifest | None, attempt: int
-) -> str | None:
+def record_start(checkpoints: Path, directory: Path | None, manifest: Manifest | None, attempt: int) -> str | None:
     """Record where training goes on from (None: the very start), and return the parent of the next commit.
 
     Nothing is written where the lineage says it already.  A step directory that was renamed into place

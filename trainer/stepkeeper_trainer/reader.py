@@ -135,9 +135,7 @@ class CheckedReader(FileSystemReader):
         """Fill the tensors.  Raises DamagedError for wrong bytes and for pickled items."""
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                raise DamagedError(
-                    f"{self.path}: {item.storage_index.fqn} is a pickle, which is never loaded"
-                )
+                raise DamagedError(f"{self.path}: {item.storage_index.fqn} is a pickle, which is never loaded")
         return super().read_data(plan, planner)
 
 
@@ -148,9 +146,7 @@ def load(reader: CheckedReader, tensors: dict[str, torch.Tensor], group: Any | N
         DamagedError: some byte is not what the manifest says, or cannot be read.
     """
     try:
-        dcp_load(
-            cast("dict[str, Any]", tensors), storage_reader=reader, process_group=group, no_dist=group is None
-        )
+        dcp_load(cast("dict[str, Any]", tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a BaseException
         raise DamagedError(root_cause(error)) from error
 

@@ -187,9 +187,7 @@ class Saver:
         if self._rank == 0:
             self._commits.claim(directory)
 
-    def _written(
-        self, save: Save, writer: StepWriter, metadata: Metadata, written: list[WriteResult]
-    ) -> None:
+    def _written(self, save: Save, writer: StepWriter, metadata: Metadata, written: list[WriteResult]) -> None:
         """Report this rank's share; on rank 0 gather all and commit.  In the save's thread."""
         items = tuple(_item(result) for result in written)
         publish(
@@ -203,9 +201,7 @@ class Saver:
             save_id=save.save_id,
             world_size=self._world_size,
             limit_at=save.limit_at,
-            given_up=lambda: (
-                "another rank could not write" if self._failed_elsewhere >= save.sequence else None
-            ),
+            given_up=lambda: "another rank could not write" if self._failed_elsewhere >= save.sequence else None,
         )
         _check_coverage(metadata, reports)
         writer.write_metadata(metadata, [[_result(item) for item in report.items] for report in reports])
@@ -257,9 +253,7 @@ class Saver:
         warn("save_failed", step=save.summary.step, save_id=save.save_id, rank=self._rank, why=save.error)
         if self._rank == 0:
             self._link.send(
-                SaveFailed(
-                    step=save.summary.step, save_id=save.save_id, error=save.error, emergency=save.emergency
-                ),
+                SaveFailed(step=save.summary.step, save_id=save.save_id, error=save.error, emergency=save.emergency),
                 keep=True,
             )
             shutil.rmtree(save.directory, ignore_errors=True)  # gives the space back; nothing of it counts
@@ -290,7 +284,5 @@ def _check_coverage(metadata: Metadata, reports: list[RankReport]) -> None:
     for name, entry in metadata.state_dict_metadata.items():
         for chunk in getattr(entry, "chunks", []):
             offsets = tuple(chunk.offsets)
-            if (name, offsets) not in written and (
-                offsets.count(0) != len(offsets) or (name, ()) not in written
-            ):
+            if (name, offsets) not in written and (offsets.count(0) != len(offsets) or (name, ()) not in written):
                 raise SaveError(f"nobody wrote {name} at {offsets}")

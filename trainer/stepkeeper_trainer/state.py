@@ -74,9 +74,7 @@ class TrainingState:
         """
         tensors = self._model_tensors()
         optimizer = split(self._optimizer_tree(), "optimizer", tensors)
-        others = {
-            name: split(part.state_dict(), f"others.{name}", tensors) for name, part in self.others.items()
-        }
+        others = {name: split(part.state_dict(), f"others.{name}", tensors) for name, part in self.others.items()}
         counters = self.counters
         tensors[_JSON_KEY] = to_blob(
             {
@@ -111,9 +109,7 @@ class TrainingState:
             if key in tensors or other_rank:
                 continue
             if not isinstance(entry, TensorStorageMetadata):
-                raise ResumeError(
-                    f"{key} in the checkpoint is a pickle, which is never loaded: use Stepkeeper's own"
-                )
+                raise ResumeError(f"{key} in the checkpoint is a pickle, which is never loaded: use Stepkeeper's own")
             if key.startswith(_OPTIMIZER_STATE):
                 tensors[key] = _optimizer_tensor(key, entry, parameters)
             else:
@@ -158,9 +154,7 @@ class TrainingState:
         for name, value in self.model.state_dict().items():
             split(value, f"model.{plain_name(name)}", tensors)
             if not isinstance(value, torch.Tensor):
-                raise StateError(
-                    f"{name} of the model is no tensor: leave it out of the model's state_dict()"
-                )
+                raise StateError(f"{name} of the model is no tensor: leave it out of the model's state_dict()")
         return tensors
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -189,8 +183,7 @@ class TrainingState:
         groups = self.optimizer.param_groups
         if len(groups) != len(tree["param_groups"]):
             raise ResumeError(
-                f"the optimizer has {len(groups)} parameter groups, "
-                f"the checkpoint {len(tree['param_groups'])}"
+                f"the optimizer has {len(groups)} parameter groups, the checkpoint {len(tree['param_groups'])}"
             )
         for group, saved in zip(groups, tree["param_groups"], strict=True):
             members = [parameters[name] for name in saved["params"]]
@@ -262,6 +255,5 @@ def _check_shape(key: str, tensor: torch.Tensor, entry: Any) -> None:
     if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():
         size = list(entry.size) if isinstance(entry, TensorStorageMetadata) else "no tensor"
         raise ResumeError(
-            f"{key} has shape {list(tensor.size())}, in the checkpoint {size}: "
-            "resume with the model's size of then"
+            f"{key} has shape {list(tensor.size())}, in the checkpoint {size}: resume with the model's size of then"
         )

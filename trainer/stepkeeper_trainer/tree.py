@@ -39,9 +39,7 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         case dict():
             if all(isinstance(key, str) and not key.startswith("$") for key in value):
                 return {key: split(item, f"{name}.{key}", tensors) for key, item in value.items()}
-            items = [
-                [split(k, f"{name}.key", tensors), split(v, f"{name}.{k}", tensors)] for k, v in value.items()
-            ]
+            items = [[split(k, f"{name}.key", tensors), split(v, f"{name}.{k}", tensors)] for k, v in value.items()]
             return {"$items": items}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy number
         return split(value.item(), name, tensors)

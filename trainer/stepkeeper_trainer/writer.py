@@ -76,9 +76,7 @@ class HashingFile:
             self._file.close()
         if self._bytes % CHUNK_BYTES:
             self._close_chunk()
-        self.entry = FileEntry(
-            bytes=self._bytes, xxh3_128=self._whole.hexdigest(), chunks=tuple(self._chunks)
-        )
+        self.entry = FileEntry(bytes=self._bytes, xxh3_128=self._whole.hexdigest(), chunks=tuple(self._chunks))
 
     def abandon(self) -> None:
         """Close without a promise, after an error."""

@@ -173,9 +173,7 @@ class Launch:
         code = self._process.wait()
         self._ended.set()
         said = _outcome(self._job, self._launch)
-        with contextlib.suppress(
-            OSError
-        ):  # housekeeping of logs must not keep the end of a launch from the loop
+        with contextlib.suppress(OSError):  # housekeeping of logs must not keep the end of a launch from the loop
             if not said:
                 logs.mark_failed(self._logs, f"srun ended with {code}; {error}")
             logs.prune(self._job.run_directory / "logs")

@@ -182,9 +182,7 @@ def print_latest(arguments: argparse.Namespace) -> int:
             "directory": str(choice.chosen.path) if choice.chosen else None,
             "step": choice.chosen.step if choice.chosen else None,
             "deep": not arguments.shallow,
-            "skipped": [
-                {"directory": str(step.path), "problems": list(problems)} for step, problems in choice.skipped
-            ],
+            "skipped": [{"directory": str(step.path), "problems": list(problems)} for step, problems in choice.skipped],
         }
         printing.say_json(document, indent=2)
     elif choice.chosen is not None:

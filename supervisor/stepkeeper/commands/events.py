@@ -77,9 +77,7 @@ def _show(line: Line) -> None:
     if len(said) > DETAIL_CHARACTERS_MAX:
         said = said[:DETAIL_CHARACTERS_MAX] + "..."
     name = event["event"]
-    printing.say(
-        f"{instant(record.event.at)}  {launch:<6} {record.phase.value:<10}  {name:<20}  {said}".rstrip()
-    )
+    printing.say(f"{instant(record.event.at)}  {launch:<6} {record.phase.value:<10}  {name:<20}  {said}".rstrip())
     margin = " " * 21
     if record.why:
         printing.say(f"{margin}why: {record.why}")

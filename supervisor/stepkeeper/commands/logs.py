@@ -38,9 +38,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("run", metavar="RUN", help="run directory or job id")
     command.add_argument("--attempt", type=int, metavar="N", help="of this attempt (default: the newest)")
     command.add_argument("--launch", type=int, metavar="N", help="of this launch (default: the newest)")
-    command.add_argument(
-        "--node", metavar="NAME", help=f"of this node only (`{SRUN}`: what srun itself said)"
-    )
+    command.add_argument("--node", metavar="NAME", help=f"of this node only (`{SRUN}`: what srun itself said)")
     command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
     command.add_argument("--tail", type=int, metavar="N", help="only the newest N lines of each node")
     command.add_argument("--json", action="store_true", help="JSON lines with node, rank, line")
@@ -82,9 +80,7 @@ def _launch(run: RunDirectory, attempt: int | None, launch: int | None) -> Path:
         for b, below in _numbered(at, "launch").items()
     }
     chosen = [
-        key
-        for key in launches
-        if (attempt is None or key[0] == attempt) and (launch is None or key[1] == launch)
+        key for key in launches if (attempt is None or key[0] == attempt) and (launch is None or key[1] == launch)
     ]
     if chosen:
         return launches[max(chosen)]

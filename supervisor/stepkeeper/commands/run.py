@@ -58,18 +58,14 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help=f"the run directory, on shared storage; %%j %%A %%a %%x %%u as in sbatch "
         f"(default: STEPKEEPER_RUN_DIR, else {rundir.DEFAULT_PATTERN.replace('%', '%%')} below the submit directory)",
     )
-    command.add_argument(
-        "--torchrun", action="store_true", help="start one torchrun a node, with c10d rendezvous"
-    )
+    command.add_argument("--torchrun", action="store_true", help="start one torchrun a node, with c10d rendezvous")
     command.add_argument(
         "--tasks-per-node",
         type=int,
         metavar="N",
         help="ranks on a node (default: one a GPU, else --ntasks-per-node of the job, else 1)",
     )
-    command.add_argument(
-        "--group-readable", action="store_true", help="let your group read the run directory"
-    )
+    command.add_argument("--group-readable", action="store_true", help="let your group read the run directory")
     command.add_argument(
         "--failures-max",
         type=int,
@@ -154,9 +150,7 @@ def execute(arguments: argparse.Namespace) -> int:
         to_stop=f"scancel {allocation.job_id}",
     )
     if allocation.overcommit:
-        log.warning(
-            "fewer_cpus_than_ranks", ask_for=f"sbatch --cpus-per-task or -c {allocation.tasks_per_node}"
-        )
+        log.warning("fewer_cpus_than_ranks", ask_for=f"sbatch --cpus-per-task or -c {allocation.tasks_per_node}")
     inbox = Inbox(clock)
     signals.listen(inbox)
     inbox.put(
@@ -182,7 +176,10 @@ def execute(arguments: argparse.Namespace) -> int:
         on_error=lambda error: log.warning("lease_unreadable", error=str(error)),
     )
     writer = journal.JournalWriter(directory.journal)
-    return Supervisor(setting, client, inbox, writer, environment, log).run()
+    supervisor = Supervisor(
+        setting=setting, client=client, inbox=inbox, journal=writer, environment=environment, log=log
+    )
+    return supervisor.run()
 
 
 def _command(words: list[str]) -> tuple[str, ...]:
@@ -215,9 +212,7 @@ def require_batch_process(environment: Mapping[str, str]) -> None:
             ExitCode.NO_SLURM,
         )
     if missing:
-        raise StepkeeperError(
-            f"{', '.join(missing)} not on PATH: is Slurm installed here?", ExitCode.NO_SLURM
-        )
+        raise StepkeeperError(f"{', '.join(missing)} not on PATH: is Slurm installed here?", ExitCode.NO_SLURM)
     batch_pid = environment.get("SLURM_TASK_PID")
     if batch_pid != str(os.getpid()):
         raise StepkeeperError(
@@ -227,9 +222,7 @@ def require_batch_process(environment: Mapping[str, str]) -> None:
         )
 
 
-def read_allocation(
-    environment: Mapping[str, str], client: SlurmClient, tasks_per_node: int | None
-) -> Allocation:
+def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_per_node: int | None) -> Allocation:
     """Return our job's shape.
 
     Raises:

@@ -68,9 +68,7 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
     return Decision(more.state, (*decision.effects, *more.effects), decision.why)
 
 
-def _act(
-    state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Policy, *, final: bool
-) -> Decision:
+def _act(state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Policy, *, final: bool) -> Decision:
     """Act on why Slurm signaled; if not `final`, a newer signal is still to be asked about."""
     asked_for = state.signal
     nothing_ends = judgement.notice in (Notice.ASKED_TO_SAVE, Notice.NOT_FOR_US)
@@ -140,9 +138,7 @@ def _earlier(one: float | None, other: float) -> float:
     return other if one is None else min(one, other)
 
 
-def _requeue_if_right(
-    state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Policy
-) -> Decision:
+def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Policy) -> Decision:
     """The last look before the requeue: the world may have changed since the notice."""
     job = event.job
     if job is None:
@@ -181,9 +177,7 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
         why = f"the requeue did not succeed in {tries} tries: {error}"
         return close(state, at, Plan(next=Next.END, why=why, code=code), policy)
     wait = min(policy.requeue_retry_s * 2 ** (tries - 1), policy.requeue_retry_max_s)
-    state = replace(
-        state, requeue_tries=tries, asking=False, again=False, requesting=False, deadline_at=at + wait
-    )
+    state = replace(state, requeue_tries=tries, asking=False, again=False, requesting=False, deadline_at=at + wait)
     return Decision(state, (), f"the requeue did not succeed ({error}); again in {wait:g} s")
 
 

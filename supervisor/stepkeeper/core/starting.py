@@ -134,9 +134,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         first_failure="",
         plan=None,
     )
-    effect = do.StartLaunch(
-        launch=state.launch, resume_from=state.resume_from, address=event.address, port=event.port
-    )
+    effect = do.StartLaunch(launch=state.launch, resume_from=state.resume_from, address=event.address, port=event.port)
     return Decision(state, (effect,), "the nodes are clear")
 
 

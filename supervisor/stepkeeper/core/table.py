@@ -74,9 +74,7 @@ def _samples() -> dict[str, on.Event]:
         "SignalReceived TERM": on.SignalReceived(at=AT, signal="TERM"),
         "NodeSignaled": on.NodeSignaled(at=AT, node="a", signal="TERM"),
         "SlurmAnswered: runs": on.SlurmAnswered(at=AT, job=job),
-        "SlurmAnswered: preempted": on.SlurmAnswered(
-            at=AT, job=replace(job, preempt_at=AT, end_at=AT + 60.0)
-        ),
+        "SlurmAnswered: preempted": on.SlurmAnswered(at=AT, job=replace(job, preempt_at=AT, end_at=AT + 60.0)),
         "SlurmAnswered: time limit": on.SlurmAnswered(at=AT, job=replace(ending, reason="TimeLimit")),
         "SlurmAnswered: cancelled": on.SlurmAnswered(at=AT, job=ending),
         "SlurmAnswered: requeued by others": on.SlurmAnswered(at=AT, job=replace(ending, restarts=1)),

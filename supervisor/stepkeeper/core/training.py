@@ -99,9 +99,7 @@ def on_finished(state: State, event: on.TrainingFinished, policy: Policy) -> Dec
     if state.plan is not None and state.plan.code is ExitCode.FINISHED:
         return Decision(state)
     plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
-    state = replace(
-        _leave_soon(state, event.at, policy), phase=Phase.STOPPING, plan=plan, otherwise=state.plan
-    )
+    state = replace(_leave_soon(state, event.at, policy), phase=Phase.STOPPING, plan=plan, otherwise=state.plan)
     return Decision(state, (), why)
 
 

@@ -92,14 +92,15 @@ class SlurmCommands:
 def parse_job(text: str) -> JobFacts:
     """Parse one line of `scontrol -o show job`, with times printed as Unix seconds.
 
-    >>> parse_job("JobId=7 JobName=a b UserId=u(1) JobState=RUNNING Reason=None Requeue=1 Restarts=2 "
+    >>> parse_job("JobId=7 JobName=a b UserId=u(1) GroupId=g(1) JobState=RUNNING Reason=None Requeue=1 Restarts=2 "
     ...           "EndTime=1790000000 PreemptTime=None").restarts
     2
     """
     # a job's name may hold anything, and comes before all that we read: start behind it
-    _, found, rest = text.partition(" UserId=")
-    if not found:
+    start = re.search(r" UserId=[^=]*\(\d+\) GroupId=", text)
+    if start is None:
         raise SlurmError(f"scontrol show job: unexpected answer: {text[:200]!r}")
+    rest = text[start.end() :]
     slurm_state = _field(rest, "JobState") or "?"
     return JobFacts(
         state=_state(slurm_state),
@@ -122,9 +123,7 @@ def parse_settings(text: str) -> ClusterSettings:
     version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", text, re.MULTILINE)
     if kill_wait is None:
         raise SlurmError("scontrol show config: it does not tell KillWait")
-    return ClusterSettings(
-        kill_wait_s=float(kill_wait.group(1)), version=version.group(1) if version else "?"
-    )
+    return ClusterSettings(kill_wait_s=float(kill_wait.group(1)), version=version.group(1) if version else "?")
 
 
 def _state(slurm_state: str) -> JobState:

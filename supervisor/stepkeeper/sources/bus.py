@@ -7,7 +7,7 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from stepkeeper.core import events as on
 from stepkeeper.sources.inbox import Inbox
@@ -18,6 +18,14 @@ SILENCE_MAX_S = 12.0
 LEASE_EVERY_S = 5.0
 ERROR_CHARACTERS_MAX = 300
 ERRORS_WITHIN_S = 1.0
+_EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
+    words.Progress: on.Progressed,
+    words.SaveStarted: on.SaveBegan,
+    words.Committed: on.CheckpointCommitted,
+    words.SaveFailed: on.SaveGaveUp,
+    words.Finished: on.TrainingFinished,
+    words.Stopped: on.TrainingStopped,
+}
 
 
 class Bus:
@@ -101,9 +109,7 @@ class Bus:
             except OSError as failure:
                 code, error = 127, f"srun: {failure.strerror}"
             else:
-                errors = self._inbox.run_thread(
-                    f"bus-{self.number}-error", lambda: self._read_errors(process)
-                )
+                errors = self._inbox.run_thread(f"bus-{self.number}-error", lambda: self._read_errors(process))
                 self._inbox.run_thread(f"bus-{self.number}-write", lambda: self._write(process))
                 self._read(process)
                 code = process.wait()
@@ -180,9 +186,7 @@ class Bus:
         if all(node in self._cleared for node in nodes):
             self._to_clear = None
             first = self._cleared[nodes[0]]
-            self._inbox.put(
-                on.NodesCleared(at=self._now(), launch=launch, address=first.address, port=first.port)
-            )
+            self._inbox.put(on.NodesCleared(at=self._now(), launch=launch, address=first.address, port=first.port))
 
     def _launch(self, word: str) -> int | None:
         """Return the launch of `ATTEMPT.LAUNCH`, if it is of our attempt."""
@@ -204,40 +208,6 @@ class Bus:
                 )
             case words.Hello():
                 return on.RankHello(at=at, launch=launch, rank=word.rank, node=node)
-            case words.Progress():
-                return on.Progressed(
-                    at=at,
-                    launch=launch,
-                    step=word.step,
-                    tokens=word.tokens,
-                    loss=word.loss,
-                    step_seconds=word.step_seconds,
-                )
-            case words.SaveStarted():
-                return on.SaveBegan(
-                    at=at, launch=launch, step=word.step, save_id=word.save_id, emergency=word.emergency
-                )
-            case words.Committed():
-                return on.CheckpointCommitted(
-                    at=at,
-                    launch=launch,
-                    step=word.step,
-                    save_id=word.save_id,
-                    directory=word.directory,
-                    bytes=word.bytes,
-                    seconds=word.seconds,
-                    emergency=word.emergency,
-                )
-            case words.SaveFailed():
-                return on.SaveGaveUp(
-                    at=at,
-                    launch=launch,
-                    step=word.step,
-                    save_id=word.save_id,
-                    error=word.error,
-                    emergency=word.emergency,
-                )
-            case words.Finished():
-                return on.TrainingFinished(at=at, launch=launch, step=word.step)
-            case words.Stopped():
-                return on.TrainingStopped(at=at, launch=launch, step=word.step, save_id=word.save_id)
+            case _:
+                names = set(word.__struct_fields__) - {"launch", "rank"}  # the rest is the same in both
+                return _EVENTS[type(word)](at=at, launch=launch, **{name: getattr(word, name) for name in names})

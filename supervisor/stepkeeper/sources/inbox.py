@@ -10,7 +10,7 @@ from stepkeeper.core.events import Event
 from stepkeeper.sources.clock import Clock
 
 
-class Crash(Exception):
+class SourceError(Exception):
     """A thread of ours failed: a mistake of ours, raised again in the loop."""
 
 
@@ -29,14 +29,14 @@ class Inbox:
         """Return the next event, or None when none came in time.
 
         Raises:
-            Crash: a thread that was started here failed.
+            SourceError: a thread that was started here failed.
         """
         try:
             item = self._queue.get(timeout=max(0.0, within_s))
         except queue.Empty:
             return None
         if isinstance(item, BaseException):
-            raise Crash(f"a source failed: {item!r}") from item
+            raise SourceError(f"a source failed: {item!r}") from item
         return item
 
     def run_thread(self, name: str, work: Callable[[], None]) -> threading.Thread:

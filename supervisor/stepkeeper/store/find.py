@@ -41,9 +41,7 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
     if wanted.isascii() and wanted.isdigit() and len(wanted) <= JOB_DIGITS_MAX:
         return _of_job(int(wanted), environment)
     what = "not a directory" if path.exists() else "no such directory, and no job id"
-    raise StepkeeperError(
-        f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND
-    )
+    raise StepkeeperError(f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND)
 
 
 def checkpoints(wanted: str, environment: Mapping[str, str]) -> Path:

@@ -126,9 +126,7 @@ class JournalWriter:
         with self._changed:
             tried = self._tries
             self._changed.notify_all()  # a writer that waits to try again tries now
-            self._changed.wait_for(
-                lambda: not self._pending or (self.failed and self._tries > tried), timeout=within_s
-            )
+            self._changed.wait_for(lambda: not self._pending or (self.failed and self._tries > tried), timeout=within_s)
             late = list(self._pending)
         if late:
             self._spool(late)

@@ -70,16 +70,12 @@ def expand(pattern: str, environment: Mapping[str, str]) -> Path:
         name = _FIELDS.get(letter)
         if name is None:
             known = ", ".join(f"%{known}" for known in _FIELDS)
-            raise StepkeeperError(
-                f"--run-dir {pattern}: %{letter} is not known; known are {known}", ExitCode.USAGE
-            )
+            raise StepkeeperError(f"--run-dir {pattern}: %{letter} is not known; known are {known}", ExitCode.USAGE)
         found = environment.get(name)
         if letter == "A" and found is None:
             found = environment.get("SLURM_JOB_ID")
         if found is None:
-            raise StepkeeperError(
-                f"--run-dir {pattern}: %{letter} stands for {name}, which is not set", ExitCode.USAGE
-            )
+            raise StepkeeperError(f"--run-dir {pattern}: %{letter} stands for {name}, which is not set", ExitCode.USAGE)
         return found.replace("/", "_")
 
     path = Path(os.path.expanduser(re.sub(r"%(.)", value, pattern)))
@@ -104,17 +100,14 @@ def prepare(path: Path, *, group_readable: bool, default: bool) -> RunDirectory:
             path.parent.mkdir(mode=0o755, exist_ok=True)
         if not path.parent.is_dir():
             raise StepkeeperError(
-                f"--run-dir {path}: its parent {path.parent} does not exist; "
-                "create it, or choose another place",
+                f"--run-dir {path}: its parent {path.parent} does not exist; create it, or choose another place",
                 ExitCode.RUN_DIRECTORY,
             )
         _make(path, mode)
         status = os.stat(path, follow_symlinks=False)
         if not stat.S_ISDIR(status.st_mode):
             what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a directory"
-            raise StepkeeperError(
-                f"--run-dir {path}: {what}; name the directory itself", ExitCode.RUN_DIRECTORY
-            )
+            raise StepkeeperError(f"--run-dir {path}: {what}; name the directory itself", ExitCode.RUN_DIRECTORY)
         if status.st_uid != os.getuid():
             raise StepkeeperError(
                 f"--run-dir {path}: belongs to user id {status.st_uid}, not to you; choose another place",

@@ -231,9 +231,7 @@ class Watcher:
         left = rank_processes(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
         if next(left, None) is None:
             self.say(
-                bus.Cleared(
-                    node=self.node, launch=self.clearing, address=own_address(self.node), port=free_port()
-                )
+                bus.Cleared(node=self.node, launch=self.clearing, address=own_address(self.node), port=free_port())
             )
             self.clearing = None
 
@@ -259,7 +257,7 @@ class Watcher:
             self.ranks.send(launch, request)
         result = rescue(self.assignment)
         self.say(bus.Note(node=self.node, text=shorten(f"rescue: {result.why}")))
-        print(f"stepkeeper watcher {self.node}: rescue: {result.why}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"stepkeeper watcher {self.node}: rescue: {result.why}\n")
         if result.done:
             self.rescue_at = None
             self.quit = result.leave

@@ -57,11 +57,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     if place.rank == 0:
         logging.getLogger("stepkeeper_trainer").setLevel(logging.INFO)
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.use_deterministic_algorithms(mode=True)
@@ -170,9 +166,7 @@ def check(options: argparse.Namespace, place: Place) -> None:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--run-dir", type=Path, help="where checkpoints and metrics.csv go; else STEPKEEPER_RUN_DIR")
     add("--resume-from", help="a step directory, or `latest`; else STEPKEEPER_RESUME_FROM")
@@ -181,9 +175,7 @@ def parse_options() -> argparse.Namespace:
     add("--checkpoint-every-steps", type=positive, default=50, help="steps between saves")
     add("--save-at-start", action="store_true", help="save before the first step too: tries the storage")
     add("--batch", type=positive, default=16, help="samples of one optimizer step, of all ranks together")
-    add(
-        "--micro-batch", type=positive, default=4, help="samples of one forward pass; the rest is accumulated"
-    )
+    add("--micro-batch", type=positive, default=4, help="samples of one forward pass; the rest is accumulated")
     add("--layers", type=positive, default=4, help="transformer blocks")
     add("--width", type=positive, default=128, help="of the residual stream")
     add("--heads", type=positive, default=4, help="of attention")

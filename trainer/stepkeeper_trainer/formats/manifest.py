@@ -77,17 +77,14 @@ def unseal(data: bytes, *, source: str) -> Manifest:
         raise ManifestError(f"{source}: torn: it has no digest of its own at its end")
     empty = data[: last.end(1)] + data[last.start(3) :]
     if xxhash.xxh3_128_hexdigest(empty).encode() != last.group(2):
-        raise ManifestError(
-            f"{source}: its content does not match its own digest: it was changed or is damaged"
-        )
+        raise ManifestError(f"{source}: its content does not match its own digest: it was changed or is damaged")
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ManifestError(f"{source}: not a manifest: {error}") from error
     if manifest.format != FORMAT:
         raise ManifestError(
-            f"{source}: format {manifest.format} is newer than this Stepkeeper reads ({FORMAT}): "
-            "upgrade Stepkeeper"
+            f"{source}: format {manifest.format} is newer than this Stepkeeper reads ({FORMAT}): upgrade Stepkeeper"
         )
     for name in manifest.files:
         check_relative(name, source=source)

@@ -114,9 +114,7 @@ class SaveRequest(_Message, frozen=True, kw_only=True, tag="save_request"):
     why: str = ""
 
 
-FromRank = (
-    TaskStarted | TaskExited | Hello | Progress | SaveStarted | Committed | SaveFailed | Finished | Stopped
-)
+FromRank = TaskStarted | TaskExited | Hello | Progress | SaveStarted | Committed | SaveFailed | Finished | Stopped
 ToRank = SaveRequest
 
 _encoder = msgspec.json.Encoder()

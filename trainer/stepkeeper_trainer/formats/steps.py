@@ -125,17 +125,11 @@ def list_steps(checkpoints: Path) -> list[StepDirectory]:
     """
     try:
         with os.scandir(checkpoints) as entries:
-            names = [
-                e.name
-                for e in entries
-                if parse_step_name(e.name) is not None and e.is_dir(follow_symlinks=False)
-            ]
+            names = [e.name for e in entries if parse_step_name(e.name) is not None and e.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
     steps = [open_step(checkpoints / name) for name in names]
-    return sorted(
-        steps, key=lambda s: (s.step, s.manifest.created_at if s.manifest else "", s.path.name), reverse=True
-    )
+    return sorted(steps, key=lambda s: (s.step, s.manifest.created_at if s.manifest else "", s.path.name), reverse=True)
 
 
 def current_lineage(steps: list[StepDirectory], lineage: lineages.Lineage | None) -> list[StepDirectory]:

@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test lint campaign clean
+.PHONY: help setup system demo test campaign bench lint clean
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -44,6 +44,9 @@ test: setup lint  ## all tests, the stories on a real Slurm included
 
 campaign: setup  ## each thing that can befall a run, at each moment
 	$(AS_ROOT) $(V)/python -m pytest -m campaign $(PYTEST) tests/stories
+
+bench: setup  ## what a preemption costs, part by part (docs/benchmarks.md)
+	$(AS_ROOT) $(V)/python -m tests.bench_preemption
 
 lint: setup  ## style, types, and the import contracts
 	$(V)/ruff check .

@@ -2,6 +2,6 @@
 
 import sys
 
-from stepkeeper.cli import main
+from stepkeeper.entry import main
 
 sys.exit(main())

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from stepkeeper import __version__
+from stepkeeper.commands import COMMANDS
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.isolation import isolate
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,8 +23,6 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    from stepkeeper.commands import COMMANDS  # noqa: PLC0415 - after `isolate`
-
     top = Parser(
         prog="stepkeeper",
         description="Keeps a distributed PyTorch training job on Slurm moving forward.",
@@ -41,8 +39,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    if argv is None:
-        isolate("stepkeeper")
     try:
         arguments = parser().parse_args(argv)
         return int(arguments.execute(arguments))

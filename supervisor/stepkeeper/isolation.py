@@ -21,8 +21,9 @@ def flags() -> list[str]:
 
 def isolate(module: str) -> None:
     """Start this program anew without the user's Python environment, if it has one.  Same pid."""
-    if sys.flags.ignore_environment or not any(
-        name in os.environ for name in ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP")
-    ):
+    if sys.flags.ignore_environment:
+        return
+    has_own = any(name in os.environ for name in ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"))
+    if not has_own and os.path.realpath(sys.path[0] or ".") != os.getcwd():  # `-m` searches there first
         return
     os.execv(sys.executable, [sys.executable, *flags(), "-m", module, *sys.argv[1:]])  # noqa: S606

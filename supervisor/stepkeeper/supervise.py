@@ -222,15 +222,10 @@ class Supervisor:
     def _start_bus(self, effect: do.StartBus) -> None:
         if self.bus is not None:
             self.bus.abandon()
-        program = [
-            sys.executable,
-            *flags(),
-            "-m",
-            "stepkeeper.watcher.main",
-            self.setting.assignment.encode(),
-        ]
+        program = [sys.executable, *flags(), "-m", "stepkeeper.watcher.main"]
         argv = watcher_argv(self.setting.assignment.nodes, program)
-        environment = scrub_geometry(without_python(self.environment))
+        inherited = scrub_geometry(without_python(self.environment))
+        environment = {**inherited, **self.setting.assignment.environment()}
         self.bus = Bus(
             effect.bus,
             argv,

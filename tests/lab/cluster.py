@@ -8,7 +8,6 @@ import json
 import os
 import pwd
 import random
-import shutil
 import socket
 import string
 import subprocess
@@ -82,7 +81,7 @@ class Lab(Jobs, Nodes):
             self._spawn("slurmctld", ["slurmctld", "-D", "-f", str(self.place.conf)])
             for node in self.node_names:
                 self._start_slurmd(node)
-            self.until(lambda: all(node.is_up for node in self.nodes().values()), "idle nodes", UP_S)
+            self.until(self._all_up, "idle nodes", UP_S)
         except BaseException as error:
             error.add_note(self.log_tail())
             self.down()
@@ -102,6 +101,11 @@ class Lab(Jobs, Nodes):
             self._guardian.wait(DOWN_S)
         if answer.get("left"):
             raise LabError(f"processes {answer['left']} of {self.directory} survived SIGKILL; see their stack in /proc")
+
+    def _all_up(self) -> bool:
+        """Tell whether every node is up; none is listed before slurmctld answers, which must not count."""
+        found = self.nodes()
+        return len(found) == self.options.nodes and all(node.is_up for node in found.values())
 
     @classmethod
     def attach(cls, directory: Path) -> Self:
@@ -331,13 +335,3 @@ def _fake_gpu(path: Path) -> None:
     except PermissionError:
         path.touch()  # no right to make devices in this container; Slurm hands out plain files as well
     path.chmod(0o666)
-
-
-def remove_leftovers() -> list[Path]:
-    """Take down labs that lost their guardian; return their directories."""
-    return teardown.sweep()
-
-
-def commands_missing(*names: str) -> list[str]:
-    """Return which commands are not installed."""
-    return [name for name in names if shutil.which(name, path=PATH) is None]

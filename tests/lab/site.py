@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.lab.faults import LabError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SITES = Path("/var/tmp/stepkeeper-site")
+SITES = Path("/var/tmp/stepkeeper-site")  # world-writable parent: `_locked` checks whose it is
 TORCH = REPOSITORY / "tests" / "requirements-torch.txt"
 BUILD_S = 600.0
 PROJECTS_KEPT = 4

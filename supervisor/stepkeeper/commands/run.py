@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Mapping
 
@@ -116,6 +117,7 @@ def execute(arguments: argparse.Namespace) -> int:
         attempt=lease.attempt,
         nodes=allocation.nodes,
         kill_wait_s=settings.kill_wait_s,
+        nonce=secrets.token_hex(8),
     )
     setting = Setting(
         directory=directory,

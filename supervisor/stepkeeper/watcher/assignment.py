@@ -1,10 +1,17 @@
-"""What a watcher is told at its start: one JSON argument on its command line."""
+"""What a watcher is told at its start, in one environment variable.
+
+Not on its command line: other users of a node read command lines, and must not know the ranks' address before it
+is taken.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import msgspec
+
+VARIABLE = "STEPKEEPER_WATCHER"
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,22 +24,23 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     nodes: tuple[str, ...]
     kill_wait_s: float
+    nonce: str  # nobody can guess it: another user could take the ranks' address first
 
     def socket_name(self, node: str = "%N") -> str:
         """Return the ranks' address: an abstract socket, which reaches into containers by itself.
 
         `%N` stands for the node's name, filled in on the node.
         """
-        return f"@stepkeeper/{self.run_id}/{self.job_id}.{self.restart_count}/{node}"
+        return f"@stepkeeper/{self.run_id}/{self.job_id}.{self.restart_count}/{self.nonce}/{node}"
 
-    def encode(self) -> str:
-        """Return the argument."""
-        return msgspec.json.encode(self).decode()
+    def environment(self) -> dict[str, str]:
+        """Return what the watcher finds in its environment."""
+        return {VARIABLE: msgspec.json.encode(self).decode()}
 
 
-def decode(argument: str) -> Assignment:
-    """Parse the argument.  Raises msgspec.MsgspecError."""
-    return msgspec.json.decode(argument, type=Assignment)
+def read(environment: Mapping[str, str]) -> Assignment:
+    """Parse what `environment` made.  Raises KeyError, msgspec.MsgspecError."""
+    return msgspec.json.decode(environment[VARIABLE], type=Assignment)
 
 
 def node_name() -> str:

@@ -12,7 +12,7 @@ import time
 
 from stepkeeper import __version__
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.assignment import Assignment, decode, node_name
+from stepkeeper.watcher.assignment import Assignment, node_name, read
 from stepkeeper.watcher.processes import kill_other_watchers, kill_ranks, rank_processes
 from stepkeeper.watcher.ranks import RankSocket, free_port, own_address
 from stepkeeper_trainer.formats.messages import Hello, Progress, SaveRequest, TaskStarted, shorten
@@ -265,10 +265,10 @@ class Watcher:
             self.rescue_at = time.monotonic() + result.again_in_s
 
 
-def main(argv: list[str]) -> int:
+def main() -> int:
     """Run the watcher of this node."""
-    return Watcher(decode(argv[0])).run()
+    return Watcher(read(os.environ)).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

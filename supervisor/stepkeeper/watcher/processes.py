@@ -7,6 +7,8 @@ import os
 import signal
 from collections.abc import Iterator
 
+from stepkeeper.watcher.assignment import VARIABLE
+
 
 def _own_processes() -> Iterator[tuple[int, set[bytes]]]:
     """Yield pid and environment (as it was at exec) of every process of this user."""
@@ -66,15 +68,10 @@ def kill_other_watchers(run_id: str, node: str, job_id: int) -> int:
     for pid, environment in _own_processes():
         if pid == os.getpid() or f"SLURMD_NODENAME={node}".encode() not in environment:
             continue
-        if not any(entry.startswith(b"SLURM_STEP_ID=") for entry in environment):
-            continue  # the srun that started the watchers carries the same words
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                argv = file.read()
-        except OSError:
-            continue  # ended meanwhile
-        ours = f'"run_id":"{run_id}","job_id":{job_id},'.encode()
-        if b"stepkeeper.watcher.main" in argv and ours in argv:
+        assigned = [entry for entry in environment if entry.startswith(f"{VARIABLE}=".encode())]
+        # the srun that starts the watchers has it too, and is no task of a Slurm step
+        is_task = any(entry.startswith(b"SLURM_STEP_ID=") for entry in environment)
+        if is_task and assigned and f'"run_id":"{run_id}","job_id":{job_id},'.encode() in assigned[0]:
             with contextlib.suppress(ProcessLookupError):  # gone is what we wanted
                 os.kill(pid, signal.SIGKILL)
                 count += 1

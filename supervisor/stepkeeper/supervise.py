@@ -27,6 +27,7 @@ from stepkeeper.slurm.environment import scrub_geometry, without_python
 from stepkeeper.sources.bus import LEASE_EVERY_S, Bus
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import status as status_file
+from stepkeeper.store.allowance import Allowance
 from stepkeeper.store.journal import VERSION, JournalWriter, Record
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.watcher import messages as lines
@@ -35,6 +36,7 @@ from stepkeeper_trainer.formats.lease import Lease
 
 LEASE_SECONDS = 30.0
 STATUS_EVERY_S = 2.0
+EVIDENCE = (on.Progressed, on.RankExited, on.BusEnded)  # journaled also where they changed nothing
 STORAGE_WITHIN_S = 2.0
 PROGRESS_LOG_EVERY_S = 10.0
 
@@ -74,6 +76,12 @@ class Supervisor:
         self.launch: launch.Launch | None = None
         self.requests = 0
         self.exit_code: int | None = None
+        # a week of training must not fill the journal: 100 MB is the limit
+        self.allowances: dict[type[on.Event], Allowance] = {
+            on.Progressed: Allowance(1, setting.policy.progress_every_s),
+            on.SaveBegan: Allowance(100, 10.0),
+            on.CheckpointCommitted: Allowance(100, 10.0),
+        }
         self.next_at: dict[str, float] = {}  # what is done every few seconds, and when next
         now = inbox.clock.now()
         self.status = status_file.Status(
@@ -105,10 +113,10 @@ class Supervisor:
         return self.exit_code
 
     def _wait_s(self) -> float:
-        due = [*self.next_at.values()]
+        due = self.next_at.get("lease", 0.0)  # the only thing that is done without an event or a deadline
         if self.state.deadline_at is not None:
-            due.append(self.state.deadline_at)
-        return min(due, default=self.inbox.clock.now()) - self.inbox.clock.now()
+            due = min(due, self.state.deadline_at)
+        return due - self.inbox.clock.now()
 
     def _on_clock(self) -> None:
         now = self.inbox.clock.now()
@@ -163,10 +171,11 @@ class Supervisor:
             self.log.info("decision", why=decision.why, **phase, effects=effects)
         self.status = msgspec.structs.replace(self.status, **changes, updated_at=event.at)
         self.status_writer.show(self.status)
-        unimportant = isinstance(event, on.Progressed) and not self._is_due(
-            "progress journal", self.setting.policy.progress_every_s
-        )
-        if unimportant or (isinstance(event, on.Tick) and not decision.why):
+        changed_nothing = state == before and not decision.effects and not decision.why
+        if changed_nothing and not isinstance(event, EVIDENCE):
+            return
+        allowance = self.allowances.get(type(event)) if not decision.effects else None
+        if allowance is not None and not allowance.take(event.at):
             return
         self.journal.append(
             Record(

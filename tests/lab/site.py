@@ -132,6 +132,9 @@ def _project(dependencies: Path) -> Path:
             "--no-build-isolation",
             REPOSITORY,
         )
+        torchrun = layer / "bin" / "torchrun"
+        torchrun.write_text(f"#!{python}\nfrom torch.distributed.run import main\n\nmain()\n")
+        torchrun.chmod(0o755)
         (layer / "complete").touch()
     _prune(layer)
     return python

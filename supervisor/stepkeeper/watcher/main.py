@@ -18,7 +18,7 @@ from stepkeeper.watcher.ranks import RankSocket, free_port, own_address
 from stepkeeper_trainer.formats.messages import Hello, Progress, SaveRequest, TaskStarted, shorten
 
 ALIVE_EVERY_S = 2.0
-PROGRESS_EVERY_S = 0.5
+PROGRESS_EVERY_S = 1.0
 ACKNOWLEDGE_WITHIN_S = 2.0  # after SIGTERM, for a word of the supervisor
 RESCUE_STAGGER_S = 0.5  # the second watcher gives the first this long, and so on
 KILL_AGAIN_EVERY_S = 0.05
@@ -41,6 +41,7 @@ class Watcher:
         self.ranks = RankSocket(assignment.socket_name(self.node))
         self.launch: int | None = None
         self.wrapped: set[int] = set()
+        self.greeted: dict[int, tuple[str, int]] = {}  # rank -> launch and pid of its newest hello
         self.pidfds: dict[int, tuple[int, str, int]] = {}  # pid -> (descriptor, launch, rank)
         self.progress_at = 0.0
         self.progress: Progress | None = None
@@ -155,6 +156,11 @@ class Watcher:
             self.wrapped.add(message.rank)
         if isinstance(message, Hello) and message.rank not in self.wrapped:
             self._follow(pid, message.launch, message.rank)
+        if isinstance(message, Hello):
+            known = self.greeted.get(message.rank)
+            self.greeted[message.rank] = (message.launch, pid)
+            if known == (message.launch, pid):
+                return  # said again in case that we are new: the supervisor knows
         self._say_progress()  # what was said before must be heard before
         self.say(bus.Rank(node=self.node, message=message))
 

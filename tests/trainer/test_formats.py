@@ -287,3 +287,45 @@ def test_lease_and_outcome_read_back(tmp_path: Path) -> None:
     (tmp_path / "lease.json").write_text("{}")
     with pytest.raises(lease.LeaseError, match="remove the file"):
         lease.read(tmp_path)
+
+
+NOT_UTF_8 = b'"\xff"'
+TOO_DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize("bad", [NOT_UTF_8, TOO_DEEP], ids=["not UTF-8", "nested too deep"])
+def test_bytes_that_are_no_text_are_refused_like_any_other_damage(tmp_path: Path, bad: bytes) -> None:
+    (tmp_path / "lease.json").write_bytes(
+        b'{"job_id":1,"restart_count":0,"attempt":0,"pid":1,"taken_at":1.0,"node":%b}' % bad
+    )
+    with pytest.raises(lease.LeaseError, match="not a lease"):
+        lease.read(tmp_path)
+    (tmp_path / "outcome.json").write_bytes(b'{"outcome":"stopped","step":1,"tokens":1,"save_id":%b}' % bad)
+    with pytest.raises(outcome.OutcomeError, match="not an outcome") as caught:
+        outcome.read(tmp_path)
+    assert isinstance(caught.value, msgspec.MsgspecError), "what the supervisor catches"
+    for read in (messages.decode_from_rank, messages.decode_to_rank):
+        with pytest.raises(msgspec.MsgspecError):
+            read(b'{"type":%b}' % bad)
+
+    lineage.append(tmp_path, lineage.Commit(at=1.0, step=1, save_id="a", parent=None, directory="step_00000001"))
+    with (tmp_path / "lineage.jsonl").open("ab") as file:
+        file.write(b'{"record":"rollback","at":1,"save_id":null,"why":%b}\n' % bad)
+    found = lineage.read(tmp_path)
+    assert found is not None
+    assert found.chain() == ["a"]
+
+    sealed = seal(Manifest(step=2, tokens=0, world_size=1, created_at="WHEN", save_id="b" * 32, files={}))
+    data = _sealed_again(sealed.replace(b'"WHEN"', bad))
+    with pytest.raises(ManifestError, match="not a manifest"):
+        unseal(data, source="x")
+    (tmp_path / "step_00000002").mkdir()
+    (tmp_path / "step_00000002" / "MANIFEST.json").write_bytes(data)
+    assert chosen(tmp_path) is None
+
+
+def _sealed_again(data: bytes) -> bytes:
+    """Put the right digest into a manifest that was changed."""
+    head, field, _ = data.rpartition(b'"manifest_xxh3_128":"')
+    digest = xxhash.xxh3_128_hexdigest(head + field + b'"}').encode()
+    return head + field + digest + b'"}'

@@ -18,6 +18,7 @@ import msgspec
 from stepkeeper_trainer.errors import SaveError, SupersededError
 from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats import lineage
+from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import fsync_directory, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, Manifest, seal
 from stepkeeper_trainer.formats.steps import step_name
@@ -40,6 +41,9 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     epoch: tuple[int, int] | None
     launch: tuple[int, int]
+
+
+_owner = msgspec.json.Decoder(Owner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +170,8 @@ class Commits:
         """Say why nobody writes this any more; None where somebody may."""
         environment = self.environment
         try:
-            owner = msgspec.json.decode((path / _OWNER_NAME).read_bytes(), type=Owner)
-        except (OSError, msgspec.MsgspecError):
+            owner = decode(_owner, (path / _OWNER_NAME).read_bytes())
+        except (OSError, DecodeError):
             try:
                 age_s = time.time() - path.stat().st_mtime
             except OSError:

@@ -14,6 +14,7 @@ from collections import deque
 
 import msgspec
 
+from stepkeeper_trainer.formats.decoding import DecodeError
 from stepkeeper_trainer.formats.messages import (
     MESSAGE_BYTES_MAX,
     FromRank,
@@ -106,7 +107,7 @@ class Link:
                 continue
             try:
                 request = decode_to_rank(data)
-            except msgspec.MsgspecError:
+            except DecodeError:
                 warn("request_refused", why="not JSON")
                 continue
             if request is not None and request.launch in ("", self._launch):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import write_atomically
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class LeaseError(ValueError):
     """The lease file does not parse."""
 
 
+_decoder = msgspec.json.Decoder(Lease)
+
+
 def read(run_directory: Path) -> Lease | None:
     """Return the lease of a run directory; None where nobody ever took it.
 
@@ -53,8 +57,8 @@ def read(run_directory: Path) -> Lease | None:
     except FileNotFoundError:
         return None
     try:
-        return msgspec.json.decode(data, type=Lease)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        return decode(_decoder, data)
+    except DecodeError as error:
         raise LeaseError(f"{path}: not a lease: {error}; if no job uses this run, remove the file") from error
 
 

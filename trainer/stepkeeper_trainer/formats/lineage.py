@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import append_line
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ def read(checkpoints: Path) -> Lineage | None:
     head: str | None = None
     for line in data.splitlines():
         try:
-            record = _decoder.decode(line)
-        except (msgspec.MsgspecError, RecursionError):
+            record = decode(_decoder, line)
+        except DecodeError:
             continue  # torn by a crash, or of a newer version: neither may hide the other lines
         match record:
             case Commit():

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+from stepkeeper_trainer.formats.decoding import DecodeError, decode
+
 FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
 CHUNK_BYTES = 16 * 1024 * 1024
@@ -52,6 +54,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     manifest_xxh3_128: str = ""
 
 
+_decoder = msgspec.json.Decoder(Manifest)
+
+
 def seal(manifest: Manifest) -> bytes:
     """Return the bytes of `MANIFEST.json`: the manifest with the digest of itself filled in.
 
@@ -79,8 +84,8 @@ def unseal(data: bytes, *, source: str) -> Manifest:
     if xxhash.xxh3_128_hexdigest(empty).encode() != last.group(2):
         raise ManifestError(f"{source}: its content does not match its own digest: it was changed or is damaged")
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        manifest = decode(_decoder, data)
+    except DecodeError as error:
         raise ManifestError(f"{source}: not a manifest: {error}") from error
     if manifest.format != FORMAT:
         raise ManifestError(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from stepkeeper_trainer.formats.decoding import MismatchError, decode
+
 MESSAGE_BYTES_MAX = 800  # leaves room for the watcher's envelope in a line of 1,024 bytes
 TEXT_CHARACTERS_MAX = 200  # of free text in a message
 _TEXT_BYTES_MAX = 360  # of the same: quotes take two bytes in JSON, some characters four
@@ -144,11 +146,11 @@ def decode_from_rank(data: bytes) -> FromRank | None:
     """Parse a datagram of a rank; None for one that this version does not know.
 
     Raises:
-        msgspec.MsgspecError: not JSON at all.
+        DecodeError: not JSON at all.
     """
     try:
-        return _from_rank.decode(data)
-    except msgspec.ValidationError:
+        return decode(_from_rank, data)
+    except MismatchError:
         return None
 
 
@@ -156,9 +158,9 @@ def decode_to_rank(data: bytes) -> ToRank | None:
     """Parse a datagram to a rank; None for one that this version does not know.
 
     Raises:
-        msgspec.MsgspecError: not JSON at all.
+        DecodeError: not JSON at all.
     """
     try:
-        return _to_rank.decode(data)
-    except msgspec.ValidationError:
+        return decode(_to_rank, data)
+    except MismatchError:
         return None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import write_atomically
 
 if TYPE_CHECKING:
@@ -28,18 +29,29 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # Unix seconds
 
 
+class OutcomeError(msgspec.MsgspecError):
+    """The outcome file does not parse."""
+
+
+_decoder = msgspec.json.Decoder(Outcome)
+
+
 def read(run_directory: Path) -> Outcome | None:
     """Return what the newest launch that ended as intended said; None where none did.
 
     Raises:
         OSError: the file is there and cannot be read.
-        msgspec.MsgspecError: it is no outcome.
+        OutcomeError: it is no outcome.
     """
+    path = run_directory / OUTCOME_NAME
     try:
-        data = (run_directory / OUTCOME_NAME).read_bytes()
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
-    return msgspec.json.decode(data, type=Outcome)
+    try:
+        return decode(_decoder, data)
+    except DecodeError as error:
+        raise OutcomeError(f"{path}: not an outcome: {error}") from error
 
 
 def write(run_directory: Path, outcome: Outcome) -> None:

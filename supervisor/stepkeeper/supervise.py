@@ -33,6 +33,7 @@ from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.lease import Lease
+from stepkeeper_trainer.formats.messages import shorten
 
 LEASE_SECONDS = 30.0
 STATUS_EVERY_S = 2.0
@@ -75,6 +76,8 @@ class Supervisor:
         self.bus: Bus | None = None
         self.launch: launch.Launch | None = None
         self.requests = 0
+        self.fenced = False
+        self.journal_failed = ""
         self.exit_code: int | None = None
         # a week of training must not fill the journal: 100 MB is the limit
         self.allowances: dict[type[on.Event], Allowance] = {
@@ -108,7 +111,8 @@ class Supervisor:
             if event is not None:
                 self._feed(event)
             self._on_clock()
-        self.status_writer.close(self.status, STORAGE_WITHIN_S)
+        if not self.fenced:
+            self.status_writer.close(self.status, STORAGE_WITHIN_S)
         self.journal.flush(STORAGE_WITHIN_S)
         return self.exit_code
 
@@ -125,6 +129,13 @@ class Supervisor:
         if self._is_due("lease", LEASE_EVERY_S) and self.bus is not None:
             self._renew()
             self.bus.check_silence()
+            self._look_at_journal()
+
+    def _look_at_journal(self) -> None:
+        failed = self.journal.failed
+        if failed != self.journal_failed:
+            self.journal_failed = failed
+            self.log.warning("journal_not_written", error=failed) if failed else self.log.info("journal_written_again")
 
     def _is_due(self, what: str, every_s: float) -> bool:
         now = self.inbox.clock.now()
@@ -170,7 +181,9 @@ class Supervisor:
             effects = [effect.__struct_config__.tag for effect in decision.effects]
             self.log.info("decision", why=decision.why, **phase, effects=effects)
         self.status = msgspec.structs.replace(self.status, **changes, updated_at=event.at)
-        self.status_writer.show(self.status)
+        self.fenced = self.fenced or isinstance(event, on.Superseded)
+        if not self.fenced:  # else the file is the newer attempt's
+            self.status_writer.show(self.status)
         changed_nothing = state == before and not decision.effects and not decision.why
         if changed_nothing and not isinstance(event, EVIDENCE):
             return
@@ -216,7 +229,7 @@ class Supervisor:
             case do.KillRanks():
                 self._kill(effect)
             case do.AskSlurm():
-                slurm.ask(self.client, setting.lease.job_id, inbox=self.inbox)
+                slurm.ask(self.client, setting.assignment.slurm_name, inbox=self.inbox)
             case do.Requeue():
                 self._requeue()
             case do.Exit():
@@ -234,7 +247,8 @@ class Supervisor:
         program = [sys.executable, *flags(), "-m", "stepkeeper.watcher.main"]
         argv = watcher_argv(self.setting.assignment.nodes, program)
         inherited = scrub_geometry(without_python(self.environment))
-        environment = {**inherited, **self.setting.assignment.environment()}
+        assignment = msgspec.structs.replace(self.setting.assignment, bus=effect.bus)
+        environment = {**inherited, **assignment.environment()}
         self.bus = Bus(
             effect.bus,
             argv,
@@ -254,11 +268,7 @@ class Supervisor:
         meeting = launch.Meeting(
             launch=effect.launch, address=effect.address, port=effect.port, resume_from=effect.resume_from
         )
-        try:
-            self.launch = launch.Launch(self.setting.job, meeting, self.environment, inbox=self.inbox)
-        except OSError as error:
-            why = f"{error.filename}: {error.strerror}"
-            self.inbox.put(on.LaunchRefused(at=self.inbox.clock.now(), launch=effect.launch, error=why))
+        self.launch = launch.Launch(self.setting.job, meeting, self.environment, inbox=self.inbox)
 
     def _request_save(self, effect: do.RequestSave) -> None:
         self.requests += 1
@@ -268,7 +278,7 @@ class Supervisor:
                     launch=self.state.launch,
                     request_id=self.requests,
                     stop=effect.stop,
-                    why=effect.why[:200],
+                    why=shorten(effect.why),
                     deadline_at=effect.deadline_at,
                 )
             )
@@ -283,4 +293,7 @@ class Supervisor:
         """Make the journal durable first: Slurm ends us within milliseconds of the requeue."""
         if not self.journal.flush(STORAGE_WITHIN_S):
             self.log.warning("journal_late", error=self.journal.failed or "the storage does not answer")
-        slurm.requeue(self.client, self.setting.lease.job_id, inbox=self.inbox)
+        setting = self.setting
+        slurm.requeue(
+            self.client, setting.assignment.slurm_name, setting.directory.path, setting.lease, inbox=self.inbox
+        )

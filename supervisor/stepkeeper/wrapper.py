@@ -19,6 +19,9 @@ import sys
 import time
 
 OOM_SCORE_ADJ = 500  # when memory runs out, the kernel shall take a rank, not a watcher or slurmstepd
+EXIT_STOPPED = 75
+FAILURE_TOLD_WITHIN_S = 30.0  # the others hang until somebody knows
+LEAVING_TOLD_WITHIN_S = 1.0
 ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -43,7 +46,8 @@ def main(argv: list[str]) -> int:
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     how = {"signal": -code} if code < 0 else {"code": code}
-    tell(address, {"type": "task_exited", "launch": launch, "rank": rank, "at": time.time(), **how})
+    patience_s = FAILURE_TOLD_WITHIN_S if code not in (0, EXIT_STOPPED) else LEAVING_TOLD_WITHIN_S
+    tell(address, {"type": "task_exited", "launch": launch, "rank": rank, "at": time.time(), **how}, patience_s)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank left its core already
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
@@ -81,7 +85,7 @@ def own_address(environment: dict[str, str]) -> str:
 
 def become_rank(command: list[str], environment: dict[str, str]) -> None:
     """In the child: default signals, first to go when memory runs out, then the command."""
-    for number in ABSORBED:
+    for number in (*ABSORBED, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the last two for itself
         signal.signal(number, signal.SIG_DFL)
     with contextlib.suppress(OSError):  # refused in some containers: training goes on all the same
         descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
@@ -95,14 +99,21 @@ def become_rank(command: list[str], environment: dict[str, str]) -> None:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def tell(address: str, message: dict[str, object]) -> None:
-    """Send one datagram to the watcher, if there is one; never wait for it."""
+def tell(address: str, message: dict[str, object], patience_s: float = 0.0) -> None:
+    """Send one datagram to the watcher; try again for a while when it is being restarted or its queue is full."""
     if not address:
         return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+    name = "\0" + address[1:] if address.startswith("@") else address
+    give_up_at = time.monotonic() + patience_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.setblocking(False)  # noqa: FBT003 - the method takes no keyword
-        name = "\0" + address[1:] if address.startswith("@") else address
-        sock.sendto(json.dumps(message).encode(), name)
+        while True:
+            with contextlib.suppress(OSError):
+                sock.sendto(json.dumps(message).encode(), name)
+                return
+            if time.monotonic() >= give_up_at:
+                return  # srun's own words are left as evidence
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -111,9 +111,11 @@ def test_a_big_journal_is_streamed(run: RunDirectory) -> None:
         for _ in range(100):
             file.write(line * (1_000_000 // len(line)))
     program = (
-        "import resource, sys; from stepkeeper.cli import main; "
+        "import sys; from stepkeeper.cli import main; "
         "code = main(sys.argv[1:]); sys.stdout.flush(); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
+        # not getrusage: its maximum is that of the process which started this one, too
+        "status = open('/proc/self/status').read(); "
+        "print(status.split('VmHWM:')[1].split()[0], file=sys.stderr); sys.exit(code)"
     )
     started = time.monotonic()
 
@@ -176,25 +178,3 @@ def test_every_locale_prints_every_name(run: RunDirectory, locale: str) -> None:
     )
 
     assert (done.returncode, done.stderr) == (0, b"")
-
-
-@pytest.mark.parametrize("argv", [["status"], ["events"], ["logs"], ["checkpoints", "latest"]])
-def test_a_command_is_there_in_no_time(run: RunDirectory, argv: list[str]) -> None:
-    """0.2 s is the promise; the best of three tells of the command, not of its neighbours."""
-    build.write_status(run)
-    build.write_journal(run, build.story(run))
-    build.write_log(run, "n1", b"0: x\n")
-    build.make_steps(run)
-    times = []
-    for _ in range(3):
-        started = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "stepkeeper", *argv, str(run.path)],
-            capture_output=True,
-            check=False,
-            timeout=60,
-        )
-        times.append(time.monotonic() - started)
-        assert done.returncode == 0
-
-    assert min(times) < 0.35

@@ -137,7 +137,7 @@ def fake(tmp_path, monkeypatch):
 def test_times_are_asked_for_as_unix_seconds_in_the_c_locale(fake):
     fake(f'test "$SLURM_TIME_FORMAT" = %s && test "$LC_ALL" = C && cat {CAPTURED / "completing.txt"}')
 
-    assert SlurmCommands().job(2).end_at == 1795236932.0
+    assert SlurmCommands().job("2").end_at == 1795236932.0
 
 
 def test_a_call_that_hangs_ends_in_time(fake):
@@ -146,7 +146,7 @@ def test_a_call_that_hangs_ends_in_time(fake):
     began = time.monotonic()
 
     with pytest.raises(SlurmError, match=r"no answer in 0\.2 s") as failure:
-        SlurmCommands(call_within_s=0.2).job(7)
+        SlurmCommands(call_within_s=0.2).job("7")
 
     assert failure.value.unreachable
     assert time.monotonic() - began < 5.0
@@ -165,7 +165,7 @@ def test_a_controller_that_does_not_answer_is_unreachable(fake, said):
     fake(f"echo '{said}' >&2; exit 1")
 
     with pytest.raises(SlurmError) as failure:
-        SlurmCommands().requeue(7)
+        SlurmCommands().requeue("7")
 
     assert failure.value.unreachable
     assert said in str(failure.value)
@@ -179,7 +179,7 @@ def test_a_refusal_is_no_silence(fake, said):
     fake(f"echo '{said}' >&2; exit 1")
 
     with pytest.raises(SlurmError, match=said) as failure:
-        SlurmCommands().requeue(1)
+        SlurmCommands().requeue("1")
 
     assert not failure.value.unreachable
 
@@ -188,7 +188,7 @@ def test_a_failure_without_a_word_names_its_exit_code(fake):
     fake("exit 3")
 
     with pytest.raises(SlurmError, match="scontrol requeue 1: exit code 3"):
-        SlurmCommands().requeue(1)
+        SlurmCommands().requeue("1")
 
 
 def test_no_slurm_at_all(monkeypatch):
@@ -201,14 +201,14 @@ def test_no_slurm_at_all(monkeypatch):
 def test_a_job_that_slurm_has_forgotten_does_not_run(fake):
     fake("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
 
-    assert SlurmCommands().job_runs(99999) is False
+    assert SlurmCommands().job_runs("99999") is False
 
 
 def test_whether_a_job_runs_is_unknown_when_slurm_is_silent(fake):
     fake("echo 'Unable to contact slurm controller' >&2; exit 1")
 
     with pytest.raises(SlurmError):
-        SlurmCommands().job_runs(7)
+        SlurmCommands().job_runs("7")
 
 
 @pytest.mark.parametrize(("name", "runs"), [("running", True), ("completing", True), ("cancelled", False)])
@@ -216,7 +216,7 @@ def test_a_job_that_holds_nodes_runs(fake, tmp_path, name, runs):
     (tmp_path / "answer").write_text(captured(name))
     fake(f"cat {tmp_path}/answer")
 
-    assert SlurmCommands().job_runs(7) is runs
+    assert SlurmCommands().job_runs("7") is runs
 
 
 def test_what_is_called(fake):
@@ -224,8 +224,8 @@ def test_what_is_called(fake):
     calls = fake("exit 0", name="scancel")
 
     assert SlurmCommands().hostnames("gpu[1-2]") == ("gpu1", "gpu2")
-    SlurmCommands().requeue(7)
-    SlurmCommands().cancel(7)
+    SlurmCommands().requeue("7")
+    SlurmCommands().cancel("7")
 
     words = [line.partition(" ")[2] for line in calls.read_text().splitlines()]
     assert words == ["show hostnames gpu[1-2]", "requeue 7", "7"]

@@ -62,10 +62,11 @@ def test_a_time_limit_is_met_with_a_checkpoint_and_another_attempt(lab: Lab, ref
     assert_complete(training, reference)
 
 
+@pytest.mark.campaign  # Slurm's shortest limit is a minute
 def test_a_time_limit_without_an_early_signal_leaves_kill_wait(lab: Lab, reference: Training) -> None:
     """Without `--signal` the first word is SIGTERM to everybody, with Reason=TimeLimit."""
     training = Training(
-        lab, name="late-limit", steps=40, step_seconds=2.0, sbatch_args=("--time=1", "--signal=B:CONT@1")
+        lab, name="late-limit", steps=40, step_seconds=4.0, sbatch_args=("--time=1", "--signal=B:CONT@1")
     ).submit()
 
     training.wait_attempt(1)

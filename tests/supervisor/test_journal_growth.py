@@ -82,9 +82,16 @@ def begin():
 def make(directory, journal, command=("false",), environment=None):
     """A supervisor whose acts lead nowhere: there is no srun on its PATH."""
     assignment = Assignment(
-        run_directory=str(directory), run_id="r", job_id=7, restart_count=0, attempt=0, nodes=NODES, kill_wait_s=30,
+        run_directory=str(directory),
+        run_id="r",
+        job_id=7,
+        slurm_name="7",
+        restart_count=0,
+        attempt=0,
+        nodes=NODES,
+        kill_wait_s=30,
         nonce="n",
-    )  # fmt: skip
+    )
     job = Job(
         command=command, torchrun=False, geometry=Geometry(nodes=NODES, tasks_per_node=8), run_directory=directory,
         run_id="r", attempt=0, socket=assignment.socket_name(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import msgspec
 
 from stepkeeper import wrapper
 from stepkeeper.core import events as on
+from stepkeeper.log import PatientStream
+from stepkeeper.redaction import redact
 from stepkeeper.slurm import argv as lines
 from stepkeeper.slurm.environment import scrub_geometry
 from stepkeeper.sources.inbox import Inbox
@@ -27,6 +30,12 @@ RESUME_PLACEHOLDER = "{resume}"
 ERROR_CHARACTERS_MAX = 300
 KILL_BY_SLURM_AFTER_S = 3.0
 KILL_SRUN_AFTER_S = 10.0
+STORAGE_WITHIN_S = 10.0
+_DEATH = re.compile(
+    r"srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>\d+(?:[-,]\d+)*): "
+    r"(?:Exited with exit code (?P<code>\d+)|(?P<words>[A-Z][A-Za-z ()]+))"
+)
+_SIGNALS = {signal.strsignal(number) or "": int(number) for number in signal.Signals}
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +117,8 @@ def _torchrun(job: Job, meeting: Meeting) -> list[str]:
 def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str]) -> dict[str, str]:
     """Return what the ranks find in their environment, besides the user's own."""
     return {
-        **scrub_geometry(environment),
+        # the user's own srun line finds what it would find without us
+        **(environment if job.command[0] == "srun" else scrub_geometry(environment)),
         "STEPKEEPER_SOCKET": job.socket,
         "STEPKEEPER_RUN_DIR": str(job.run_directory),
         "STEPKEEPER_RUN_ID": job.run_id,
@@ -123,25 +133,21 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
 
 
 class Launch:
-    """A training step that runs.  `LaunchEnded` comes when it is over."""
+    """A training step that runs.  `LaunchEnded` comes when it is over, `LaunchRefused` when it cannot be started.
+
+    Its threads touch the shared storage, never the loop; none of them lets a full or hung one hide the end.
+    """
 
     def __init__(self, job: Job, meeting: Meeting, environment: Mapping[str, str], *, inbox: Inbox) -> None:
-        """Start srun.  Raises OSError when it could not be started."""
+        """Start srun on a thread."""
         self._job = job
-        self._launch = meeting.launch
+        self._meeting = meeting
         self._inbox = inbox
         self._logs = RunDirectory(job.run_directory).logs(job.attempt, meeting.launch)
-        self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
-        self._process = subprocess.Popen(
-            launch_argv(job, meeting, self._logs),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=launch_environment(job, meeting, environment),
-            start_new_session=True,  # a signal to our process group is for us alone
-        )
-        inbox.run_thread(f"launch-{meeting.launch}", self._wait)
+        self._killed = False
+        inbox.run_thread(f"launch-{meeting.launch}", lambda: self._run(dict(environment)))
 
     def kill(self) -> None:
         """See to it that the step ends, also where a watcher that should kill its ranks is gone.
@@ -149,7 +155,9 @@ class Launch:
         SIGTERM to srun makes Slurm SIGKILL all tasks.  With a lost node even that waits for Slurm to
         notice, so srun itself goes last.
         """
-        self._inbox.run_thread(f"kill-{self._launch}", self._kill)
+        if not self._killed:
+            self._killed = True
+            self._inbox.run_thread(f"kill-{self._meeting.launch}", self._kill)
 
     def _kill(self) -> None:
         for patience_s, number in (
@@ -158,42 +166,114 @@ class Launch:
         ):
             if self._ended.wait(patience_s):
                 return
-            self._process.send_signal(number)
+            if self._process is not None:
+                self._process.send_signal(number)
 
-    def _wait(self) -> None:
-        """Keep what srun itself says (the ranks write to their own files), and report the end."""
-        error = ""
-        assert self._process.stdout is not None, "Popen was given a pipe"
-        with (self._logs / "srun.log").open("ab") as log:
-            for line in self._process.stdout:
-                log.write(line)
-                log.flush()
-                text = line.decode(errors="replace").strip()
-                error = text[:ERROR_CHARACTERS_MAX] or error
+    def _run(self, environment: dict[str, str]) -> None:
+        launch = self._meeting.launch
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._process = subprocess.Popen(
+                launch_argv(self._job, self._meeting, self._logs),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=launch_environment(self._job, self._meeting, environment),
+                start_new_session=True,  # a signal to our process group is for us alone
+            )
+        except OSError as failure:
+            self._ended.set()
+            why = f"{failure.filename}: {failure.strerror}"
+            self._inbox.put(on.LaunchRefused(at=self._inbox.clock.now(), launch=launch, error=why))
+            return
+        error = self._listen(self._process)
         code = self._process.wait()
         self._ended.set()
-        said = _outcome(self._job, self._launch)
-        with contextlib.suppress(OSError):  # housekeeping of logs must not keep the end of a launch from the loop
-            if not said:
-                logs.mark_failed(self._logs, f"srun ended with {code}; {error}")
-            logs.prune(self._job.run_directory / "logs")
+        said = self._said()
         self._inbox.put(
             on.LaunchEnded(
                 at=self._inbox.clock.now(),
-                launch=self._launch,
+                launch=launch,
                 code=code,
                 finished=said == "finished",
                 stopped=said == "stopped",
                 error=error,
             )
         )
+        with contextlib.suppress(OSError):  # housekeeping: the next launch tries again
+            if not said:
+                logs.mark_failed(self._logs, f"srun ended with {code}; {error}")
+            logs.prune(self._job.run_directory / "logs")
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> str:
+        """Keep what srun itself says (the ranks write to their own files); return its last word."""
+        assert process.stdout is not None, "Popen was given a pipe"
+        log = PatientStream(lambda: (self._logs / "srun.log").open("a", encoding="utf-8"))
+        error = ""
+        for line in process.stdout:
+            text = redact(line.decode(errors="replace").strip())
+            log.write(text + "\n")
+            error = text[:ERROR_CHARACTERS_MAX] or error
+            for rank, code, number in deaths(text):
+                # the wrapper's own word may have been lost, and a user's own srun line has no wrapper
+                self._inbox.put(
+                    on.RankExited(
+                        at=self._inbox.clock.now(),
+                        launch=self._meeting.launch,
+                        rank=rank,
+                        node=_node(text),
+                        code=code,
+                        signal=number,
+                    )
+                )
+        log.drain(STORAGE_WITHIN_S)
+        return error
+
+    def _said(self) -> str:
+        """Return what rank 0 wrote of the end; storage that hangs has nothing to say."""
+        found: list[str] = []
+        reader = threading.Thread(target=lambda: found.append(_outcome(self._job, self._meeting.launch)), daemon=True)
+        reader.start()
+        reader.join(STORAGE_WITHIN_S)
+        return found[0] if found else ""
+
+
+def deaths(text: str) -> list[tuple[int, int | None, int | None]]:
+    """Return (rank, exit code, signal) for each task that srun reports as failed in one line of its stderr.
+
+    >>> deaths("srun: error: gpu3: tasks 0-1,4: Exited with exit code 1")
+    [(0, 1, None), (1, 1, None), (4, 1, None)]
+    >>> deaths("srun: error: gpu3: task 2: Killed")
+    [(2, None, 9)]
+    >>> deaths("srun: error: gpu3: task 2: Segmentation fault (core dumped)")
+    [(2, None, 11)]
+    >>> deaths("srun: error: gpu3: task 2: Exited with exit code 75")
+    []
+    """
+    match = _DEATH.search(text)
+    if match is None:
+        return []
+    code = int(match["code"]) if match["code"] else None
+    number = None if code is not None else _SIGNALS.get(match["words"].removesuffix(" (core dumped)").strip())
+    if code in (outcome.EXIT_FINISHED, outcome.EXIT_STOPPED) or (code is None and number is None):
+        return []
+    ranks: list[int] = []
+    for part in match["tasks"].split(","):
+        first, _, last = part.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return [(rank, code, number) for rank in ranks]
+
+
+def _node(text: str) -> str:
+    match = _DEATH.search(text)
+    return match["node"] if match else ""
 
 
 def _outcome(job: Job, launch: int) -> str:
     """Return what rank 0 wrote about the end of this very launch."""
     try:
         found = outcome.read(job.run_directory)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError):
         return ""  # as if it had not been written: the launch counts as failed, and is repeated
     if found is None or found.launch != f"{job.attempt}.{launch}":
         return ""

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from stepkeeper.core import events as on
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.sources.inbox import Inbox
+from stepkeeper.store import tenure
+from stepkeeper_trainer.formats.lease import Lease, LeaseError
 
-TRAINING_STEP_KILL_AFTER_S = 3.0
 
-
-def ask(client: SlurmClient, job_id: int, *, inbox: Inbox) -> None:
+def ask(client: SlurmClient, job: str, *, inbox: Inbox) -> None:
     """Ask for the facts of our job; `SlurmAnswered` comes."""
 
     def work() -> None:
         try:
-            job, error = client.job(job_id), ""
+            facts, error = client.job(job), ""
         except SlurmError as failure:
-            job, error = None, str(failure)
-        inbox.put(on.SlurmAnswered(at=inbox.clock.now(), job=job, error=error))
+            facts, error = None, str(failure)
+        inbox.put(on.SlurmAnswered(at=inbox.clock.now(), job=facts, error=error))
 
     inbox.run_thread("ask-slurm", work)
 
 
-def requeue(client: SlurmClient, job_id: int, *, inbox: Inbox) -> None:
-    """Requeue our own job; `RequeueAnswered` comes."""
+def requeue(client: SlurmClient, job: str, run_directory: Path, ours: Lease, *, inbox: Inbox) -> None:
+    """Requeue our own job; `RequeueAnswered` comes, or `Superseded` where a newer attempt holds the run."""
 
     def work() -> None:
         try:
-            client.requeue(job_id)
+            newer = tenure.superseded(run_directory, ours)
+        except (OSError, LeaseError):
+            newer = None  # it cannot be told: the next attempt compares the leases again
+        at = inbox.clock.now()
+        if newer is not None:
+            inbox.put(on.Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))
+            return
+        try:
+            client.requeue(job)
         except SlurmError as failure:
             inbox.put(on.RequeueAnswered(at=inbox.clock.now(), ok=False, error=str(failure)))
         else:

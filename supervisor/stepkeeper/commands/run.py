@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -17,7 +21,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.log import configure
+from stepkeeper.log import PatientStream, configure
 from stepkeeper.slurm.argv import Geometry
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
@@ -31,11 +35,16 @@ from stepkeeper.watcher.assignment import Assignment, node_name
 from stepkeeper_trainer.formats import outcome
 from stepkeeper_trainer.formats.lease import Lease
 
+T = TypeVar("T")
+SLURM_WITHIN_S = 300.0
+LOG_WITHIN_S = 2.0
+
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     """What Slurm's environment says of our job."""
 
     job_id: int
+    slurm_name: str  # as Slurm's commands want it: a task of an array goes by the array's id and its own number
     restart_count: int
     nodes: tuple[str, ...]
     batch_node: str
@@ -100,19 +109,21 @@ def execute(arguments: argparse.Namespace) -> int:
     client = SlurmCommands()
     require_batch_process(environment)
     directory = _directory(arguments, environment)
-    try:
-        allocation = read_allocation(environment, client, arguments.tasks_per_node)
-        settings = client.settings()
-    except SlurmError as error:
-        raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
     clock = Clock()
+    inbox = Inbox(clock)
+    signals.listen(inbox)  # before anything that takes time: by default a signal would end us
+    out = PatientStream(lambda: sys.stdout)
+    allocation = patiently(lambda: read_allocation(environment, client, arguments.tasks_per_node))
+    settings = patiently(client.settings)
+    merged = _merge_spool(directory)
     carried = _carried(directory)
     lease = _lease(directory, allocation, carried, clock, client)
-    log = configure(job=allocation.job_id, attempt=lease.attempt)
+    log = configure(out, job=allocation.job_id, attempt=lease.attempt)
     assignment = Assignment(
         run_directory=str(directory.path),
         run_id=directory.run_id,
         job_id=allocation.job_id,
+        slurm_name=allocation.slurm_name,
         restart_count=allocation.restart_count,
         attempt=lease.attempt,
         nodes=allocation.nodes,
@@ -149,12 +160,12 @@ def execute(arguments: argparse.Namespace) -> int:
         previous=carried.previous or "none",
         see_status=f"stepkeeper status {directory.path}",
         see_logs=f"stepkeeper logs {directory.path}",
-        to_stop=f"scancel {allocation.job_id}",
+        to_stop=f"scancel {allocation.slurm_name}",
     )
+    if merged:
+        log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
     if allocation.overcommit:
         log.warning("fewer_cpus_than_ranks", ask_for=f"sbatch --cpus-per-task or -c {allocation.tasks_per_node}")
-    inbox = Inbox(clock)
-    signals.listen(inbox)
     inbox.put(
         on.AttemptStarted(
             at=clock.now(),
@@ -181,7 +192,10 @@ def execute(arguments: argparse.Namespace) -> int:
     supervisor = Supervisor(
         setting=setting, client=client, inbox=inbox, journal=writer, environment=environment, log=log
     )
-    return supervisor.run()
+    try:
+        return supervisor.run()
+    finally:
+        out.drain(LOG_WITHIN_S)
 
 
 def _command(words: list[str]) -> tuple[str, ...]:
@@ -207,6 +221,11 @@ def require_batch_process(environment: Mapping[str, str]) -> None:
     Raises:
         StepkeeperError: not in a job, or started by the batch script instead of in its place.
     """
+    if "SLURM_HET_SIZE" in environment:
+        raise StepkeeperError(
+            "a heterogeneous job: its parts cannot be requeued one by one; submit one job of one shape",
+            ExitCode.NO_SLURM,
+        )
     missing = [name for name in ("srun", "scontrol", "scancel") if shutil.which(name) is None]
     if "SLURM_JOB_ID" not in environment or "SLURM_JOB_NODELIST" not in environment:
         raise StepkeeperError(
@@ -253,8 +272,10 @@ def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_p
         cpus = int(on_node.group()) // tasks
     else:
         cpus = None
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return Allocation(
         job_id=int(environment["SLURM_JOB_ID"]),
+        slurm_name=f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"],
         restart_count=int(environment.get("SLURM_RESTART_COUNT", "0")),
         nodes=nodes,
         batch_node=node_name(),
@@ -264,10 +285,35 @@ def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_p
     )
 
 
+def patiently(call: Callable[[], T]) -> T:
+    """Ask Slurm again while its controller is away or busy: after a mass requeue every job starts at once.
+
+    Raises:
+        StepkeeperError: Slurm refused, or was away for `SLURM_WITHIN_S`.
+    """
+    give_up_at, pause_s = time.monotonic() + SLURM_WITHIN_S, 1.0
+    while True:
+        try:
+            return call()
+        except SlurmError as error:
+            if not error.unreachable or time.monotonic() + pause_s > give_up_at:
+                raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
+        time.sleep(pause_s + random.uniform(0, pause_s))  # noqa: S311 - so that not all jobs ask in step
+        pause_s = min(2 * pause_s, 30.0)
+
+
 def _directory(arguments: argparse.Namespace, environment: Mapping[str, str]) -> rundir.RunDirectory:
     chosen = arguments.run_dir or environment.get("STEPKEEPER_RUN_DIR")
     path = rundir.expand(chosen or rundir.DEFAULT_PATTERN, environment)
     return rundir.prepare(path, group_readable=arguments.group_readable, default=chosen is None)
+
+
+def _merge_spool(directory: rundir.RunDirectory) -> int:
+    """Take over what an earlier attempt could only write to this node's disk; what fails is left for the next one."""
+    try:
+        return journal.merge_spool(directory.journal)
+    except OSError:
+        return 0
 
 
 def _carried(directory: rundir.RunDirectory) -> journal.Carried:
@@ -295,18 +341,16 @@ def _lease(
         taken_at=clock.now(),
     )
     try:
-        return tenure.take(directory.path, wanted, job_runs=client.job_runs)
-    except SlurmError as error:
-        raise StepkeeperError(
-            f"{directory.path}: another job held this run, and Slurm does not tell whether it lives: {error}",
-            ExitCode.NO_SLURM,
-        ) from error
+        return tenure.take(directory.path, wanted, job_runs=lambda job: patiently(lambda: client.job_runs(str(job))))
+    except StepkeeperError as error:
+        error.add_note(f"asked about the job that held {directory.path}")
+        raise
 
 
 def _finished_step(directory: rundir.RunDirectory) -> int | None:
     try:
         said = outcome.read(directory.path)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         raise StepkeeperError(
             f"{directory.path / outcome.OUTCOME_NAME}: cannot be read: {error}", ExitCode.RUN_DIRECTORY
         ) from error

@@ -25,13 +25,17 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlurmClient(Protocol):
-    """Each method raises `SlurmError`, and returns within its time limit."""
+    """Each method raises `SlurmError`, and returns within its time limit.
 
-    def job(self, job_id: int) -> JobFacts:
+    A job is named as Slurm's commands want it: its id, or `ARRAY_TASK` for one task of an array, whose own id may be
+    the id of the whole array.
+    """
+
+    def job(self, job: str) -> JobFacts:
         """Return the facts of a job."""
         ...
 
-    def job_runs(self, job_id: int) -> bool:
+    def job_runs(self, job: str) -> bool:
         """Tell whether a job holds nodes; a job that Slurm has forgotten does not."""
         ...
 
@@ -43,10 +47,10 @@ class SlurmClient(Protocol):
         """Expand a node list such as `gpu[1-3]`, in Slurm's order."""
         ...
 
-    def requeue(self, job_id: int) -> None:
+    def requeue(self, job: str) -> None:
         """Requeue a job of our own."""
         ...
 
-    def cancel(self, job_id: int) -> None:
+    def cancel(self, job: str) -> None:
         """Cancel a job of our own."""
         ...

@@ -12,18 +12,33 @@ from stepkeeper.slurm.client import ClusterSettings, SlurmError
 
 CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller does not answer
 _UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket timed out", "communication")
+# a state that is not listed here is none that decisions depend on: never take it for the end of a job
 _STATES = {
     "PENDING": JobState.PENDING,
-    "RUNNING": JobState.RUNNING,
-    "COMPLETING": JobState.COMPLETING,
     "REQUEUED": JobState.PENDING,
+    "REQUEUE_FED": JobState.PENDING,
     "REQUEUE_HOLD": JobState.PENDING,
     "SPECIAL_EXIT": JobState.PENDING,
-    "SUSPENDED": JobState.OTHER,
-    "STOPPED": JobState.OTHER,
-    "CONFIGURING": JobState.OTHER,
-    "RESIZING": JobState.OTHER,
+    "RUNNING": JobState.RUNNING,
     "SIGNALING": JobState.RUNNING,
+    "COMPLETING": JobState.COMPLETING,
+    **dict.fromkeys(
+        (
+            "BOOT_FAIL",
+            "CANCELLED",
+            "COMPLETED",
+            "DEADLINE",
+            "FAILED",
+            "LAUNCH_FAILED",
+            "NODE_FAIL",
+            "OUT_OF_MEMORY",
+            "PREEMPTED",
+            "RECONFIG_FAIL",
+            "REVOKED",
+            "TIMEOUT",
+        ),
+        JobState.ENDED,
+    ),
 }
 
 
@@ -33,14 +48,14 @@ class SlurmCommands:
 
     call_within_s: float = CALL_WITHIN_S
 
-    def job(self, job_id: int) -> JobFacts:
+    def job(self, job: str) -> JobFacts:
         """See `SlurmClient`."""
-        return parse_job(self._call("scontrol", "-o", "show", "job", str(job_id)))
+        return parse_job(self._call("scontrol", "-o", "show", "job", job))
 
-    def job_runs(self, job_id: int) -> bool:
+    def job_runs(self, job: str) -> bool:
         """See `SlurmClient`."""
         try:
-            facts = self.job(job_id)
+            facts = self.job(job)
         except SlurmError as error:
             if not error.unreachable and "invalid job id" in str(error).lower():
                 return False
@@ -55,13 +70,13 @@ class SlurmCommands:
         """See `SlurmClient`."""
         return tuple(self._call("scontrol", "show", "hostnames", node_list).split())
 
-    def requeue(self, job_id: int) -> None:
+    def requeue(self, job: str) -> None:
         """See `SlurmClient`."""
-        self._call("scontrol", "requeue", str(job_id))
+        self._call("scontrol", "requeue", job)
 
-    def cancel(self, job_id: int) -> None:
+    def cancel(self, job: str) -> None:
         """See `SlurmClient`."""
-        self._call("scancel", str(job_id))
+        self._call("scancel", job)
 
     def _call(self, *argv: str) -> str:
         """Run one command and return what it prints."""
@@ -127,7 +142,7 @@ def parse_settings(text: str) -> ClusterSettings:
 
 
 def _state(slurm_state: str) -> JobState:
-    return _STATES.get(slurm_state, JobState.ENDED)
+    return _STATES.get(slurm_state, JobState.OTHER)
 
 
 def _field(text: str, name: str) -> str | None:

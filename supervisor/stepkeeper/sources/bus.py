@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from stepkeeper.core import events as on
+from stepkeeper.redaction import redact
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats import messages as words
@@ -69,7 +70,8 @@ class Bus:
         now = time.monotonic()
         for node, heard in list(self._heard.items()):
             if now - heard > SILENCE_MAX_S:
-                del self._heard[node]
+                if self._heard.pop(node, None) is None:
+                    continue  # srun has told us meanwhile
                 why = f"silent for {SILENCE_MAX_S:g} s"
                 self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
 
@@ -139,7 +141,7 @@ class Bus:
         for line in stderr:
             text = line.decode(errors="replace").strip()
             if text:
-                self._error = text[:ERROR_CHARACTERS_MAX]
+                self._error = redact(text)[:ERROR_CHARACTERS_MAX]
                 self._notice_death(text)
 
     def _notice_death(self, text: str) -> None:

@@ -7,8 +7,10 @@ environment, no argument list, no secret.  Version 1; readers skip lines that th
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
+import xxhash
 
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event
@@ -190,9 +193,34 @@ def _mode_beside(path: Path) -> int:
 
 
 def spool_path(journal: Path) -> Path:
-    """Return where records go when the shared storage does not take them."""
-    name = str(journal.parent).strip("/").replace("/", "_")[-150:]
-    return Path(tempfile.gettempdir()) / f"stepkeeper-{os.getuid()}-{name}.journal.jsonl"
+    """Return where records go when the shared storage does not take them: a directory of ours alone.
+
+    Raises:
+        OSError: somebody else made a directory of that name.
+    """
+    directory = Path(tempfile.gettempdir()) / f"stepkeeper-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "not a directory of ours alone", str(directory))
+    return directory / f"{xxhash.xxh3_64_hexdigest(str(journal).encode())}.journal.jsonl"
+
+
+def merge_spool(journal: Path) -> int:
+    """Take over what an earlier attempt on this node could not write; return how many records that were.
+
+    Raises:
+        OSError: the spool or the journal cannot be read or written; nothing is lost.
+    """
+    spool = spool_path(journal)
+    newest = next((line.record for line in read_lines(journal, newest_first=True) if line.record), None)
+    written_until = newest.event.at if newest is not None else 0.0  # later ones never reached the storage
+    spooled = (line.record for line in read_lines(spool) if line.record is not None)
+    records = [record for record in spooled if record.event.at > written_until]
+    if records:
+        _append(journal, records, mode=_mode_beside(journal))
+    spool.unlink(missing_ok=True)
+    return len(records)
 
 
 class Carried(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,6 +231,7 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     node_losses: int = 0
     best_step: int | None = None
     previous: str = ""  # how the attempt before ended, in words
+    ended: bool = False  # it ended with a word
 
 
 def reconstruct(path: Path, *, now: float | None = None) -> Carried:
@@ -235,4 +264,5 @@ def reconstruct(path: Path, *, now: float | None = None) -> Carried:
         node_losses=last.node_losses,
         best_step=last.best_step,
         previous=previous,
+        ended=last.phase is Phase.DONE,
     )

@@ -108,6 +108,11 @@ def prepare(path: Path, *, group_readable: bool, default: bool) -> RunDirectory:
         if not stat.S_ISDIR(status.st_mode):
             what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a directory"
             raise StepkeeperError(f"--run-dir {path}: {what}; name the directory itself", ExitCode.RUN_DIRECTORY)
+        if status.st_mode & stat.S_IWOTH:
+            raise StepkeeperError(
+                f"--run-dir {path}: everybody may write it, so anybody could plant a checkpoint; chmod o-w it",
+                ExitCode.RUN_DIRECTORY,
+            )
         if status.st_uid != os.getuid():
             raise StepkeeperError(
                 f"--run-dir {path}: belongs to user id {status.st_uid}, not to you; choose another place",

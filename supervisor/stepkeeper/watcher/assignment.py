@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 
 import msgspec
+import xxhash
 
 VARIABLE = "STEPKEEPER_WATCHER"
 
@@ -20,18 +21,26 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     run_directory: str
     run_id: str
     job_id: int
+    slurm_name: str  # of the job, as Slurm's commands want it
     restart_count: int
     attempt: int
     nodes: tuple[str, ...]
     kill_wait_s: float
     nonce: str  # nobody can guess it: another user could take the ranks' address first
+    bus: int = 0  # the higher one takes over from the lower
+
+    @property
+    def epoch(self) -> tuple[int, int, int]:
+        """What decides between two watchers of a run on one node."""
+        return (self.job_id, self.restart_count, self.bus)
 
     def socket_name(self, node: str = "%N") -> str:
         """Return the ranks' address: an abstract socket, which reaches into containers by itself.
 
         `%N` stands for the node's name, filled in on the node.
         """
-        return f"@stepkeeper/{self.run_id}/{self.job_id}.{self.restart_count}/{self.nonce}/{node}"
+        of_attempt = f"{self.run_id}/{self.job_id}.{self.restart_count}/{self.nonce}"
+        return f"@stepkeeper-{xxhash.xxh3_64_hexdigest(of_attempt.encode())}/{node}"
 
     def environment(self) -> dict[str, str]:
         """Return what the watcher finds in its environment."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import random
 import selectors
 import signal
 import sys
@@ -13,16 +14,22 @@ import time
 from stepkeeper import __version__
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.assignment import Assignment, node_name, read
-from stepkeeper.watcher.processes import kill_other_watchers, kill_ranks, rank_processes
+from stepkeeper.watcher.processes import kill_older_watchers, kill_ranks, rank_processes
 from stepkeeper.watcher.ranks import RankSocket, free_port, own_address
 from stepkeeper_trainer.formats.messages import Hello, Progress, SaveRequest, TaskStarted, shorten
 
 ALIVE_EVERY_S = 2.0
 PROGRESS_EVERY_S = 1.0
 ACKNOWLEDGE_WITHIN_S = 2.0  # after SIGTERM, for a word of the supervisor
+BUS_BACK_WITHIN_S = 10.0  # when only srun died, a new bus takes over from us by then
 RESCUE_STAGGER_S = 0.5  # the second watcher gives the first this long, and so on
+RESCUERS = 4  # nodes that try early; a thousand must not ask Slurm at once
+RESCUERS_LATE_S = 10.0
+RESCUE_AGAIN_S = 2.0
+RESCUE_AGAIN_MAX_S = 60.0
 KILL_AGAIN_EVERY_S = 0.05
 SAVE_AGAIN_EVERY_S = 1.0
+SAVE_AGAIN_FOR_S = 60.0  # a request that is not for good: the ranks have heard it by then
 OUTPUT_LINES_MAX = 4096
 NODE_FIRST_LEASE_S = 60.0
 
@@ -37,7 +44,7 @@ class Watcher:
         self.output: collections.deque[bytes] = collections.deque()
         self.output_full = False
         self.input = b""
-        kill_other_watchers(assignment.run_id, self.node, assignment.job_id)
+        kill_older_watchers(assignment, self.node)
         self.ranks = RankSocket(assignment.socket_name(self.node))
         self.launch: int | None = None
         self.wrapped: set[int] = set()
@@ -48,8 +55,10 @@ class Watcher:
         self.clearing: int | None = None
         self.saving: SaveRequest | None = None
         self.save_again_at = 0.0
+        self.save_until = 0.0
         self.lease_until = time.monotonic() + NODE_FIRST_LEASE_S
         self.rescue_at: float | None = None
+        self.rescue_tries = 0
         self.supervisor_gone = False
         self.quit = False
         self.alive_at = 0.0
@@ -110,7 +119,7 @@ class Watcher:
             data = b""
         if not data:
             self.selector.unregister(0)
-            self._supervisor_may_be_gone(0.0)
+            self._supervisor_may_be_gone(BUS_BACK_WITHIN_S)
             return
         *lines, self.input = (self.input + data).split(b"\n")
         for line in lines:
@@ -123,6 +132,7 @@ class Watcher:
             case bus.Lease():
                 self.lease_until = time.monotonic() + message.seconds
                 self.rescue_at = None
+                self.rescue_tries = 0
                 self.launch = message.launch
             case bus.Save():
                 self.saving = SaveRequest(
@@ -133,6 +143,7 @@ class Watcher:
                     why=message.why,
                 )
                 self.save_again_at = 0.0
+                self.save_until = time.monotonic() + SAVE_AGAIN_FOR_S
             case bus.Kill():
                 self._kill()
             case bus.Clear():
@@ -192,7 +203,9 @@ class Watcher:
 
     def _wait_s(self) -> float:
         now = time.monotonic()
-        until = [self.alive_at, self.lease_until]
+        until = [self.alive_at]
+        if self.rescue_at is None:
+            until.append(self.lease_until)
         if self.progress is not None:
             until.append(self.progress_at)
         if self.clearing is not None:
@@ -211,14 +224,15 @@ class Watcher:
             self._say_progress()
         if self.clearing is not None:
             self._clear()
+        if self.saving is not None and not self.saving.stop and now >= self.save_until:
+            self.saving = None
         if self.saving is not None and now >= self.save_again_at:
             self.save_again_at = now + SAVE_AGAIN_EVERY_S
             self.ranks.send(self.saving.launch, self.saving)
-        if now >= self.lease_until:
-            self.lease_until = now + NODE_FIRST_LEASE_S
+        if now >= self.lease_until and self.rescue_at is None:
             self._supervisor_may_be_gone(0.0)
         if self.rescue_at is not None and now >= self.rescue_at:
-            self._rescue()
+            self._rescue(now)
 
     def _say_progress(self) -> None:
         if self.progress is not None:
@@ -244,31 +258,37 @@ class Watcher:
     # --- when the supervisor is gone --------------------------------------------------------------
 
     def _supervisor_may_be_gone(self, wait_s: float) -> None:
-        """Wait for a word of the supervisor, then rescue: the first node of the job at once."""
-        if self.rescue_at is None:
-            index = self.assignment.nodes.index(self.node) if self.node in self.assignment.nodes else 0
-            self.rescue_at = time.monotonic() + wait_s + index * RESCUE_STAGGER_S
+        """Wait for a word of the supervisor, then rescue: the first nodes of the job before the others."""
+        index = self.assignment.nodes.index(self.node) if self.node in self.assignment.nodes else 0
+        late_s = index * RESCUE_STAGGER_S
+        if index >= RESCUERS:
+            late_s = RESCUERS_LATE_S + index / len(self.assignment.nodes) * RESCUE_AGAIN_MAX_S
+        at = time.monotonic() + wait_s + late_s
+        self.rescue_at = at if self.rescue_at is None else min(self.rescue_at, at)
 
-    def _rescue(self) -> None:
+    def _rescue(self, now: float) -> None:
         # imported now: a watcher whose supervisor lives needs none of it, and its memory stays small
         from stepkeeper.watcher.rescue import rescue  # noqa: PLC0415
 
         if not self.supervisor_gone and self.launch is not None:
             self.supervisor_gone = True
-            deadline = time.time() + 0.6 * self.assignment.kill_wait_s
-            launch = f"{self.assignment.attempt}.{self.launch}"
             request = SaveRequest(
-                launch=launch, request_id=-1, stop=True, deadline_at=deadline, why="the supervisor is gone"
+                launch=f"{self.assignment.attempt}.{self.launch}",
+                request_id=-1,
+                stop=True,
+                deadline_at=time.time() + 0.6 * self.assignment.kill_wait_s,
+                why="the supervisor is gone",
             )
-            self.ranks.send(launch, request)
-        result = rescue(self.assignment)
+            self.ranks.send(request.launch, request)
+        result = rescue(self.assignment, self.node, lease_ran_out=now >= self.lease_until)
         self.say(bus.Note(node=self.node, text=shorten(f"rescue: {result.why}")))
-        sys.stderr.write(f"stepkeeper watcher {self.node}: rescue: {result.why}\n")
-        if result.done:
-            self.rescue_at = None
-            self.quit = result.leave
-        else:
-            self.rescue_at = time.monotonic() + result.again_in_s
+        with contextlib.suppress(OSError):  # srun may be gone: nobody reads it
+            sys.stderr.write(f"stepkeeper watcher {self.node}: rescue: {result.why}\n")
+            sys.stderr.flush()
+        self.quit = result.done
+        self.rescue_tries += 1
+        pause_s = min(RESCUE_AGAIN_S * 1.5**self.rescue_tries, RESCUE_AGAIN_MAX_S)
+        self.rescue_at = now + pause_s * random.uniform(0.7, 1.3)  # noqa: S311 - so that nodes do not ask in step
 
 
 def main() -> int:

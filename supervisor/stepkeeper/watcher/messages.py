@@ -11,6 +11,7 @@ import msgspec
 from stepkeeper_trainer.formats.messages import FromRank
 
 LINE_BYTES_MAX = 1024
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # whatever bytes a stray process may write
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
@@ -127,7 +128,7 @@ def decode_to_watcher(line: bytes) -> ToWatcher | None:
     """Parse a line of the supervisor; None for what this version does not know."""
     try:
         return _to_watcher.decode(line)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
 
 
@@ -135,5 +136,5 @@ def decode_from_watcher(line: bytes) -> FromWatcher | None:
     """Parse a line of a watcher; None for what this version does not know, or for stray output."""
     try:
         return _from_watcher.decode(line)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 
-from stepkeeper.watcher.assignment import VARIABLE
+from stepkeeper.watcher.assignment import VARIABLE, Assignment, read
 
 
 def _own_processes() -> Iterator[tuple[int, set[bytes]]]:
@@ -59,19 +59,24 @@ def kill_ranks(run_id: str, node: str, *, attempt_max: int) -> int:
     return count
 
 
-def kill_other_watchers(run_id: str, node: str, job_id: int) -> int:
-    """SIGKILL watchers of an older bus of this job on the node: srun may have died and left them.
+def kill_older_watchers(ours: Assignment, node: str) -> int:
+    """SIGKILL this run's watchers of an older bus, attempt or job on the node: srun may have died and left them.
 
-    Without this they would take the supervisor for gone when their lease expires.
+    Without this they would take the supervisor for gone when their lease runs out.
     """
     count = 0
     for pid, environment in _own_processes():
-        if pid == os.getpid() or f"SLURMD_NODENAME={node}".encode() not in environment:
+        variables = dict(entry.partition(b"=")[::2] for entry in environment)
+        # the srun that starts the watchers has the assignment too, and is no task of a Slurm step
+        if variables.get(b"SLURMD_NODENAME") != node.encode() or b"SLURM_STEP_ID" not in variables:
             continue
-        assigned = [entry for entry in environment if entry.startswith(f"{VARIABLE}=".encode())]
-        # the srun that starts the watchers has it too, and is no task of a Slurm step
-        is_task = any(entry.startswith(b"SLURM_STEP_ID=") for entry in environment)
-        if is_task and assigned and f'"run_id":"{run_id}","job_id":{job_id},'.encode() in assigned[0]:
+        if pid == os.getpid() or VARIABLE.encode() not in variables:
+            continue
+        try:
+            theirs = read({VARIABLE: variables[VARIABLE.encode()].decode()})
+        except ValueError:
+            continue  # of another version: its lease runs out, and it finds us in charge
+        if theirs.run_id == ours.run_id and theirs.epoch < ours.epoch:
             with contextlib.suppress(ProcessLookupError):  # gone is what we wanted
                 os.kill(pid, signal.SIGKILL)
                 count += 1

@@ -64,7 +64,7 @@ class RankSocket:
             return None
         try:
             message = decode_from_rank(data)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             return None  # somebody else's datagram: our own library sends JSON
         if message is None:
             return None

@@ -1,12 +1,13 @@
 """When the supervisor is gone: requeue the job, unless it was cancelled, finished or requeued already.
 
-`kill -9` of the batch process would otherwise end the run as FAILED, and with `--no-kill` a job whose
-batch node is lost would stay RUNNING with nobody in charge.  Reads the job, the journal and the lease
-anew: another watcher may have been faster.
+`kill -9` of the batch process would otherwise end the run as FAILED, and with `--no-kill` a job whose batch node is
+lost would stay RUNNING with nobody in charge.  Reads the job, the journal and the lease anew: another watcher may have
+been faster.
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -16,11 +17,12 @@ from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
 from stepkeeper.store import journal
 from stepkeeper.watcher.assignment import Assignment
-from stepkeeper_trainer.formats import lease, outcome
+from stepkeeper_trainer.formats import lease, lineage, outcome
+from stepkeeper_trainer.formats.durable import append_line
 
 CALL_WITHIN_S = 5.0
-AGAIN_IN_S = 3.0
-CANCELLED_REASONS = ("None", "TimeLimit", "")
+RESCUES_NAME = "rescues.jsonl"
+RESCUES_MAX = 3  # without a new commit in between: a supervisor that dies at every start is not to be started for ever
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,34 +30,54 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     done: bool  # nothing more to do
     why: str
-    leave: bool = True
-    again_in_s: float = AGAIN_IN_S
 
 
-def rescue(assignment: Assignment, client: SlurmClient | None = None) -> Result:
-    """Requeue the job if that is right.  Never raises for what the world does: the result says it."""
+class Rescued(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `rescues.jsonl`."""
+
+    at: float  # Unix seconds
+    job_id: int
+    restart_count: int
+    node: str
+
+
+def rescue(assignment: Assignment, node: str, *, lease_ran_out: bool, client: SlurmClient | None = None) -> Result:
+    """Requeue the job if that is right.  Never raises for what the world does: the result says it.
+
+    Args:
+        assignment: of this watcher.
+        node: its name.
+        lease_ran_out: the supervisor has been silent for too long; else a running job is left alone.
+        client: Slurm's commands by default.
+    """
     client = client or SlurmCommands(call_within_s=CALL_WITHIN_S)
     run_directory = Path(assignment.run_directory)
+    name = assignment.slurm_name
     try:
         settled = _settled(run_directory, assignment)
-        job = client.job(assignment.job_id)
+        job = client.job(name)
         if job.restarts > assignment.restart_count or job.state is JobState.PENDING:
             return Result(done=True, why="requeued already")
+        if job.state is JobState.RUNNING and not lease_ran_out:
+            return Result(done=False, why="the job runs, and its supervisor may only be slow")
+        settled = settled or _spent(run_directory)
         if settled:
             if job.state is JobState.RUNNING:  # the batch node is lost, and nobody else would end it
-                client.cancel(assignment.job_id)
+                client.cancel(name)
             return Result(done=True, why=settled)
         if was_cancelled(job):
             return Result(done=True, why=f"the job was ended from outside ({job.slurm_state} {job.reason})")
-        client.requeue(assignment.job_id)
-    except (OSError, msgspec.MsgspecError, lease.LeaseError, SlurmError) as error:
+        client.requeue(name)
+        rescued = Rescued(at=time.time(), job_id=assignment.job_id, restart_count=assignment.restart_count, node=node)
+        append_line(run_directory / RESCUES_NAME, msgspec.json.encode(rescued))
+    except (OSError, ValueError, SlurmError) as error:
         return Result(done=False, why=str(error))
-    return Result(done=True, why=f"requeued job {assignment.job_id}: its supervisor is gone")
+    return Result(done=True, why=f"requeued job {name}: its supervisor is gone")
 
 
 def was_cancelled(job: JobFacts) -> bool:
-    """Tell a cancelled job from one whose batch process died: only the reason tells them apart."""
-    return job.state in (JobState.COMPLETING, JobState.ENDED) and job.reason in CANCELLED_REASONS
+    """Tell a cancelled job from one whose batch process died or ran into its limit: by Slurm's reason alone."""
+    return job.state in (JobState.COMPLETING, JobState.ENDED) and job.reason in ("None", "")
 
 
 def _settled(run_directory: Path, assignment: Assignment) -> str:
@@ -67,6 +89,25 @@ def _settled(run_directory: Path, assignment: Assignment) -> str:
     if said is not None and said.outcome == "finished":
         return f"the training finished at step {said.step}"
     carried = journal.reconstruct(run_directory / "journal.jsonl")
-    if carried.attempt > assignment.attempt and "ended:" in carried.previous:
+    if carried.attempt > assignment.attempt and carried.ended:
         return carried.previous
     return ""
+
+
+def _spent(run_directory: Path) -> str:
+    """Return why it is enough, when rescues followed each other without a new step directory."""
+    known = lineage.read(run_directory / "checkpoints")
+    newest = max((commit.at for commit in known.commits.values()), default=0.0) if known else 0.0
+    count = 0
+    try:
+        lines = (run_directory / RESCUES_NAME).read_bytes().splitlines()
+    except FileNotFoundError:
+        lines = []
+    for line in lines:
+        try:
+            count += msgspec.json.decode(line, type=Rescued).at > newest
+        except (ValueError, RecursionError):
+            continue  # torn by a crash
+    if count < RESCUES_MAX:
+        return ""
+    return f"the supervisor died {count} times without a new step directory: a person is needed"

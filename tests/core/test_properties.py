@@ -131,7 +131,8 @@ def test_the_passing_of_time_alone_ends_what_does_not_train(events, world):
     at = events[-1].at
 
     for _ in range(TICKS_MAX):
-        if state.phase is Phase.DONE or (state.phase is Phase.TRAINING and state.deadline_at is None):
+        away = world in ("silence", "no answer")  # a controller that is away ends no training
+        if state.phase is Phase.DONE or (state.phase is Phase.TRAINING and (state.deadline_at is None or away)):
             return
         at = max(at, state.deadline_at)
         pending = [on.Tick(at=at)]

@@ -11,7 +11,8 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.notices import retry_requeue
 from stepkeeper.core.phases import Decision, ask, close, closed, kill, relaunch, stop
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import Next, Phase, Plan, State
+from stepkeeper.core.starting import on_no_watcher
+from stepkeeper.core.state import Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
 NOT_ANNOUNCED = (
@@ -77,6 +78,8 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
     if not missing:
         plan = Plan(next=Next.END, why="choosing the checkpoint took too long", code=ExitCode.STORAGE)
         return stop(state, at, plan, policy)
+    if state.phase is Phase.TRAINING and not state.ready and state.doubt is not Doubt.LAST:
+        return on_no_watcher(state, at, policy)
     losses = state.node_losses + 1
     state = replace(state, node_losses=losses)
     # one lost node keeps the whole bus from starting: name that one, if its watcher fell silent first

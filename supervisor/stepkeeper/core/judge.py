@@ -13,7 +13,7 @@ import msgspec
 
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import State
+from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, State
 
 
 class Notice(StrEnum):
@@ -37,6 +37,8 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge(state: State, job: JobFacts | None, at: float, policy: Policy) -> Judgement:
     """Tell why Slurm signaled.  `state.term_at` says when the batch process got SIGTERM, if it did."""
+    if job is None and state.signal == NO_SIGNAL:
+        return Judgement(notice=Notice.NOT_FOR_US)
     if job is None:
         return Judgement(notice=Notice.UNKNOWN, deadline_at=_kill_deadline(state, at, policy))
     if job.restarts > state.restart_count:
@@ -47,7 +49,7 @@ def judge(state: State, job: JobFacts | None, at: float, policy: Policy) -> Judg
         return Judgement(notice=Notice.CANCELLED, deadline_at=_kill_deadline(state, at, policy))
     if job.preempt_at is not None:
         return Judgement(notice=Notice.PREEMPTED, deadline_at=_end_deadline(state, job, at, policy))
-    if state.signal == "node TERM":
+    if state.signal in (NODE_TERM, NO_SIGNAL):
         return Judgement(notice=Notice.NOT_FOR_US)
     near = job.end_at is not None and job.end_at - at <= policy.time_limit_notice_s
     if near and state.signal != "TERM":

@@ -16,9 +16,8 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.judge import Judgement, Notice, judge
 from stepkeeper.core.phases import Decision, ask, close, relaunch, request_save, save, stop, take
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import Next, Phase, Plan, State
-
-NODE_TERM = "node TERM"
+from stepkeeper.core.starting import try_bus_again
+from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
 
@@ -34,7 +33,7 @@ def on_node_signaled(state: State, event: on.NodeSignaled, policy: Policy) -> De
     """A watcher got SIGTERM: ask Slurm once for all nodes; a signal of our own outweighs it."""
     if state.asking and state.signal in (NODE_TERM, "TERM", "INT"):
         return Decision(state)
-    state = replace(state, signal=state.signal or NODE_TERM)
+    state = replace(state, signal=NODE_TERM if state.signal in ("", NO_SIGNAL) else state.signal)
     return _ask_about(state, event.at, f"Slurm sent SIGTERM to the steps on {event.node}", policy)
 
 
@@ -72,16 +71,17 @@ def _act(state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Po
     """Act on why Slurm signaled; if not `final`, a newer signal is still to be asked about."""
     asked_for = state.signal
     nothing_ends = judgement.notice in (Notice.ASKED_TO_SAVE, Notice.NOT_FOR_US)
-    if final and event.job is not None:
-        state = replace(state, signal="")  # this signal is dealt with; the next one is asked about anew
-        if nothing_ends:
-            state = replace(state, term_at=None)  # `scancel -s TERM`: nobody is killed after it
+    if final:
+        state = _dealt_with(state, event, nothing_ends=nothing_ends)
     where = f" (Slurm says {event.job.slurm_state})" if event.job else f" ({event.error})"
     why = judgement.notice.value + where
     if nothing_ends and final and state.phase is Phase.STOPPING and not state.running:
         assert state.plan is not None, "STOPPING is entered with a plan"
         return relaunch(state, event.at, state.plan.why, policy)  # the launch failed on its own account
     match judgement.notice:
+        case Notice.NOT_FOR_US if final and state.phase is Phase.TRAINING and state.doubt is Doubt.ASKED:
+            said = event.job.slurm_state if event.job else event.error
+            return try_bus_again(state, event.at, said, policy, answered=event.job is not None)
         case Notice.NOT_FOR_US:
             return Decision(state, (), why)
         case Notice.ASKED_TO_SAVE:
@@ -97,6 +97,14 @@ def _act(state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Po
             return _leave(state, event.at, judgement, Plan(next=Next.REQUEUE, why=why), policy)
         case _:
             assert_never(judgement.notice)
+
+
+def _dealt_with(state: State, event: on.SlurmAnswered, *, nothing_ends: bool) -> State:
+    """The signal is dealt with, if Slurm said what it means: the next one is asked about anew."""
+    if event.job is None:
+        return replace(state, signal="") if state.signal == NO_SIGNAL else state
+    # `scancel -s TERM`: nobody is killed after it
+    return replace(state, signal="", term_at=None if nothing_ends else state.term_at)
 
 
 def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Policy) -> Decision:

@@ -11,7 +11,7 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import Next, Phase, Plan, State
+from stepkeeper.core.state import NO_SIGNAL, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
 
@@ -41,6 +41,11 @@ def ask(state: State, why: str) -> Decision:
     if state.asking:
         return Decision(replace(state, again=True), (), why)
     return Decision(replace(state, asking=True), (do.AskSlurm(why=why),), why)
+
+
+def ask_unprompted(state: State, why: str) -> Decision:
+    """Ask Slurm though no signal came: only what ends the job counts."""
+    return ask(replace(state, signal=state.signal if state.asking else NO_SIGNAL), why)
 
 
 def take(state: State, plan: Plan) -> State:

@@ -11,9 +11,9 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import Decision, all_ready, closed, finish, request_save, stop
+from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, closed, finish, request_save, stop
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import Next, Phase, Plan, State
+from stepkeeper.core.state import NO_SIGNAL, Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
 
@@ -50,14 +50,21 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     state = replace(state, ready=state.ready | {event.node})
     everyone = all_ready(state)
     if everyone:
-        state = replace(state, silent=frozenset(), bus_error="")
+        state = replace(state, silent=frozenset(), bus_error="", bus_tries=0, doubt=Doubt.NONE)
     if state.phase in (Phase.SAVING, Phase.STOPPING):
         return _say_again(state, event.node)
     if not everyone:
-        return Decision(state)
+        return Decision(_bus_comes(state, event.at, policy))
     if state.phase is Phase.TRAINING:
         return Decision(replace(state, deadline_at=None), (), "every watcher answers")
     return _go_on_starting(state, event.at, policy, "every watcher answers")
+
+
+def _bus_comes(state: State, at: float, policy: Policy) -> State:
+    """Slurm is there again, the first watcher proves it: the others get their usual time."""
+    if state.phase is Phase.TRAINING and state.doubt in (Doubt.ASKED, Doubt.AWAY):
+        return replace(state, doubt=Doubt.NONE, deadline_at=at + policy.watcher_back_within_s)
+    return state
 
 
 def _say_again(state: State, node: str) -> Decision:
@@ -128,6 +135,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         running=True,
         heard=False,
         bus_restarted_in_launch=False,
+        doubt=Doubt.NONE,
         step=None,
         saving=None,
         killed=False,
@@ -170,7 +178,10 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
 
 def _restart_bus(state: State, at: float, why: str, policy: Policy) -> Decision:
     """Start a new bus beside the training; a node that does not come back is lost."""
-    restarts = state.bus_restarts + 1
+    # beside training, a bus on which nobody answered is in no budget: its deadline asks Slurm first
+    unheard = state.phase is Phase.TRAINING and not state.ready
+    restarts = state.bus_restarts + (not unheard)
+    tries = state.bus_tries + unheard
     if restarts > policy.bus_restarts_max:
         why = f"{why}; {restarts - 1} restarts of the bus"
         if state.plan is not None:  # we leave already: a save may still come to its end
@@ -187,11 +198,38 @@ def _restart_bus(state: State, at: float, why: str, policy: Policy) -> Decision:
         bus=state.bus + 1,
         bus_open=True,
         bus_restarts=restarts,
+        bus_tries=tries,
         bus_restarted_in_launch=True,
         ready=frozenset(),
         clearing=False,
         deadline_at=deadline,
     )
     # a bus that cannot start must not spin; the first restarts are at once
-    after_s = min(policy.bus_retry_max_s, 0.25 * 2.0**restarts) if restarts > 1 else 0.0
+    number = restarts + tries
+    after_s = min(policy.bus_retry_max_s, 0.25 * 2.0 ** min(number, 30)) if number > 1 else 0.0
     return Decision(state, (do.StartBus(bus=state.bus, after_s=after_s),), why)
+
+
+def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:
+    """Beside training, no watcher at all came back in time: are the nodes lost, or is only Slurm away?"""
+    if state.doubt is Doubt.ASKED and state.asking and state.signal == NO_SIGNAL:
+        state = replace(state, asking=False, again=False, signal="")
+        return try_bus_again(state, at, f"no answer in {policy.ask_within_s:g} s", policy, answered=False)
+    state = replace(state, doubt=Doubt.ASKED, deadline_at=at + policy.ask_within_s)
+    why = "no watcher answers on any node"
+    if state.asking:
+        return Decision(state, (), f"{why}: wait for what Slurm says")
+    return ask_unprompted(state, f"{why}: is Slurm there?")
+
+
+def try_bus_again(state: State, at: float, said: str, policy: Policy, *, answered: bool) -> Decision:
+    """Training goes on; without Slurm for as long as it takes, with it for one more time."""
+    if answered:
+        why = f"Slurm answers ({said}): the watchers are tried once more"
+    else:
+        why = f"Slurm does not answer either ({said}): training goes on, the watchers are tried again"
+    deadline = at + policy.watcher_back_within_s
+    state = replace(state, doubt=Doubt.LAST if answered else Doubt.AWAY, deadline_at=deadline)
+    if answered:
+        state = replace(state, bus_tries=0)  # the time is short: almost at once
+    return _restart_bus(state, at, why, policy)

@@ -8,6 +8,9 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 
+NODE_TERM = "node TERM"  # a watcher got SIGTERM, and nobody else
+NO_SIGNAL = "no signal"  # asked of our own accord: no answer, and a job that just runs, mean nothing
+
 
 class Phase(StrEnum):
     """What the supervisor is doing."""
@@ -27,6 +30,15 @@ class Next(StrEnum):
     RELAUNCH = "relaunch"
     REQUEUE = "requeue"
     END = "end"
+
+
+class Doubt(StrEnum):
+    """What is known while training goes on and no watcher answers: are the nodes gone, or is Slurm away?"""
+
+    NONE = "none"
+    ASKED = "asked"  # no watcher came back in time: Slurm is being asked
+    AWAY = "away"  # it did not answer, so no bus can start: training goes on, the bus is tried again
+    LAST = "last"  # it answered: the bus is tried once more, then the nodes are lost
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +69,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     silent: frozenset[str] = frozenset()  # nodes whose watcher was lost since all answered last
     bus_error: str = ""  # why the newest bus ended, until every watcher answers again
     bus_restarts: int = 0
+    bus_tries: int = 0  # restarts beside training of a bus on which nobody answered: in no budget
+    doubt: Doubt = Doubt.NONE
     bus_open: bool = False
     bus_told: bool = False  # the watchers were asked to leave
 

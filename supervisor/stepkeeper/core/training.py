@@ -9,7 +9,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.phases import Decision, all_ready, ask, close, closed, kill, relaunch, take
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import Next, Phase, Plan, State
+from stepkeeper.core.state import NO_SIGNAL, Next, Phase, Plan, State
 
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75
@@ -114,7 +114,12 @@ def on_stopped(state: State, event: on.TrainingStopped, policy: Policy) -> Decis
     why = f"the ranks left on their own at step {event.step}"
     plan = Plan(next=Next.RELAUNCH, why=why)
     state = replace(_leave_soon(state, event.at, policy), phase=Phase.STOPPING, plan=plan)
-    return ask(state, why)
+    return ask(_prompted(state), why)
+
+
+def _prompted(state: State) -> State:
+    """The ranks left as if they had been told to: a question of our own accord becomes one about that."""
+    return replace(state, signal="") if state.signal == NO_SIGNAL else state
 
 
 def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decision:
@@ -195,6 +200,8 @@ def _after_failure(state: State, event: on.LaunchEnded, why: str, policy: Policy
     """Relaunch; but while Slurm is being asked, its answer may tell that this was no failure."""
     if not state.asking and not event.stopped:
         return relaunch(state, event.at, why, policy)
+    if event.stopped:
+        state = _prompted(state)
     effects = () if state.asking else ask(state, why).effects
     state = replace(
         state,

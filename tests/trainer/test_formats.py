@@ -329,3 +329,37 @@ def _sealed_again(data: bytes) -> bytes:
     head, field, _ = data.rpartition(b'"manifest_xxh3_128":"')
     digest = xxhash.xxh3_128_hexdigest(head + field + b'"}').encode()
     return head + field + digest + b'"}'
+
+
+def test_a_newer_format_is_named_whatever_else_has_changed(tmp_path: Path) -> None:
+    newer = b'{"format":2,"epoch":[7,2],"step":"3"}'
+    (tmp_path / "lease.json").write_bytes(newer)
+    (tmp_path / "outcome.json").write_bytes(newer)
+
+    with pytest.raises(lease.LeaseError, match=r"lease.json: format 2 is newer .* upgrade Stepkeeper$"):
+        lease.read(tmp_path)
+    with pytest.raises(outcome.OutcomeError, match=r"outcome.json: format 2 is newer .* upgrade Stepkeeper$"):
+        outcome.read(tmp_path)
+    with pytest.raises(ManifestError, match=r"x: format 2 is newer .* upgrade Stepkeeper$"):
+        unseal(newer, source="x")
+    sealed = seal(Manifest(format=2, step=2, tokens=0, world_size=1, created_at="", save_id="b" * 32, files={}))
+    with pytest.raises(ManifestError, match="upgrade Stepkeeper"):
+        unseal(sealed, source="x")
+
+
+@pytest.mark.parametrize("format_", [b"0", b'"two"'])
+def test_a_format_that_never_was_is_damage(tmp_path: Path, format_: bytes) -> None:
+    (tmp_path / "lease.json").write_bytes(
+        b'{"format":%b,"job_id":1,"restart_count":0,"attempt":0,"pid":1,"taken_at":1.0,"node":"n"}' % format_
+    )
+    (tmp_path / "outcome.json").write_bytes(
+        b'{"format":%b,"outcome":"stopped","step":1,"tokens":1,"save_id":null,"launch":"","at":1}' % format_
+    )
+    sealed = seal(Manifest(step=2, tokens=0, world_size=1, created_at="", save_id="b" * 32, files={}))
+
+    with pytest.raises(lease.LeaseError, match="not a lease"):
+        lease.read(tmp_path)
+    with pytest.raises(outcome.OutcomeError, match="not an outcome"):
+        outcome.read(tmp_path)
+    with pytest.raises(ManifestError, match="format"):
+        unseal(_sealed_again(sealed.replace(b'"format":1', b'"format":%b' % format_)), source="x")

@@ -17,6 +17,10 @@ class MismatchError(DecodeError):
     """They are JSON, of another shape or type."""
 
 
+class NewerFormatError(DecodeError):
+    """A newer Stepkeeper wrote them."""
+
+
 def decode(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
     """Parse JSON.
 
@@ -34,3 +38,35 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
         raise DecodeError("nested too deep") from error
     except msgspec.MsgspecError as error:
         raise DecodeError(str(error)) from error
+
+
+class _Format(msgspec.Struct, frozen=True):
+    format: int = 1
+
+
+_format: msgspec.json.Decoder[_Format] = msgspec.json.Decoder(_Format)
+
+
+def decode_format(decoder: msgspec.json.Decoder[T], data: bytes, *, newest: int) -> T:
+    """Parse JSON that has a `format`, which is looked at first: the other fields may mean something else there.
+
+    Raises:
+        NewerFormatError: its format is newer than `newest`.
+        DecodeError: it is damaged.
+    """
+    check_format(data, newest=newest)
+    return decode(decoder, data)
+
+
+def check_format(data: bytes, *, newest: int) -> None:
+    """Look at the `format` of JSON, and at nothing else.
+
+    Raises:
+        NewerFormatError: it is newer than `newest`.
+        DecodeError: it is damaged.
+    """
+    found = decode(_format, data).format
+    if found > newest:
+        raise NewerFormatError(f"format {found} is newer than this Stepkeeper reads ({newest}): upgrade Stepkeeper")
+    if found < 1:
+        raise MismatchError(f"format {found}: there is none")

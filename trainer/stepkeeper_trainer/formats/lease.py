@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, decode
+from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, decode_format
 from stepkeeper_trainer.formats.durable import write_atomically
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+FORMAT = 1
 LEASE_NAME = "lease.json"
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Who holds a run directory."""
 
-    format: int = 1
+    format: int = FORMAT
     job_id: int
     restart_count: int
     attempt: int
@@ -38,7 +39,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseError(ValueError):
-    """The lease file does not parse."""
+    """The lease file does not parse, or a newer Stepkeeper wrote it."""
 
 
 _decoder = msgspec.json.Decoder(Lease)
@@ -48,7 +49,7 @@ def read(run_directory: Path) -> Lease | None:
     """Return the lease of a run directory; None where nobody ever took it.
 
     Raises:
-        LeaseError: the file is there and is no lease.
+        LeaseError: the file is there and is no lease, or one of a newer format.
         OSError: it cannot be read.
     """
     path = run_directory / LEASE_NAME
@@ -57,7 +58,9 @@ def read(run_directory: Path) -> Lease | None:
     except FileNotFoundError:
         return None
     try:
-        return decode(_decoder, data)
+        return decode_format(_decoder, data, newest=FORMAT)
+    except NewerFormatError as error:
+        raise LeaseError(f"{path}: {error}") from error
     except DecodeError as error:
         raise LeaseError(f"{path}: not a lease: {error}; if no job uses this run, remove the file") from error
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from stepkeeper_trainer.formats.decoding import DecodeError, decode
+from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, check_format, decode
 
 FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
@@ -75,6 +75,12 @@ def unseal(data: bytes, *, source: str) -> Manifest:
     Raises:
         ManifestError: what is wrong, with which manifest.
     """
+    try:
+        check_format(data, newest=FORMAT)  # a newer one may be sealed otherwise
+    except NewerFormatError as error:
+        raise ManifestError(f"{source}: {error}") from error
+    except DecodeError:
+        pass  # torn or damaged: said below
     last = None
     for match in _DIGEST_FIELD.finditer(data):
         last = match
@@ -88,9 +94,7 @@ def unseal(data: bytes, *, source: str) -> Manifest:
     except DecodeError as error:
         raise ManifestError(f"{source}: not a manifest: {error}") from error
     if manifest.format != FORMAT:
-        raise ManifestError(
-            f"{source}: format {manifest.format} is newer than this Stepkeeper reads ({FORMAT}): upgrade Stepkeeper"
-        )
+        raise ManifestError(f"{source}: format {manifest.format}: there is none")
     for name in manifest.files:
         check_relative(name, source=source)
     return manifest

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, decode
+from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, decode_format
 from stepkeeper_trainer.formats.durable import write_atomically
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+FORMAT = 1
 OUTCOME_NAME = "outcome.json"
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request, state saved
@@ -20,7 +21,7 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request, state saved
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0 writes it as the last act of a launch that ended as intended."""
 
-    format: int = 1
+    format: int = FORMAT
     outcome: Literal["finished", "stopped"]
     step: int
     tokens: int
@@ -30,7 +31,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutcomeError(msgspec.MsgspecError):
-    """The outcome file does not parse."""
+    """The outcome file does not parse, or a newer Stepkeeper wrote it."""
 
 
 _decoder = msgspec.json.Decoder(Outcome)
@@ -41,7 +42,7 @@ def read(run_directory: Path) -> Outcome | None:
 
     Raises:
         OSError: the file is there and cannot be read.
-        OutcomeError: it is no outcome.
+        OutcomeError: it is no outcome, or one of a newer format.
     """
     path = run_directory / OUTCOME_NAME
     try:
@@ -49,7 +50,9 @@ def read(run_directory: Path) -> Outcome | None:
     except FileNotFoundError:
         return None
     try:
-        return decode(_decoder, data)
+        return decode_format(_decoder, data, newest=FORMAT)
+    except NewerFormatError as error:
+        raise OutcomeError(f"{path}: {error}") from error
     except DecodeError as error:
         raise OutcomeError(f"{path}: not an outcome: {error}") from error
 

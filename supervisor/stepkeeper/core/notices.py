@@ -73,8 +73,7 @@ def _act(state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Po
     nothing_ends = judgement.notice in (Notice.ASKED_TO_SAVE, Notice.NOT_FOR_US)
     if final:
         state = _dealt_with(state, event, nothing_ends=nothing_ends)
-    where = f" (Slurm says {event.job.slurm_state})" if event.job else f" ({event.error})"
-    why = judgement.notice.value + where
+    why = _in_words(event, judgement)
     if nothing_ends and final and state.phase is Phase.STOPPING and not state.running:
         assert state.plan is not None, "STOPPING is entered with a plan"
         return relaunch(state, event.at, state.plan.why, policy)  # the launch failed on its own account
@@ -97,6 +96,12 @@ def _act(state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Po
             return _leave(state, event.at, judgement, Plan(next=Next.REQUEUE, why=why), policy)
         case _:
             assert_never(judgement.notice)
+
+
+def _in_words(event: on.SlurmAnswered, judgement: Judgement) -> str:
+    if event.job is None:
+        return f"{Notice.UNKNOWN.value} ({event.error})"
+    return f"{judgement.notice.value} (Slurm says {event.job.slurm_state})"
 
 
 def _dealt_with(state: State, event: on.SlurmAnswered, *, nothing_ends: bool) -> State:

@@ -56,7 +56,8 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     if not everyone:
         return Decision(_bus_comes(state, event.at, policy))
     if state.phase is Phase.TRAINING:
-        return Decision(replace(state, deadline_at=None), (), "every watcher answers")
+        # a notice meanwhile reached no watcher: only Slurm can tell of it
+        return ask_unprompted(replace(state, deadline_at=None), "every watcher answers again: was a notice missed?")
     return _go_on_starting(state, event.at, policy, "every watcher answers")
 
 

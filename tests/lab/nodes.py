@@ -46,9 +46,10 @@ class Nodes:
     def kill_node(self: "Lab", node: str) -> None:
         """Power loss: SIGKILL to slurmd and to every slurmstepd, task and batch process on that node.
 
-        All is stopped first, and then killed from one list, slurmstepd last, so that nobody lives to report the
-        death of another.  srun in particular runs as a pair, and one cancels the whole Slurm step when the other
-        dies: a look at the process table between two kills (0.1 s) is enough for ranks on healthy nodes to be lost.
+        All is stopped first and then killed, children before parents, so that nobody lives to report the death of
+        another.  The order matters: srun runs as a pair, of which one cancels the whole Slurm step when the other
+        dies, and the death of the batch script before them wakes both (the kernel sends SIGHUP and SIGCONT to a
+        stopped group that it orphans).  Then ranks on healthy nodes are lost, and Stepkeeper seems to be at fault.
 
         One thing differs from a real loss of power: the kernel closes their connections, so that srun sees an end
         where it would see silence.  `freeze_node` is silent.
@@ -57,9 +58,7 @@ class Nodes:
         while new := self.pids_on(node) - stopped:  # what was forked while we looked
             processes.send(new, signal.SIGSTOP)
             stopped |= new
-        stepds = {pid for pid in stopped if processes.name(pid) == "slurmstepd"}
-        processes.send(stopped - stepds, signal.SIGKILL)
-        processes.send(stepds, signal.SIGKILL)
+        processes.send(processes.children_first(stopped), signal.SIGKILL)
         if left := processes.kill_all(lambda: self.pids_on(node)):
             raise LabError(f"{node}: processes {sorted(left)} survived SIGKILL")
         processes.remove_cgroups(processes.cgroups_of(self.place.cgroup_mountpoint, node))

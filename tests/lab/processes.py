@@ -80,6 +80,18 @@ def descendants_of_all(roots: Iterable[int]) -> set[int]:
     return result - dead
 
 
+def children_first(pids: set[int]) -> list[int]:
+    """Order processes so that each comes before its parent."""
+
+    def depth(pid: int) -> int:
+        above = 0
+        while (pid := parent(pid)) in pids:
+            above += 1
+        return above
+
+    return sorted(pids, key=depth, reverse=True)
+
+
 def environment(pid: int) -> dict[str, str]:
     """Return the environment that a process was started with; empty where it is gone."""
     try:

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slurm
 SRUN_SETTLES_S = 0.7
 WORD_TRAVELS_S = 2.0
 TIMES = 3
-"""A race: with two looks at the process table it was lost more often than not."""
+"""A wrong order of kills loses the ranks in most runs, though not in every one."""
 
 
 @pytest.mark.usefixtures("slurm")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -207,6 +208,33 @@ def test_a_report_of_another_save_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(SaveError, match="another save"):
         _gather(tmp_path)
+
+
+def test_a_report_that_does_not_parse_is_a_failed_save(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").write_bytes(b'{"rank":0,"save_id":"\xff"}')
+
+    with pytest.raises(SaveError, match="not a report"):
+        _gather(tmp_path)
+
+
+def test_waiting_for_many_reports_costs_one_listing_a_look_and_looks_grow_rare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path, RankReport(rank=0, save_id="s"))
+    opened: list[str] = []
+    looks: list[float] = []
+    scan, read = os.scandir, Path.read_bytes
+    monkeypatch.setattr(os, "scandir", lambda path: looks.append(time.monotonic()) or scan(path))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path.name) or read(path))  # type: ignore[func-returns-value]
+
+    with pytest.raises(SaveError, match=r"rank 1 .*in time"):
+        gather(tmp_path, save_id="s", world_size=1000, limit_at=time.time() + 2, given_up=lambda: None)
+
+    assert opened == ["rank-0.json"], "what is not there is not opened"
+    pauses = [after - before for before, after in itertools.pairwise(looks)][:-1]
+    assert 4 <= len(pauses) <= 8
+    assert pauses[0] >= 0.05
+    assert 0.3 <= pauses[-1] <= 0.6
 
 
 def _lease(job_id: int, restart_count: int) -> lease.Lease:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.manifest import FileEntry
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-_PAUSE_S = (0.002, 0.05)  # between looks for reports: the first, and the longest
+_PAUSE_S = (0.05, 0.5)  # between looks for reports: the first, and the longest
+_PAUSE_GROWTH = 1.5
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +44,9 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[Item, ...] = ()
     files: dict[str, FileEntry] = {}
     error: str | None = None
+
+
+_decoder = msgspec.json.Decoder(RankReport)
 
 
 def report_name(rank: int) -> str:
@@ -78,27 +83,32 @@ def gather(
         OSError: the directory cannot be read.
     """
     reports: dict[int, RankReport] = {}
+    missing = {report_name(rank): rank for rank in range(world_size)}
     pause_s = _PAUSE_S[0]
     while True:
-        for rank in range(world_size):
-            if rank not in reports and (report := _read(directory, rank)) is not None:
-                if report.error is not None or report.save_id != save_id:
-                    raise SaveError(f"rank {rank}: {report.error or 'reported another save'}")
-                reports[rank] = report
-        if len(reports) == world_size:
+        for name in sorted(missing.keys() & _names(directory)):  # one listing, however many ranks are missing
+            report = _read(directory / name)
+            rank = missing.pop(name)
+            if report.error is not None or report.save_id != save_id:
+                raise SaveError(f"rank {rank}: {report.error or 'reported another save'}")
+            reports[rank] = report
+        if not missing:
             return [reports[rank] for rank in range(world_size)]
-        missing = next(rank for rank in range(world_size) if rank not in reports)
         if (why := given_up()) is not None:
             raise SaveError(why)
         if time.time() >= limit_at:
-            raise SaveError(f"rank {missing} (and perhaps others) did not report in time")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _PAUSE_S[1])
+            raise SaveError(f"rank {min(missing.values())} (and perhaps others) did not report in time")
+        time.sleep(min(pause_s, max(0.0, limit_at - time.time())))
+        pause_s = min(_PAUSE_GROWTH * pause_s, _PAUSE_S[1])
 
 
-def _read(directory: Path, rank: int) -> RankReport | None:
+def _names(directory: Path) -> set[str]:
+    with os.scandir(directory) as entries:
+        return {entry.name for entry in entries}
+
+
+def _read(path: Path) -> RankReport:
     try:
-        data = (directory / report_name(rank)).read_bytes()
-    except FileNotFoundError:
-        return None
-    return msgspec.json.decode(data, type=RankReport)
+        return decode(_decoder, path.read_bytes())
+    except DecodeError as error:
+        raise SaveError(f"{path}: not a report: {error}") from error

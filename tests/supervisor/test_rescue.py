@@ -1,0 +1,141 @@
+"""The one decision of a watcher: whether to requeue a job whose supervisor is gone."""
+
+import msgspec
+import pytest
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.state import Phase
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.store import journal
+from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.watcher.rescue import RESCUES_MAX, rescue
+from stepkeeper_trainer.formats import lease, lineage, outcome
+
+FAILED = on.JobFacts(state=on.JobState.COMPLETING, slurm_state="COMPLETING", restarts=0, reason="JobLaunchFailure")
+RUNNING = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, reason="None")
+
+
+class Slurm:
+    """A controller with one job."""
+
+    def __init__(self, job=FAILED, error=None):
+        self.facts, self.error, self.called = job, error, []
+
+    def job(self, job):
+        if self.error:
+            raise SlurmError(self.error, unreachable=True)
+        return self.facts
+
+    def requeue(self, job):
+        self.called.append(("requeue", job))
+
+    def cancel(self, job):
+        self.called.append(("cancel", job))
+
+
+@pytest.fixture
+def assignment(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    lease.write(tmp_path, lease.Lease(job_id=7, restart_count=0, attempt=0, node="n1", pid=1, taken_at=0.0))
+    return Assignment(
+        run_directory=str(tmp_path),
+        run_id="r",
+        job_id=7,
+        slurm_name="7",
+        restart_count=0,
+        attempt=0,
+        nodes=("n1", "n2"),
+        kill_wait_s=30,
+        nonce="n",
+    )
+
+
+def play(assignment, slurm, *, lease_ran_out=False):
+    return rescue(assignment, "n2", lease_ran_out=lease_ran_out, client=slurm)
+
+
+def test_a_killed_supervisors_job_is_requeued(assignment):
+    """`kill -9` of the batch process: Slurm itself would leave the job FAILED."""
+    slurm = Slurm()
+
+    assert play(assignment, slurm).done
+    assert slurm.called == [("requeue", "7")]
+
+
+@pytest.mark.parametrize(
+    ("facts", "requeued"),
+    [
+        ({"reason": "None"}, False),  # scancel
+        ({"reason": "TimeLimit"}, True),  # the limit came while nobody was there to requeue
+        ({"reason": "None", "restarts": 1}, False),  # somebody was faster
+        ({"reason": "None", "state": on.JobState.PENDING}, False),
+    ],
+)
+def test_slurms_table_decides(assignment, facts, requeued):
+    slurm = Slurm(msgspec.structs.replace(FAILED, **facts))
+
+    assert play(assignment, slurm).done
+    assert bool(slurm.called) is requeued
+
+
+def test_a_running_job_is_left_alone_until_the_lease_has_run_out(assignment):
+    """A supervisor that is only slow must not lose its job."""
+    slurm = Slurm(RUNNING)
+
+    assert not play(assignment, slurm).done
+    assert slurm.called == []
+    assert play(assignment, slurm, lease_ran_out=True).done
+    assert slurm.called == [("requeue", "7")]
+
+
+def test_a_finished_run_is_ended_not_requeued(assignment, tmp_path):
+    """With the batch node lost, `--no-kill` would leave it RUNNING for ever."""
+    outcome.write(tmp_path, outcome.Outcome(outcome="finished", step=9, tokens=9, save_id=None, launch="0.0", at=1.0))
+    slurm = Slurm(RUNNING)
+
+    assert play(assignment, slurm, lease_ran_out=True).done
+    assert slurm.called == [("cancel", "7")]
+
+
+def test_a_run_that_went_on_elsewhere_is_left_to_its_new_job(assignment, tmp_path):
+    lease.write(tmp_path, lease.Lease(job_id=8, restart_count=0, attempt=1, node="n1", pid=1, taken_at=0.0))
+    slurm = Slurm()
+
+    assert play(assignment, slurm).done
+    assert slurm.called == []
+
+
+def test_an_attempt_that_ended_with_a_word_is_not_revived(assignment, tmp_path):
+    record = journal.Record(
+        v=journal.VERSION, job_id=7, restart_count=0, attempt=0, launch=0, phase=Phase.DONE,
+        event=on.BusEnded(at=1.0, bus=1, code=0), why="cancelled", effects=(do.Exit(code=11, reason="cancelled"),),
+    )  # fmt: skip
+    (tmp_path / "journal.jsonl").write_bytes(msgspec.json.encode(record) + b"\n")
+    slurm = Slurm()
+
+    assert play(assignment, slurm).done
+    assert slurm.called == []
+
+
+def test_a_supervisor_that_dies_again_and_again_is_not_started_for_ever(assignment, tmp_path):
+    """Only a new step directory opens a new budget."""
+    slurm = Slurm()
+    for _ in range(RESCUES_MAX):
+        play(assignment, slurm)
+
+    result = play(assignment, slurm)
+
+    assert len(slurm.called) == RESCUES_MAX
+    assert "a person is needed" in result.why
+    commit = lineage.Commit(at=4e9, attempt=0, step=9, save_id="a" * 32, parent=None, directory="step_00000009")
+    lineage.append(tmp_path / "checkpoints", commit)
+    play(assignment, slurm)
+    assert len(slurm.called) == RESCUES_MAX + 1
+
+
+def test_a_controller_that_is_away_is_asked_again(assignment):
+    result = play(assignment, Slurm(error="no answer"))
+
+    assert not result.done
+    assert "no answer" in result.why

@@ -1,0 +1,132 @@
+"""The wrapper around a rank: Slurm's early SIGTERM ends nobody, and the end is told and mirrored."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stepkeeper import wrapper
+from stepkeeper_trainer.formats import messages
+
+
+@pytest.fixture
+def watcher(tmp_path):
+    """The ranks' side of a watcher: a datagram socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(tmp_path / "socket-n1"))
+        sock.settimeout(20)
+        yield sock
+
+
+def start(tmp_path, *command, agent=False, address=None):
+    environment = {
+        "PATH": os.environ["PATH"],
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "8",
+        "SLURMD_NODENAME": "n1",
+        "STEPKEEPER_TASKS_PER_NODE": "2",
+        "STEPKEEPER_ATTEMPT": "4",
+        "STEPKEEPER_LAUNCH": "5",
+        "STEPKEEPER_SOCKET": address if address is not None else f"{tmp_path}/socket-%N",
+    }
+    options = ["--agent"] if agent else []
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", wrapper.__file__, *options, "--", *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def heard(watcher):
+    return messages.decode_from_rank(watcher.recv(2000))
+
+
+def test_sigterm_ends_nobody_and_the_exit_code_is_told(tmp_path, watcher):
+    """At a preemption Slurm sends SIGTERM to the direct child at the very start of the grace time."""
+    process = start(tmp_path, "sh", "-c", "echo ready; read -r _ < /dev/zero & sleep 1; exit 7")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(20)
+
+    started, exited = heard(watcher), heard(watcher)
+    assert code == 7
+    assert (started.rank, started.local_rank, started.launch) == (3, 1, "4.5")
+    assert (exited.rank, exited.code, exited.signal) == (3, 7, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_a_death_by_signal_is_mirrored(tmp_path, watcher, number):
+    """srun must see what the rank died of."""
+    process = start(tmp_path, "sh", "-c", f"kill -{int(number)} $$")
+
+    assert process.wait(20) == -number
+    heard(watcher)
+    assert heard(watcher).signal == number
+
+
+def test_what_torch_expects_is_there_and_signals_are_as_at_birth(tmp_path, watcher):
+    """A rank must not inherit what only the wrapper wants: ignored signals."""
+    code = "import json, os; print(json.dumps([dict(os.environ), open('/proc/self/oom_score_adj').read()]))"
+    process = start(tmp_path, "/bin/cat", "/proc/self/status")
+    assert process.stdout is not None
+    ignored = next(line for line in process.stdout.read().splitlines() if line.startswith("SigIgn"))
+    process.wait(20)
+    assert int(ignored.split()[1], 16) == 0
+
+    process = start(tmp_path, sys.executable, "-c", code)
+    environment, adj = json.loads(process.communicate(timeout=20)[0])
+
+    assert [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [
+        "3",
+        "1",
+        "8",
+        "2",
+    ]
+    assert environment["STEPKEEPER_SOCKET"] == f"{tmp_path}/socket-n1"
+    assert int(adj) == wrapper.OOM_SCORE_ADJ
+    assert watcher
+
+
+def test_an_agent_gets_no_rank(tmp_path, watcher):
+    """torchrun numbers its own ranks."""
+    process = start(tmp_path, "sh", "-c", "echo ${RANK:-none} $PET_LOCAL_ADDR", agent=True)
+
+    rank, address = process.communicate(timeout=20)[0].split()
+
+    assert rank == "none"
+    assert address
+    assert heard(watcher)
+
+
+def test_a_command_that_is_not_there_is_named(tmp_path):
+    process = start(tmp_path, "no-such-command", address="")
+
+    _, said = process.communicate(timeout=20)
+
+    assert process.returncode == 127
+    assert "no-such-command" in said
+
+
+def test_a_failure_is_told_to_a_watcher_that_comes_back(tmp_path):
+    """The bus is being restarted: the word must not be lost, for the other ranks hang until somebody knows."""
+    process = start(tmp_path, "sh", "-c", "exit 3")
+    time.sleep(1)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as late:
+        late.bind(str(tmp_path / "socket-n1"))
+        late.settimeout(20)
+        assert heard(late).code == 3
+
+    assert process.wait(20) == 3
+    assert Path(wrapper.__file__).exists()

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import signal
 import socket
 import time
 from dataclasses import replace
@@ -28,7 +30,7 @@ from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.metrics import HEADER, Metrics
 from stepkeeper_trainer.reader import CheckedFile
 from stepkeeper_trainer.report import RankReport, gather, publish, publish_failure
-from stepkeeper_trainer.requests import Requests
+from stepkeeper_trainer.requests import ALONE_AFTER_S, SIGNAL_COUNTS_S, Requests
 from stepkeeper_trainer.tree import from_blob, join, split, to_blob
 from stepkeeper_trainer.writer import HashingFile
 from tests.trainer.ranks import watcher_socket
@@ -332,6 +334,103 @@ def test_a_late_copy_of_a_request_is_no_second_request() -> None:
         ask(5)
         assert requests.save_agreed
         assert not requests.stop_agreed
+
+
+class _Clock:
+    """The clock of link, requests and signals: it stands still until it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def _step(link: Link, requests: Requests) -> bool:
+    """Do what a rank does at a boundary; true if it wants to stop."""
+    link.send(messages.Progress(rank=0, step=1, tokens=1))
+    requests.hear()
+    return requests.wish(busy=False, failed_save=0).want is Want.STOP
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_signal_is_left_to_the_supervisor_while_its_watcher_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scancel -s TERM`, and much later a watcher dies and is restarted."""
+    name = f"restarts-{time.monotonic_ns()}"
+    clock = _Clock(monkeypatch)
+    link = Link(f"@{name}", "0.0")
+    requests = Requests(link)
+    with watcher_socket(name):
+        assert not _step(link, requests)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not _step(link, requests)
+    clock.now += ALONE_AFTER_S - 1
+    assert not _step(link, requests), "the watcher is away for the first time now"
+    clock.now += ALONE_AFTER_S - 1
+    assert not _step(link, requests)
+    with watcher_socket(name):
+        clock.now += 1.1
+        assert not _step(link, requests), "it is back: the signal is forgotten"
+    clock.now += 1.1
+    assert not _step(link, requests)
+    clock.now += 2 * ALONE_AFTER_S
+    assert not _step(link, requests)
+
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    assert _step(link, requests), "another signal, and the watcher has been away for long"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_signal_is_obeyed_once_the_watcher_has_been_away_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"away-{time.monotonic_ns()}"
+    clock = _Clock(monkeypatch)
+    link = Link(f"@{name}", "0.0")
+    requests = Requests(link)
+    with watcher_socket(name):
+        assert not _step(link, requests)
+    assert not _step(link, requests)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not _step(link, requests)
+    clock.now += ALONE_AFTER_S
+
+    assert _step(link, requests)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_signal_that_the_supervisor_did_not_act_upon_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"old-{time.monotonic_ns()}"
+    clock = _Clock(monkeypatch)
+    link = Link(f"@{name}", "0.0")
+    requests = Requests(link)
+    caplog.set_level(logging.INFO)
+    with watcher_socket(name):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(3):
+            assert not _step(link, requests)
+        clock.now += SIGNAL_COUNTS_S + 1
+        assert not _step(link, requests)
+    for _ in range(2):
+        clock.now += ALONE_AFTER_S + 1
+        assert not _step(link, requests)
+
+    assert [text.split()[0] for text in caplog.messages] == ["signal_heard", "signal_forgotten", "watcher_lost"]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_repeated_request_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with watcher_socket(f"repeated-{time.monotonic_ns()}") as sock:
+        link = Link("@" + sock.getsockname()[1:].decode(), "0.0")
+        link.send(messages.Progress(rank=0, step=1, tokens=1))
+        _, address = sock.recvfrom(2048)
+        requests = Requests(link)
+        for deadline_at in (None, None, 9.0, 9.0):
+            request = messages.SaveRequest(request_id=4, stop=True, deadline_at=deadline_at)
+            sock.sendto(messages.encode(request), address)
+            requests.hear()
+
+    assert [text.split()[0] for text in caplog.messages] == ["request_heard"] * 2, "its deadline was news"
 
 
 # --- the socket ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ wait in a small outbox and go out at a later boundary.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -45,6 +46,9 @@ class Link:
         self._hello_at = 0.0
         self._try_at = 0.0
         self.dead = False  # the last word was refused: no watcher listens
+        self.dead_since = -math.inf  # of the monotonic clock; where no watcher was ever there, always
+        self.back_at = -math.inf  # when a watcher listened again; where one was there all the time, never
+        self._met = False
         if address is not None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)  # noqa: FBT003
@@ -129,12 +133,16 @@ class Link:
         except OSError as error:  # ECONNREFUSED, ENOENT: no watcher listens
             if not self.dead:
                 warn("watcher_lost", why=error.strerror)
+                if self._met:
+                    self.dead_since = time.monotonic()
             self.dead = True
             self._try_at = time.monotonic() + HELLO_RETRY_S
             return False
+        self._met = True
         if self.dead:
             say("watcher_back")
             self.dead = False
+            self.back_at = time.monotonic()
         return True
 
 

@@ -10,7 +10,13 @@ from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.signals import SignalFlag
 
 if TYPE_CHECKING:
+    from stepkeeper_trainer.formats.messages import SaveRequest
     from stepkeeper_trainer.link import Link
+    from stepkeeper_trainer.signals import Heard
+
+
+ALONE_AFTER_S = 30.0  # without a watcher; a restarted one is back within a second
+SIGNAL_COUNTS_S = 300.0  # a supervisor that has not stopped the run by then does not mean to
 
 
 class Requests:
@@ -20,7 +26,9 @@ class Requests:
         """Listen to the supervisor, and to SIGTERM and SIGUSR1."""
         self._link = link
         self._signals = SignalFlag()
-        self._signal_said = False
+        self._signal_said: Heard | None = None
+        self._signal_done: Heard | None = None  # acted upon, or forgotten
+        self._heard: set[tuple[int, bool, float | None]] = set()
         self._saves_asked: set[int] = set()
         self._saves_agreed: set[int] = set()
         self._stop_asked = False
@@ -33,13 +41,7 @@ class Requests:
     def hear(self) -> None:
         """Take in what has arrived since the last boundary.  Never blocks."""
         for request in self._link.receive():
-            say(
-                "request_heard",
-                id=request.request_id,
-                stop=request.stop,
-                deadline_at=request.deadline_at,
-                why=request.why,
-            )
+            self._say_once(request)
             if request.stop:
                 self._stop_asked = True
             elif request.request_id in self._saves_agreed:
@@ -49,16 +51,41 @@ class Requests:
             self.asked_at = self.asked_at or time.time()
             if request.deadline_at is not None:
                 self._deadline_asked = min(request.deadline_at, self._deadline_asked or request.deadline_at)
-        if self._signals.heard is None:
+        heard = self._signals.heard
+        if heard is not None and heard is not self._signal_done:
+            self._weigh(heard)
+
+    def _say_once(self, request: SaveRequest) -> None:
+        """Log a request; a watcher repeats it each second until it is served."""
+        key = (request.request_id, request.stop, request.deadline_at)
+        if key in self._heard:
             return
-        alone = not self._link.attached or self._link.dead
-        if alone and not self._stop_asked:
-            self._stop_asked = True
-            self.asked_at = self.asked_at or time.time()
-            say("stop_asked", why=f"{self._signals.heard.name}, and no supervisor to decide")
-        elif not alone and not self._signal_said:
-            self._signal_said = True
-            warn("signal_heard", signal=self._signals.heard.name, why="left to the supervisor")
+        self._heard.add(key)
+        say(
+            "request_heard",
+            id=request.request_id,
+            stop=request.stop,
+            deadline_at=request.deadline_at,
+            why=request.why,
+        )
+
+    def _weigh(self, heard: Heard) -> None:
+        """Obey a signal where no supervisor is there to decide; forget it where one has decided otherwise."""
+        now = time.monotonic()
+        link = self._link
+        if not link.attached or (link.dead and now - link.dead_since >= ALONE_AFTER_S):
+            self._signal_done = heard
+            if not self._stop_asked:
+                self._stop_asked = True
+                self.asked_at = self.asked_at or time.time()
+                say("stop_asked", why=f"{heard.signal.name}, and no supervisor to decide")
+            return
+        if heard is not self._signal_said:
+            self._signal_said = heard
+            warn("signal_heard", signal=heard.signal.name, why="left to the supervisor")
+        if not link.dead and (link.back_at > heard.at or now - heard.at > SIGNAL_COUNTS_S):
+            self._signal_done = heard
+            say("signal_forgotten", signal=heard.signal.name, why="the supervisor is there, and did not ask to stop")
 
     def wish(self, *, busy: bool, failed_save: int) -> Wish:
         """Return what this rank has to say to the others."""

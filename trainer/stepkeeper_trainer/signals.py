@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -12,20 +13,26 @@ if TYPE_CHECKING:
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1)
 
 
+class Heard(NamedTuple):
+    """One signal that arrived."""
+
+    signal: signal.Signals
+    at: float  # of the monotonic clock
+
+
 class SignalFlag:
-    """Remembers the first of Slurm's signals; a handler of the script's own is still called."""
+    """Remembers the newest of Slurm's signals; a handler of the script's own is still called."""
 
     def __init__(self) -> None:
         """Install the handlers, where this is the main thread (Python allows it nowhere else)."""
-        self.heard: signal.Signals | None = None
+        self.heard: Heard | None = None
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in CAUGHT:
                 self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.heard is None:
-            self.heard = signal.Signals(number)
+        self.heard = Heard(signal.Signals(number), time.monotonic())
         before = self._before.get(number)
         if callable(before):
             before(number, frame)

@@ -72,6 +72,7 @@ FIELDS = {
     on.CheckpointChosen: {"directory": st.none() | _directory, "step": st.none() | _small},
     on.ChoiceFailed: {"error": st.just("hung")},
     on.CheckpointVerified: {"directory": _directory, "ok": st.booleans()},
+    on.LaunchBegan: {**_launch},
     on.RankHello: {**_launch, "rank": _small, "node": _nodes},
     on.RankExited: {
         **_launch,
@@ -106,6 +107,7 @@ FIELDS = {
         "batch_node": st.just("a"),
         "kill_wait_s": st.just(30.0),
         "finished_step": st.none() | _small,
+        "wrapped": st.booleans(),
     },
 }  # fmt: skip
 
@@ -191,8 +193,13 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
         case do.ClearNodes():
             return on.NodesCleared(at=at, launch=effect.launch, address="a", port=1), []
         case do.StartLaunch():
+            if draw(st.integers(0, 5)) == 0:
+                return None, []  # srun hangs
+            began = on.LaunchBegan(at=at, launch=effect.launch)
+            if draw(st.integers(0, 5)) == 0:
+                return began, []  # a script without the trainer library
             hello = on.RankHello(at=at, launch=effect.launch, rank=0, node="a")
-            return hello, [draw(_word(on.Progressed, effect.launch))]
+            return began, [hello, draw(_word(on.Progressed, effect.launch))]
         case do.RequestSave():
             if not effect.stop:
                 return None, []

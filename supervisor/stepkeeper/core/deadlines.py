@@ -69,10 +69,19 @@ def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
     return close(replace(state, running=False), at, plan, policy)
 
 
+def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
+    """Not every task has started, or no rank has the trainer library."""
+    if state.begun or not state.wrapped or state.bus_restarted_in_launch:  # an older bus may have heard of it
+        return Decision(replace(state, deadline_at=None), (), NOT_ANNOUNCED)
+    why = f"the launch did not begin in {policy.begin_within_s:g} s: not every task of the training step started"
+    state = replace(state, phase=Phase.STOPPING, first_failure=why, plan=Plan(next=Next.RELAUNCH, why=why))
+    return kill(state, at, policy, why)
+
+
 def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
     missing = [node for node in state.nodes if node not in state.ready]
     if not missing and state.phase is Phase.TRAINING:
-        return Decision(replace(state, deadline_at=None), (), NOT_ANNOUNCED)
+        return _on_launch_late(state, at, policy)
     if not missing and state.clearing:
         return stop(state, at, Plan(next=Next.REQUEUE, why="clearing the nodes took too long"), policy)
     if not missing:

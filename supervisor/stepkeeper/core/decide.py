@@ -36,6 +36,7 @@ from stepkeeper.core.training import (
     on_checkpoint_verified,
     on_committed,
     on_finished,
+    on_launch_began,
     on_launch_ended,
     on_progressed,
     on_rank_exited,
@@ -77,6 +78,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_choice_failed(state, event, policy)
         case on.CheckpointVerified():
             return on_checkpoint_verified(state, event, policy)
+        case on.LaunchBegan():
+            return on_launch_began(state, event, policy)
         case on.RankHello():
             return on_rank_hello(state, event)
         case on.RankExited():

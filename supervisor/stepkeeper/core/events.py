@@ -51,6 +51,7 @@ class AttemptStarted(_Event, frozen=True, kw_only=True, tag="attempt_started"):
     best_step: int | None = None  # the furthest verified step so far, carried over
     node_losses: int = 0  # nodes lost since the last verified progress, carried over
     previous: str = ""  # how the attempt before ended, in words
+    wrapped: bool = True  # our wrapper is around each rank: `LaunchBegan` will come (not of own srun lines)
 
 
 class Tick(_Event, frozen=True, kw_only=True, tag="tick"):
@@ -164,6 +165,13 @@ class _RankEvent(_Event, frozen=True, kw_only=True):
     launch: int
 
 
+class LaunchBegan(_RankEvent, frozen=True, kw_only=True, tag="launch_began"):
+    """Every task of the training step has started: all wrappers said so.
+
+    Never of the user's own srun line, which has no wrapper, and not needed where a rank spoke before.
+    """
+
+
 class RankHello(_RankEvent, frozen=True, kw_only=True, tag="rank_hello"):
     """The trainer library of a rank is there: this launch can save and stop."""
 
@@ -269,6 +277,7 @@ Event = (
     | CheckpointChosen
     | ChoiceFailed
     | CheckpointVerified
+    | LaunchBegan
     | RankHello
     | RankExited
     | Progressed

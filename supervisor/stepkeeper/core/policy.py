@@ -17,8 +17,12 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     clear_within_s: float = 60.0
     """Watchers confirm that nothing of the launch before is left."""
 
+    begin_within_s: float = 300.0
+    """From StartLaunch until every task runs; a Slurm step that is never created is a failed launch."""
+
     announce_within_s: float = 600.0
-    """From the launch to the first word of the trainer library; then the user is warned at once."""
+    """From the begin of a launch (of the user's own srun line: from StartLaunch) to the first word of the
+    trainer library; then the user is warned at once."""
 
     watcher_back_within_s: float = 30.0
     """A restarted bus answers on every node; else a node is taken for lost."""

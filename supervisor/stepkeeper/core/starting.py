@@ -30,6 +30,7 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         nodes=event.nodes,
         batch_node=event.batch_node,
         kill_wait_s=event.kill_wait_s,
+        wrapped=event.wrapped,
         failures=event.failures,
         node_losses=event.node_losses,
         best_step=event.best_step,
@@ -57,7 +58,9 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
         return Decision(_bus_comes(state, event.at, policy))
     if state.phase is Phase.TRAINING:
         # a notice meanwhile reached no watcher: only Slurm can tell of it
-        return ask_unprompted(replace(state, deadline_at=None), "every watcher answers again: was a notice missed?")
+        unknown = state.wrapped and not state.begun  # the word of the begin may have been lost: only warn, later
+        state = replace(state, deadline_at=event.at + policy.announce_within_s if unknown else None)
+        return ask_unprompted(state, "every watcher answers again: was a notice missed?")
     return _go_on_starting(state, event.at, policy, "every watcher answers")
 
 
@@ -131,9 +134,10 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
     state = replace(
         state,
         phase=Phase.TRAINING,
-        deadline_at=event.at + policy.announce_within_s,
+        deadline_at=event.at + (policy.begin_within_s if state.wrapped else policy.announce_within_s),
         clearing=False,
         running=True,
+        begun=False,
         heard=False,
         bus_restarted_in_launch=False,
         doubt=Doubt.NONE,

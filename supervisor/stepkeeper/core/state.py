@@ -80,6 +80,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     chosen: bool = False  # the checkpoint for the next launch is known
     resume_from: str | None = None
     clearing: bool = False
+    wrapped: bool = True  # every task says when it has started
+    begun: bool = False  # every task has, or a rank spoke
     heard: bool = False  # a rank with the trainer library said hello
     bus_restarted_in_launch: bool = False
     step: int | None = None  # last completed step that we heard of, in this launch

@@ -18,6 +18,20 @@ EXIT_GAVE_UP = 93  # NVIDIA's ft_launcher: do not start me again
 replace = msgspec.structs.replace
 
 
+def on_launch_began(state: State, event: on.LaunchBegan, policy: Policy) -> Decision:
+    """Every task runs: whether the script uses the trainer library is still to be heard."""
+    if event.launch != state.launch or not state.running or state.begun:
+        return Decision(state)
+    return Decision(_begun(state, event.at, policy), (), "every task of the training step has started")
+
+
+def _begun(state: State, at: float, policy: Policy) -> State:
+    """The launch need not be waited for, but the first word of the library.  A lost watcher keeps its deadline."""
+    if state.begun or state.phase is not Phase.TRAINING or not all_ready(state):
+        return replace(state, begun=True)
+    return replace(state, begun=True, deadline_at=at + policy.announce_within_s)
+
+
 def on_rank_hello(state: State, event: on.RankHello) -> Decision:
     """The script can save, stop and resume."""
     if event.launch != state.launch or not state.running or state.heard:
@@ -28,8 +42,8 @@ def on_rank_hello(state: State, event: on.RankHello) -> Decision:
 def _heard(state: State) -> State:
     """The trainer library is there: it need not be waited for.  A lost watcher keeps its deadline."""
     if state.heard or state.phase is not Phase.TRAINING or not all_ready(state):
-        return replace(state, heard=True)
-    return replace(state, heard=True, deadline_at=None)
+        return replace(state, heard=True, begun=True)
+    return replace(state, heard=True, begun=True, deadline_at=None)
 
 
 def on_progressed(state: State, event: on.Progressed) -> Decision:
@@ -126,6 +140,8 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
     """A rank ended: if it failed, end the others, but let a commit in flight come to its end."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
+    if not state.heard and state.wrapped:
+        state = _begun(state, event.at, policy)
     if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
         return _on_rank_left(state, event, policy)
     how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.code}"

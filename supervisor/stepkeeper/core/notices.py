@@ -31,10 +31,22 @@ def on_signal(state: State, event: on.SignalReceived, policy: Policy) -> Decisio
 
 def on_node_signaled(state: State, event: on.NodeSignaled, policy: Policy) -> Decision:
     """A watcher got SIGTERM: ask Slurm once for all nodes; a signal of our own outweighs it."""
+    if _leaves(state):
+        return Decision(state)  # on a thousand nodes it comes a thousand times
     if state.asking and state.signal in (NODE_TERM, "TERM", "INT"):
         return Decision(state)
     state = replace(state, signal=NODE_TERM if state.signal in ("", NO_SIGNAL) else state.signal)
     return _ask_about(state, event.at, f"Slurm sent SIGTERM to the steps on {event.node}", policy)
+
+
+def _leaves(state: State) -> bool:
+    """The job is left for what Slurm told the steps, or no rank is left to be told.
+
+    A user signal near the time limit is not that: a preemption may leave less time than the limit does.
+    """
+    if state.plan is None or state.plan.next is Next.RELAUNCH:
+        return False
+    return state.phase in (Phase.SAVING, Phase.STOPPING, Phase.CLOSING) and (state.told or state.killed)
 
 
 def _ask_about(state: State, at: float, why: str, policy: Policy) -> Decision:
@@ -116,6 +128,8 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
     """The allocation will be taken: save if there is something to save, then leave it."""
     deadline = judgement.deadline_at
     assert deadline is not None, "whoever takes the allocation says until when"
+    runs_out = judgement.notice is Notice.TIME_LIMIT and state.term_at is None  # announced, not yet carried out
+    state = replace(state, told=state.told or not runs_out)
     # a second notice can only shorten the wait, unless Slurm has by then told everybody to end
     later = state.term_at is not None or state.leave_at is None
     state = replace(state, leave_at=deadline if later else _earlier(state.leave_at, deadline))

@@ -53,7 +53,8 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     if everyone:
         state = replace(state, silent=frozenset(), bus_error="", bus_tries=0, doubt=Doubt.NONE)
     if state.phase in (Phase.SAVING, Phase.STOPPING):
-        return _say_again(state, event.node)
+        first = len(state.ready) == 1
+        return _say_again(state, first=first) if first or everyone else Decision(state)
     if not everyone:
         return Decision(_bus_comes(state, event.at, policy))
     if state.phase is Phase.TRAINING:
@@ -71,9 +72,13 @@ def _bus_comes(state: State, at: float, policy: Policy) -> State:
     return state
 
 
-def _say_again(state: State, node: str) -> Decision:
-    """A watcher of a new bus may have missed what the old one was told."""
-    why = f"the watcher of {node} is back"
+def _say_again(state: State, *, first: bool) -> Decision:
+    """The watchers of a new bus missed what the old ones were told.
+
+    Said to the first that is back, for one is enough for the ranks to agree on a save and the others may never
+    come, and once more to all: twice a bus, however many nodes there are.
+    """
+    why = "every watcher is back" if not first or all_ready(state) else "the first watcher is back"
     if state.phase is Phase.SAVING and state.verifying is None:
         return Decision(state, (request_save(state),), f"{why}: ask for the save again")
     if state.killed and state.running:
@@ -140,6 +145,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         begun=False,
         heard=False,
         bus_restarted_in_launch=False,
+        told=False,
         doubt=Doubt.NONE,
         step=None,
         saving=None,

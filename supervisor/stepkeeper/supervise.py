@@ -255,6 +255,7 @@ class Supervisor:
             environment,
             inbox=self.inbox,
             attempt=self.setting.lease.attempt,
+            tasks=self.setting.job.tasks,
             after_s=effect.after_s,
         )
         self._renew()

@@ -22,7 +22,7 @@ class Slurm:
     def __init__(self, job=FAILED, error=None):
         self.facts, self.error, self.called = job, error, []
 
-    def job(self, job):
+    def job(self, job):  # noqa: ARG002 - as the Protocol has it
         if self.error:
             raise SlurmError(self.error, unreachable=True)
         return self.facts

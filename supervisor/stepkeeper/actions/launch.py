@@ -49,6 +49,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     socket: str  # with %N for the node
 
+    @property
+    def wrapped(self) -> bool:
+        """Whether our wrapper stands around each task: not so in a user's own srun line."""
+        return self.command[0] != "srun"
+
+    @property
+    def tasks(self) -> int:
+        """Tasks of the training step: one a rank, or one torchrun a node."""
+        return len(self.geometry.nodes) * (1 if self.torchrun else self.geometry.tasks_per_node)
+
 
 def with_resume(command: Sequence[str], resume_from: str | None) -> list[str]:
     """Put the resume argument where `{resume}` stands, else at the end; none on the first start.
@@ -85,7 +95,7 @@ def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
     """Return the command line of a launch, by the one rule for CMD."""
     command = with_resume(job.command, meeting.resume_from)
     pattern = str(directory).replace("%", "%%") + "/%N.log"
-    if command[0] == "srun":
+    if not job.wrapped:
         return lines.own_srun_argv(command, pattern)
     program = [sys.executable, "-I", "-S", os.path.abspath(wrapper.__file__)]
     geometry = job.geometry
@@ -118,7 +128,7 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
     """Return what the ranks find in their environment, besides the user's own."""
     return {
         # the user's own srun line finds what it would find without us
-        **(environment if job.command[0] == "srun" else scrub_geometry(environment)),
+        **(scrub_geometry(environment) if job.wrapped else environment),
         "STEPKEEPER_SOCKET": job.socket,
         "STEPKEEPER_RUN_DIR": str(job.run_directory),
         "STEPKEEPER_RUN_ID": job.run_id,

@@ -180,6 +180,7 @@ def execute(arguments: argparse.Namespace) -> int:
             best_step=carried.best_step,
             node_losses=carried.node_losses,
             previous=carried.previous,
+            wrapped=setting.job.wrapped,
         )
     )
     lease_source.watch(

@@ -40,12 +40,25 @@ class Bus:
         *,
         inbox: Inbox,
         attempt: int,
+        tasks: int,
         after_s: float = 0.0,
     ) -> None:
-        """Start srun, `after_s` seconds from now; `BusEnded` comes when it could not be started."""
+        """Start srun, `after_s` seconds from now; `BusEnded` comes when it could not be started.
+
+        Args:
+            number: of this bus; the higher one takes over.
+            argv: of srun.
+            environment: of srun and the watchers.
+            inbox: where events go.
+            attempt: words of other attempts are not taken for this one's.
+            tasks: of a training step; `LaunchBegan` comes when so many have started.
+            after_s: a bus that failed is not tried again at once.
+        """
         self.number = number
         self._inbox = inbox
         self._attempt = attempt
+        self._tasks = tasks
+        self._started: tuple[int, set[int]] = (-1, set())  # launch and the ranks that were started in it
         self._cleared: dict[str, lines.Cleared] = {}
         self._to_clear: tuple[int, tuple[str, ...]] | None = None
         self._heard: dict[str, float] = {}  # node -> monotonic seconds of its last word
@@ -190,6 +203,14 @@ class Bus:
             first = self._cleared[nodes[0]]
             self._inbox.put(on.NodesCleared(at=self._now(), launch=launch, address=first.address, port=first.port))
 
+    def _on_task_started(self, launch: int, rank: int, at: float) -> on.LaunchBegan | None:
+        if self._started[0] != launch:
+            self._started = (launch, set())
+        self._started[1].add(rank)
+        if len(self._started[1]) != self._tasks:
+            return None
+        return on.LaunchBegan(at=at, launch=launch)
+
     def _launch(self, word: str) -> int | None:
         """Return the launch of `ATTEMPT.LAUNCH`, if it is of our attempt."""
         attempt, _, launch = word.partition(".")
@@ -203,7 +224,7 @@ class Bus:
             return None
         match word:
             case words.TaskStarted():
-                return None
+                return self._on_task_started(launch, word.rank, at)
             case words.TaskExited():
                 return on.RankExited(
                     at=at, launch=launch, rank=word.rank, node=node, code=word.code, signal=word.signal

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stepkeeper_trainer import GlobalSampler, Keeper
+from stepkeeper_trainer.agreement import Wish
 from stepkeeper_trainer.errors import (
     DamagedError,
     ResumeError,
@@ -352,6 +354,66 @@ def test_never_two_saves_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     loop.saved()
 
     assert names(tmp_path / "run") == ["step_00000001", "step_00000021"]
+
+
+class _Others:
+    """Other ranks, whose word on every question is the same."""
+
+    def __init__(self, *, busy: bool, sequence: int) -> None:
+        self.busy, self.sequence = busy, sequence
+
+    def read(self, own: Wish) -> Wish:
+        return replace(own, busy=own.busy or self.busy, sequence=max(own.sequence, self.sequence))
+
+    def settle_all(self, values: list[int], *, within_s: float) -> list[int]:
+        assert within_s > 0
+        return [max(pair) for pair in zip(values, [int(self.busy), self.sequence], strict=True)]
+
+    def settle(self, value: int, *, within_s: float) -> int:
+        assert within_s > 0
+        return value
+
+    def issue(self, own: Wish) -> None: ...
+
+
+def test_a_save_is_begun_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    """Another rank has a stuck save: this one begins none either, and the next gets the same name on both."""
+    loop = Loop(tmp_path / "run", total_steps=4)
+    loop.keeper.resume()
+    others = _Others(busy=True, sequence=7)
+    loop.keeper._agreement = others  # type: ignore[assignment]
+    loop.run(1)
+
+    loop.keeper.save()
+    assert loop.keeper._saver is not None
+    assert loop.keeper._saver.last is None
+    loop.run(2)
+    assert loop.keeper._saver.last is None
+
+    others.busy = False
+    loop.run(3)
+    loop.saved()
+    assert loop.keeper._saver.sequence == 8, "one more than any rank has begun"
+    others.sequence = 12
+    loop.keeper.save()
+    loop.saved()
+    assert loop.keeper._saver.sequence == 13
+    loop.run(4)
+    assert loop.keeper.finish(leave_process=False) == 0
+    assert loop.keeper._saver.sequence == 14
+    assert [read_manifest(tmp_path / "run/checkpoints" / name).step for name in names(tmp_path / "run")] == [3, 3, 4]
+
+
+def test_a_stop_begins_no_save_where_another_rank_cannot(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "run", save_within_s=0.2)
+    loop.keeper.resume()
+    loop.keeper._agreement = _Others(busy=True, sequence=1)  # type: ignore[assignment]
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    assert loop.step()[1]
+    assert loop.keeper.finish(leave_process=False) == 1
+
+    assert names(tmp_path / "run") == []
 
 
 def test_a_stop_waits_for_the_save_in_flight_and_then_saves_its_own_step(

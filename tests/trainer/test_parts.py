@@ -293,7 +293,7 @@ def test_only_saves_of_the_dead_are_cleared(tmp_path: Path) -> None:
     busy=st.booleans(),
 )
 def test_a_wish_survives_packing(want: Want, deadline_at: float | None, request_id: int, busy: bool) -> None:
-    wish = Wish(want=want, deadline_at=deadline_at, request_id=request_id, busy=busy, failed_save=3)
+    wish = Wish(want=want, deadline_at=deadline_at, request_id=request_id, busy=busy, failed_save=3, sequence=4)
 
     back = Wish.unpack(wish.pack())
 

@@ -36,22 +36,24 @@ class Wish:
     request_id: int = 0
     busy: bool = False  # a save is in flight
     failed_save: int = 0  # sequence number of a save that came to nothing on this rank
+    sequence: int = 0  # of the newest save that was begun
 
     def pack(self) -> list[int]:
         """Return the integers to reduce."""
         deadline = _NO_DEADLINE if self.deadline_at is None else -int(self.deadline_at * 1000)
-        return [int(self.want), deadline, self.request_id, int(self.busy), self.failed_save]
+        return [int(self.want), deadline, self.request_id, int(self.busy), self.failed_save, self.sequence]
 
     @staticmethod
     def unpack(values: list[int]) -> Wish:
         """Read reduced integers."""
-        want, deadline, request_id, busy, failed_save = values
+        want, deadline, request_id, busy, failed_save, sequence = values
         return Wish(
             want=Want(want),
             deadline_at=None if deadline == _NO_DEADLINE else -deadline / 1000,
             request_id=request_id,
             busy=bool(busy),
             failed_save=failed_save,
+            sequence=sequence,
         )
 
 
@@ -89,18 +91,26 @@ class Agreement:
         self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def settle(self, value: int, *, within_s: float) -> int:
-        """Return the largest `value` of all ranks, waiting for them: only at the very end of a launch.
+        """Return the largest `value` of all ranks, waiting for them.
+
+        Raises:
+            RuntimeError: another rank died, or did not come within `within_s`.
+        """
+        return self.settle_all([value], within_s=within_s)[0]
+
+    def settle_all(self, values: list[int], *, within_s: float) -> list[int]:
+        """Return the largest of each value of all ranks, waiting for them: not at an ordinary step.
 
         Raises:
             RuntimeError: another rank died, or did not come within `within_s`.
         """
         if self._group is None:
-            return value
-        tensor = torch.tensor([value], dtype=torch.int64)
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         limit_at = time.monotonic() + within_s
         work.wait(timedelta(seconds=max(0.1, limit_at - time.monotonic())))
-        return int(tensor.item())
+        return [int(value) for value in tensor.tolist()]
 
     def share(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank (at start-up)."""

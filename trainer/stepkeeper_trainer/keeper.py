@@ -19,8 +19,9 @@ from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.leave import install_excepthook, leave
 from stepkeeper_trainer.link import Link
-from stepkeeper_trainer.log import say
+from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.metrics import Metrics
+from stepkeeper_trainer.outcomes import TOGETHER_WITHIN_S
 from stepkeeper_trainer.reporter import Reporter
 from stepkeeper_trainer.requests import Requests
 from stepkeeper_trainer.saver import Saver, Summary
@@ -182,7 +183,7 @@ class Keeper:
         self._reporter.step(counters.step, counters.tokens, loss)
         self._due |= bool(self._every) and counters.step % (self._every or 1) == 0
         agreed = self._listen()
-        self._save_as_agreed(saver, busy=agreed.busy or self._unsaid_save)
+        self._save_as_agreed(saver, agreed)
         self._unsaid_save = False
         self._agreement.issue(self._wish())
         return self._requests.stop_agreed or self.finished
@@ -201,8 +202,11 @@ class Keeper:
     def save(self) -> None:
         """Begin to save the state as it is now; all ranks call it, between steps."""
         saver = self._ready()
-        if saver.wait(time.time() + self._save_within_s) or not saver.busy:
-            self._begin_save(saver)
+        if not self._begin_together(saver, limit_at=0.0):
+            say("save_waits", step=self.step, why="another is in flight")
+            if not self._begin_together(saver, limit_at=time.time() + self._save_within_s):
+                warn("save_postponed", step=self.step, why="another is in flight, and over its limit")
+                self._due = True
 
     def finish(self, *, leave_process: bool = True) -> int:
         """Save what is not saved yet, wait until it is durable, say how the launch ended, and leave.
@@ -231,7 +235,7 @@ class Keeper:
             ),
             saver=saver,
             saved=self._resumed.saved if self._resumed else None,
-            begin_save=lambda: self._begin_save(saver, emergency=stopping),
+            begin_save=lambda limit_at: self._begin_together(saver, limit_at=limit_at, emergency=stopping, last=True),
             agreement=self._agreement,
             link=self._link,
         )
@@ -249,28 +253,49 @@ class Keeper:
 
     def _wish(self) -> Wish:
         saver = self._ready()
-        return self._requests.wish(busy=saver.busy, failed_save=saver.failed_save)
+        return self._requests.wish(busy=saver.busy, failed_save=saver.failed_save, sequence=saver.sequence)
 
-    def _save_as_agreed(self, saver: Saver, *, busy: bool) -> None:
+    def _save_as_agreed(self, saver: Saver, agreed: Wish) -> None:
         """Begin a save at this boundary if one is due; an urgent one waits for the one in flight."""
         requests = self._requests
         urgent = requests.stop_agreed or requests.deadline_at is not None
         if not (self._due or requests.save_agreed or requests.stop_agreed):
             return
-        if busy and not urgent:
-            say("save_waits", step=self.step, why="another is in flight")
+        if not urgent:
+            if agreed.busy or self._unsaid_save:
+                say("save_waits", step=self.step, why="another is in flight")
+            else:
+                self._begin_save(saver, sequence=agreed.sequence + 1)
             return
         in_flight = saver.last
-        if urgent and in_flight is not None and in_flight.summary.step == self.step:
+        if in_flight is not None and in_flight.summary.step == self.step:
             requests.served()  # that one is what was asked for
             return
-        if urgent:
-            saver.wait(self._requests.limit_at(self._save_within_s))
-        if saver.busy:
-            return  # it is over its limit: `finish` decides
-        self._begin_save(saver, emergency=urgent)
+        # One that is over its limit on some rank is left to `finish`.
+        self._begin_together(saver, limit_at=requests.limit_at(self._save_within_s), emergency=True)
 
-    def _begin_save(self, saver: Saver, *, emergency: bool = False) -> None:
+    def _begin_together(self, saver: Saver, *, limit_at: float, emergency: bool = False, last: bool = False) -> bool:
+        """Begin a save on all ranks or on none, however long theirs in flight take; true if it was begun.
+
+        Args:
+            saver: of this rank.
+            limit_at: until when one in flight is waited for; Unix seconds.
+            emergency: whether somebody waits for it.
+            last: of the launch: it is not begun after `limit_at`, and the others are not waited for long.
+
+        Raises:
+            RuntimeError: another rank died, or did not come.
+        """
+        saver.wait(limit_at)
+        left_s = max(0.0, limit_at - time.time())
+        unable = saver.busy or (last and not left_s)
+        within_s = left_s + (TOGETHER_WITHIN_S if last else AGREE_WITHIN_S)
+        any_unable, sequence = self._agreement.settle_all([int(unable), saver.sequence], within_s=within_s)
+        if not any_unable:
+            self._begin_save(saver, sequence=sequence + 1, emergency=emergency)
+        return not any_unable
+
+    def _begin_save(self, saver: Saver, *, sequence: int, emergency: bool = False) -> None:
         counters = self._counters
         loss = counters.last_loss
         saver.start(
@@ -281,6 +306,7 @@ class Keeper:
                 loss=loss if loss is not None and math.isfinite(loss) else None,
                 parts=self._state.parts(),
             ),
+            sequence=sequence,
             emergency=emergency,
             requested_at=self._requests.asked_at,
             deadline_at=self._requests.deadline_at,

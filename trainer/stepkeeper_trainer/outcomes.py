@@ -53,7 +53,7 @@ def conclude(
     *,
     saver: Saver,
     saved: tuple[int, str] | None,
-    begin_save: Callable[[], None],
+    begin_save: Callable[[float], bool],
     agreement: Agreement,
     link: Link,
 ) -> int:
@@ -63,7 +63,7 @@ def conclude(
         ending: what to say.
         saver: knows of saves in flight.
         saved: step and save_id that this launch resumed from.
-        begin_save: saves the state as it is, on all ranks.
+        begin_save: saves the state as it is, on all ranks or none: false where one is busy until the given time.
         agreement: brings the ranks together.
         link: to the supervisor.
 
@@ -93,7 +93,7 @@ def _save(
     ending: Ending,
     saver: Saver,
     saved: tuple[int, str] | None,
-    begin_save: Callable[[], None],
+    begin_save: Callable[[float], bool],
     agreement: Agreement,
 ) -> bool:
     """Bring the step at hand to disk; true if it is there, as far as this rank can know."""
@@ -101,10 +101,11 @@ def _save(
     ok = saver.wait(ending.limit_at)  # the one in flight, of this step or an older one
     for attempt in range(SAVE_ATTEMPTS_MAX):
         if attempt or here != ending.step:  # the same on all ranks: they count and agree alike
-            ok = False
-            if not saver.busy and time.time() < ending.limit_at:
-                begin_save()
-                ok = saver.wait(ending.limit_at)
+            try:
+                ok = begin_save(ending.limit_at) and saver.wait(ending.limit_at)
+            except RuntimeError as error:
+                warn("rank_lost", why=str(error).splitlines()[0])
+                ok = False
         verdict = _all_agree(_judge(ok, attempt, ending), ending, agreement)
         if verdict is not _Verdict.RETRY:
             return verdict is _Verdict.SAVED

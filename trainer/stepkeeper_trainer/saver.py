@@ -110,6 +110,11 @@ class Saver:
         last = self.last
         return last.sequence if last is not None and last.settled.is_set() and last.error is not None else 0
 
+    @property
+    def sequence(self) -> int:
+        """Sequence number of the newest save that was begun; 0 before the first."""
+        return self.last.sequence if self.last is not None else 0
+
     def hear_failure(self, sequence: int) -> None:
         """Take note that a save came to nothing on some rank, so that rank 0 does not wait for it."""
         self._failed_elsewhere = max(self._failed_elsewhere, sequence)
@@ -119,17 +124,18 @@ class Saver:
         tensors: dict[str, torch.Tensor],
         summary: Summary,
         *,
+        sequence: int,
         emergency: bool = False,
         requested_at: float | None = None,
         deadline_at: float | None = None,
     ) -> Save:
         """Copy the state and begin to write it, on all ranks at the same boundary.
 
+        All ranks give the same `sequence`, higher than any before: the save's name comes from it.
         Whatever goes wrong is an outcome of the save: nothing is raised for it.
         """
         assert not self.busy, "never two saves in flight"
         now = time.time()
-        sequence = self.last.sequence + 1 if self.last else 1
         save_id = hashlib.blake2b(f"{self._nonce}/{sequence}".encode(), digest_size=16).hexdigest()
         save = Save(
             sequence=sequence,

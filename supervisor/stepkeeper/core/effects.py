@@ -61,7 +61,11 @@ class KillRanks(_Effect, frozen=True, kw_only=True, tag="kill_ranks"):
 
 
 class AskSlurm(_Effect, frozen=True, kw_only=True, tag="ask_slurm"):
-    """Ask Slurm for the facts of our job."""
+    """Ask Slurm for the facts of our job; always answered by `SlurmAnswered`, within the client's time limit.
+
+    `decide` asks no second question before the answer, and in TRAINING with all watchers there it has no
+    deadline for it: an action that could end without an answer would leave every later signal unasked.
+    """
 
     why: str
 

@@ -2,6 +2,33 @@
 
 Each event is stamped by its source with `at`, in Unix seconds that never go backwards (`sources.clock`).
 Events are written to the journal as they are, so a field is only ever added, with a default.
+
+Where each comes from, and what may be concluded from it:
+
+    AttemptStarted      ourselves at the start: lease, allocation, the journal of the attempt before (`commands.run`)
+    Tick                the clock (the loop)
+    SignalReceived      Slurm, to the batch process: a user signal, a cancel, a requeue, the end of grace or of the
+                        time limit look alike (`sources.signals`)
+    NodeSignaled        Slurm, to the steps, early in a preemption: a notice only together with PreemptTime (watcher)
+    SlurmAnswered       slurmctld, or the time limit of our client (`actions.slurm`); RequeueAnswered likewise
+    WatcherReady        a watcher's first line (`sources.bus`)
+    WatcherLost         nobody: silence, or a line of srun about one task (`sources.bus`)
+    BusEnded            the watchers' srun: its status, and the last line of its stderr (`sources.bus`)
+    NodesCleared        every watcher
+    CheckpointChosen, ChoiceFailed, CheckpointVerified
+                        the file system (`actions.checkpoints`)
+    LaunchBegan         the wrappers of all tasks, counted by `sources.bus`
+    RankHello           the trainer library of any rank
+    RankExited          the wrapper (`code` or `signal`); else a watcher that saw the process vanish (neither)
+    Progressed, SaveBegan, CheckpointCommitted, SaveGaveUp, TrainingFinished, TrainingStopped
+                        the trainer library, for all ranks
+    LaunchEnded         the training step's srun and `outcome.json` (`actions.launch`): it outweighs every word
+    LaunchRefused       the operating system: srun could not be executed (`actions.launch`)
+    Superseded          the lease file (`sources.lease`, and `actions.slurm` before a requeue)
+
+Words of ranks are datagrams through a watcher, the bus and a pipe: they come late, twice (the library repeats
+its hello to a new watcher), or never (a watcher or the bus died in between).  So nothing depends on one alone:
+each has a deadline behind it, and `LaunchEnded` behind all.
 """
 
 from __future__ import annotations

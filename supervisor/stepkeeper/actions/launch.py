@@ -207,7 +207,7 @@ class Launch:
                 code=code,
                 finished=said == "finished",
                 stopped=said == "stopped",
-                error=error,
+                error=error if code else "",
             )
         )
         with contextlib.suppress(OSError):  # housekeeping: the next launch tries again

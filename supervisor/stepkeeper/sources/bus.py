@@ -129,7 +129,7 @@ class Bus:
                 self._read(process)
                 code = process.wait()
                 errors.join(ERRORS_WITHIN_S)
-                error = self._error
+                error = self._error if code else ""
         self._inbox.put(on.BusEnded(at=self._now(), bus=self.number, code=code, error=error))
 
     def _write(self, process: subprocess.Popen[bytes]) -> None:

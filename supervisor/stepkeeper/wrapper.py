@@ -21,7 +21,7 @@ import time
 OOM_SCORE_ADJ = 500  # when memory runs out, the kernel shall take a rank, not a watcher or slurmstepd
 EXIT_STOPPED = 75
 FAILURE_TOLD_WITHIN_S = 30.0  # the others hang until somebody knows
-LEAVING_TOLD_WITHIN_S = 1.0
+LEAVING_TOLD_WITHIN_S = 1.0  # the start as well: it is told once
 ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
     tell(
         address,
         {"type": "task_started", "launch": launch, "rank": rank, "local_rank": local_rank, "pid": pid},
+        LEAVING_TOLD_WITHIN_S,
     )
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)

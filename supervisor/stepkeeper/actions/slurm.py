@@ -17,7 +17,7 @@ def ask(client: SlurmClient, job: str, *, inbox: Inbox) -> None:
     def work() -> None:
         try:
             facts, error = client.job(job), ""
-        except SlurmError as failure:
+        except (SlurmError, ValueError) as failure:  # ValueError: an answer that this version cannot read
             facts, error = None, str(failure)
         inbox.put(on.SlurmAnswered(at=inbox.clock.now(), job=facts, error=error))
 

@@ -121,7 +121,7 @@ def test_a_command_that_is_not_there_is_named(tmp_path):
 def test_a_failure_is_told_to_a_watcher_that_comes_back(tmp_path):
     """The bus is being restarted: the word must not be lost, for the other ranks hang until somebody knows."""
     process = start(tmp_path, "sh", "-c", "exit 3")
-    time.sleep(1)
+    time.sleep(3)  # the start has been told to nobody by then
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as late:
         late.bind(str(tmp_path / "socket-n1"))

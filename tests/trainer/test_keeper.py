@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from stepkeeper_trainer import GlobalSampler, Keeper
+from stepkeeper_trainer import GlobalSampler, Keeper, records
 from stepkeeper_trainer.agreement import Wish
 from stepkeeper_trainer.errors import (
     DamagedError,
@@ -32,6 +32,7 @@ from stepkeeper_trainer.errors import (
 from stepkeeper_trainer.formats import lease, lineage, messages, outcome
 from stepkeeper_trainer.formats.manifest import seal
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, open_step, read_manifest, verify
+from stepkeeper_trainer.later import Later, Number
 from tests.trainer.ranks import losses, watcher_socket
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -487,8 +488,68 @@ def test_metrics_on_a_full_disk_cost_no_training(tmp_path: Path, monkeypatch: py
     loop.run(3)
     monkeypatch.setattr(os, "write", write)
     loop.run(4)
+    loop.keeper.save()
+    loop.saved()
 
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
+
+
+class _Gpu(Later):
+    """A number that is known only when it is asked for."""
+
+    asked = 0
+
+    def __init__(self, value: Number) -> None:
+        super().__init__(value)
+        self.ready = value is None
+
+    def read(self) -> float | None:
+        _Gpu.asked += not self.ready
+        return super().read()
+
+
+def test_losses_of_a_gpu_are_read_a_step_later_and_all_of_them_before_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "Later", _Gpu)
+    monkeypatch.setattr(_Gpu, "asked", 0)
+    loop = Loop(tmp_path / "run", total_steps=6)
+    loop.keeper.resume()
+    found = loop.run(1)
+    assert _Gpu.asked == 0, "not at the step itself"
+    found += loop.run(3)
+    assert _Gpu.asked == 2 * 2, "loss and learning rate of steps 1 and 2"
+
+    loop.keeper.save()
+    loop.saved()
+
+    assert {step: float(loss) for step, loss in losses(tmp_path / "run").items()} == dict(enumerate(found, 1))
+    assert read_manifest(tmp_path / "run/checkpoints/step_00000003").loss == found[-1]
+    found += loop.run(6)
+    assert loop.keeper.finish(leave_process=False) == 0
+    assert {step: float(loss) for step, loss in losses(tmp_path / "run").items()} == dict(enumerate(found, 1))
+    assert [loss for _, loss in loop.keeper._counters.history] == found
+
+
+def test_a_number_is_copied_so_that_the_script_may_write_over_its_own() -> None:
+    total = torch.tensor(1.5)
+    later = Later(total)
+    total.zero_()
+
+    assert later.ready
+    assert later.read() == 1.5
+    assert (Later(None).read(), Later(0.25).read()) == (None, 0.25)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_number_on_a_gpu_is_copied_where_the_stream_is_now() -> None:
+    total = torch.tensor(1.5, device="cuda")
+    later = Later(total)
+    total.zero_()
+
+    assert not later.ready
+    assert later.read() == 1.5
 
 
 def test_a_failed_save_is_made_up_for_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

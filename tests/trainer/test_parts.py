@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from stepkeeper_trainer.report import RankReport, gather, publish, publish_failu
 from stepkeeper_trainer.requests import ALONE_AFTER_S, SIGNAL_COUNTS_S, Requests
 from stepkeeper_trainer.tree import from_blob, join, split, to_blob
 from stepkeeper_trainer.writer import HashingFile
-from tests.trainer.ranks import watcher_socket
+from tests.trainer.ranks import losses, watcher_socket
 
 # --- state as tensors and JSON ---------------------------------------------------------------------
 
@@ -528,10 +529,14 @@ def test_the_environment_of_a_requeued_job() -> None:
 
 
 def test_metrics_close_a_torn_line_and_read_back_exactly(tmp_path: Path) -> None:
-    Metrics(tmp_path, 0, 0).row(1, 0.1 + 0.2, 10, 1e-3, None)
+    first = Metrics(tmp_path, 0, 0)
+    first.row(1, 0.1 + 0.2, 10, 1e-3, None)
+    assert first.finish()
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write("2,0.5,2")
-    Metrics(tmp_path, 1, 2).row(2, 1 / 3, 20, 1e-3, 2.0)
+    second = Metrics(tmp_path, 1, 2)
+    second.row(2, 1 / 3, 20, 1e-3, 2.0)
+    assert second.finish()
 
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
 
@@ -540,3 +545,41 @@ def test_metrics_close_a_torn_line_and_read_back_exactly(tmp_path: Path) -> None
     assert float(lines[1].split(",")[1]) == 0.1 + 0.2
     assert float(lines[3].split(",")[1]) == 1 / 3
     assert lines[3].endswith(",1,2")
+
+
+def test_metrics_on_a_hung_disk_block_nobody_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, works = os.write, threading.Event()
+
+    def hung(descriptor: int, data: bytes) -> int:
+        if "metrics" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            works.wait(20)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", hung)
+    metrics = Metrics(tmp_path, 0, 0)
+    started_at = time.monotonic()
+    for step in range(1000):
+        metrics.row(step, float(step), step, None, None)
+    assert time.monotonic() - started_at < 0.5
+    assert not metrics.sync(time.time() + 0.4), "a save waits no longer than it can"
+    assert time.monotonic() - started_at < 1.5
+
+    works.set()
+
+    assert metrics.sync()
+    assert list(losses(tmp_path)) == list(range(1000))
+
+
+def test_rows_that_are_synced_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, synced = os.fsync, []
+
+    def noted(descriptor: int) -> None:
+        sync(descriptor)
+        synced.append(list(losses(tmp_path)))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    metrics = Metrics(tmp_path, 0, 0)
+    for step in range(1, 6):
+        metrics.row(step, 1.0, step, None, None)
+        assert metrics.sync()
+        assert synced[-1] == list(range(1, step + 1))

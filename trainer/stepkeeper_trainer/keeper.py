@@ -6,6 +6,7 @@ modules below only do.  It works the same with and without a supervisor.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -17,11 +18,13 @@ from stepkeeper_trainer.agreement import AGREE_WITHIN_S, Agreement, Wish
 from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError
+from stepkeeper_trainer.later import whole
 from stepkeeper_trainer.leave import install_excepthook, leave
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.metrics import Metrics
 from stepkeeper_trainer.outcomes import TOGETHER_WITHIN_S
+from stepkeeper_trainer.records import Records
 from stepkeeper_trainer.reporter import Reporter
 from stepkeeper_trainer.requests import Requests
 from stepkeeper_trainer.saver import Saver, Summary
@@ -86,7 +89,8 @@ class Keeper:
         self._commits = Commits(self.run_dir, self._environment)
         self._link = Link(self._environment.socket, self._environment.launch_name)
         self._requests = Requests(self._link)
-        self._metrics: Metrics | None = None
+        self._metrics: Metrics | None = None  # on rank 0, as the records
+        self._records: Records | None = None
         self._counters = Counters(seed=seed)
         named = {"scheduler": scheduler, "sampler": sampler, **(others or {})}
         self._state = TrainingState(
@@ -140,6 +144,7 @@ class Keeper:
         self._state.collect()  # what cannot be saved is said now, and not at the first save
         if self.rank == 0:
             self._metrics = Metrics(self.run_dir, self._environment.attempt, self._environment.launch)
+            self._records = Records(self._counters, self._metrics)
         self._saver = Saver(
             commits=self._commits,
             rank=self.rank,
@@ -149,7 +154,7 @@ class Keeper:
             nonce=self._agreement.share(uuid.uuid4().hex),
             parent=resumed.parent,
             limit_s=self._save_within_s,
-            before_commit=self._metrics.sync if self._metrics else lambda: None,
+            before_commit=self._metrics.sync if self._metrics else lambda _limit_at: None,
         )
         self._reporter.resumed(resumed.step)
         self._agreement.issue(self._wish())
@@ -166,7 +171,7 @@ class Keeper:
         """Say that an optimizer step is complete; true means leave the loop and call `finish`.
 
         Args:
-            loss: of this step, over all ranks.
+            loss: of this step, over all ranks; one on a GPU is read a step later, so that nobody waits for it.
             tokens: of this step, of all ranks together.
             lr: the learning rate that the step used.
             grad_norm: before clipping.
@@ -175,12 +180,10 @@ class Keeper:
         counters = self._counters
         counters.step += 1
         counters.tokens += tokens
-        loss = None if loss is None else float(loss)
-        if loss is not None:
-            counters.history.append((counters.step, loss))
-        if self._metrics is not None:
-            self._metrics.row(counters.step, loss, counters.tokens, lr, grad_norm)
-        self._reporter.step(counters.step, counters.tokens, loss)
+        loss, lr, grad_norm = whole(loss), whole(lr), whole(grad_norm)
+        if self._records is not None:
+            self._records.step(loss, lr, grad_norm)
+        self._reporter.step(counters.step, counters.tokens, counters.last_loss if self.rank == 0 else None)
         self._due |= bool(self._every) and counters.step % (self._every or 1) == 0
         agreed = self._listen()
         self._save_as_agreed(saver, agreed)
@@ -194,7 +197,8 @@ class Keeper:
         All ranks must call it equally often.
         """
         self._ready()
-        self._reporter.alive(self.step, self.tokens, self._counters.last_loss)
+        self._settle_records()
+        self._reporter.alive(self.step, self.tokens, self._counters.last_loss if self.rank == 0 else None)
         self._listen()
         self._agreement.issue(self._wish())
         return self._requests.stop_agreed
@@ -223,6 +227,7 @@ class Keeper:
         saver = self._ready()
         self._listen()
         stopping = self._requests.stop_agreed and not self.finished
+        self._settle_records()
         code = outcomes.conclude(
             outcomes.Ending(
                 run_directory=self.run_dir,
@@ -239,6 +244,8 @@ class Keeper:
             agreement=self._agreement,
             link=self._link,
         )
+        if self._metrics is not None:
+            self._metrics.finish()
         if leave_process:
             leave(code)
         return code
@@ -296,6 +303,7 @@ class Keeper:
         return not any_unable
 
     def _begin_save(self, saver: Saver, *, sequence: int, emergency: bool = False) -> None:
+        self._settle_records()  # the state and the manifest tell of this step's loss
         counters = self._counters
         loss = counters.last_loss
         saver.start(
@@ -320,7 +328,15 @@ class Keeper:
             raise UsageError("keeper.resume() was not called: call it once, before the first step")
         return self._saver
 
+    def _settle_records(self) -> None:
+        if self._records is not None:
+            self._records.settle()
+
     def _last_seconds(self) -> None:
         """Give a save in flight the chance to be committed, when training has failed."""
         if self._saver is not None and self._saver.busy:
             self._saver.wait(time.time() + LAST_SECONDS_S)
+        with contextlib.suppress(RuntimeError):  # the device may be what has failed
+            self._settle_records()
+        if self._metrics is not None:
+            self._metrics.finish()

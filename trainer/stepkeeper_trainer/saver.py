@@ -82,9 +82,9 @@ class Saver:
         nonce: str,
         parent: str | None,
         limit_s: float,
-        before_commit: Callable[[], None],
+        before_commit: Callable[[float], object],
     ) -> None:
-        """Prepare; `nonce` is the same on all ranks, `before_commit` makes durable what a step builds on."""
+        """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit."""
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # our planner sees to it
         self._commits = commits
         self._rank, self._world_size, self._group = rank, world_size, group
@@ -227,7 +227,7 @@ class Saver:
             conditions=conditions(),
             loss=summary.loss,
         )
-        self._before_commit()
+        self._before_commit(save.limit_at)
         final = self._commits.commit(save.directory, manifest, self._world_size)
         self.parent = save.save_id
         seconds = time.time() - save.requested_at

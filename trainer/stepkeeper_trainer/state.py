@@ -48,11 +48,12 @@ class Counters:
     step: int = 0  # optimizer steps completed
     tokens: int = 0  # seen by all ranks together
     seed: int = 0
+    # on rank 0: steps and their losses
     history: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
 
     @property
     def last_loss(self) -> float | None:
-        """The newest loss."""
+        """The newest loss that is known: on rank 0 of the newest step, or of the one before."""
         return self.history[-1][1] if self.history else None
 
 
@@ -85,9 +86,10 @@ class TrainingState:
                 "others": others,
             }
         )
-        rows = [(float(step), loss) for step, loss in counters.history]
-        rows += [(math.nan, math.nan)] * (HISTORY_STEPS - len(rows))  # of one size, so that the plan stays
-        tensors[_HISTORY_KEY] = torch.tensor(rows, dtype=torch.float64)
+        if self.rank == 0:  # the others do not know the losses
+            rows = [(float(step), loss) for step, loss in counters.history]
+            rows += [(math.nan, math.nan)] * (HISTORY_STEPS - len(rows))  # of one size, so that the plan stays
+            tensors[_HISTORY_KEY] = torch.tensor(rows, dtype=torch.float64)
         for name, value in random_state.collect().items():
             tensors[f"{_rng_key(self.rank)}{name}"] = value
         return tensors

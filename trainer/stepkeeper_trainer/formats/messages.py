@@ -59,7 +59,7 @@ class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
     rank: int
     step: int
     tokens: int
-    loss: float | None = None
+    loss: float | None = None  # from rank 0; the newest known, which may be of the step before
     step_seconds: float | None = None
 
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
 import secrets
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
-
-import msgspec
 
 from stepkeeper import __version__
 from stepkeeper.actions.launch import Job
@@ -22,6 +18,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.log import PatientStream, configure
+from stepkeeper.slurm.allocation import Allocation, read_allocation, require_batch_process
 from stepkeeper.slurm.argv import Geometry
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
@@ -31,26 +28,13 @@ from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import journal, rundir, tenure
 from stepkeeper.supervise import Setting, Supervisor
-from stepkeeper.watcher.assignment import Assignment, node_name
+from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats import outcome
 from stepkeeper_trainer.formats.lease import Lease
 
 T = TypeVar("T")
 SLURM_WITHIN_S = 300.0
 LOG_WITHIN_S = 2.0
-
-
-class Allocation(msgspec.Struct, frozen=True, kw_only=True):
-    """What Slurm's environment says of our job."""
-
-    job_id: int
-    slurm_name: str  # as Slurm's commands want it: a task of an array goes by the array's id and its own number
-    restart_count: int
-    nodes: tuple[str, ...]
-    batch_node: str
-    tasks_per_node: int
-    cpus_per_task: int | None
-    overcommit: bool
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -214,76 +198,6 @@ def _policy(arguments: argparse.Namespace) -> Policy:
     if arguments.failures_max < 1 or arguments.save_margin_s < 0:
         raise StepkeeperError("--failures-max is at least 1, --save-margin-s at least 0", ExitCode.USAGE)
     return Policy(failures_max=arguments.failures_max, save_margin_s=arguments.save_margin_s)
-
-
-def require_batch_process(environment: Mapping[str, str]) -> None:
-    """Refuse to run where Slurm's signals would reach somebody else.
-
-    Raises:
-        StepkeeperError: not in a job, or started by the batch script instead of in its place.
-    """
-    if "SLURM_HET_SIZE" in environment:
-        raise StepkeeperError(
-            "a heterogeneous job: its parts cannot be requeued one by one; submit one job of one shape",
-            ExitCode.NO_SLURM,
-        )
-    missing = [name for name in ("srun", "scontrol", "scancel") if shutil.which(name) is None]
-    if "SLURM_JOB_ID" not in environment or "SLURM_JOB_NODELIST" not in environment:
-        raise StepkeeperError(
-            "not inside a Slurm job: submit it with `sbatch sbatch/stepkeeper.sbatch CMD ARGS...`",
-            ExitCode.NO_SLURM,
-        )
-    if missing:
-        raise StepkeeperError(f"{', '.join(missing)} not on PATH: is Slurm installed here?", ExitCode.NO_SLURM)
-    batch_pid = environment.get("SLURM_TASK_PID")
-    if batch_pid != str(os.getpid()):
-        raise StepkeeperError(
-            "not the batch process: Slurm signals only that one, so its place must be ours; "
-            "in the batch script write `exec stepkeeper run ...` as the last line",
-            ExitCode.NOT_BATCH_PROCESS,
-        )
-
-
-def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_per_node: int | None) -> Allocation:
-    """Return our job's shape.
-
-    Raises:
-        SlurmError: the node list could not be expanded.
-        StepkeeperError: a variable is not what Slurm sets.
-    """
-    nodes = client.hostnames(environment["SLURM_JOB_NODELIST"])
-    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
-    asked = environment.get("SLURM_NTASKS_PER_NODE", "")
-    if tasks_per_node is not None:
-        tasks = tasks_per_node
-    elif gpus.isdigit() and int(gpus):
-        tasks = int(gpus)
-    elif asked.isdigit():
-        tasks = int(asked)
-    else:
-        tasks = 1
-    if tasks < 1:
-        raise StepkeeperError("--tasks-per-node is at least 1", ExitCode.USAGE)
-    per_task = environment.get("SLURM_CPUS_PER_TASK", "")
-    cpus: int | None
-    on_node = re.match(r"\d+", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    if per_task.isdigit():
-        cpus = int(per_task)
-    elif on_node:
-        cpus = int(on_node.group()) // tasks
-    else:
-        cpus = None
-    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
-    return Allocation(
-        job_id=int(environment["SLURM_JOB_ID"]),
-        slurm_name=f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"],
-        restart_count=int(environment.get("SLURM_RESTART_COUNT", "0")),
-        nodes=nodes,
-        batch_node=node_name(),
-        tasks_per_node=tasks,
-        cpus_per_task=cpus or None,
-        overcommit=cpus == 0,
-    )
 
 
 def patiently(call: Callable[[], T]) -> T:

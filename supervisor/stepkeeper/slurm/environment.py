@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 # srun reads these as options (srun(1), INPUT ENVIRONMENT VARIABLES).  After a shrink, or inside a batch
@@ -41,3 +42,8 @@ def scrub_geometry(environment: Mapping[str, str]) -> dict[str, str]:
 def without_python(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without what steers a Python interpreter: for our own processes."""
     return {name: value for name, value in environment.items() if name not in _PYTHON}
+
+
+def node_name() -> str:
+    """Return the name by which Slurm knows this node."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]

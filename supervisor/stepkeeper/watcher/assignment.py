@@ -6,7 +6,6 @@ is taken.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import msgspec
@@ -50,8 +49,3 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 def read(environment: Mapping[str, str]) -> Assignment:
     """Parse what `environment` made.  Raises KeyError, msgspec.MsgspecError."""
     return msgspec.json.decode(environment[VARIABLE], type=Assignment)
-
-
-def node_name() -> str:
-    """Return the name by which Slurm knows this node."""
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]

@@ -12,8 +12,9 @@ import sys
 import time
 
 from stepkeeper import __version__
+from stepkeeper.slurm.environment import node_name
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.assignment import Assignment, node_name, read
+from stepkeeper.watcher.assignment import Assignment, read
 from stepkeeper.watcher.processes import kill_older_watchers, kill_ranks, rank_processes
 from stepkeeper.watcher.ranks import RankSocket, free_port, own_address
 from stepkeeper_trainer.formats.messages import Hello, Progress, SaveRequest, TaskStarted, shorten

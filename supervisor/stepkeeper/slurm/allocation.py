@@ -1,0 +1,98 @@
+"""Our job as Slurm's environment tells it: what we hold, and whether we are its batch process."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.slurm.client import SlurmClient
+from stepkeeper.slurm.environment import node_name
+
+
+class Allocation(msgspec.Struct, frozen=True, kw_only=True):
+    """What Slurm's environment says of our job."""
+
+    job_id: int
+    slurm_name: str  # as Slurm's commands want it: a task of an array goes by the array's id and its own number
+    restart_count: int
+    nodes: tuple[str, ...]
+    batch_node: str
+    tasks_per_node: int
+    cpus_per_task: int | None
+    overcommit: bool
+
+
+def require_batch_process(environment: Mapping[str, str]) -> None:
+    """Refuse to run where Slurm's signals would reach somebody else.
+
+    Raises:
+        StepkeeperError: not in a job, or started by the batch script instead of in its place.
+    """
+    if "SLURM_HET_SIZE" in environment:
+        raise StepkeeperError(
+            "a heterogeneous job: its parts cannot be requeued one by one; submit one job of one shape",
+            ExitCode.NO_SLURM,
+        )
+    missing = [name for name in ("srun", "scontrol", "scancel") if shutil.which(name) is None]
+    if "SLURM_JOB_ID" not in environment or "SLURM_JOB_NODELIST" not in environment:
+        raise StepkeeperError(
+            "not inside a Slurm job: submit it with `sbatch sbatch/stepkeeper.sbatch CMD ARGS...`",
+            ExitCode.NO_SLURM,
+        )
+    if missing:
+        raise StepkeeperError(f"{', '.join(missing)} not on PATH: is Slurm installed here?", ExitCode.NO_SLURM)
+    batch_pid = environment.get("SLURM_TASK_PID")
+    if batch_pid != str(os.getpid()):
+        raise StepkeeperError(
+            "not the batch process: Slurm signals only that one, so its place must be ours; "
+            "in the batch script write `exec stepkeeper run ...` as the last line",
+            ExitCode.NOT_BATCH_PROCESS,
+        )
+
+
+def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_per_node: int | None) -> Allocation:
+    """Return our job's shape.
+
+    Raises:
+        SlurmError: the node list could not be expanded.
+        StepkeeperError: a variable is not what Slurm sets.
+    """
+    nodes = client.hostnames(environment["SLURM_JOB_NODELIST"])
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    asked = environment.get("SLURM_NTASKS_PER_NODE", "")
+    if tasks_per_node is not None:
+        tasks = tasks_per_node
+    elif gpus.isdigit() and int(gpus):
+        tasks = int(gpus)
+    elif asked.isdigit():
+        tasks = int(asked)
+    else:
+        tasks = 1
+    if tasks < 1:
+        raise StepkeeperError("--tasks-per-node is at least 1", ExitCode.USAGE)
+    per_task = environment.get("SLURM_CPUS_PER_TASK", "")
+    cpus: int | None
+    on_node = re.match(r"\d+", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    if per_task.isdigit():
+        cpus = int(per_task)
+    elif on_node:
+        cpus = int(on_node.group()) // tasks
+    else:
+        cpus = None
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return Allocation(
+        job_id=int(environment["SLURM_JOB_ID"]),
+        slurm_name=f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"],
+        restart_count=int(environment.get("SLURM_RESTART_COUNT", "0")),
+        nodes=nodes,
+        batch_node=node_name(),
+        tasks_per_node=tasks,
+        cpus_per_task=cpus or None,
+        overcommit=cpus == 0,
+    )

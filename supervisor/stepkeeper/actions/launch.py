@@ -20,6 +20,7 @@ from stepkeeper.core import events as on
 from stepkeeper.log import PatientStream
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import argv as lines
+from stepkeeper.slurm import shepherd
 from stepkeeper.slurm.environment import scrub_geometry
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import logs
@@ -196,6 +197,8 @@ class Launch:
             why = f"{failure.filename}: {failure.strerror}"
             self._inbox.put(on.LaunchRefused(at=self._inbox.clock.now(), launch=launch, error=why))
             return
+        srun = self._process.pid
+        self._inbox.run_thread(f"launch-{launch}-shepherd", lambda: shepherd.dismiss(srun))
         error = self._listen(self._process)
         code = self._process.wait()
         self._ended.set()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stepkeeper.core import events as on
 from stepkeeper.redaction import redact
+from stepkeeper.slurm import shepherd
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats import messages as words
@@ -124,6 +125,7 @@ class Bus:
             except OSError as failure:
                 code, error = 127, f"srun: {failure.strerror}"
             else:
+                self._inbox.run_thread(f"bus-{self.number}-shepherd", lambda: shepherd.dismiss(process.pid))
                 errors = self._inbox.run_thread(f"bus-{self.number}-error", lambda: self._read_errors(process))
                 self._inbox.run_thread(f"bus-{self.number}-write", lambda: self._write(process))
                 self._read(process)

@@ -39,7 +39,7 @@ class Inbox:
             raise SourceError(f"a source failed: {item!r}") from item
         return item
 
-    def run_thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+    def run_thread(self, name: str, work: Callable[[], object]) -> threading.Thread:
         """Run `work` on a thread; whatever it raises reaches the loop with its own traceback."""
 
         def guarded() -> None:

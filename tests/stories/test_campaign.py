@@ -23,7 +23,8 @@ def story(act: str, moment: str):
 @pytest.mark.slurm
 @pytest.mark.parametrize(("act", "moment"), [story(act, moment) for act in ACTS for moment in MOMENTS])
 def test_a_run_survives(lab: Lab, reference: Training, act: str, moment: str) -> None:
-    training = Training(lab, name=f"{act}-{moment}", steps=STEPS).submit()
+    # slow enough that a run whose supervisor was killed is rescued before it is finished
+    training = Training(lab, name=f"{act}-{moment}", steps=STEPS, step_seconds=0.25).submit()
     try:
         MOMENTS[moment](training)
         ACTS[act](training)

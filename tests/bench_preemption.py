@@ -77,7 +77,7 @@ def one(lab: Lab, training: Training) -> dict[str, float]:
     return result | {
         "state, MiB": commit.bytes / 2**20,
         "notice to commit, s": commit.at - notice,
-        "  of it, waiting for the step boundary (one step at most), s": STEP_SECONDS,
+        "  a step, s (the save begins at a step boundary)": STEP_SECONDS,
         "copy and write with fsync of the same bytes, s": copied,
         "notice to commit / copy and write": (commit.at - notice) / copied,
         "commit to verified, s": verified - commit.at,

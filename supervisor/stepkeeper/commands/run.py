@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import secrets
@@ -213,6 +214,9 @@ def patiently(call: Callable[[], T]) -> T:
         except SlurmError as error:
             if not error.unreachable or time.monotonic() + pause_s > give_up_at:
                 raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
+            with contextlib.suppress(OSError):  # a full disk below stderr
+                sys.stderr.write(f"stepkeeper: Slurm does not answer ({error}); asking again\n")
+                sys.stderr.flush()
         time.sleep(pause_s + random.uniform(0, pause_s))  # noqa: S311 - so that not all jobs ask in step
         pause_s = min(2 * pause_s, 30.0)
 

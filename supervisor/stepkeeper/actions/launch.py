@@ -225,6 +225,8 @@ class Launch:
         error = ""
         for line in process.stdout:
             text = redact(line.decode(errors="replace").strip())
+            if shepherd.NOISE in text:
+                continue
             log.write(text + "\n")
             error = text[:ERROR_CHARACTERS_MAX] or error
             for rank, code, number in deaths(text):

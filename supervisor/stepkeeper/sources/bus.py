@@ -155,7 +155,7 @@ class Bus:
         assert stderr is not None, "Popen was given a pipe"
         for line in stderr:
             text = line.decode(errors="replace").strip()
-            if text:
+            if text and shepherd.NOISE not in text:
                 self._error = redact(text)[:ERROR_CHARACTERS_MAX]
                 self._notice_death(text)
 

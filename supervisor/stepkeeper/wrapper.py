@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 
 OOM_SCORE_ADJ = 500  # when memory runs out, the kernel shall take a rank, not a watcher or slurmstepd
 EXIT_STOPPED = 75
@@ -72,12 +73,12 @@ def rank_environment(environment: dict[str, str], *, agent: bool) -> dict[str, s
     return environment
 
 
-def own_address(environment: dict[str, str]) -> str:
-    """Return how other nodes reach this one: its name if that resolves, else its address."""
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        socket.getaddrinfo(name, None)
-        return name
+def own_address(environment: Mapping[str, str], *names: str) -> str:
+    """Return how other nodes reach this one: the first of its names that resolves, else its address."""
+    for name in (*names, socket.gethostname()):
+        with contextlib.suppress(OSError):
+            socket.getaddrinfo(name, None)
+            return name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         # no packet is sent: the kernel tells which of our addresses the batch host would see
         sock.connect((environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"), 9))

@@ -16,7 +16,8 @@ from stepkeeper.slurm.environment import node_name
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.assignment import Assignment, read
 from stepkeeper.watcher.processes import kill_older_watchers, kill_ranks, rank_processes
-from stepkeeper.watcher.ranks import RankSocket, free_port, own_address
+from stepkeeper.watcher.ranks import RankSocket, free_port
+from stepkeeper.wrapper import own_address
 from stepkeeper_trainer.formats.messages import Hello, Progress, SaveRequest, TaskStarted, shorten
 
 ALIVE_EVERY_S = 2.0
@@ -252,7 +253,9 @@ class Watcher:
         left = rank_processes(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
         if next(left, None) is None:
             self.say(
-                bus.Cleared(node=self.node, launch=self.clearing, address=own_address(self.node), port=free_port())
+                bus.Cleared(
+                    node=self.node, launch=self.clearing, address=own_address(os.environ, self.node), port=free_port()
+                )
             )
             self.clearing = None
 

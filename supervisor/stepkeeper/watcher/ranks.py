@@ -106,17 +106,3 @@ def free_port() -> int:
     with contextlib.closing(socket.socket()) as sock:
         sock.bind(("", 0))
         return int(sock.getsockname()[1])
-
-
-def own_address(node: str) -> str:
-    """Return a name or address by which the other nodes reach this one: where the ranks meet."""
-    for name in (node, socket.gethostname()):
-        try:
-            socket.getaddrinfo(name, None)
-        except OSError:
-            continue
-        return name
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sock:
-        # no packet is sent: the kernel tells which of our addresses the batch host would see
-        sock.connect((os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"), 9))
-        return str(sock.getsockname()[0])

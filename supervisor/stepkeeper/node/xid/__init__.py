@@ -1,0 +1,1 @@
+"""What GPU fault reports mean.  Pure: text and readings in, judged faults out."""

@@ -1,0 +1,74 @@
+"""What the node agent asks of Slurm: nodes, drains, and a requeued job's eligibility.  Needs root or SlurmUser."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+REASON_PREFIX = "stepkeeper:"
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One node as Slurm sees it."""
+
+    name: str
+    states: frozenset[str]  # upper case, without flags' decoration: {"IDLE", "DRAIN"}, {"DOWN"}, ...
+    reason: str = ""
+    reason_at: float | None = None  # Unix seconds
+    partitions: tuple[str, ...] = ()
+
+    @property
+    def drained(self) -> bool:
+        """Whether no new job is put here."""
+        return bool(self.states & {"DRAIN", "DRAINED", "DRAINING"})
+
+    @property
+    def ours(self) -> bool:
+        """Whether the reason is Stepkeeper's."""
+        return self.reason.startswith(REASON_PREFIX)
+
+
+class OwnedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides whether a caller may have a job hastened."""
+
+    job_id: int
+    uid: int
+    state: str  # as Slurm prints it: PENDING, COMPLETING, RUNNING, ...
+    restarts: int
+    nodes: tuple[str, ...] = ()  # now; empty while it is pending
+    exclude: str = ""  # ExcNodeList
+    eligible_at: float | None = None
+    held: bool = False  # by a person, or requeued in held state
+
+
+class NodeClient(Protocol):
+    """Each method raises `SlurmError`, and returns within its time limit."""
+
+    def node(self, name: str) -> NodeFacts:
+        """Return one node."""
+        ...
+
+    def peers(self, name: str) -> tuple[NodeFacts, ...]:
+        """Return every node that shares a partition with this one, itself included: for the circuit breaker."""
+        ...
+
+    def drain(self, name: str, reason: str) -> None:
+        """Set the state DRAIN with a reason."""
+        ...
+
+    def resume(self, name: str) -> None:
+        """Return a node to service."""
+        ...
+
+    def reboot(self, name: str, reason: str) -> None:
+        """Have Slurm reboot the node as soon as its jobs are gone, and return it to service afterwards."""
+        ...
+
+    def owned_job(self, job_id: int) -> OwnedJob:
+        """Return whose job it is and where it runs."""
+        ...
+
+    def hasten(self, job_id: int, exclude: str, after_s: int) -> None:
+        """Set StartTime and ExcNodeList of a pending job, in one call."""
+        ...

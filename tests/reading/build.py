@@ -17,10 +17,12 @@ from stepkeeper.store.status import Status
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, seal
+from tests import dcp_files
 
 CHUNK = 64
 START = 1_790_000_000.0
 DATA = bytes(range(200))
+METADATA = dcp_files.metadata({"weights": [dcp_files.Piece((0,), (200,), "__0_0.distcp", 0, 200)]})
 
 
 def make_run(path: Path) -> RunDirectory:
@@ -52,8 +54,8 @@ def make_step(
 ) -> Path:
     directory = run.checkpoints / (name or f"step_{step:08d}")
     directory.mkdir()
-    for each in ("__0_0.distcp", ".metadata"):
-        (directory / each).write_bytes(DATA)
+    for each, data in {"__0_0.distcp": DATA, ".metadata": METADATA}.items():
+        (directory / each).write_bytes(data)
     manifest = Manifest(
         step=step,
         tokens=step * 1000,
@@ -62,7 +64,7 @@ def make_step(
         save_id=save_id,
         parent=parent,
         loss=loss,
-        files=files if files is not None else {"__0_0.distcp": entry(DATA), ".metadata": entry(DATA)},
+        files=files if files is not None else {"__0_0.distcp": entry(DATA), ".metadata": entry(METADATA)},
     )
     (directory / "MANIFEST.json").write_bytes(seal(manifest))
     if recorded:

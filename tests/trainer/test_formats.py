@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from stepkeeper_trainer.formats import durable, lease, lineage, messages, outcome
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestError, seal, unseal
 from stepkeeper_trainer.formats.steps import current_lineage, list_steps, newest_verified, verify
+from tests import dcp_files
 
 CHUNK = 8
 
@@ -31,7 +32,9 @@ def make_step(
     directory = checkpoints / (name or f"step_{step:08d}")
     directory.mkdir(parents=True)
     files = {}
-    for file, data in {"__0_0.distcp": b"weights and moments " * 3, ".metadata": b"plan"}.items():
+    data = b"weights and moments " * 3
+    plan = dcp_files.metadata({"weights": [dcp_files.Piece((0,), (60,), "__0_0.distcp", 0, 60)]})
+    for file, data in {"__0_0.distcp": data, ".metadata": plan}.items():
         (directory / file).write_bytes(data)
         chunks = [data[i : i + CHUNK] for i in range(0, len(data), CHUNK)]
         files[file] = FileEntry(

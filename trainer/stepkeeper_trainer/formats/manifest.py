@@ -6,8 +6,10 @@ one without is not.  Format 1 stays readable for ever; a newer format is refused
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import PurePosixPath
+import stat
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -98,6 +100,27 @@ def unseal(data: bytes, *, source: str) -> Manifest:
     for name in manifest.files:
         check_relative(name, source=source)
     return manifest
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check `MANIFEST.json` of a step directory.
+
+    Raises:
+        ManifestError: it is missing, torn, of a newer format, too large, or leads outside.
+        OSError: it is there and cannot be read.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise ManifestError(f"{path}: missing: the save was never committed") from None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ManifestError(f"{path}: not a plain file")
+        if status.st_size > MANIFEST_BYTES_MAX:
+            raise ManifestError(f"{path}: {status.st_size} bytes is more than a manifest can have")
+        return unseal(file.read(), source=str(path))
 
 
 def check_relative(name: str, *, source: str) -> None:

@@ -1,0 +1,128 @@
+"""What deep verification has found right, remembered outside of the step directories.
+
+One small file a step below `checkpoints/.verified/`, written by whoever read the bytes.  It remembers single
+files: (inode, size, mtime, ctime) and what the manifest says of the bytes.  The kernel sets the ctime and nobody
+can set it back, so a file that was written to, replaced or restored is read again; one whose manifest says
+something else is too.  A record never says that a step is whole: names, sizes, manifest and `.metadata` are looked
+at each time.  What it cannot see is a disk that forgets bytes by itself; `checkpoints verify` therefore reads
+everything, unless asked not to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import xxhash
+
+from stepkeeper_trainer.formats.decoding import DecodeError, decode_format
+from stepkeeper_trainer.formats.durable import write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from stepkeeper_trainer.formats.manifest import FileEntry
+
+CACHE_NAME = ".verified"
+FORMAT = 1
+SETTLED_S = 2.0  # a file changed later than this before it was read may change again within one tick of its ctime
+RECORD_BYTES_MAX = 256 * 1024 * 1024
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+Fact = tuple[int, int, int, int, str]  # inode, bytes, mtime in ns, ctime in ns, digest of the manifest's entry
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found right in one step directory."""
+
+    format: int = FORMAT
+    at: float  # Unix seconds
+    files: dict[str, Fact]
+
+
+_decoder = msgspec.json.Decoder(Record)
+
+
+def fact(status: os.stat_result, entry: FileEntry) -> Fact:
+    """Name a file as it is now, together with what its bytes should be."""
+    said = xxhash.xxh3_128_hexdigest(msgspec.json.encode(entry))
+    return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, said)
+
+
+class Cache:
+    """The records of one `checkpoints/` directory.  A record that is not there or not to be trusted is no record."""
+
+    def __init__(self, checkpoints: Path) -> None:
+        self._directory = checkpoints / CACHE_NAME
+
+    def known(self, manifest_digest: str, wanted: Iterable[Fact]) -> set[Fact]:
+        """Return which of `wanted` were found right once: by this step's record, else by any (linked files)."""
+        missing = set(wanted)
+        found = missing & self._facts(f"{manifest_digest}.json")
+        if found == missing:
+            return found
+        for name in self._names():
+            found |= missing & self._facts(name)
+        return found
+
+    def remember(self, manifest_digest: str, facts: Mapping[str, Fact], *, read_at: float) -> bool:
+        """Record files whose every byte was read and right; false where nothing could be recorded.
+
+        Args:
+            manifest_digest: of the step's manifest.
+            facts: by name, taken before the bytes were read and unchanged after.
+            read_at: Unix seconds, before the first byte was read.
+        """
+        settled = {name: fact for name, fact in facts.items() if fact[3] / 1e9 < read_at - SETTLED_S}
+        if not settled:
+            return False
+        record = Record(at=time.time(), files=settled)
+        try:
+            os.makedirs(self._directory, mode=0o755, exist_ok=True)
+            write_atomically(self._directory / f"{manifest_digest}.json", msgspec.json.encode(record), mode=0o644)
+        except OSError:  # somebody else's run, or no space: it is read again next time
+            return False
+        return True
+
+    def forget_others(self, manifest_digests: Iterable[str]) -> None:
+        """Remove the records of steps that are gone."""
+        kept = {f"{digest}.json" for digest in manifest_digests}
+        for name in self._names():
+            if name not in kept:
+                with contextlib.suppress(OSError):  # a record too many does no harm
+                    os.unlink(self._directory / name)
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
+        except OSError:  # there is none, or it is not for us
+            return []
+
+    def _facts(self, name: str) -> frozenset[Fact]:
+        """Read a record that only its owner may write, who must be the one that may change the steps too."""
+        try:
+            descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return frozenset()
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_mode & _OTHERS_MAY_WRITE:
+                return frozenset()
+            if status.st_uid not in self._trusted() or status.st_size > RECORD_BYTES_MAX:
+                return frozenset()
+            try:
+                record = decode_format(_decoder, file.read(), newest=FORMAT)
+            except (OSError, DecodeError):
+                return frozenset()
+        return frozenset(record.files.values())
+
+    def _trusted(self) -> set[int]:
+        trusted = {os.geteuid(), 0}
+        with contextlib.suppress(OSError):  # then our own and root's records count
+            trusted.add(os.stat(self._directory.parent).st_uid)
+        return trusted

@@ -6,6 +6,6 @@ returns the exit code.
 
 from __future__ import annotations
 
-from stepkeeper.commands import checkpoints, events, logs, run, status
+from stepkeeper.commands import checkpoints, events, logs, plan, run, status
 
-COMMANDS = (run, status, events, logs, checkpoints)
+COMMANDS = (run, status, events, logs, checkpoints, plan)

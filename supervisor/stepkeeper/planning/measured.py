@@ -1,0 +1,155 @@
+"""What a run has measured itself: how long saves take and block, restarts last, and how often nodes were lost.
+
+From `journal.jsonl` (commits, nodes, losses) and `metrics.csv` (the time of each step).  Reads only.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper.core import events as on
+from stepkeeper.core.state import Phase
+from stepkeeper.store import journal, lines
+from stepkeeper_trainer.formats.failures import FailureRate
+
+METRICS_NAME = "metrics.csv"
+SAVES_KEPT = 50  # the newest: an older library or file system is no guide
+RESTARTS_KEPT = 20
+CLOCK_STEP_S = 0.001  # metrics.csv has milliseconds
+
+
+class Save(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed save that nobody waited for.  Unix seconds."""
+
+    requested_at: float
+    durable_at: float
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run; None where nothing tells."""
+
+    nodes: int | None = None  # of the newest attempt
+    saves: int = 0
+    persist_s: float | None = None  # median, from request to durable
+    blocked_s: float | None = None  # median, of what a save took from training: blocked and slowed steps in sum
+    restart_s: float | None = None  # median, from the last step of a launch to the first of the next
+    node_hours: float = 0.0
+    failures: int = 0  # of the infrastructure
+    rate: FailureRate = msgspec.field(default_factory=FailureRate)
+
+
+class _Attempt(msgspec.Struct):
+    nodes: int
+    began_at: float
+    last_at: float
+    ended: bool = False
+
+
+class _Step(msgspec.Struct, frozen=True):
+    at: float
+    launch: tuple[int, int]
+
+
+def measure(run_journal: Path, metrics: Path) -> Measured:
+    """Read what a run has measured.  Missing files tell nothing; damaged lines are passed over.
+
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
+    saves: list[Save] = []
+    attempts: list[_Attempt] = []
+    lost_at: list[float] = []
+    losses = 0
+    for record in journal.read(run_journal):
+        event = record.event
+        if isinstance(event, on.AttemptStarted):
+            if attempts and not attempts[-1].ended:
+                lost_at.append(attempts[-1].last_at)  # its batch node went, or somebody killed it: not told apart
+            attempts.append(_Attempt(max(1, len(event.nodes)), event.at, event.at))
+        if attempts:
+            attempts[-1].last_at = max(attempts[-1].last_at, event.at)
+            attempts[-1].ended |= record.phase is Phase.DONE
+        if record.node_losses > losses:
+            lost_at.extend([event.at] * (record.node_losses - losses))
+        losses = record.node_losses
+        if isinstance(event, on.CheckpointCommitted) and not event.emergency:
+            saves.append(Save(requested_at=event.at - event.seconds, durable_at=event.at))
+    saves = saves[-SAVES_KEPT:]
+    steps = list(_read_steps(metrics))
+    rate = FailureRate()
+    hours = 0.0
+    for attempt in attempts:
+        spent = attempt.nodes * (attempt.last_at - attempt.began_at) / 3600
+        hours += spent
+        rate.observe(attempt.last_at, node_hours=spent)
+        failed = [at for at in lost_at if attempt.began_at <= at <= attempt.last_at]
+        rate.observe(attempt.last_at, node_hours=0.0, failures=len(failed))
+    return Measured(
+        nodes=attempts[-1].nodes if attempts else None,
+        saves=len(saves),
+        persist_s=_median([save.durable_at - save.requested_at for save in saves]),
+        blocked_s=_median(_taken_by_saves(saves, steps)),
+        restart_s=_median(_restarts(steps)[-RESTARTS_KEPT:]),
+        node_hours=hours,
+        failures=len(lost_at),
+        rate=rate,
+    )
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _read_steps(metrics: Path) -> Iterator[_Step]:
+    """Yield the rows of `metrics.csv` that can be read, as they were written."""
+    try:
+        file = lines.open_plain(metrics)
+    except FileNotFoundError:
+        return
+    with file:
+        for line in lines.forwards(file):
+            cells = line.decode(errors="replace").split(",")
+            try:
+                at, launch = float(cells[5]), (int(cells[6]), int(cells[7]))
+            except (ValueError, IndexError):
+                continue  # the header, or torn
+            if math.isfinite(at):
+                yield _Step(at, launch)
+
+
+def _restarts(steps: list[_Step]) -> list[float]:
+    """Return the times from the last step of one launch to the first of the next."""
+    return [
+        after.at - before.at
+        for before, after in pairwise(steps)
+        if after.launch != before.launch and after.at > before.at
+    ]
+
+
+def _taken_by_saves(saves: list[Save], steps: list[_Step]) -> list[float]:
+    """Return what each save took from training: how much longer than the median its steps lasted, in sum.
+
+    Steps count from the request until the first step that began after the save was durable.
+    """
+    pairs = [(before, after) for before, after in pairwise(steps) if before.launch == after.launch]
+    if not pairs:
+        return []
+    usual_s = statistics.median(after.at - before.at for before, after in pairs)
+    ends = [after.at for _, after in pairs]
+    taken = []
+    for save in saves:
+        excess: list[float] = []
+        for before, after in pairs[bisect_right(ends, save.requested_at + CLOCK_STEP_S) :]:
+            if before.at >= save.durable_at:
+                break
+            excess.append(after.at - before.at - usual_s)
+        if excess:
+            taken.append(max(0.0, sum(excess)))
+    return taken

@@ -14,7 +14,6 @@ from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest
 from tests.reading import build
 from tests.reading.conftest import Command
 
-
 BYTES = len(build.DATA) + len(build.METADATA)
 
 
@@ -172,6 +171,7 @@ def test_every_byte_right(command: Command, run: RunDirectory) -> None:
         "ok": True,
         "deep": True,
         "bytes_read": BYTES,
+        "bytes_known": 0,
         "problems": [],
     }
 
@@ -185,6 +185,31 @@ def test_shallow_reads_sizes_only(command: Command, run: RunDirectory) -> None:
     assert command("checkpoints", "latest", run.path, "--shallow").out == f"{step}\n"
     truncate(step)
     assert command("checkpoints", "verify", step, "--shallow").code == 41
+
+
+def test_verify_reads_all_bytes_unless_asked_not_to(
+    command: Command, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepkeeper_trainer.formats.cache.SETTLED_S", -1e9)  # the files are new
+    step = build.make_steps(run)[-1]
+    assert "B read)" in command("checkpoints", "verify", step).out
+
+    assert "(0 B read, " in command("checkpoints", "verify", step, "--cached").out
+    assert json.loads(command("checkpoints", "verify", step, "--json").out)["bytes_read"] == BYTES
+    known = json.loads(command("checkpoints", "verify", step, "--cached", "--json").out)
+    assert (known["bytes_read"], known["bytes_known"]) == (0, BYTES)
+    bit_flip(step)
+    assert command("checkpoints", "verify", step, "--cached").code == 41
+    assert command("checkpoints", "latest", run.path).out == f"{step.parent / 'step_00000200'}\n"
+
+
+def test_how_bytes_are_read_can_be_said(command: Command, run: RunDirectory) -> None:
+    step = build.make_steps(run)[-1]
+    for option in (["--threads", "3"], ["--max-rate", "1.5G"], ["--from-disk"]):
+        assert command("checkpoints", "verify", step, *option).code == 0
+        assert command("checkpoints", "latest", run.path, "--no-cache", *option).out == f"{step}\n"
+    for option in (["--threads", "0"], ["--max-rate", "fast"], ["--max-rate", "-1"], ["--max-rate", "nan"]):
+        assert command("checkpoints", "verify", step, *option).code == 2
 
 
 def test_several_problems_are_a_line_each(command: Command, run: RunDirectory) -> None:

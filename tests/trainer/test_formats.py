@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepkeeper_trainer.formats import durable, lease, lineage, messages, outcome
-from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestError, seal, unseal
+from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestError, read_manifest, seal, unseal
 from stepkeeper_trainer.formats.steps import current_lineage, list_steps, newest_verified, verify
 from tests import dcp_files
 
@@ -54,6 +54,16 @@ def make_step(
     )
     (directory / "MANIFEST.json").write_bytes(seal(manifest))
     return directory
+
+
+def replace_metadata(step: Path, data: bytes) -> None:
+    """Put another `.metadata` into a step directory, and into its manifest."""
+    (step / ".metadata").write_bytes(data)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    entry = FileEntry(bytes=len(data), xxh3_128=digest, chunk_bytes=len(data), chunks=(digest,))
+    manifest = read_manifest(step)
+    files = {**manifest.files, ".metadata": entry}
+    (step / "MANIFEST.json").write_bytes(seal(msgspec.structs.replace(manifest, files=files)))
 
 
 def chosen(checkpoints: Path) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from stepkeeper.core import events as on
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats.cache import Cache
 
 PROBLEM_CHARACTERS_MAX = 500
 
@@ -44,7 +45,7 @@ def verify(checkpoints: Path, name: str, *, inbox: Inbox) -> None:
 
     def work() -> None:
         started = time.monotonic()
-        verdict = steps.verify(checkpoints / name)
+        verdict = steps.verify(checkpoints / name, cache=Cache(checkpoints, knows=False))
         inbox.put(
             on.CheckpointVerified(
                 at=inbox.clock.now(),

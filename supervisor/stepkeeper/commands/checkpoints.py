@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats.cache import Cache
+from stepkeeper_trainer.formats.verify import Reading
 
+_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 NONE_FOUND = 1  # of `latest`: a contract that scripts rely on
 
 
@@ -22,7 +26,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     group = subcommands.add_parser(
         "checkpoints",
         help="list, verify and choose step directories",
-        description="List, verify and choose step directories.  Nothing is changed.",
+        description="List, verify and choose step directories.  No step directory is changed.",
         allow_abbrev=False,
     )
     below = group.add_subparsers(
@@ -47,10 +51,42 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     latest.add_argument("where", metavar="DIR", help="run directory, its checkpoints/, or a job id")
     latest.set_defaults(execute=print_latest)
+    verify.add_argument("--cached", action="store_true", help="do not read again what was right and is unchanged since")
+    latest.add_argument("--no-cache", action="store_true", help="read also what was right and is unchanged since")
     for command in (verify, latest):
-        command.add_argument("--shallow", action="store_true", help="compare names and sizes only")
+        command.add_argument(
+            "--shallow", action="store_true", help="compare names and sizes, and that every tensor is there, only"
+        )
+        command.add_argument("--threads", type=_positive, metavar="N", help="readers (default: by the cores)")
+        command.add_argument(
+            "--max-rate", type=_rate, metavar="BYTES/S", help="read no faster than this; k, M, G and T are units"
+        )
+        command.add_argument(
+            "--from-disk", action="store_true", help="read past the page cache: what the disk has, not the memory"
+        )
     for command in (listing, verify, latest):
         command.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    try:
+        rate = float(number) * unit
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes per second, such as 500M")
+    return rate
+
+
+def _reading(arguments: argparse.Namespace) -> Reading:
+    return Reading(threads=arguments.threads, bytes_per_s=arguments.max_rate, from_disk=arguments.from_disk)
 
 
 @printing.reading
@@ -149,7 +185,8 @@ def verify_step(arguments: argparse.Namespace) -> int:
             ExitCode.NOTHING_FOUND,
         )
     directory = directory.resolve()  # a link to a step directory is the step directory
-    verdict = steps.verify(directory, deep=not arguments.shallow)
+    cache = Cache(directory.parent, knows=arguments.cached)
+    verdict = steps.verify(directory, deep=not arguments.shallow, reading=_reading(arguments), cache=cache)
     problems = list(verdict.problems)
     if not problems and (misnamed := steps.open_step(directory).problem):
         problems.append(misnamed)
@@ -159,6 +196,7 @@ def verify_step(arguments: argparse.Namespace) -> int:
             "ok": not problems,
             "deep": not arguments.shallow,
             "bytes_read": verdict.bytes_read,
+            "bytes_known": verdict.bytes_known,
             "problems": problems,
         }
         printing.say_json(document, indent=2)
@@ -166,7 +204,13 @@ def verify_step(arguments: argparse.Namespace) -> int:
         for problem in problems:
             printing.say(problem)
     elif arguments.shallow:
-        printing.say(f"{directory}: names and sizes are right (not read: leave out --shallow for that)")
+        printing.say(f"{directory}: names, sizes and coverage are right (not read: leave out --shallow for that)")
+    elif verdict.bytes_known:
+        known = printing.size(verdict.bytes_known)
+        printing.say(
+            f"{directory}: every byte is right ({printing.size(verdict.bytes_read)} read, "
+            f"{known} unchanged since they were read before: leave out --cached to read them)"
+        )
     else:
         printing.say(f"{directory}: every byte is right ({printing.size(verdict.bytes_read)} read)")
     return ExitCode.NOT_VERIFIED if problems else ExitCode.FINISHED
@@ -176,7 +220,9 @@ def verify_step(arguments: argparse.Namespace) -> int:
 def print_latest(arguments: argparse.Namespace) -> int:
     """Print the newest verified step directory of the current lineage."""
     checkpoints = find.checkpoints(arguments.where, os.environ).resolve()
-    choice = steps.newest_verified(checkpoints, deep=not arguments.shallow)
+    choice = steps.newest_verified(
+        checkpoints, deep=not arguments.shallow, reading=_reading(arguments), cached=not arguments.no_cache
+    )
     if arguments.json:
         document = {
             "directory": str(choice.chosen.path) if choice.chosen else None,

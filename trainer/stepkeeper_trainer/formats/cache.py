@@ -21,6 +21,7 @@ import xxhash
 
 from stepkeeper_trainer.formats.decoding import DecodeError, decode_format
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import open_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -57,11 +58,15 @@ def fact(status: os.stat_result, entry: FileEntry) -> Fact:
 class Cache:
     """The records of one `checkpoints/` directory.  A record that is not there or not to be trusted is no record."""
 
-    def __init__(self, checkpoints: Path) -> None:
+    def __init__(self, checkpoints: Path, *, knows: bool = True) -> None:
+        """Nothing is made until something is remembered; `knows` false only remembers."""
         self._directory = checkpoints / CACHE_NAME
+        self._knows = knows
 
     def known(self, manifest_digest: str, wanted: Iterable[Fact]) -> set[Fact]:
         """Return which of `wanted` were found right once: by this step's record, else by any (linked files)."""
+        if not self._knows:
+            return set()
         missing = set(wanted)
         found = missing & self._facts(f"{manifest_digest}.json")
         if found == missing:
@@ -79,7 +84,7 @@ class Cache:
             read_at: Unix seconds, before the first byte was read.
         """
         settled = {name: fact for name, fact in facts.items() if fact[3] / 1e9 < read_at - SETTLED_S}
-        if not settled:
+        if not settled or not self._ours():
             return False
         record = Record(at=time.time(), files=settled)
         try:
@@ -97,6 +102,13 @@ class Cache:
                 with contextlib.suppress(OSError):  # a record too many does no harm
                     os.unlink(self._directory / name)
 
+    def _ours(self) -> bool:
+        """Say whether the steps are ours: an admin who looks leaves nothing that their owner could not write to."""
+        try:
+            return os.stat(self._directory.parent).st_uid == os.geteuid()
+        except OSError:
+            return False
+
     def _names(self) -> list[str]:
         try:
             return sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
@@ -106,19 +118,15 @@ class Cache:
     def _facts(self, name: str) -> frozenset[Fact]:
         """Read a record that only its owner may write, who must be the one that may change the steps too."""
         try:
-            descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            return frozenset()
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_mode & _OTHERS_MAY_WRITE:
-                return frozenset()
-            if status.st_uid not in self._trusted() or status.st_size > RECORD_BYTES_MAX:
-                return frozenset()
-            try:
+            with open_plain(self._directory / name) as file:
+                status = os.fstat(file.fileno())
+                if status.st_mode & _OTHERS_MAY_WRITE or status.st_size > RECORD_BYTES_MAX:
+                    return frozenset()
+                if status.st_uid not in self._trusted():
+                    return frozenset()
                 record = decode_format(_decoder, file.read(), newest=FORMAT)
-            except (OSError, DecodeError):
-                return frozenset()
+        except (OSError, DecodeError):
+            return frozenset()
         return frozenset(record.files.values())
 
     def _trusted(self) -> set[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 import xxhash
 
 from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, check_format, decode
+from stepkeeper_trainer.formats.plain import open_plain
 
 FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
@@ -111,16 +111,13 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MANIFEST_BYTES_MAX:
+                raise ManifestError(f"{path}: {size} bytes is more than a manifest can have")
+            return unseal(file.read(), source=str(path))
     except FileNotFoundError:
         raise ManifestError(f"{path}: missing: the save was never committed") from None
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ManifestError(f"{path}: not a plain file")
-        if status.st_size > MANIFEST_BYTES_MAX:
-            raise ManifestError(f"{path}: {status.st_size} bytes is more than a manifest can have")
-        return unseal(file.read(), source=str(path))
 
 
 def check_relative(name: str, *, source: str) -> None:

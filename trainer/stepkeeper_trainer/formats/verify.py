@@ -26,6 +26,7 @@ from stepkeeper_trainer.formats.cache import Cache, Fact, fact
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import METADATA_BYTES_MAX, METADATA_NAME, MetadataError, check_coverage, parse
 from stepkeeper_trainer.formats.names import parse_step_name
+from stepkeeper_trainer.formats.plain import FLAGS, open_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -281,12 +282,12 @@ def _metadata_problems(directory: Path, manifest: Manifest) -> list[str]:
     if entry.bytes > METADATA_BYTES_MAX:
         return [f"{path}: {entry.bytes} bytes is more than we read at once"]
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
+        with open_plain(path) as file:
             data = file.read(entry.bytes)
     except OSError as error:
         # one that is missing, or no plain file, is named by the look at the files
-        return [] if error.errno in (errno.ENOENT, errno.ELOOP) else [f"{path}: cannot be read: {error.strerror}"]
+        unseen = error.errno not in (errno.ENOENT, errno.ELOOP, errno.EINVAL)
+        return [f"{path}: cannot be read: {error.strerror}"] if unseen else []
     if len(data) != entry.bytes or xxhash.xxh3_128_hexdigest(data) != entry.xxh3_128:
         return [] if len(data) != entry.bytes else [f"{path}: its bytes are not what the manifest says"]
     sizes = {name: file.bytes for name, file in manifest.files.items()}
@@ -423,16 +424,15 @@ class _TaskReader:
                 self._found.bytes_read += done
 
     def _open(self, *, direct: bool) -> None:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         if direct:
             try:
-                self._descriptor, self._direct = os.open(self._path, flags | os.O_DIRECT), True
+                self._descriptor, self._direct = os.open(self._path, FLAGS | os.O_DIRECT), True
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
             else:
                 return
-        self._descriptor, self._direct = os.open(self._path, flags), False
+        self._descriptor, self._direct = os.open(self._path, FLAGS), False
         self._drop_cached()
 
     def _drop_cached(self) -> None:

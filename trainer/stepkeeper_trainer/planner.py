@@ -1,87 +1,125 @@
 """Who writes what: planned by all ranks together once, and again when the state's layout changes.
 
-DCP asks us for a plan in its save thread; the collectives run there, on a gloo group that nothing else
-uses.  Between re-plannings one small all-reduce says that nothing has changed.
+DCP's planner does the planning; the collectives run in the save's thread, on a gloo group that nothing
+else uses.  Between re-plannings one small all-reduce says that nothing has changed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.replicas import Replicas, find_replicas
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
     from torch.distributed.checkpoint.planner import SavePlan
 
+_LEAST_S = 0.1  # of waiting for the other ranks
 
-class CollectivePlanner(DefaultSavePlanner):
-    """Kept for the whole launch.  `problem` is asked whether this rank cannot write at all."""
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank writes, and on rank 0 what there is to know of the whole."""
+
+    items: tuple[MetadataIndex, ...]
+    replicas: Replicas  # what this rank holds that others hold too
+    metadata: Metadata | None = None
+    groups: tuple[tuple[str, ...], ...] = ()  # rank 0: the tensors of each replica group
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that this rank writes."""
+        return tuple(index.fqn for index in self.items)
+
+
+class Planner:
+    """Kept for the whole launch."""
 
     def __init__(self, *, rank: int, world_size: int, group: Any | None) -> None:
-        super().__init__()
-        self.problem: Callable[[], str | None] = lambda: None
         self._rank = rank
         self._world_size = world_size
         self._group = group
-        self._local: SavePlan | None = None  # what the plan in force was made from
-        self._planned: tuple[SavePlan, Metadata] | None = None
+        self.share: Share | None = None  # in force
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return this rank's share, and on rank 0 the metadata of the whole.
+    def agree(
+        self, tensors: Mapping[str, torch.Tensor], *, changed: bool, problem: str | None, within_s: float
+    ) -> Share:
+        """Return this rank's share.  All ranks call it; `tensors` are looked at, and not read.
+
+        Args:
+            tensors: the state.
+            changed: its layout is another than at the last call.
+            problem: why this rank cannot write at all.
+            within_s: how long the other ranks are waited for.
 
         Raises:
             SaveError: some rank cannot write, or the plans contradict each other.
-            RuntimeError: another rank died.
+            RuntimeError: another rank died, or did not come in time.
         """
-        [local] = all_plans
-        problem = self.problem()
-        if self._any(changed=self._local != local, failed=problem is not None) or self._planned is None:
-            self._local = self._planned = None
-            self._planned = self._plan_together(local)
-            self._local = local
-        elif problem is not None:
-            raise SaveError(problem)
-        plan, metadata = self._planned
-        return [plan], dataclasses.replace(metadata)  # the writer fills in its own copy
+        if self._any(changed=changed or self.share is None, problem=problem, within_s=within_s):
+            self.share = None
+            self.share = self._plan_together(tensors)
+        assert self.share is not None
+        return self.share
 
-    def decline(self) -> None:
+    def decline(self, problem: str, within_s: float) -> None:
         """Take part where this rank could not even begin: the others hear of it, and none waits."""
         with contextlib.suppress(SaveError, RuntimeError):  # that is what the others are to hear
-            self._any(changed=False, failed=True)
+            self._any(changed=False, problem=problem, within_s=within_s)
 
-    def _any(self, *, changed: bool, failed: bool) -> bool:
-        flags = torch.tensor([int(changed), int(failed)], dtype=torch.int64)
+    def _any(self, *, changed: bool, problem: str | None, within_s: float) -> bool:
+        flags = torch.tensor([int(changed), int(problem is not None)], dtype=torch.int64)
         if self._group is not None:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=max(_LEAST_S, within_s)))
         if int(flags[1]):
-            raise SaveError(self.problem() or "another rank cannot write")
+            raise SaveError(problem or "another rank cannot write")
         return bool(flags[0])
 
-    def _plan_together(self, local: SavePlan) -> tuple[SavePlan, Metadata]:
+    def _plan_together(self, tensors: Mapping[str, torch.Tensor]) -> Share:
+        own = create_default_local_save_plan(cast("dict[str, Any]", dict(tensors)), self._rank == 0)
+        for item in own.items:
+            if item.tensor_data is None:
+                raise SaveError(f"{item.index.fqn} is no tensor")
         if self._group is None:
-            plans, metadata = super().create_global_plan([local])
-            return plans[0], metadata
+            return _divide([own])[0]
         gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-        dist.gather_object(local, gathered, dst=0, group=self._group)
+        dist.gather_object(own, gathered, dst=0, group=self._group)
         shares: list[Any] | None = None
-        metadata = Metadata({})
+        whole: Share | None = None
         if gathered is not None:
             try:
-                plans, metadata = super().create_global_plan(gathered)
-                shares = list(plans)
+                found = _divide(gathered)
+                whole = found[0]
+                shares = [dataclasses.replace(share, metadata=None, groups=()) for share in found]
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
                 shares = [f"planning failed: {error}"] * self._world_size
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, shares, src=0, group=self._group)
         if isinstance(mine[0], str):
             raise SaveError(mine[0])
-        return mine[0], metadata
+        return whole or cast("Share", mine[0])
+
+
+def _divide(plans: list[SavePlan]) -> list[Share]:
+    """Give every chunk to one rank, and say which chunks several ranks hold."""
+    replicas, groups = find_replicas([[item.index for item in plan.items] for plan in plans])
+    names = {item.index.fqn: (item.index.fqn,) for plan in plans for item in plan.items}
+    plans = [dataclasses.replace(plan, planner_data={}) for plan in plans]
+    divided, metadata = DefaultSavePlanner().create_global_plan(plans)
+    metadata = dataclasses.replace(metadata, planner_data=names)  # stock tools unflatten by it
+    shares = [Share(tuple(item.index for item in plan.items), replicas[rank]) for rank, plan in enumerate(divided)]
+    shares[0] = dataclasses.replace(shares[0], metadata=metadata, groups=groups)
+    return shares

@@ -16,6 +16,7 @@ from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.manifest import FileEntry
+from stepkeeper_trainer.replicas import Digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,12 +42,31 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     save_id: str
-    items: tuple[Item, ...] = ()
+    items: msgspec.Raw = msgspec.Raw(b"[]")  # of `encode_items`: mostly the same as at the last save
     files: dict[str, FileEntry] = {}
+    replicas: tuple[Digest, ...] = ()
     error: str | None = None
 
 
 _decoder = msgspec.json.Decoder(RankReport)
+_items = msgspec.json.Decoder(tuple[Item, ...])
+
+
+def encode_items(items: tuple[Item, ...]) -> msgspec.Raw:
+    """Return the items as a report holds them."""
+    return msgspec.Raw(msgspec.json.encode(items))
+
+
+def decode_items(report: RankReport) -> tuple[Item, ...]:
+    """Return the items of a report.
+
+    Raises:
+        SaveError: they do not parse.
+    """
+    try:
+        return decode(_items, bytes(report.items))
+    except DecodeError as error:
+        raise SaveError(f"rank {report.rank}: its report holds no items: {error}") from error
 
 
 def report_name(rank: int) -> str:

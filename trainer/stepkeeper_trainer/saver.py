@@ -11,36 +11,30 @@ import os
 import shutil
 import threading
 import time
-import warnings
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.checkpoint.storage import WriteResult
 
-from stepkeeper_trainer.conditions import conditions, versions
 from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.manifest import Manifest
-from stepkeeper_trainer.formats.messages import Committed, SaveFailed, SaveStarted, shorten
+from stepkeeper_trainer.formats.messages import SaveFailed, SaveStarted, shorten
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.planner import CollectivePlanner
+from stepkeeper_trainer.persist import Persister
+from stepkeeper_trainer.planner import Planner
 from stepkeeper_trainer.reader import root_cause
-from stepkeeper_trainer.report import Item, RankReport, gather, publish, publish_failure
-from stepkeeper_trainer.writer import StepWriter
+from stepkeeper_trainer.report import RankReport, publish_failure
+from stepkeeper_trainer.staging import Staging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
+    from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    import torch
 
     from stepkeeper_trainer.commit import Commits
     from stepkeeper_trainer.link import Link
+
+PREPARE_WITHIN_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +60,18 @@ class Save:
     directory: Path
     settled: threading.Event = field(default_factory=threading.Event)
     error: str | None = None
+    cancelled: str | None = None  # why nobody needs it any more
+
+    def check(self) -> None:
+        """Raise where the save must not go on.
+
+        Raises:
+            SaveError: it was cancelled, or its time is over.
+        """
+        if self.cancelled is not None:
+            raise SaveError(f"cancelled: {self.cancelled}")
+        if time.time() >= self.limit_at:
+            raise SaveError("not written in time")
 
 
 class Saver:
@@ -83,21 +89,36 @@ class Saver:
         parent: str | None,
         limit_s: float,
         before_commit: Callable[[float], object],
+        check_replicas: bool = True,
     ) -> None:
         """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit."""
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # our planner sees to it
         self._commits = commits
-        self._rank, self._world_size, self._group = rank, world_size, group
+        self._rank = rank
         self._link = link
         self._nonce = nonce
         self._limit_s = limit_s
-        self._before_commit = before_commit
-        self._planner = CollectivePlanner(rank=rank, world_size=world_size, group=group)
-        cuda = torch.cuda.is_available()
-        self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # noqa: FBT003
+        self._planner = Planner(rank=rank, world_size=world_size, group=group)
+        self._staging = Staging()
+        self._persister = Persister(
+            commits=commits,
+            rank=rank,
+            world_size=world_size,
+            link=link,
+            parent=parent,
+            staging=self._staging,
+            planner=self._planner,
+            before_commit=before_commit,
+            check_replicas=check_replicas,
+        )
+        self._preparing: threading.Thread | None = None
         self._failed_elsewhere = 0
-        self.parent = parent  # save_id of the newest commit that this run builds on
         self.last: Save | None = None
+        self.persist_s: float | None = None  # how long the last good save took, from request to durable
+
+    @property
+    def parent(self) -> str | None:
+        """save_id of the newest commit that this run builds on (rank 0)."""
+        return self._persister.parent
 
     @property
     def busy(self) -> bool:
@@ -119,6 +140,26 @@ class Saver:
         """Take note that a save came to nothing on some rank, so that rank 0 does not wait for it."""
         self._failed_elsewhere = max(self._failed_elsewhere, sequence)
 
+    def cancel(self, why: str) -> None:
+        """Have the save in flight end as soon as it can, unless it is committed by then.  All ranks call it."""
+        last = self.last
+        if last is not None and not last.settled.is_set() and last.cancelled is None:
+            last.cancelled = why
+            say("save_cancelled", step=last.summary.step, save_id=last.save_id, why=why)
+
+    def wait_before_change(self) -> None:
+        """Let a device finish copying, before an optimizer step changes what is copied.  Costs no time on a CPU."""
+        self._staging.wait_before_change()
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Plan and allocate beside training, before the first save.  All ranks call it at the same boundary."""
+        if self.busy or self._preparing is not None:
+            return
+        self._preparing = threading.Thread(
+            target=self._prepare, args=(dict(tensors),), name="stepkeeper-prepare", daemon=True
+        )
+        self._preparing.start()
+
     def start(
         self,
         tensors: dict[str, torch.Tensor],
@@ -128,10 +169,12 @@ class Saver:
         emergency: bool = False,
         requested_at: float | None = None,
         deadline_at: float | None = None,
+        early: frozenset[str] = frozenset(),
     ) -> Save:
         """Copy the state and begin to write it, on all ranks at the same boundary.
 
         All ranks give the same `sequence`, higher than any before: the save's name comes from it.
+        Tensors of `early` may change before the optimizer's next step (see `Staging.copy`).
         Whatever goes wrong is an outcome of the save: nothing is raised for it.
         """
         assert not self.busy, "never two saves in flight"
@@ -149,35 +192,27 @@ class Saver:
         self.last = save
         if self._rank == 0:
             self._link.send(SaveStarted(step=summary.step, save_id=save_id, emergency=emergency), keep=True)
-        writer = StepWriter(
-            save.directory,
-            rank=self._rank,
-            save_id=save_id,
-            prepare=lambda: self._make_directory(save.directory),
-            on_written=lambda writer, metadata, written: self._written(save, writer, metadata, written),
-        )
-        self._planner.problem = lambda: writer.problem
+        changed, problem = False, None
         try:
-            future = async_save(
-                cast("dict[str, Any]", tensors),
-                storage_writer=writer,
-                planner=self._planner,
-                process_group=self._group,
-                async_stager=self._stager,
-                no_dist=True,  # planner and reports bring the ranks together: a dead one stops no commit
-            )
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  # torch's; training must go on
-            threading.Thread(target=self._planner.decline, daemon=True).start()
-            self._settle(save, error)
-            return save
-        say(
-            "save_started",
-            step=summary.step,
-            save_id=save_id,
-            emergency=emergency,
-            blocked_s=round(time.time() - now, 4),
-        )
-        cast("Future[Any]", future).add_done_callback(lambda done: self._settle(save, done.exception()))
+            if self._preparing is not None:
+                self._preparing.join(max(0.0, save.limit_at - now))
+                if self._preparing.is_alive():
+                    raise SaveError("the staging memory is not ready in time")  # noqa: TRY301
+                self._preparing = None
+            changed = not self._staging.fits(tensors)
+            if changed:
+                self._persister.forget()
+                self._staging.take(tensors)
+                self._staging.regroup([list(tensors)])
+            self._staging.copy(tensors, early)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  # training must go on
+            problem = error
+        blocked_s = round(time.time() - now, 4)
+        threading.Thread(
+            target=self._work, args=(save, tensors, changed, problem), name="stepkeeper-save", daemon=True
+        ).start()
+        if problem is None:
+            say("save_started", step=summary.step, save_id=save_id, emergency=emergency, blocked_s=blocked_s)
         return save
 
     def wait(self, limit_at: float) -> bool:
@@ -188,62 +223,48 @@ class Saver:
         last.settled.wait(max(0.0, limit_at - time.time()))
         return last.settled.is_set() and last.error is None
 
-    def _make_directory(self, directory: Path) -> None:
-        os.makedirs(directory, exist_ok=True)  # the run directory keeps others out
-        if self._rank == 0:
-            self._commits.claim(directory)
+    def _prepare(self, tensors: dict[str, torch.Tensor]) -> None:
+        try:
+            self._persister.prepare(tensors, PREPARE_WITHIN_S)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  # the first save will tell
+            warn("prepare_failed", why=shorten(root_cause(error)))
 
-    def _written(self, save: Save, writer: StepWriter, metadata: Metadata, written: list[WriteResult]) -> None:
-        """Report this rank's share; on rank 0 gather all and commit.  In the save's thread."""
-        items = tuple(_item(result) for result in written)
-        publish(
-            save.directory,
-            RankReport(rank=self._rank, save_id=save.save_id, items=items, files=dict(writer.files.entries)),
-        )
-        if self._rank != 0:
-            return
-        reports = gather(
-            save.directory,
-            save_id=save.save_id,
-            world_size=self._world_size,
-            limit_at=save.limit_at,
-            given_up=lambda: "another rank could not write" if self._failed_elsewhere >= save.sequence else None,
-        )
-        _check_coverage(metadata, reports)
-        writer.write_metadata(metadata, [[_result(item) for item in report.items] for report in reports])
-        files = {name: entry for report in reports for name, entry in report.files.items()}
-        files |= writer.files.entries
-        summary = save.summary
-        manifest = Manifest(
-            step=summary.step,
-            tokens=summary.tokens,
-            world_size=self._world_size,
-            created_at=datetime.now(UTC).isoformat(),
-            save_id=save.save_id,
-            parent=self.parent,
-            files=dict(sorted(files.items())),
-            state=summary.parts,
-            versions=versions(),
-            conditions=conditions(),
-            loss=summary.loss,
-        )
-        self._before_commit(save.limit_at)
-        final = self._commits.commit(save.directory, manifest, self._world_size)
-        self.parent = save.save_id
-        seconds = time.time() - save.requested_at
-        size = sum(entry.bytes for entry in files.values())
-        say("committed", step=summary.step, directory=final.name, bytes=size, seconds=round(seconds, 3))
-        self._link.send(
-            Committed(
-                step=summary.step,
-                save_id=save.save_id,
-                directory=final.name,
-                bytes=size,
-                seconds=round(seconds, 3),
-                emergency=save.emergency,
-            ),
-            keep=True,
-        )
+    def _work(
+        self,
+        save: Save,
+        tensors: dict[str, torch.Tensor],
+        changed: bool,
+        problem: BaseException | None,  # noqa: FBT001
+    ) -> None:
+        """Bring one save to its end.  In the save's thread."""
+        error: BaseException | None = problem
+        try:
+            if problem is not None:
+                self._planner.decline(root_cause(problem), save.limit_at - time.time())
+                self._staging.signature = None  # laid out anew by the next save
+            else:
+                self._make_directory(save)
+                self._persister.persist(save, tensors, changed=changed, given_up=lambda: self._given_up(save))
+                self.persist_s = time.time() - save.requested_at
+        except BaseException as caught:  # noqa: BLE001  # DCP's own is a BaseException; any would be lost in a thread
+            error = caught
+        self._settle(save, error)
+
+    def _given_up(self, save: Save) -> str | None:
+        if save.cancelled is not None:
+            return f"cancelled: {save.cancelled}"
+        return "another rank could not write" if self._failed_elsewhere >= save.sequence else None
+
+    def _make_directory(self, save: Save) -> None:
+        """Make the directory.  A failure is told to all ranks by the planner, so that none waits."""
+        try:
+            os.makedirs(save.directory, exist_ok=True)  # the run directory keeps others out
+            if self._rank == 0:
+                self._commits.claim(save.directory)
+        except OSError as error:
+            problem = SaveError(f"{save.directory}: cannot be made: {error.strerror}")
+            self._planner.decline(str(problem), save.limit_at - time.time())
+            raise problem from error
 
     def _settle(self, save: Save, error: BaseException | None) -> None:
         """Record how a save ended, and tell who waits for it."""
@@ -267,28 +288,3 @@ class Saver:
         with contextlib.suppress(OSError):  # rank 0 hears of it at the next boundary
             report = RankReport(rank=self._rank, save_id=save.save_id, error=save.error)
             publish_failure(save.directory, report)
-
-
-def _item(result: WriteResult) -> Item:
-    offset = None if result.index.offset is None else tuple(result.index.offset)
-    info = result.storage_data
-    return Item(result.index.fqn, offset, result.index.index, info.relative_path, info.offset, info.length)
-
-
-def _result(item: Item) -> WriteResult:
-    offset = None if item.offsets is None else torch.Size(item.offsets)
-    return WriteResult(
-        index=MetadataIndex(item.name, offset, item.index),
-        size_in_bytes=item.length,
-        storage_data=_StorageInfo(item.file, item.start, item.length),
-    )
-
-
-def _check_coverage(metadata: Metadata, reports: list[RankReport]) -> None:
-    """Refuse a save that lacks a chunk of a tensor: planned by all must equal written by all."""
-    written = {(item.name, item.offsets or ()) for report in reports for item in report.items}
-    for name, entry in metadata.state_dict_metadata.items():
-        for chunk in getattr(entry, "chunks", []):
-            offsets = tuple(chunk.offsets)
-            if (name, offsets) not in written and (offsets.count(0) != len(offsets) or (name, ()) not in written):
-                raise SaveError(f"nobody wrote {name} at {offsets}")

@@ -1,34 +1,61 @@
-"""The bytes of a save: our own writer below DCP, which later storage engines replace.
+"""The bytes of a save: each file is written once, hashed as it is written, and durable before it is reported.
 
-It writes each file once, never over another, and hashes what it writes while it writes it.  What it
-promises to `finish` is durable: planned equals written, and every error surfaces (pytorch#191391).
+Files are written beside each other by threads of their own; an error of any of them is an error of the
+save.  A file whose bytes are those of the step before can be linked instead (see `incremental`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry
 
 if TYPE_CHECKING:
-    import io
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-    from torch.distributed.checkpoint.storage import WriteResult
-    from torch.futures import Future
+    from stepkeeper_trainer.staging import Piece, Staging
 
-BUFFER_BYTES = 1024 * 1024
+SEAL_BYTES = 4 * 1024 * 1024  # CRCs are filled in so far ahead of the hashing and writing
+
+
+class Digester:
+    """The digests of a file that is given front to back."""
+
+    def __init__(self) -> None:
+        self._whole = xxhash.xxh3_128()
+        self._chunk = xxhash.xxh3_128()
+        self._chunks: list[str] = []
+        self.bytes = 0
+
+    def update(self, view: memoryview) -> None:
+        """Take in the next bytes."""
+        self._whole.update(view)
+        rest = view
+        while rest:
+            room = CHUNK_BYTES - self.bytes % CHUNK_BYTES
+            piece = rest[:room]
+            self._chunk.update(piece)
+            self.bytes += len(piece)
+            rest = rest[room:]
+            if self.bytes % CHUNK_BYTES == 0:
+                self._close_chunk()
+
+    def entry(self) -> FileEntry:
+        """Return what the manifest says of the file; nothing may follow."""
+        if self.bytes % CHUNK_BYTES:
+            self._close_chunk()
+        return FileEntry(bytes=self.bytes, xxh3_128=self._whole.hexdigest(), chunks=tuple(self._chunks))
+
+    def _close_chunk(self) -> None:
+        self._chunks.append(self._chunk.hexdigest())
+        self._chunk.reset()
 
 
 class HashingFile:
@@ -36,142 +63,159 @@ class HashingFile:
 
     def __init__(self, path: Path) -> None:
         """Create the file.  Raises FileExistsError where it is there already."""
-        self._file: BinaryIO = open(path, "xb", buffering=BUFFER_BYTES)  # noqa: SIM115
-        self._whole = xxhash.xxh3_128()
-        self._chunk = xxhash.xxh3_128()
-        self._chunks: list[str] = []
-        self._bytes = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor: int | None = os.open(path, flags, 0o666)
+        self._digester = Digester()
+        self._flushed = 0
         self.entry: FileEntry | None = None
 
     def write(self, data: Any) -> int:
         """Write and hash.  Raises OSError."""
+        assert self._descriptor is not None, "closed"
         view = memoryview(data).cast("B")
-        self._file.write(view)
-        self._whole.update(view)
         rest = view
         while rest:
-            room = CHUNK_BYTES - self._bytes % CHUNK_BYTES
-            self._chunk.update(rest[:room])
-            self._bytes += len(rest[:room])
-            rest = rest[room:]
-            if self._bytes % CHUNK_BYTES == 0:
-                self._close_chunk()
+            rest = rest[os.write(self._descriptor, rest) :]
+        self._digester.update(view)
+        self._start_writeback()
         return len(view)
-
-    def tell(self) -> int:
-        """Return how many bytes were written."""
-        return self._bytes
-
-    def flush(self) -> None:
-        """Do nothing: `close` flushes, and an item is no reason to."""
 
     def close(self) -> None:
         """Make the file durable.  Raises OSError."""
-        if self._file.closed:
+        if self._descriptor is None:
             return
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            os.fsync(self._descriptor)
         finally:
-            self._file.close()
-        if self._bytes % CHUNK_BYTES:
-            self._close_chunk()
-        self.entry = FileEntry(bytes=self._bytes, xxh3_128=self._whole.hexdigest(), chunks=tuple(self._chunks))
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+        self.entry = self._digester.entry()
 
     def abandon(self) -> None:
         """Close without a promise, after an error."""
-        with contextlib.suppress(OSError):  # the error that brought us here is the one to report
-            self._file.close()
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):  # the error that brought us here is the one to report
+                os.close(descriptor)
 
-    def _close_chunk(self) -> None:
-        self._chunks.append(self._chunk.hexdigest())
-        self._chunk.reset()
+    def _start_writeback(self) -> None:
+        """Have the kernel begin to write what is complete: the disk works while we hash, and fsync waits less."""
+        assert self._descriptor is not None
+        upto = self._digester.bytes // CHUNK_BYTES * CHUNK_BYTES
+        if upto > self._flushed:
+            os.posix_fadvise(self._descriptor, self._flushed, upto - self._flushed, os.POSIX_FADV_DONTNEED)
+            self._flushed = upto
 
 
-class HashingFileSystem(FileSystem):
-    """DCP's door to the disk; remembers the digest of each file, by its name in the step directory."""
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A file to write: its tensors, in order."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries: dict[str, FileEntry] = {}
+    name: str
+    pieces: tuple[Piece, ...]
+    cold: bool = False  # its tensors have not changed lately: it may equal its like in the step before
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """Open a new file for writing.  Raises OSError."""
-        assert mode == "wb", "a save only writes"
-        file = HashingFile(Path(path))
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that is durable: where each of its tensors lies, and their CRCs, in order."""
+
+    sheet: Sheet
+    entry: FileEntry
+    extents: tuple[tuple[int, int], ...]  # start and length in the file
+    crcs: tuple[int, ...]
+    linked: bool = False
+
+
+def stretches(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, list[Piece]]]:
+    """Yield what is to be written as parts of the arena, with the tensors that end in each part.
+
+    Neighbours in the arena go out together, gaps between them included.
+    """
+    batch: list[Piece] = []
+    at = pieces[0].start if pieces else 0
+    for before, piece in zip([None, *pieces[:-1]], pieces, strict=True):
+        apart = before is not None and not 0 <= piece.start - before.end < PAD_MAX
+        if batch and (apart or batch[-1].end - at >= SEAL_BYTES):
+            yield at, batch[-1].end, batch
+            at = piece.start if apart else batch[-1].end
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield at, batch[-1].end, batch
+
+
+PAD_MAX = 64  # a gap between neighbours is shorter
+
+
+def extents(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
+    """Return where each tensor's archive lies in a file of these."""
+    found: list[tuple[int, int]] = []
+    shift = pieces[0].start if pieces else 0  # place in the arena less place in the file
+    for before, piece in zip([None, *pieces[:-1]], pieces, strict=True):
+        if before is not None and not 0 <= piece.start - before.end < PAD_MAX:
+            shift = piece.start - (before.end - shift)
+        found.append((piece.start - shift, piece.frame.length))
+    return tuple(found)
+
+
+def digest_sheet(staging: Staging, sheet: Sheet, check: Callable[[], None]) -> tuple[FileEntry, tuple[int, ...]]:
+    """Return what a file would hold, without writing it.  `check` raises where nobody needs it any more."""
+    digester = Digester()
+    crcs: list[int] = []
+    view = staging.arena.view
+    for start, end, batch in stretches(sheet.pieces):
+        check()
+        crcs += staging.seal(batch)
+        digester.update(view[start:end])
+    return digester.entry(), tuple(crcs)
+
+
+def write_sheet(directory: Path, staging: Staging, sheet: Sheet, check: Callable[[], None]) -> Written:
+    """Write one file.  `check` is called now and then, and raises where the save must end.
+
+    Raises:
+        OSError: the disk refuses; a part of the file may be there.
+    """
+    file = HashingFile(directory / sheet.name)
+    crcs: list[int] = []
+    view = staging.arena.view
+    try:
+        for start, end, batch in stretches(sheet.pieces):
+            crcs += staging.seal(batch)
+            for at in range(start, end, CHUNK_BYTES):
+                check()
+                file.write(view[at : min(end, at + CHUNK_BYTES)])
+        check()
+        file.close()
+    except BaseException:
+        file.abandon()
+        raise
+    assert file.entry is not None
+    return Written(sheet, file.entry, extents(sheet.pieces), tuple(crcs))
+
+
+def in_threads(jobs: Sequence[Callable[[], Written]]) -> list[Written]:
+    """Do jobs beside each other.  Raises the first error, once all have ended."""
+    results: list[Written | BaseException | None] = [None] * len(jobs)
+
+    def work(number: int) -> None:
         try:
-            yield cast("io.IOBase", file)
-            file.close()
-        except BaseException:
-            file.abandon()
-            raise
-        assert file.entry is not None
-        self.entries[Path(path).name] = file.entry
+            results[number] = jobs[number]()
+        except BaseException as error:  # noqa: BLE001  # raised below, in the save's own thread
+            results[number] = error
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file that was written here (`.metadata.tmp`).  Raises OSError."""
-        os.rename(path, new_path)
-        self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
-
-
-class StepWriter(FileSystemWriter):
-    """Writes one rank's share into a directory of this save alone, then hands over to `on_written`."""
-
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        rank: int,
-        save_id: str,
-        prepare: Callable[[], None],
-        on_written: Callable[[StepWriter, Metadata, list[WriteResult]], None],
-    ) -> None:
-        # One thread: stock DCP loses the errors of the others.  The stream itself syncs each file.
-        super().__init__(directory, sync_files=False, thread_count=1, overwrite=False)
-        self.directory = directory
-        self.files = HashingFileSystem()
-        self.fs = self.files
-        self.problem: str | None = None
-        self._own_rank = rank
-        self._own_save_id = save_id
-        self._prepare = prepare
-        self._on_written = on_written
-        self._planned = 0
-
-    def storage_meta(self) -> StorageMeta:
-        """Name the save in `.metadata`; where it lies is nobody's business there."""
-        return StorageMeta(save_id=self._own_save_id)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory.  A failure is told to all ranks by the planner, so that none waits."""
-        try:
-            self._prepare()
-        except OSError as error:
-            self.problem = f"{self.directory}: cannot be made: {error.strerror}"
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name this rank's files."""
-        [plan] = plans
-        return [dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self._own_rank}_"))]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's share.  Raises OSError."""
-        self._planned = len(plan.items)
-        return super().write_data(plan, planner)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Hand over what was written: each rank calls this with its own results.
-
-        Raises:
-            SaveError: fewer items were written than planned.
-        """
-        [written] = results
-        if len({result.index for result in written}) != self._planned:
-            raise SaveError(f"{len(written)} of {self._planned} planned items were written")
-        self._on_written(self, metadata, written)
-
-    def write_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0: write `.metadata` over the results of all ranks.  Raises OSError."""
-        super().finish(metadata, results)
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(1, len(jobs))]
+    for thread in threads:
+        thread.start()
+    if jobs:
+        work(0)
+    for thread in threads:
+        thread.join()
+    found: list[Written] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        assert result is not None
+        found.append(result)
+    return found

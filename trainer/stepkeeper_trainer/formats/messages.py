@@ -80,6 +80,7 @@ class Committed(_Message, frozen=True, kw_only=True, tag="committed"):
     bytes: int
     seconds: float  # from the request to durable
     emergency: bool = False
+    drift: str = ""  # tensors whose copies differ between ranks: a device may compute wrongly
 
 
 class SaveFailed(_Message, frozen=True, kw_only=True, tag="save_failed"):

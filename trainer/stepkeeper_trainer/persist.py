@@ -1,0 +1,368 @@
+"""From the staging arena to a committed step directory: in the save's thread, beside training."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+
+from stepkeeper_trainer.conditions import conditions, versions
+from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestError
+from stepkeeper_trainer.formats.messages import Committed, shorten
+from stepkeeper_trainer.formats.steps import read_manifest, step_name
+from stepkeeper_trainer.incremental import History, Links
+from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.replicas import Drift, compare, digest
+from stepkeeper_trainer.report import Item, RankReport, decode_items, encode_items, gather, publish
+from stepkeeper_trainer.writer import HashingFile, Sheet, Written, digest_sheet, extents, in_threads, write_sheet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import msgspec
+
+    from stepkeeper_trainer.commit import Commits
+    from stepkeeper_trainer.link import Link
+    from stepkeeper_trainer.planner import Planner, Share
+    from stepkeeper_trainer.saver import Save
+    from stepkeeper_trainer.staging import Staging
+
+METADATA_NAME = ".metadata"
+FILES_MAX = 4  # hot ones of a rank, written beside each other
+FILE_BYTES_MIN = 64 * 1024 * 1024  # a share is split where each file still gets so much
+_COLD_FIRST = 100  # cold files are numbered from here
+_NO_SAVE_ID = "0" * 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Sheets:
+    """The files of a share, as they lie in the arena."""
+
+    share: Share
+    sheets: tuple[Sheet, ...]
+    items: msgspec.Raw  # as reported
+
+
+class Persister:
+    """Writes this rank's share of each save, and on rank 0 commits it."""
+
+    def __init__(
+        self,
+        *,
+        commits: Commits,
+        rank: int,
+        world_size: int,
+        link: Link,
+        parent: str | None,
+        staging: Staging,
+        planner: Planner,
+        before_commit: Callable[[float], object],
+        check_replicas: bool,
+    ) -> None:
+        self._commits = commits
+        self._rank, self._world_size = rank, world_size
+        self._link = link
+        self._staging = staging
+        self._planner = planner
+        self._before_commit = before_commit
+        self._check_replicas = check_replicas
+        self._sheets: _Sheets | None = None
+        self._history: History | None = None  # of the share in force
+        self._cold_numbers: dict[tuple[int, ...], int] = {}
+        self._links = Links()
+        self._before: tuple[int, str] | None = None  # step and save_id of the last save that this rank reported
+        self._metadata: tuple[tuple[object, ...], bytes] | None = None  # what it was made from, and `.metadata`
+        self.parent = parent
+
+    def forget(self) -> None:
+        """The arena was laid out anew: by the state's order, and not by file."""
+        self._sheets = None
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor], within_s: float) -> None:
+        """Agree on the shares and lay the arena out by file, before the first save.
+
+        Raises:
+            SaveError, RuntimeError, StateError, OSError: it is tried again by the save itself.
+        """
+        changed = not self._staging.fits(tensors)
+        share = self._planner.agree(tensors, changed=changed, problem=None, within_s=within_s)
+        if changed or self._sheets is None or self._sheets.share is not share:
+            self._history = None
+            self._staging.take(tensors)
+            self._staging.regroup(self._groups(share))
+            self._sheets = self._divide(share)
+
+    def persist(
+        self,
+        save: Save,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        changed: bool,
+        given_up: Callable[[], str | None],
+    ) -> None:
+        """Write, report, and on rank 0 commit.
+
+        Raises:
+            SaveError, SupersededError, OSError, RuntimeError: the save came to nothing.
+        """
+        self._staging.finish()
+        within_s = save.limit_at - time.time()
+        share = self._planner.agree(tensors, changed=changed, problem=None, within_s=within_s)
+        if self._sheets is None or self._sheets.share is not share:
+            self._sheets = self._divide(share)
+            self._history = None
+        sheets = self._sheets
+        written = in_threads([partial(self._bring, save, sheet) for sheet in sheets.sheets])
+        self._report(save, sheets, written)
+        if self._rank == 0:
+            self._commit(save, share, given_up)
+        self._before = (save.summary.step, save.save_id)
+        try:
+            self._learn(share, written)
+        except OSError as error:  # memory: what is on disk is no less committed for it
+            self._staging.signature = None
+            warn("regroup_failed", why=error)
+
+    # --- what goes where -------------------------------------------------------------------------------
+
+    def _groups(self, share: Share) -> list[list[str]]:
+        """Return the tensors of each file of this rank, and then those that are only compared."""
+        names = list(share.names)
+        history = self._history
+        hot = [names[number] for number in history.hot] if history is not None else names
+        groups = _split_evenly(hot, self._staging.size_of)
+        if history is not None:
+            groups += [[names[number] for number in group] for group in history.groups]
+        own = set(names)
+        others = share.replicas.names - own if self._check_replicas else frozenset()
+        if others:
+            groups.append(sorted(others))
+        return groups
+
+    def _divide(self, share: Share) -> _Sheets:
+        """Say what is written from where.
+
+        Raises:
+            SaveError: something of the share is not staged, since another rank's state has changed: the next save
+                stages it.
+        """
+        layout = self._staging.layout
+        assert layout is not None
+        try:
+            pieces = [layout.pieces[name] for name in share.names]
+        except KeyError as error:
+            self._staging.signature = None
+            raise SaveError(f"{error.args[0]} fell to this rank, which has not staged it") from None
+        place = {piece.name: number for number, piece in enumerate(pieces)}
+        history = self._history
+        cold = [tuple(group) for group in history.groups] if history is not None else []
+        known = {number for group in cold for number in group}
+        hot = [piece for number, piece in enumerate(pieces) if number not in known]
+        sheets: list[Sheet] = []
+        for number, names in enumerate(_split_evenly([piece.name for piece in hot], self._staging.size_of)):
+            own = sorted((pieces[place[name]] for name in names), key=lambda piece: piece.start)
+            sheets.append(Sheet(f"__{self._rank}_{number}.distcp", tuple(own)))
+        for group in cold:
+            number = self._cold_numbers.setdefault(group, _COLD_FIRST + len(self._cold_numbers))
+            own = sorted((pieces[n] for n in group), key=lambda piece: piece.start)
+            sheets.append(Sheet(f"__{self._rank}_{number}.distcp", tuple(own), cold=True))
+        indices = {index.fqn: index for index in share.items}
+        items = [
+            _item(indices[piece.name], sheet.name, start, length)
+            for sheet in sheets
+            for piece, (start, length) in zip(sheet.pieces, extents(sheet.pieces), strict=True)
+        ]
+        return _Sheets(share, tuple(sheets), encode_items(tuple(items)))
+
+    def _learn(self, share: Share, written: list[Written]) -> None:
+        """Take note of what changes, and lay the arena out by it while nobody uses it."""
+        crcs = {piece.name: crc for one in written for piece, crc in zip(one.sheet.pieces, one.crcs, strict=True)}
+        if self._history is None:
+            self._history = History([self._staging.size_of(name) for name in share.names])
+        changed = self._history.observe([crcs[name] for name in share.names])
+        groups = self._groups(share)
+        assert self._staging.layout is not None
+        if not changed and [[p.name for p in group] for group in self._staging.layout.groups] == groups:
+            return
+        self._sheets = None
+        self._staging.regroup(groups)
+        self._sheets = self._divide(share)
+
+    # --- bytes -----------------------------------------------------------------------------------------
+
+    def _bring(self, save: Save, sheet: Sheet) -> Written:
+        """Bring one file to disk: by a link where the step before has the same, else by writing it."""
+        source = self._source(sheet) if sheet.cold else None
+        if source is not None:
+            path, entry = source
+            own, crcs = digest_sheet(self._staging, sheet, save.check)
+            if own == entry and self._links.link(path, save.directory / sheet.name, own):
+                return Written(sheet, own, extents(sheet.pieces), crcs, linked=True)
+        return write_sheet(save.directory, self._staging, sheet, save.check)
+
+    def _source(self, sheet: Sheet) -> tuple[Path, FileEntry] | None:
+        """Return the file of that name in the step before, if this run has committed it."""
+        if self._before is None:
+            return None
+        step, save_id = self._before
+        for name in (f"{step_name(step)}.{save_id[:8]}", step_name(step)):
+            directory = self._commits.checkpoints / name
+            try:
+                manifest = read_manifest(directory)
+            except (ManifestError, OSError):
+                continue  # never committed, or gone: then everything is written
+            entry = manifest.files.get(sheet.name)
+            if manifest.save_id == save_id and entry is not None:
+                return directory / sheet.name, entry
+        return None
+
+    def _report(self, save: Save, sheets: _Sheets, written: list[Written]) -> None:
+        digests = digest(sheets.share.replicas, self._staged) if self._check_replicas else ()
+        publish(
+            save.directory,
+            RankReport(
+                rank=self._rank,
+                save_id=save.save_id,
+                items=sheets.items,
+                files={one.sheet.name: one.entry for one in written},
+                replicas=digests,
+            ),
+        )
+        linked = sum(one.entry.bytes for one in written if one.linked)
+        if linked:
+            say("linked", step=save.summary.step, rank=self._rank, bytes=linked)
+
+    def _staged(self, name: str) -> memoryview | None:
+        assert self._staging.layout is not None
+        piece = self._staging.layout.pieces.get(name)
+        return None if piece is None else self._staging.arena.view[piece.data : piece.tail]
+
+    # --- rank 0 ----------------------------------------------------------------------------------------
+
+    def _commit(self, save: Save, share: Share, given_up: Callable[[], str | None]) -> None:
+        reports = gather(
+            save.directory,
+            save_id=save.save_id,
+            world_size=self._world_size,
+            limit_at=save.limit_at,
+            given_up=given_up,
+        )
+        drifts = compare({report.rank: report.replicas for report in reports}, share.groups)
+        metadata = HashingFile(save.directory / METADATA_NAME)
+        try:
+            metadata.write(self._metadata_of(save, share, reports))
+            metadata.close()
+        except BaseException:
+            metadata.abandon()
+            raise
+        assert metadata.entry is not None
+        files = {name: entry for report in reports for name, entry in report.files.items()}
+        files[METADATA_NAME] = metadata.entry
+        summary = save.summary
+        drifted = sorted({name for drift in drifts for name in drift.names})
+        manifest = Manifest(
+            step=summary.step,
+            tokens=summary.tokens,
+            world_size=self._world_size,
+            created_at=datetime.now(UTC).isoformat(),
+            save_id=save.save_id,
+            parent=self.parent,
+            files=dict(sorted(files.items())),
+            state=summary.parts | ({"drift": drifted[:100]} if drifted else {}),
+            versions=versions(),
+            conditions=conditions(),
+            loss=summary.loss,
+        )
+        self._before_commit(save.limit_at)
+        save.check()
+        final = self._commits.commit(save.directory, manifest, self._world_size)
+        self.parent = save.save_id
+        self._tell(save, final, sum(entry.bytes for entry in files.values()), drifts)
+
+    def _tell(self, save: Save, final: Path, size: int, drifts: list[Drift]) -> None:
+        step, seconds = save.summary.step, round(time.time() - save.requested_at, 3)
+        for drift in drifts[:10]:
+            warn(
+                "replicas_differ",
+                step=step,
+                tensors=shorten(", ".join(drift.names)),
+                ranks=",".join(map(str, drift.ranks[:16])),
+                why="ranks that hold the same tensor hold other bytes: a device may compute wrongly",
+            )
+        say("committed", step=step, directory=final.name, bytes=size, seconds=seconds)
+        self._link.send(
+            Committed(
+                step=step,
+                save_id=save.save_id,
+                directory=final.name,
+                bytes=size,
+                seconds=seconds,
+                emergency=save.emergency,
+                drift=shorten(", ".join(name for drift in drifts for name in drift.names)),
+            ),
+            keep=True,
+        )
+
+    def _metadata_of(self, save: Save, share: Share, reports: list[RankReport]) -> bytes:
+        """Return the bytes of `.metadata`: the same as at the last save but for the save's name, mostly.
+
+        Raises:
+            SaveError: what was written is not what was planned.
+        """
+        made_from = (share, *(xxhash.xxh3_128_digest(bytes(report.items)) for report in reports))
+        if self._metadata is None or self._metadata[0][0] is not share or self._metadata[0] != made_from:
+            self._metadata = (made_from, _encode_metadata(share, reports))
+        return self._metadata[1].replace(_NO_SAVE_ID.encode(), save.save_id.encode())
+
+
+def _encode_metadata(share: Share, reports: list[RankReport]) -> bytes:
+    metadata = share.metadata
+    assert metadata is not None, "rank 0 knows the whole"
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for report in reports:
+        for item in decode_items(report):
+            offset = None if item.offsets is None else torch.Size(item.offsets)
+            storage[MetadataIndex(item.name, offset, item.index)] = _StorageInfo(item.file, item.start, item.length)
+    for name, entry in metadata.state_dict_metadata.items():
+        for chunk in getattr(entry, "chunks", []):
+            if MetadataIndex(name, chunk.offsets) not in storage and MetadataIndex(name) not in storage:
+                raise SaveError(f"nobody wrote {name} at {tuple(chunk.offsets)}")
+    whole = replace(
+        metadata,
+        storage_data=storage,
+        storage_meta=StorageMeta(save_id=_NO_SAVE_ID),
+        version=CURRENT_DCP_VERSION,
+    )
+    data = pickle.dumps(whole)
+    if data.count(_NO_SAVE_ID.encode()) != 1:
+        raise SaveError(f"a tensor's name contains {_NO_SAVE_ID}")
+    return data
+
+
+def _item(index: MetadataIndex, file: str, start: int, length: int) -> Item:
+    offsets = None if index.offset is None else tuple(index.offset)
+    return Item(index.fqn, offsets, index.index, file, start, length)
+
+
+def _split_evenly(names: list[str], size_of: Callable[[str], int]) -> list[list[str]]:
+    """Split into files of about one size, in order; one file where there is not much."""
+    total = sum(map(size_of, names))
+    count = max(1, min(FILES_MAX, total // FILE_BYTES_MIN))
+    groups: list[list[str]] = []
+    at = 0
+    for name in names:
+        if not groups or (len(groups) < count and at >= total * len(groups) // count):
+            groups.append([])
+        groups[-1].append(name)
+        at += size_of(name)
+    return groups

@@ -1,0 +1,303 @@
+"""The staging arena: where a save's bytes wait for the disk while training goes on.
+
+It is laid out as the files will be: each tensor lies within the frame of its archive, so that staging is
+one copy of a list of tensors at the speed of memory, and writing hands whole stretches to the kernel.
+Allocated and touched before the first save, pinned where there is a GPU; there is only this one.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stepkeeper_trainer.errors import StateError
+from stepkeeper_trainer.serialise import ALIGNMENT, Frame, crc32, fill_in, frame
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What the layout of a state depends on: names, types, shapes and how each tensor is sharded."""
+
+    names: tuple[str, ...]
+    parts: tuple[tuple[torch.Size, torch.dtype, Any], ...]
+
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor]) -> Signature:
+        """Return the signature of a state."""
+        return Signature(tuple(tensors), tuple(_part(tensor) for tensor in tensors.values()))
+
+
+def _part(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, Any]:
+    spec = tensor._spec if type(tensor) is DTensor else None  # noqa: SLF001  # pinned by a test
+    return tensor.shape, tensor.dtype, spec
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, without a copy and without autograd."""
+    return tensor._local_tensor if type(tensor) is DTensor else tensor  # noqa: SLF001  # pinned by a test
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor in the arena: its archive is `[start, end)`, and its data begins at `data`."""
+
+    name: str
+    frame: Frame
+    start: int
+
+    @property
+    def data(self) -> int:
+        """Where the data begins."""
+        return self.start + len(self.frame.head)
+
+    @property
+    def tail(self) -> int:
+        """Where the data ends."""
+        return self.data + self.frame.data_bytes
+
+    @property
+    def end(self) -> int:
+        """Where the archive ends."""
+        return self.start + self.frame.length
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each staged tensor lies; `groups` are names that lie together, in the order of the arena."""
+
+    groups: tuple[tuple[Piece, ...], ...]
+    bytes: int
+    pieces: dict[str, Piece] = field(compare=False)
+
+
+Kind = tuple[torch.dtype, tuple[int, ...]]  # of what this rank holds of a tensor
+
+
+def lay_out(kinds: Mapping[str, Kind], groups: Iterable[Sequence[str]]) -> Layout:
+    """Place tensors; each group begins on a page."""
+    at = 0
+    placed: list[tuple[Piece, ...]] = []
+    for group in groups:
+        at = -(-at // PAGE_BYTES) * PAGE_BYTES
+        pieces: list[Piece] = []
+        for name in group:
+            at = -(-at // ALIGNMENT) * ALIGNMENT
+            piece = Piece(name, frame(*kinds[name]), at)
+            pieces.append(piece)
+            at = piece.end
+        placed.append(tuple(pieces))
+    return Layout(tuple(placed), at, {piece.name: piece for group in placed for piece in group})
+
+
+class Arena:
+    """Memory of one size, touched; it grows and never shrinks."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        """Prepare; `pinned` for copies from a GPU that run beside it."""
+        self._pinned = pinned
+        self._map: mmap.mmap | None = None
+        self._registered: int | None = None
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def bytes(self) -> int:
+        """How much memory is held."""
+        return self.tensor.numel()
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes."""
+        return memoryview(b"") if self._map is None else memoryview(self._map)
+
+    def grow(self, size: int) -> None:
+        """Hold at least `size` bytes; the content is lost.  Raises OSError or MemoryError."""
+        if size <= self.bytes:
+            return
+        self.release()
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        descriptor = os.memfd_create("stepkeeper-staging", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size)
+            # Without a check first, memory that is not there would be a SIGBUS in the middle of a copy.
+            os.posix_fallocate(descriptor, 0, size)
+            self._map = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.tensor.zero_()  # the page tables too are made now, and not in the first save
+        if self._pinned:
+            self._pin()
+
+    def release(self) -> None:
+        """Give the memory back, once nobody looks at it any more."""
+        if self._registered is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
+            self._registered = None
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self._map = None
+
+    def _pin(self) -> None:
+        pointer = self.tensor.data_ptr()
+        code = torch.cuda.cudart().cudaHostRegister(pointer, self.bytes, 0)  # type: ignore[no-untyped-call]
+        if int(code) == 0:
+            self._registered = pointer
+        # Otherwise memory stays pageable: copies are slower, and as right.
+
+
+class Staging:
+    """Copies a state into the arena.  Its memory belongs to one save at a time."""
+
+    def __init__(self, *, device: bool | None = None) -> None:
+        """Prepare; `device` says whether tensors may live on a GPU (None: if there is one)."""
+        self._device = torch.cuda.is_available() if device is None else device
+        self.arena = Arena(pinned=self._device)
+        self.layout: Layout | None = None
+        self.signature: Signature | None = None
+        self._kinds: dict[str, Kind] = {}
+        self._taken: Signature | None = None
+        self._places: list[torch.Tensor] = []
+        self._names: list[str] = []
+        self._stream: Any = None
+        self._copied: Any = None  # event: the arena holds everything
+
+    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the state is laid out as the one before."""
+        signature = self.signature
+        if signature is None or len(tensors) != len(signature.names):
+            return False
+        for name, part, (known, tensor) in zip(signature.names, signature.parts, tensors.items(), strict=True):
+            if name != known or part[0] != tensor.shape or part[1] != tensor.dtype:
+                return False
+            if (type(tensor) is DTensor) != (part[2] is not None):
+                return False
+            if part[2] is not None and tensor._spec is not part[2] and tensor._spec != part[2]:  # type: ignore[attr-defined]  # noqa: SLF001
+                return False
+        return True
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Learn the layout of a state; `regroup` then places it.
+
+        Raises:
+            StateError: a tensor cannot be saved.
+        """
+        self.signature = None
+        kinds: dict[str, Kind] = {}
+        for name, tensor in tensors.items():
+            own = local(tensor)
+            if own.layout is not torch.strided or own.is_quantized or own.is_meta:
+                raise StateError(f"{name} is {own.layout} of {own.dtype}: only dense tensors can be saved")
+            kinds[name] = (own.dtype, tuple(own.shape))
+        self._kinds = kinds
+        self._taken = Signature.of(tensors)
+
+    def size_of(self, name: str) -> int:
+        """Return how many bytes this rank holds of a tensor."""
+        dtype, shape = self._kinds[name]
+        return math.prod(shape) * dtype.itemsize
+
+    def regroup(self, groups: Iterable[Sequence[str]]) -> None:
+        """Place the state that was taken, group by group; names that no group has are not staged.
+
+        Call it while no save uses the arena.  Raises OSError where there is not enough memory.
+        """
+        self.signature = None
+        layout = lay_out(self._kinds, groups)
+        self.layout, self._places, self._names = None, [], []
+        self.arena.grow(layout.bytes)
+        flat, view = self.arena.tensor, self.arena.view
+        places: list[torch.Tensor] = []
+        names: list[str] = []
+        end = 0
+        for group in layout.groups:
+            for piece in group:
+                view[end : piece.start] = bytes(piece.start - end)  # gaps are written too: nothing old in them
+                end = piece.end
+                view[piece.start : piece.data] = piece.frame.head
+                view[piece.tail : piece.end] = piece.frame.tail
+                if piece.frame.data_bytes:
+                    dtype, shape = self._kinds[piece.name]
+                    names.append(piece.name)
+                    places.append(flat[piece.data : piece.tail].view(dtype).view(shape))
+        self.layout, self._places, self._names = layout, places, names
+        self.signature = self._taken
+
+    def copy(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str] | None = None) -> None:
+        """Copy the state.  On a GPU the copies of all but `early` run on beside what is issued next.
+
+        Call `wait_before_change` before anything changes the tensors, and `finish` before the arena is read.
+        """
+        assert self.layout is not None
+        with torch.no_grad():
+            if not self._device:
+                torch._foreach_copy_(self._places, [local(tensors[name]) for name in self._names])
+                return
+            self._copy_beside(tensors, early or frozenset())
+
+    def _copy_beside(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str]) -> None:
+        current = torch.cuda.current_stream()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(current)
+        soon, later = _split(self._names, self._places, tensors, early)
+        with torch.cuda.stream(self._stream):
+            _issue(*soon)
+            first = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            first.record(self._stream)
+            _issue(*later)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(self._stream)
+        current.wait_event(first)  # the next forward may change them; the device waits, and not the host
+
+    def wait_before_change(self) -> None:
+        """Let the device finish copying before what it is given next changes the tensors."""
+        copied = self._copied
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+
+    def finish(self) -> None:
+        """Wait until the arena holds everything (in the save's thread)."""
+        copied = self._copied
+        if copied is not None:
+            copied.synchronize()
+
+    def seal(self, pieces: Iterable[Piece]) -> list[int]:
+        """Write the CRC-32 of tensors into their frames, and return them."""
+        view = self.arena.view
+        found: list[int] = []
+        for piece in pieces:
+            one = piece.frame
+            start = piece.start + len(one.head)
+            end = start + one.data_bytes
+            crc = crc32(view[start:end])
+            fill_in(view, end, one, crc)
+            found.append(crc)
+        return found
+
+
+def _split(
+    names: list[str], places: list[torch.Tensor], tensors: Mapping[str, torch.Tensor], early: frozenset[str]
+) -> tuple[tuple[list[torch.Tensor], list[torch.Tensor]], tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    soon: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    later: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for name, place in zip(names, places, strict=True):
+        tensor = local(tensors[name])
+        chosen = soon if name in early or not tensor.is_cuda else later
+        chosen[0].append(place)
+        chosen[1].append(tensor)
+    return soon, later
+
+
+def _issue(places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    if places:
+        torch._foreach_copy_(places, tensors, non_blocking=True)

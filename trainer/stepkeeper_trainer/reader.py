@@ -1,31 +1,36 @@
 """Reading a step directory: every chunk is checked against the manifest before a byte of it is used.
 
-Also where only slices are read (another world size), and `.metadata` before it is parsed.  Pickled items
-are never loaded.
+Also where only slices are read (another world size), and `.metadata` before it is parsed.  Nothing is
+unpickled into code.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from stepkeeper_trainer.errors import DamagedError
+from stepkeeper_trainer.formats.metadata import METADATA_NAME, Contents, MetadataError, Piece, TensorEntry, parse
+from stepkeeper_trainer.loading import Limits, Wanted, all_failures, fill
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    import torch
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-    from torch.futures import Future
+    from torch.distributed.checkpoint.planner import ReadItem
 
     from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
 
@@ -108,47 +113,116 @@ class CheckedFile(io.RawIOBase):
         return data
 
 
-class _CheckedFileSystem(FileSystem):
+class CheckedReader:
+    """What a step directory holds, and its tensors."""
+
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        super().__init__()
         self._directory, self._manifest = directory, manifest
+        self._contents: Contents | None = None
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        assert mode == "rb", "a load only reads"
-        name = str(Path(path).relative_to(self._directory))
-        entry = self._manifest.files.get(name)
-        if entry is None:
-            raise DamagedError(f"{path}: not in the manifest")
-        with CheckedFile(Path(path), entry) as raw, io.BufferedReader(raw, 1024 * 1024) as file:
-            yield cast("io.IOBase", file)
+    @property
+    def contents(self) -> Contents:
+        """What `.metadata` says, checked against the manifest and parsed as data.
 
+        Raises:
+            DamagedError: it is not what was saved.
+            OSError: it cannot be opened.
+        """
+        if self._contents is None:
+            path = self._directory / METADATA_NAME
+            entry = self._manifest.files.get(METADATA_NAME)
+            if entry is None:
+                raise DamagedError(f"{path}: not in the manifest")
+            with CheckedFile(path, entry) as raw, io.BufferedReader(raw, 1024 * 1024) as file:
+                data = file.read()
+            try:
+                self._contents = parse(data)
+            except MetadataError as error:
+                raise DamagedError(f"{path}: {error}") from error
+        return self._contents
 
-class CheckedReader(FileSystemReader):
-    """DCP's reader over checked bytes."""
+    def read_metadata(self) -> Metadata:
+        """Return what the step holds, in torch's words.  Raises as `contents`."""
+        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.contents.objects}
+        for name, tensor in self.contents.tensors.items():
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(dtype=_dtype(name, tensor)),
+                torch.Size(tensor.size),
+                [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.pieces],
+            )
+        return Metadata(entries)
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        super().__init__(directory)
-        self.fs = _CheckedFileSystem(directory, manifest)
+    def fill(self, tensors: dict[str, torch.Tensor], *, limits: Limits | None = None, turn: float = 0.0) -> int:
+        """Fill `tensors` in place with what this rank holds of them; return how many bytes were read.
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors.  Raises DamagedError for wrong bytes and for pickled items."""
+        Raises:
+            DamagedError: some byte is not what the manifest says, or cannot be read.
+        """
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), self.read_metadata(), is_coordinator=True)
+        try:
+            plan = planner.create_local_plan()
+        except (RuntimeError, ValueError) as error:  # torch's words for what is missing or of another size
+            raise DamagedError(f"{self._directory}: {error}") from error
+        places = {
+            (name, piece.offsets): (tensor, piece)
+            for name, tensor in self.contents.tensors.items()
+            if name in tensors
+            for piece in tensor.pieces
+        }
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                raise DamagedError(f"{self.path}: {item.storage_index.fqn} is a pickle, which is never loaded")
-        return super().read_data(plan, planner)
+                raise DamagedError(f"{self._directory}: {item.storage_index.fqn} is a pickle, which is never loaded")
+        wanted = [self._wanted(item, planner.resolve_tensor(item), places) for item in plan.items]
+        return fill(self._directory, self._manifest, wanted, limits=limits, turn=turn)
+
+    def _wanted(
+        self, item: ReadItem, target: torch.Tensor, places: dict[tuple[str, tuple[int, ...]], tuple[TensorEntry, Piece]]
+    ) -> Wanted:
+        name = item.storage_index.fqn
+        tensor, piece = places[name, tuple(item.storage_index.offset or (0,) * len(item.lengths))]
+        if piece.extent is None:
+            raise DamagedError(f"{self._directory}: {name} at {list(piece.offsets)} is stored nowhere")
+        if piece.extent.transformed:
+            raise DamagedError(f"{self._directory}: {name} is stored compressed, which Stepkeeper does not write")
+        return Wanted(
+            name=name,
+            file=piece.extent.file,
+            start=piece.extent.start,
+            length=piece.extent.length,
+            sizes=piece.sizes,
+            dtype=_dtype(name, tensor),
+            box_offsets=tuple(item.storage_offsets),
+            box_sizes=tuple(item.lengths),
+            target=target.detach(),
+        )
 
 
-def load(reader: CheckedReader, tensors: dict[str, torch.Tensor], group: Any | None) -> None:
-    """Fill `tensors` in place, on all ranks together.
+def load(
+    reader: CheckedReader, tensors: dict[str, torch.Tensor], group: Any | None, *, limits: Limits | None = None
+) -> None:
+    """Fill `tensors` in place, on all ranks together: all succeed, or all raise.
 
     Raises:
         DamagedError: some byte is not what the manifest says, or cannot be read.
     """
+    own: str | None = None
+    turn = dist.get_rank(group) / dist.get_world_size(group) if group is not None else 0.0
     try:
-        dcp_load(cast("dict[str, Any]", tensors), storage_reader=reader, process_group=group, no_dist=group is None)
-    except CheckpointException as error:  # a BaseException
-        raise DamagedError(root_cause(error)) from error
+        reader.fill(tensors, limits=limits, turn=turn)
+    except DamagedError as error:
+        own = str(error)
+    failures = all_failures(own, group)
+    if failures:
+        rank, text = min(failures.items())
+        raise DamagedError(text if len(failures) == 1 else f"rank {rank} of {len(failures)}: {text}")
+
+
+def _dtype(name: str, tensor: TensorEntry) -> torch.dtype:
+    found = getattr(torch, tensor.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise DamagedError(f"{name} is of type {tensor.dtype!r}, which this torch ({torch.__version__}) does not have")
+    return found
 
 
 def root_cause(error: BaseException) -> str:

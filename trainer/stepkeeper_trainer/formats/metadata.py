@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
+from stepkeeper_trainer.formats.pickles import OpcodeError, find_end
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -170,44 +172,6 @@ class _Restricted(pickle.Unpickler):
         raise MetadataError(f"names {f'{module}.{name}'[:200]!r}, which no checkpoint needs: it was not loaded")
 
 
-# What pickle's own writer uses since protocol 4 for such records, with the bytes each takes.  Left out on purpose:
-# the ways to call things by text (INST, OBJ), by number (EXT) or from outside (PERSID, NEXT_BUFFER), and those that
-# name a place in the memo to write to, for which the reader makes room however far away it is.
-_OPCODES = {
-    **dict.fromkeys((pickle.MARK, pickle.STOP, pickle.POP, pickle.NONE, pickle.MEMOIZE, pickle.STACK_GLOBAL), 1),
-    **dict.fromkeys((pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.REDUCE), 1),
-    **dict.fromkeys((pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, pickle.BUILD, pickle.NEWOBJ), 1),
-    **dict.fromkeys((pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.NEWTRUE, pickle.NEWFALSE), 1),
-    **dict.fromkeys((pickle.NEWOBJ_EX, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.POP_MARK), 1),
-    **dict.fromkeys((pickle.PROTO, pickle.BININT1, pickle.BINGET), 2),
-    pickle.BININT2: 3, pickle.BININT: 5, pickle.LONG_BINGET: 5, pickle.BINFLOAT: 9, pickle.FRAME: 9,
-}
-_TEXTS = {  # with the bytes of their length
-    pickle.SHORT_BINUNICODE: 1,
-    pickle.BINUNICODE: 4,
-    pickle.BINUNICODE8: 8,
-    pickle.SHORT_BINBYTES: 1,
-    pickle.BINBYTES: 4,
-    pickle.LONG1: 1,
-}
-_ADVANCE = [_OPCODES.get(bytes([code]), 0) for code in range(256)]
-_LENGTH_BYTES = {code[0]: width for code, width in _TEXTS.items()}
-
-
-def _check_opcodes(data: bytes) -> None:
-    """Refuse a pickle that does what no pickle of records does."""
-    at, end, advance = 0, len(data), _ADVANCE
-    while at < end:
-        code = data[at]
-        step = advance[code]
-        if step:
-            at += step
-        elif (width := _LENGTH_BYTES.get(code)) is not None:
-            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
-        else:
-            raise MetadataError(f"does at byte {at} what no list of tensors does ({data[at : at + 1]!r}): not loaded")
-
-
 def parse(data: bytes) -> Contents:
     """Read the bytes of a `.metadata` without running anything of it.
 
@@ -217,10 +181,12 @@ def parse(data: bytes) -> Contents:
     collecting = gc.isenabled()
     gc.disable()  # millions of records and no cycle among them: collecting takes most of the time
     try:
-        _check_opcodes(data)
+        find_end(data)
         return _contents(_Restricted(io.BytesIO(data)).load())
     except MetadataError:
         raise
+    except OpcodeError as error:
+        raise MetadataError(f"{error}: it was not loaded") from error
     except Exception as error:  # damaged bytes can raise anything
         raise MetadataError(f"torn or damaged: {type(error).__name__}: {str(error)[:200]}") from error
     finally:

@@ -1,0 +1,171 @@
+"""One stored tensor: the archive that `torch.save` makes of it, read without torch and without running anything.
+
+It is a zip of stored entries: a pickle that says type, size and strides, and the data, aligned.  Everything before
+the data is its head; archives of one type and size have the same head.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from stepkeeper_trainer.formats.pickles import OpcodeError, find_end
+
+HEAD_BYTES_MAX = 64 * 1024
+HEAD_BYTES = 4096  # enough for nearly all
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_SIGNATURE = b"PK\x03\x04"
+_STORAGES = {  # torch's names for storages of one type
+    "DoubleStorage": ("float64", 8),
+    "FloatStorage": ("float32", 4),
+    "HalfStorage": ("float16", 2),
+    "BFloat16Storage": ("bfloat16", 2),
+    "LongStorage": ("int64", 8),
+    "IntStorage": ("int32", 4),
+    "ShortStorage": ("int16", 2),
+    "CharStorage": ("int8", 1),
+    "ByteStorage": ("uint8", 1),
+    "BoolStorage": ("bool", 1),
+    "ComplexDoubleStorage": ("complex128", 16),
+    "ComplexFloatStorage": ("complex64", 8),
+    "UntypedStorage": ("", 1),
+}
+_REBUILD_ARGUMENTS = {"_rebuild_tensor_v2": 4, "_rebuild_tensor_v3": 7}
+
+
+class ItemError(ValueError):
+    """The archive is no plain tensor: torn, or of a kind that is read otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the numbers of a tensor are in its archive."""
+
+    head_bytes: int  # the data begins after it
+    dtype: str  # `torch.` left out
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in numbers, of the first one
+    storage_bytes: int  # of all the data
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the data is the tensor row by row, and nothing else."""
+        expected = 1
+        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.offset == 0
+
+
+def read_head(data: bytes) -> Layout:
+    """Read the head of an archive; `data` begins where it begins, and may end anywhere after the head.
+
+    Raises:
+        ItemError: it is none, or its head is longer than `data`.
+    """
+    try:
+        return _read_head(data)
+    except (OpcodeError, struct.error) as error:
+        raise ItemError(f"its pickle {error}" if isinstance(error, OpcodeError) else "its head is cut off") from error
+
+
+def _read_head(data: bytes) -> Layout:
+    at, described = 0, None
+    while True:
+        signature, _, _, method, _, _, _, _, size, name_bytes, extra_bytes = _LOCAL.unpack_from(data, at)
+        if signature != _SIGNATURE or method != 0:
+            raise ItemError("it is no archive of stored entries")
+        name_at = at + _LOCAL.size
+        name = data[name_at : name_at + name_bytes]
+        begin = name_at + name_bytes + extra_bytes
+        end = begin + size
+        if name.endswith(b"/data/0"):
+            break
+        if name.endswith(b"/data.pkl"):
+            end = find_end(data, begin, tensor_item=True)
+            described = _unpickle(data[begin:end])
+        elif name.endswith(b"/byteorder") and data[begin : begin + 6] != b"little":
+            raise ItemError("its numbers are not little-endian")
+        at = data.find(_SIGNATURE, end)
+        if at < 0:
+            raise ItemError("its head is cut off, or it has no data")
+    if described is None:
+        raise ItemError("it has no description before its data")
+    dtype, item_bytes, count, sizes, strides, offset = described
+    last = offset + sum((s - 1) * t for s, t in zip(sizes, strides, strict=True)) if math.prod(sizes) else -1
+    if offset < 0 or (last + 1) * item_bytes > count:
+        raise ItemError("its tensor is larger than its data")
+    return Layout(begin, dtype, sizes, strides, offset, count)
+
+
+def _unpickle(data: bytes) -> tuple[str, int, int, tuple[int, ...], tuple[int, ...], int]:
+    try:
+        rebuilt = _Restricted(io.BytesIO(data)).load()
+        kind, arguments = rebuilt
+        (storage, offset, size, stride), more = arguments[:4], arguments[4:]
+        dtype, item_bytes, count = storage
+        if kind == "_rebuild_tensor_v3":
+            dtype, item_bytes = more[2].name, more[2].item_bytes
+    except ItemError:
+        raise
+    except Exception as error:  # whatever damaged bytes can raise
+        raise ItemError(f"its description cannot be read: {type(error).__name__}") from error
+    if not dtype or not _numbers(size) or not _numbers(stride) or type(offset) is not int or type(count) is not int:
+        raise ItemError("its description is not that of a tensor")
+    return dtype, item_bytes, count, size, stride, offset
+
+
+def _numbers(value: Any) -> bool:
+    return type(value) is tuple and all(type(number) is int and number >= 0 for number in value)
+
+
+class _Call:
+    """Stands for a function of torch's: keeps what it was called with."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *arguments: Any) -> tuple[str, tuple[Any, ...]]:
+        if len(arguments) < _REBUILD_ARGUMENTS[self.name]:
+            raise ItemError("its description lacks something")
+        return self.name, arguments
+
+
+class _Dtype:
+    """A type of numbers of version 3, whose storages have none."""
+
+    __slots__ = ("item_bytes", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.item_bytes = 1
+
+
+class _Restricted(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in _REBUILD_ARGUMENTS:
+            return _Call(name)
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return _STORAGES["UntypedStorage"]
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name.isidentifier() and name.islower():
+            return _Dtype(name)
+        raise ItemError(f"its description names {f'{module}.{name}'[:200]!r}: it is read otherwise")
+
+    def persistent_load(self, value: Any) -> tuple[str, int, int]:
+        """Return type, bytes a number and bytes in all of the storage."""
+        kind, (dtype, item_bytes), key, _, count = value
+        if kind != "storage" or key != "0":
+            raise ItemError("its data is elsewhere")
+        return dtype, item_bytes, count * item_bytes

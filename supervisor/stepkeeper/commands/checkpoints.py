@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepkeeper import printing
+from stepkeeper.commands import checkpoints_export
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
@@ -66,6 +67,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         )
     for command in (listing, verify, latest):
         command.add_argument("--json", action="store_true", help="one JSON document")
+    checkpoints_export.add(below)
 
 
 def _positive(text: str) -> int:

@@ -1,0 +1,309 @@
+"""The model of a step directory as safetensors files, as model hubs keep them: no torch, no GPU, bounded memory.
+
+Pieces of a tensor that several ranks wrote are put together block by block; every chunk is compared with the
+manifest before a byte of it is used.  The output is complete or not there: it grows in a directory of its own,
+is made durable, and gets its name last.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import importlib.util
+import math
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from stepkeeper_trainer.formats import numbers, safetensors
+from stepkeeper_trainer.formats.assemble import tensor_blocks
+from stepkeeper_trainer.formats.durable import fsync_directory, write_all
+from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
+from stepkeeper_trainer.formats.metadata import (
+    METADATA_BYTES_MAX,
+    METADATA_NAME,
+    Contents,
+    MetadataError,
+    TensorEntry,
+    check_coverage,
+    parse,
+)
+from stepkeeper_trainer.formats.stored import StepBytes, StoredError
+
+PREFIX = "model."
+SHARD_BYTES_MAX = 5_000_000_000  # as `save_pretrained` has it
+CACHED_NUMBERS = 64 * 1024  # that are rounded at once
+SPARE_BYTES = 64 * 1024 * 1024  # left free on the target
+_TARGETS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES = {**_TARGETS, **{name: name for name in _TARGETS.values()}}
+
+
+class ExportError(Exception):
+    """What was asked for cannot be done; nothing was left at the target."""
+
+
+class DamagedStepError(ExportError):
+    """The step directory is not what its manifest says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One tensor of the output."""
+
+    name: str
+    entry: TensorEntry
+    dtype: str  # of the output
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes it takes in the output."""
+        return math.prod(self.entry.size) * safetensors.ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an export writes: the tensors of each file, in the order of their data."""
+
+    directory: Path
+    manifest: Manifest
+    shards: tuple[tuple[Item, ...], ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        return sum(item.bytes for shard in self.shards for item in shard)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One file of the output."""
+
+    name: str
+    bytes: int
+    xxh3_128: str
+
+
+def plan_export(
+    directory: Path, *, prefix: str = PREFIX, dtype: str | None = None, shard_bytes_max: int = SHARD_BYTES_MAX
+) -> Plan:
+    """Find out what the export of a step directory writes.  Reads its manifest and `.metadata` only.
+
+    Args:
+        directory: a step directory.
+        prefix: of the tensors to export; it is cut off their names.
+        dtype: for floating-point tensors, by its name in `DTYPES`; None leaves each as it is.
+        shard_bytes_max: of one file; a larger tensor gets a file of its own.
+
+    Raises:
+        DamagedStepError: the step directory is torn or damaged.
+        ExportError: there is no such tensor, or one that the format cannot hold.
+        OSError: it cannot be read.
+    """
+    try:
+        manifest = read_manifest(directory)
+        contents = _contents(directory, manifest)
+    except (ManifestError, MetadataError, StoredError) as error:
+        raise DamagedStepError(str(error)) from error
+    chosen = {name: entry for name, entry in contents.tensors.items() if name.startswith(prefix) and name != prefix}
+    if not chosen:
+        begins = sorted({name.partition(".")[0] for name in contents.tensors})
+        raise ExportError(f"{directory}: no tensor's name begins with {prefix!r}; they begin with {', '.join(begins)}")
+    if problems := _uncovered(chosen, manifest):
+        raise DamagedStepError(f"{directory}: {'; '.join(problems)}")
+    target = DTYPES[dtype] if dtype is not None else None
+    items = []
+    for name, entry in chosen.items():
+        if entry.dtype not in safetensors.KIND_OF:
+            raise ExportError(f"{directory}: {name} is {entry.dtype}, for which safetensors has no name")
+        becomes = target if target is not None and entry.dtype in numbers.FLOATS else entry.dtype
+        items.append(Item(name.removeprefix(prefix), entry, becomes))
+    return Plan(directory, manifest, tuple(_shards(items, shard_bytes_max)))
+
+
+def _contents(directory: Path, manifest: Manifest) -> Contents:
+    entry = manifest.files.get(METADATA_NAME)
+    if entry is None:
+        raise StoredError(f"{directory}: has no {METADATA_NAME}: not a directory of torch.distributed.checkpoint")
+    if entry.bytes > METADATA_BYTES_MAX:
+        raise StoredError(f"{directory / METADATA_NAME}: {entry.bytes} bytes is more than it can have")
+    with StepBytes(directory, manifest) as source:
+        return parse(source.read(METADATA_NAME, 0, entry.bytes))
+
+
+def _uncovered(chosen: dict[str, TensorEntry], manifest: Manifest) -> list[str]:
+    """Say which tensor cannot be read in full."""
+    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+    return check_coverage(Contents(chosen, {}, ()), sizes)
+
+
+def _shards(items: list[Item], bytes_max: int) -> Iterator[tuple[Item, ...]]:
+    """Fill one file after the other, in the order of the model's tensors."""
+    shard: list[Item] = []
+    filled = 0
+    for item in items:
+        if shard and filled + item.bytes > bytes_max:
+            yield _aligned(shard)
+            shard, filled = [], 0
+        shard.append(item)
+        filled += item.bytes
+    yield _aligned(shard)
+
+
+def _aligned(shard: list[Item]) -> tuple[Item, ...]:
+    """Put wider numbers first, so that each tensor is aligned."""
+    return tuple(sorted(shard, key=lambda item: (-safetensors.ITEM_BYTES[item.dtype], item.name)))
+
+
+def export(plan: Plan, target: Path, *, progress: Callable[[int], None] = lambda _bytes: None) -> list[Written]:
+    """Write the files below `target`, which must not exist (an empty directory may).
+
+    Args:
+        plan: what to write.
+        target: where; it gets its name when all is written and durable.
+        progress: called with the number of bytes each time some are written.
+
+    Raises:
+        DamagedStepError: a chunk of the step directory is not what its manifest says.
+        ExportError: the target is taken, or has no room.
+        OSError: it cannot be read or written.
+    """
+    target = Path(os.path.abspath(target))
+    if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not os.listdir(target)):
+        raise ExportError(f"{target}: is there already: name a directory that is not")
+    os.makedirs(target.parent, exist_ok=True)
+    _clear_leftovers(target)
+    free = shutil.disk_usage(target.parent).free
+    if plan.bytes + SPARE_BYTES > free:
+        raise ExportError(f"{target.parent}: {free} bytes are free, {plan.bytes + SPARE_BYTES} are needed")
+    with _growing(target) as directory:
+        written = list(_write_files(plan, directory, progress))
+        fsync_directory(directory)
+        os.rename(directory, target)
+    fsync_directory(target.parent)
+    return written
+
+
+@contextmanager
+def _growing(target: Path) -> Iterator[Path]:
+    """Make a directory beside the target; it is removed unless it got the target's name."""
+    directory = target.parent / f".{target.name}.export-{secrets.token_hex(4)}"
+    os.mkdir(directory)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # no locks here: leftovers stay then, and harm nothing
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)  # gone already where all went well
+        os.close(descriptor)
+
+
+def _clear_leftovers(target: Path) -> None:
+    """Remove what killed exports to the same target have left; living ones hold a lock."""
+    leftover = re.compile(rf"\.{re.escape(target.name)}\.export-[0-9a-f]{{8}}")
+    for path in target.parent.iterdir():
+        if leftover.fullmatch(path.name) is None:
+            continue
+        with suppress(OSError):  # somebody writes it, or it is not ours: it stays
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _write_files(plan: Plan, directory: Path, progress: Callable[[int], None]) -> Iterator[Written]:
+    count = len(plan.shards)
+    about = {
+        "format": "pt",
+        "stepkeeper.step": str(plan.manifest.step),
+        "stepkeeper.save_id": plan.manifest.save_id,
+    }
+    homes = {}
+    try:
+        with StepBytes(plan.directory, plan.manifest) as source:
+            for number, shard in enumerate(plan.shards, 1):
+                name = safetensors.shard_name(number, count)
+                header = safetensors.pack_header([(item.name, item.dtype, item.entry.size) for item in shard], about)
+                yield _write_new(directory / name, _shard_bytes(source, header, shard), progress)
+                homes.update(dict.fromkeys((item.name for item in shard), name))
+    except StoredError as error:
+        raise DamagedStepError(str(error)) from error
+    except safetensors.SafetensorsError as error:
+        raise ExportError(str(error)) from error
+    if count > 1:
+        index = safetensors.pack_index(homes, plan.bytes)
+        yield _write_new(directory / safetensors.INDEX_NAME, [index], progress)
+
+
+def _write_new(
+    path: Path, blocks: Iterator[bytes | bytearray] | list[bytes], progress: Callable[[int], None]
+) -> Written:
+    """Write a new file front to back and make it durable."""
+    digest = xxhash.xxh3_128()
+    done = 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for block in blocks:
+            write_all(descriptor, block)  # type: ignore[arg-type]  # a bytearray serves as well
+            digest.update(block)
+            done += len(block)
+            progress(len(block))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return Written(path.name, done, digest.hexdigest())
+
+
+def _shard_bytes(source: StepBytes, header: bytes, shard: Sequence[Item]) -> Iterator[bytes | bytearray]:
+    yield header
+    for item in shard:
+        convert = _converter(item.entry.dtype, item.dtype)
+        try:
+            for block in tensor_blocks(source, item.entry):
+                yield convert(block)
+        except StoredError as error:
+            raise StoredError(f"{item.name}: {error}") from error
+
+
+# Another type of numbers ---------------------------------------------------------------------------------------------
+
+
+def _converter(source: str, target: str) -> Callable[[bytearray], bytes | bytearray]:
+    """Return how to turn blocks of one type into another: by NumPy where it is there, which is ten times as fast."""
+    if source == target:
+        return lambda block: block
+    if (source, target) == ("float32", "bfloat16") and importlib.util.find_spec("numpy") is not None:
+        return _bfloat16_by_numpy
+    return lambda block: numbers.convert(block, source, target)
+
+
+def _bfloat16_by_numpy(block: bytearray) -> bytearray:
+    numpy = importlib.import_module("numpy")  # not imported above: the command line works without
+    singles = numpy.frombuffer(block, dtype="<u4")
+    result = bytearray(len(block) // 2)
+    halves = numpy.frombuffer(result, dtype="<u2")
+    for at in range(0, len(singles), CACHED_NUMBERS):
+        bits = singles[at : at + CACHED_NUMBERS]
+        rounded = bits >> 16
+        rounded &= 1
+        rounded += 0x7FFF
+        rounded += bits
+        rounded >>= 16
+        rounded[(bits & 0x7FFFFFFF) > 0x7F800000] = 0x7FC0  # noqa: PLR2004 - infinity: above it is no number
+        halves[at : at + CACHED_NUMBERS] = rounded
+    return result
+
+
+def homes(plan: Plan) -> Mapping[str, Sequence[Item]]:
+    """Return the tensors of each file of a plan."""
+    count = len(plan.shards)
+    return {safetensors.shard_name(number, count): shard for number, shard in enumerate(plan.shards, 1)}

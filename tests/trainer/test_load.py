@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import resource
+import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.metadata import parse
 from stepkeeper_trainer.loading import Limits, Wanted, fill
 from stepkeeper_trainer.reader import CheckedReader, load
+from tests.trainer.ranks import free_port
 from tests.trainer.steps_by_dcp import commit, save, stock_load
 
 DTYPES = (
@@ -347,3 +351,62 @@ def test_a_manifest_that_names_huge_chunks_takes_no_memory(tmp_path: Path) -> No
 
     with pytest.raises(DamagedError, match="does not list its chunks"):
         load(CheckedReader(tmp_path, read_manifest(tmp_path)), {"a": torch.zeros(2)}, None)
+
+
+# Several ranks ----------------------------------------------------------------------------------------------------
+
+
+def ranks(count: int, what: str, directory: Path) -> tuple[list[int], list[str]]:
+    """Run ranks of `tests.trainer.sharded`; return their exit codes and what they printed."""
+    own = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(count),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer.sharded", what, str(directory)],
+            env={**os.environ, **own, "RANK": str(rank)},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [process.returncode for process in processes], said
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sharded") / "step_00000001"
+    codes, said = ranks(2, "save", directory)
+    assert codes == [0, 0], said
+    return directory
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_number_of_ranks_loads_what_two_have_saved(of_two_ranks: Path, world_size: int) -> None:
+    codes, said = ranks(world_size, "load", of_two_ranks)
+
+    assert codes == [0] * world_size, said
+
+
+def test_damage_that_one_rank_sees_stops_all(of_two_ranks: Path, tmp_path: Path) -> None:
+    step = tmp_path / "step_00000001"
+    shutil.copytree(of_two_ranks, step)
+    rows = parse((step / ".metadata").read_bytes()).tensors["rows"].pieces[1].extent  # the second rank's
+    assert rows is not None
+    flip(step / rows.file, rows.start + rows.length // 2)
+
+    codes, said = ranks(2, "load", step)
+
+    assert codes == [3, 3], said
+    assert all(f"{rows.file}: bytes of chunk" in text for text in said)

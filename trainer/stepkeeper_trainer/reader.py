@@ -26,10 +26,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from stepkeeper_trainer.errors import DamagedError
+from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.metadata import METADATA_NAME, Contents, MetadataError, Piece, TensorEntry, parse
 from stepkeeper_trainer.loading import Limits, Wanted, all_failures, fill
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.distributed.checkpoint.planner import ReadItem
 
     from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
@@ -119,6 +122,7 @@ class CheckedReader:
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
         self._contents: Contents | None = None
+        self._metadata: Metadata | None = None
 
     @property
     def contents(self) -> Contents:
@@ -143,14 +147,23 @@ class CheckedReader:
 
     def read_metadata(self) -> Metadata:
         """Return what the step holds, in torch's words.  Raises as `contents`."""
-        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.contents.objects}
+        if self._metadata is None:
+            with paused():
+                self._metadata = Metadata(dict(self._entries()))
+        return self._metadata
+
+    def _entries(self) -> Iterator[tuple[str, BytesStorageMetadata | TensorStorageMetadata]]:
+        for name in self.contents.objects:
+            yield name, BytesStorageMetadata()
         for name, tensor in self.contents.tensors.items():
-            entries[name] = TensorStorageMetadata(
-                TensorProperties(dtype=_dtype(name, tensor)),
-                torch.Size(tensor.size),
-                [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.pieces],
+            yield (
+                name,
+                TensorStorageMetadata(
+                    TensorProperties(dtype=_dtype(name, tensor)),
+                    torch.Size(tensor.size),
+                    [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.pieces],
+                ),
             )
-        return Metadata(entries)
 
     def fill(self, tensors: dict[str, torch.Tensor], *, limits: Limits | None = None, turn: float = 0.0) -> int:
         """Fill `tensors` in place with what this rank holds of them; return how many bytes were read.
@@ -158,23 +171,28 @@ class CheckedReader:
         Raises:
             DamagedError: some byte is not what the manifest says, or cannot be read.
         """
+        with paused():
+            wanted = self._plan(tensors)
+        return fill(self._directory, self._manifest, wanted, limits=limits, turn=turn)
+
+    def _plan(self, tensors: dict[str, torch.Tensor]) -> list[Wanted]:
+        """Say which boxes of which stored pieces this rank needs; torch's planner knows all kinds of sharding."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), self.read_metadata(), is_coordinator=True)
         try:
             plan = planner.create_local_plan()
         except (RuntimeError, ValueError) as error:  # torch's words for what is missing or of another size
             raise DamagedError(f"{self._directory}: {error}") from error
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                raise DamagedError(f"{self._directory}: {item.storage_index.fqn} is a pickle, which is never loaded")
         places = {
             (name, piece.offsets): (tensor, piece)
             for name, tensor in self.contents.tensors.items()
             if name in tensors
             for piece in tensor.pieces
         }
-        for item in plan.items:
-            if item.type is LoadItemType.BYTE_IO:
-                raise DamagedError(f"{self._directory}: {item.storage_index.fqn} is a pickle, which is never loaded")
-        wanted = [self._wanted(item, planner.resolve_tensor(item), places) for item in plan.items]
-        return fill(self._directory, self._manifest, wanted, limits=limits, turn=turn)
+        return [self._wanted(item, planner.resolve_tensor(item), places) for item in plan.items]
 
     def _wanted(
         self, item: ReadItem, target: torch.Tensor, places: dict[tuple[str, tuple[int, ...]], tuple[TensorEntry, Piece]]

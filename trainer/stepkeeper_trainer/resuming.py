@@ -6,10 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from stepkeeper_trainer.conditions import warn_of_changes
 from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError
+from stepkeeper_trainer.formats import lineage
+from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError
-from stepkeeper_trainer.formats.steps import newest_verified, read_manifest
+from stepkeeper_trainer.formats.steps import (
+    StepDirectory,
+    current_lineage,
+    list_steps,
+    newest_verified,
+    read_manifest,
+)
+from stepkeeper_trainer.formats.verify import join_shares, known_right, verify_share
 from stepkeeper_trainer.history import record_start
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.reader import CheckedReader, load
@@ -47,8 +58,7 @@ def resume(
         DamagedError: its bytes are not what its manifest says.
     """
     if resume_from == LATEST:
-        found = _newest(commits.checkpoints) if state.rank == 0 else None
-        resume_from = agreement.share(found)
+        resume_from = _newest_together(commits.checkpoints, agreement, group, state.rank, world_size)
     if resume_from is None:
         parent = _record(commits, None, None) if state.rank == 0 else None
         return Resumed(None, None, parent)
@@ -68,14 +78,49 @@ def resume(
     return Resumed(manifest.step, (manifest.step, manifest.save_id), parent)
 
 
-def _newest(checkpoints: Path) -> str | None:
-    choice = newest_verified(checkpoints)
-    for skipped, problems in choice.skipped:
-        warn("step_skipped", directory=skipped.path.name, why="; ".join(problems))
-    if choice.chosen is None:
+def _newest_together(
+    checkpoints: Path, agreement: Agreement, group: Any | None, rank: int, world_size: int
+) -> str | None:
+    """Choose the newest step directory that is whole; all ranks read a share of its bytes."""
+    if group is None:
+        choice = newest_verified(checkpoints)
+        for skipped, problems in choice.skipped:
+            _say_skipped(skipped, problems)
+        return _say_chosen(choice.chosen)
+    steps = current_lineage(list_steps(checkpoints), lineage.read(checkpoints)) if rank == 0 else []
+    cache = Cache(checkpoints)
+    for at in range(agreement.share(len(steps))):
+        step = steps[at] if rank == 0 else None
+        if step is not None and step.manifest is None:
+            _say_skipped(step, (step.problem or "no manifest",))
+        readable = step is not None and step.manifest is not None
+        known = step is not None and readable and known_right(step.path, cache)
+        path, needs_reading = agreement.share((step.path if step is not None and readable else None, not known))
+        if path is None:
+            continue
+        wrong: tuple[str, ...] = ()
+        if needs_reading:
+            own = verify_share(path, rank, world_size)
+            shares: list[Any] | None = [None] * world_size if rank == 0 else None
+            dist.gather_object(own, shares, dst=0, group=group)
+            if shares is not None:
+                wrong = join_shares(path, shares, cache=cache).problems
+        if step is not None and wrong:
+            _say_skipped(step, wrong)
+        if not agreement.share(bool(wrong)):
+            return _say_chosen(step) if rank == 0 else str(path)
+    return _say_chosen(None) if rank == 0 else None
+
+
+def _say_skipped(step: StepDirectory, problems: tuple[str, ...]) -> None:
+    warn("step_skipped", directory=step.path.name, why="; ".join(problems))
+
+
+def _say_chosen(step: StepDirectory | None) -> str | None:
+    if step is None:
         say("started_anew", why="no verified step directory")
         return None
-    return str(choice.chosen.path)
+    return str(step.path)
 
 
 def _open(directory: Path) -> Manifest:

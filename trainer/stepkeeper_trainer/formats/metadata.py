@@ -6,7 +6,6 @@ DCP writes stand for inert records of our own, and any other name is refused.  N
 
 from __future__ import annotations
 
-import gc
 import io
 import math
 import pickle
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
+from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.pickles import OpcodeError, find_end
 
 if TYPE_CHECKING:
@@ -178,20 +178,16 @@ def parse(data: bytes) -> Contents:
     Raises:
         MetadataError: why it cannot be used.
     """
-    collecting = gc.isenabled()
-    gc.disable()  # millions of records and no cycle among them: collecting takes most of the time
     try:
-        find_end(data)
-        return _contents(_Restricted(io.BytesIO(data)).load())
+        with paused():
+            find_end(data)
+            return _contents(_Restricted(io.BytesIO(data)).load())
     except MetadataError:
         raise
     except OpcodeError as error:
         raise MetadataError(f"{error}: it was not loaded") from error
     except Exception as error:  # damaged bytes can raise anything
         raise MetadataError(f"torn or damaged: {type(error).__name__}: {str(error)[:200]}") from error
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _contents(root: Any) -> Contents:

@@ -177,6 +177,15 @@ def verify(
     return Verdict(directory, tuple(problems), found.bytes_read, bytes_known)
 
 
+def known_right(directory: Path, cache: Cache) -> bool:
+    """Whether a step directory is complete and each of its files was found right before, and is unchanged since."""
+    look = _look(directory)
+    if look.manifest is None or look.problems:
+        return False
+    facts = set(look.facts().values())
+    return cache.known(look.manifest.manifest_xxh3_128, facts) == facts
+
+
 def verify_share(directory: Path, index: int, of: int, *, reading: Reading | None = None) -> ShareVerdict:
     """Read share `index` (from 0) of `of` nearly equal ones; all of them together are a deep verification.
 

@@ -7,14 +7,18 @@ modules below only do.  It works the same with and without a supervisor.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
 
 from stepkeeper_trainer import attach, outcomes, resuming
 from stepkeeper_trainer.agreement import AGREE_WITHIN_S, Agreement, Wish
+from stepkeeper_trainer.backpressure import WhenBusy, on_periodic, take_over
 from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError
@@ -23,6 +27,7 @@ from stepkeeper_trainer.leave import install_excepthook, leave
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.metrics import Metrics
+from stepkeeper_trainer.optimizers import OptimizerStates
 from stepkeeper_trainer.outcomes import TOGETHER_WITHIN_S
 from stepkeeper_trainer.records import Records
 from stepkeeper_trainer.reporter import Reporter
@@ -31,12 +36,11 @@ from stepkeeper_trainer.saver import Saver, Summary
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
+    from collections.abc import Iterator, Mapping
 
 SAVE_WITHIN_S = 600.0
 LAST_SECONDS_S = 20.0  # for a save in flight when training fails
+Replication = Literal["check", "ignore", "save"]
 
 
 class Keeper:
@@ -46,7 +50,7 @@ class Keeper:
         self,
         *,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         scheduler: Stateful | None = None,
         sampler: Stateful | None = None,
         others: Mapping[str, Stateful] | None = None,
@@ -56,21 +60,29 @@ class Keeper:
         total_steps: int | None = None,
         seed: int = 0,
         save_within_s: float = SAVE_WITHIN_S,
+        when_busy: WhenBusy = "wait",
+        replicas: Replication = "check",
     ) -> None:
         """Attach to the supervisor, if there is one.
 
         Args:
             model: sharded by `fully_shard`, replicated by DDP, or plain.
-            optimizer: of that model's parameters.
+            optimizer: of that model's parameters; several by name.
             scheduler: of the learning rate.
             sampler: the data position, of the whole job (see `GlobalSampler`).
-            others: whatever else must be saved, by name, such as a gradient scaler.
+            others: whatever else must be saved, by name: anything with `state_dict` and `load_state_dict`, such as a
+                gradient scaler or an average of the weights; one of which each rank has its own state (torchdata's
+                StatefulDataLoader, or with an attribute `per_rank = True`) can be resumed on as many ranks only.
             run_dir: where checkpoints and metrics go; `STEPKEEPER_RUN_DIR` if it is not given.
             resume_from: a step directory, or `latest`; `STEPKEEPER_RESUME_FROM` if it is not given.
             checkpoint_every_steps: None saves on request and at the end only.
             total_steps: when the work is done.
             seed: for the generators of ranks that a checkpoint does not know.
             save_within_s: how long one save may take.
+            when_busy: what a periodic save does while another is in flight: `wait` until it is done, `skip`, or
+                `cancel` the other.
+            replicas: what becomes of tensors that several ranks hold: one copy is saved, and with `check` the others
+                are compared with it (`ignore`: not); with `save` all copies are saved too.
 
         Raises:
             KeeperError: what is wrong and what to do; uncaught, it ends the process without a traceback.
@@ -80,6 +92,12 @@ class Keeper:
         self._environment = read_environment()
         self.rank, self.world_size = attach.find_rank()
         self._resume_from = str(resume_from) if resume_from else self._environment.resume_from
+        if when_busy not in get_args(WhenBusy) or replicas not in get_args(Replication):
+            raise UsageError(
+                f"when_busy={when_busy!r}, replicas={replicas!r}: "
+                f"choose of {get_args(WhenBusy)} and of {get_args(Replication)}"
+            )
+        self._when_busy, self._replicas = when_busy, replicas
         self._every = checkpoint_every_steps
         self._total_steps = total_steps
         self._save_within_s = save_within_s
@@ -95,14 +113,19 @@ class Keeper:
         named = {"scheduler": scheduler, "sampler": sampler, **(others or {})}
         self._state = TrainingState(
             model=model,
-            optimizer=optimizer,
+            optimizers=OptimizerStates(model, optimizer),
             others={name: part for name, part in named.items() if part is not None},
             counters=self._counters,
             rank=self.rank,
+            world_size=self.world_size,
+            save_replicas=replicas == "save",
         )
         self._resumed: resuming.Resumed | None = None
         self._due = False  # a periodic save has not been begun yet
         self._unsaid_save = False  # begun since the ranks last spoke
+        self._prepared = False  # the state has been complete once, and memory for saves is being made
+        self._gave_up_for = False  # the save in flight was cancelled for the one that is due
+        self._protected = False  # another was cancelled for the save in flight
         self._reporter = Reporter(self._link, self.rank, self.world_size)
 
     @property
@@ -141,7 +164,7 @@ class Keeper:
             world_size=self.world_size,
         )
         self._resumed = resumed
-        self._state.collect()  # what cannot be saved is said now, and not at the first save
+        tensors = self._state.collect()  # what cannot be saved is said now, and not at the first save
         if self.rank == 0:
             self._metrics = Metrics(self.run_dir, self._environment.attempt, self._environment.launch)
             self._records = Records(self._counters, self._metrics)
@@ -155,7 +178,13 @@ class Keeper:
             parent=resumed.parent,
             limit_s=self._save_within_s,
             before_commit=self._metrics.sync if self._metrics else lambda _limit_at: None,
+            check_replicas=self._replicas != "ignore",
         )
+        if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
+            self._saver.prepare(tensors)
+        if torch.cuda.is_available():
+            for optimizer in self._state.optimizers.all.values():
+                optimizer.register_step_pre_hook(lambda *_: self._ready().wait_before_change())
         self._reporter.resumed(resumed.step)
         self._agreement.issue(self._wish())
         return self.step
@@ -186,6 +215,10 @@ class Keeper:
         self._reporter.step(counters.step, counters.tokens, counters.last_loss if self.rank == 0 else None)
         self._due |= bool(self._every) and counters.step % (self._every or 1) == 0
         agreed = self._listen()
+        if not self._prepared:
+            self._prepared = True
+            if not (self._due or self._requests.save_agreed or self._requests.stop_agreed):  # the save does it itself
+                saver.prepare(self._state.collect())
         self._save_as_agreed(saver, agreed)
         self._unsaid_save = False
         self._agreement.issue(self._wish())
@@ -270,7 +303,7 @@ class Keeper:
             return
         if not urgent:
             if agreed.busy or self._unsaid_save:
-                say("save_waits", step=self.step, why="another is in flight")
+                self._make_way(saver)
             else:
                 self._begin_save(saver, sequence=agreed.sequence + 1)
             return
@@ -278,8 +311,33 @@ class Keeper:
         if in_flight is not None and in_flight.summary.step == self.step:
             requests.served()  # that one is what was asked for
             return
+        if agreed.busy or self._unsaid_save:
+            self._take_over(saver)
         # One that is over its limit on some rank is left to `finish`.
         self._begin_together(saver, limit_at=requests.limit_at(self._save_within_s), emergency=True)
+
+    def _make_way(self, saver: Saver) -> None:
+        """Do with a periodic save that cannot begin what the script wants; a requested one waits."""
+        choice = on_periodic(self._when_busy, in_flight_protected=self._protected)
+        if self._requests.save_agreed or choice == "wait":
+            say("save_waits", step=self.step, why="another is in flight")
+        elif choice == "skip":
+            self._due = False
+            say("save_skipped", step=self.step, why="another is in flight")
+        else:
+            self._gave_up_for = True
+            saver.cancel(f"the save of step {self.step} is due")
+
+    def _take_over(self, saver: Saver) -> None:
+        """Give up the save in flight for an urgent one, if there is not time for both."""
+        deadline_at = self._requests.deadline_at
+        now = time.time()
+        if deadline_at is None:
+            return
+        mine = [*saver.estimate_ms(now), -int(1000 * (deadline_at - now))]
+        in_flight_ms, new_ms, left_ms = self._agreement.settle_all(mine, within_s=AGREE_WITHIN_S)
+        if take_over(left_s=-left_ms / 1000, in_flight_s=in_flight_ms / 1000, new_s=new_ms / 1000):
+            saver.cancel(f"no time for it and the save of step {self.step}")
 
     def _begin_together(self, saver: Saver, *, limit_at: float, emergency: bool = False, last: bool = False) -> bool:
         """Begin a save on all ranks or on none, however long theirs in flight take; true if it was begun.
@@ -303,11 +361,17 @@ class Keeper:
         return not any_unable
 
     def _begin_save(self, saver: Saver, *, sequence: int, emergency: bool = False) -> None:
+        with _no_collection():
+            self._start_save(saver, sequence=sequence, emergency=emergency)
+
+    def _start_save(self, saver: Saver, *, sequence: int, emergency: bool) -> None:
         self._settle_records()  # the state and the manifest tell of this step's loss
         counters = self._counters
         loss = counters.last_loss
+        tensors = self._state.collect()
+        self._protected, self._gave_up_for = self._gave_up_for, False
         saver.start(
-            self._state.collect(),
+            tensors,
             Summary(
                 step=counters.step,
                 tokens=counters.tokens,
@@ -318,6 +382,7 @@ class Keeper:
             emergency=emergency,
             requested_at=self._requests.asked_at,
             deadline_at=self._requests.deadline_at,
+            early=self._state.early(tensors) if torch.cuda.is_available() else frozenset(),
         )
         self._unsaid_save = True
         self._due = False
@@ -340,3 +405,15 @@ class Keeper:
             self._settle_records()
         if self._metrics is not None:
             self._metrics.finish()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's cycle collector from walking over every object of the script while training waits."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

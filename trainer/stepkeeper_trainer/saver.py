@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -110,7 +111,10 @@ class Saver:
             before_commit=before_commit,
             check_replicas=check_replicas,
         )
-        self._preparing: threading.Thread | None = None
+        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._prepared = threading.Event()  # nothing is being prepared
+        self._prepared.set()
         self._failed_elsewhere = 0
         self.last: Save | None = None
         self.persist_s: float | None = None  # how long the last good save took, from request to durable
@@ -151,14 +155,17 @@ class Saver:
         """Let a device finish copying, before an optimizer step changes what is copied.  Costs no time on a CPU."""
         self._staging.wait_before_change()
 
+    def estimate_ms(self, now: float) -> tuple[int, int]:
+        """Return how long the save in flight may still take, and how long a new one: 0 where nothing is known."""
+        whole = self.persist_s or 0.0
+        last = self.last
+        left = whole - (now - last.requested_at) if last is not None and self.busy else 0.0
+        return int(1000 * max(0.0, left)), int(1000 * whole)
+
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Plan and allocate beside training, before the first save.  All ranks call it at the same boundary."""
-        if self.busy or self._preparing is not None:
-            return
-        self._preparing = threading.Thread(
-            target=self._prepare, args=(dict(tensors),), name="stepkeeper-prepare", daemon=True
-        )
-        self._preparing.start()
+        """Plan and allocate beside training, before the first save.  All ranks call it equally often."""
+        self._prepared.clear()
+        self._do(lambda: self._prepare(tensors))
 
     def start(
         self,
@@ -194,11 +201,8 @@ class Saver:
             self._link.send(SaveStarted(step=summary.step, save_id=save_id, emergency=emergency), keep=True)
         changed, problem = False, None
         try:
-            if self._preparing is not None:
-                self._preparing.join(max(0.0, save.limit_at - now))
-                if self._preparing.is_alive():
-                    raise SaveError("the staging memory is not ready in time")  # noqa: TRY301
-                self._preparing = None
+            if not self._prepared.wait(max(0.0, save.limit_at - now)):
+                raise SaveError("the memory for staging is not ready in time")  # noqa: TRY301
             changed = not self._staging.fits(tensors)
             if changed:
                 self._persister.forget()
@@ -208,9 +212,7 @@ class Saver:
         except (Exception, CheckpointException) as error:  # noqa: BLE001  # training must go on
             problem = error
         blocked_s = round(time.time() - now, 4)
-        threading.Thread(
-            target=self._work, args=(save, tensors, changed, problem), name="stepkeeper-save", daemon=True
-        ).start()
+        self._do(lambda: self._work(save, tensors, changed=changed, problem=problem))
         if problem is None:
             say("save_started", step=summary.step, save_id=save_id, emergency=emergency, blocked_s=blocked_s)
         return save
@@ -223,18 +225,27 @@ class Saver:
         last.settled.wait(max(0.0, limit_at - time.time()))
         return last.settled.is_set() and last.error is None
 
-    def _prepare(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _do(self, job: Callable[[], None]) -> None:
+        """Have the save's thread do something: one after the other, in the same order on all ranks."""
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._run, name="stepkeeper-save", daemon=True)
+            self._worker.start()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()()
+
+    def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
         try:
             self._persister.prepare(tensors, PREPARE_WITHIN_S)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  # the first save will tell
+        except BaseException as error:  # noqa: BLE001  # DCP's own is a BaseException; the first save will tell
             warn("prepare_failed", why=shorten(root_cause(error)))
+        finally:
+            self._prepared.set()
 
     def _work(
-        self,
-        save: Save,
-        tensors: dict[str, torch.Tensor],
-        changed: bool,
-        problem: BaseException | None,  # noqa: FBT001
+        self, save: Save, tensors: dict[str, torch.Tensor], *, changed: bool, problem: BaseException | None
     ) -> None:
         """Bring one save to its end.  In the save's thread."""
         error: BaseException | None = problem

@@ -187,17 +187,11 @@ class _Tensor:
         count = math.prod(self._shape)
         strides = _strides(self._shape)
         kind = torch.storage._dtype_to_storage_type_map().get(self._dtype)  # noqa: SLF001  # pinned by a test
-        if self._dtype in torch.storage._new_dtypes():  # noqa: SLF001  # pinned by a test
+        # Private names of torch's, pinned by a test.
+        if self._dtype in torch.storage._new_dtypes():  # noqa: SLF001
             storage = _Storage(torch.UntypedStorage, count * self._dtype.itemsize)
-            return torch._utils._rebuild_tensor_v3, (
-                storage,
-                0,
-                self._shape,
-                strides,
-                False,
-                OrderedDict(),
-                self._dtype,
-            )  # noqa: SLF001
+            typed: tuple[Any, ...] = (storage, 0, self._shape, strides, False, OrderedDict(), self._dtype)
+            return torch._utils._rebuild_tensor_v3, typed  # noqa: SLF001
         storage = _Storage(getattr(torch, str(kind)), count)
         return torch._utils._rebuild_tensor_v2, (storage, 0, self._shape, strides, False, OrderedDict())  # noqa: SLF001
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,24 +24,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 PAGE_BYTES = 4096
+MANY = 1000  # tensors, from which on several threads go through the small ones
+SMALL_NUMEL = 32768  # torch's own limit for going through a tensor with one thread
+THREADS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
     """What the layout of a state depends on: names, types, shapes and how each tensor is sharded."""
 
-    names: tuple[str, ...]
-    parts: tuple[tuple[torch.Size, torch.dtype, Any], ...]
+    names: list[str]
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    specs: list[Any]
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> Signature:
-        """Return the signature of a state."""
-        return Signature(tuple(tensors), tuple(_part(tensor) for tensor in tensors.values()))
-
-
-def _part(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, Any]:
-    spec = tensor._spec if type(tensor) is DTensor else None  # noqa: SLF001  # pinned by a test
-    return tensor.shape, tensor.dtype, spec
+        """Return the signature of a state: lists, which compare at the speed of the interpreter's own loops."""
+        values = list(tensors.values())
+        return Signature(
+            list(tensors),
+            [tensor.shape for tensor in values],
+            [tensor.dtype for tensor in values],
+            [tensor._spec if type(tensor) is DTensor else None for tensor in values],  # noqa: SLF001  # pinned by a test
+        )
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,6 +162,44 @@ class Arena:
         # Otherwise memory stays pageable: copies are slower, and as right.
 
 
+class Copier:
+    """Copies lists of tensors within the memory of the host.
+
+    torch spreads a large tensor over its threads, and goes through small ones with a single one: those are
+    given to several threads here.
+    """
+
+    def copy(self, places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        """Copy each tensor to its place.  Gradients must be off."""
+        threads = min(THREADS_MAX, torch.get_num_threads())
+        if threads == 1 or len(places) < MANY:
+            if places:
+                torch._foreach_copy_(places, tensors)
+            return
+        small = [n for n, place in enumerate(places) if place.numel() < SMALL_NUMEL]
+        large = [n for n, place in enumerate(places) if place.numel() >= SMALL_NUMEL]
+        parts = [small[len(small) * t // threads : len(small) * (t + 1) // threads] for t in range(threads)]
+        errors: list[BaseException] = []
+
+        def work(numbers: list[int]) -> None:
+            try:
+                if numbers:
+                    with torch.no_grad():
+                        torch._foreach_copy_([places[n] for n in numbers], [tensors[n] for n in numbers])
+            except BaseException as error:  # noqa: BLE001  # raised below
+                errors.append(error)
+
+        helpers = [threading.Thread(target=work, args=(part,), daemon=True) for part in parts[1:]]
+        for helper in helpers:
+            helper.start()
+        work(parts[0])
+        for helper in helpers:
+            helper.join()
+        work(large)
+        if errors:
+            raise errors[0]
+
+
 class Staging:
     """Copies a state into the arena.  Its memory belongs to one save at a time."""
 
@@ -162,28 +207,20 @@ class Staging:
         """Prepare; `device` says whether tensors may live on a GPU (None: if there is one)."""
         self._device = torch.cuda.is_available() if device is None else device
         self.arena = Arena(pinned=self._device)
+        self._copier = Copier()
         self.layout: Layout | None = None
         self.signature: Signature | None = None
         self._kinds: dict[str, Kind] = {}
         self._taken: Signature | None = None
         self._places: list[torch.Tensor] = []
         self._names: list[str] = []
+        self._order: list[int] = []  # of the state's tensors, as they lie in the arena
         self._stream: Any = None
         self._copied: Any = None  # event: the arena holds everything
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the state is laid out as the one before."""
-        signature = self.signature
-        if signature is None or len(tensors) != len(signature.names):
-            return False
-        for name, part, (known, tensor) in zip(signature.names, signature.parts, tensors.items(), strict=True):
-            if name != known or part[0] != tensor.shape or part[1] != tensor.dtype:
-                return False
-            if (type(tensor) is DTensor) != (part[2] is not None):
-                return False
-            if part[2] is not None and tensor._spec is not part[2] and tensor._spec != part[2]:  # type: ignore[attr-defined]  # noqa: SLF001
-                return False
-        return True
+        return self.signature is not None and Signature.of(tensors) == self.signature
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Learn the layout of a state; `regroup` then places it.
@@ -230,6 +267,8 @@ class Staging:
                     names.append(piece.name)
                     places.append(flat[piece.data : piece.tail].view(dtype).view(shape))
         self.layout, self._places, self._names = layout, places, names
+        number = {name: n for n, name in enumerate(self._kinds)}
+        self._order = [number[name] for name in names]
         self.signature = self._taken
 
     def copy(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str] | None = None) -> None:

@@ -16,17 +16,19 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer import random_state
-from stepkeeper_trainer.errors import ResumeError, StateError, UsageError
+from stepkeeper_trainer.errors import ResumeError, StateError
 from stepkeeper_trainer.log import warn
+from stepkeeper_trainer.optimizers import OptimizerStates, plain_name
+from stepkeeper_trainer.staging import local
 from stepkeeper_trainer.tree import from_blob, join, split, to_blob
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["HISTORY_STEPS", "Counters", "Stateful", "TrainingState", "of_one_rank", "plain_name"]
 
 HISTORY_STEPS = 50
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _JSON_KEY, _HISTORY_KEY = "keeper.json", "keeper.loss_history"
-_OPTIMIZER_STATE = "optimizer.state."
 
 
 class Stateful(Protocol):
@@ -62,10 +64,12 @@ class TrainingState:
     """Everything that a resumed run needs to go on as if it had never stopped."""
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: OptimizerStates
     others: Mapping[str, Stateful]  # scheduler, sampler, whatever the script adds
     counters: Counters
     rank: int
+    world_size: int = 1
+    save_replicas: bool = False  # copies of one tensor on several ranks are all saved
 
     def collect(self) -> dict[str, torch.Tensor]:
         """Return references to every tensor of the state: copy them before training goes on.
@@ -73,19 +77,29 @@ class TrainingState:
         Raises:
             StateError: something is neither a tensor nor JSON.
         """
-        tensors = self._model_tensors()
-        optimizer = split(self._optimizer_tree(), "optimizer", tensors)
-        others = {name: split(part.state_dict(), f"others.{name}", tensors) for name, part in self.others.items()}
+        tensors = self._model_tensors(keep_vars=True)
+        optimizer = self.optimizers.collect(tensors)
+        if self.save_replicas and self.rank:
+            copies = {f"{_replica_key(self.rank)}{name}": value for name, value in tensors.items() if _copied(value)}
+            tensors |= {name: local(value) for name, value in copies.items()}
+        shared, own = self._parts_by_kind()
+        others = {name: split(part.state_dict(), f"others.{name}", tensors) for name, part in shared.items()}
         counters = self.counters
         tensors[_JSON_KEY] = to_blob(
             {
                 "step": counters.step,
                 "tokens": counters.tokens,
                 "seed": counters.seed,
+                "world_size": self.world_size,
                 "optimizer": optimizer,
                 "others": others,
+                "per_rank": sorted(own),
             }
         )
+        if own:
+            prefix = _rank_key(self.rank)
+            trees = {name: split(part.state_dict(), f"{prefix}{name}", tensors) for name, part in own.items()}
+            tensors[f"{prefix}json"] = to_blob(trees)
         if self.rank == 0:  # the others do not know the losses
             rows = [(float(step), loss) for step, loss in counters.history]
             rows += [(math.nan, math.nan)] * (HISTORY_STEPS - len(rows))  # of one size, so that the plan stays
@@ -94,26 +108,40 @@ class TrainingState:
             tensors[f"{_rng_key(self.rank)}{name}"] = value
         return tensors
 
+    def early(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those that may change before the optimizer's next step: buffers, and whatever the script adds."""
+        parameters = self.optimizers.parameters(refresh=False)
+        return frozenset(
+            name
+            for name in names
+            if not name.startswith(("optimizer.", "optimizers.")) and name.removeprefix("model.") not in parameters
+        )
+
     def template(self, metadata: Metadata) -> dict[str, torch.Tensor]:
         """Return tensors for what a checkpoint holds: the model's own, and new ones for the rest.
 
         Raises:
             ResumeError: the checkpoint is of another model or optimizer.
         """
-        tensors = self._model_tensors()
+        tensors = self._model_tensors(keep_vars=False)
         saved = metadata.state_dict_metadata
         _check_same(tensors, {key for key in saved if key.startswith("model.")})
         for key, tensor in tensors.items():
             _check_shape(key, tensor, saved[key])
-        parameters = self._parameters()
+        parameters = self.optimizers.parameters(refresh=True)
+        others: dict[str, torch.Tensor] = {}
+        for name, part in self._parts_by_kind()[0].items():
+            split(part.state_dict(), f"others.{name}", others)
         for key, entry in saved.items():
-            other_rank = key.startswith("rng.") and not key.startswith(_rng_key(self.rank))
-            if key in tensors or other_rank:
+            if key in tensors or _of_another_rank(key, self.rank) or key.startswith("replica."):
                 continue
             if not isinstance(entry, TensorStorageMetadata):
                 raise ResumeError(f"{key} in the checkpoint is a pickle, which is never loaded: use Stepkeeper's own")
-            if key.startswith(_OPTIMIZER_STATE):
-                tensors[key] = _optimizer_tensor(key, entry, parameters)
+            like = others.get(key)
+            if (name_ := self.optimizers.parameter_of(key)) is not None:
+                tensors[key] = _optimizer_tensor(key, name_, entry, parameters)
+            elif like is not None and like.size() == entry.size:
+                tensors[key] = torch.zeros_like(like, dtype=entry.properties.dtype, requires_grad=False)
             else:
                 tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
         return tensors
@@ -125,19 +153,21 @@ class TrainingState:
             ResumeError: a part does not fit.
         """
         saved = from_blob(tensors[_JSON_KEY], name=_JSON_KEY)
-        self._apply_optimizer(join(saved["optimizer"], tensors))
-        _check_names("parts", set(self.others), set(saved["others"]))
-        for name, part in self.others.items():
+        self.optimizers.apply(saved["optimizer"], tensors)
+        shared, own = self._parts_by_kind()
+        _check_names("parts", set(self.others), {*saved["others"], *saved.get("per_rank", [])})
+        for name, part in shared.items():
             part.load_state_dict(join(saved["others"][name], tensors))
+        self._apply_own(own, saved, tensors)
         self.counters.step, self.counters.tokens = saved["step"], saved["tokens"]
         self.counters.history.clear()
         for step, loss in tensors[_HISTORY_KEY].tolist():
             if not math.isnan(step):
                 self.counters.history.append((int(step), loss))
         prefix = _rng_key(self.rank)
-        own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        if own:
-            random_state.restore(own)
+        rng = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        if rng:
+            random_state.restore(rng)
         else:
             seed = random_state.derive(saved["seed"], saved["step"], self.rank)
             warn("rng_derived", rank=self.rank, seed=seed, why="the checkpoint was made by fewer ranks")
@@ -146,88 +176,70 @@ class TrainingState:
         """Say what the state holds, for the manifest."""
         return {
             "model": True,
-            "optimizer": bool(self.optimizer.state),
+            "optimizer": self.optimizers.filled,
             "rng": True,
             "loss_history": True,
         } | dict.fromkeys(self.others, True)
 
-    def _model_tensors(self) -> dict[str, torch.Tensor]:
+    def _parts_by_kind(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
+        """Return the parts that are the same on all ranks, and those of which each rank has its own."""
+        own = {name: part for name, part in self.others.items() if of_one_rank(part)}
+        return {name: part for name, part in self.others.items() if name not in own}, own
+
+    def _apply_own(self, own: dict[str, Stateful], saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        if not own:
+            return
+        then = saved.get("world_size")
+        if then != self.world_size:
+            raise ResumeError(
+                f"{', '.join(sorted(own))}: each rank has its own position in the data there, so {self.world_size} "
+                f"ranks cannot go on where {then} were: resume on {then}, or use GlobalSampler, "
+                "whose position is that of the whole job"
+            )
+        prefix = _rank_key(self.rank)
+        trees = from_blob(tensors[f"{prefix}json"], name=f"{prefix}json")
+        for name, part in own.items():
+            part.load_state_dict(join(trees[name], tensors))
+
+    def _model_tensors(self, *, keep_vars: bool) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
-        for name, value in self.model.state_dict().items():
-            split(value, f"model.{plain_name(name)}", tensors)
+        for name, value in self.model.state_dict(keep_vars=keep_vars).items():
             if not isinstance(value, torch.Tensor):
                 raise StateError(f"{name} of the model is no tensor: leave it out of the model's state_dict()")
+            tensors[f"model.{plain_name(name)}"] = value
         return tensors
 
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        return {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
 
-    def _optimizer_tree(self) -> dict[str, Any]:
-        names = {id(parameter): name for name, parameter in self._parameters().items()}
-        state: dict[str, Any] = {}
-        groups: list[dict[str, Any]] = []
-        for group in self.optimizer.param_groups:
-            try:
-                members = [names[id(parameter)] for parameter in group["params"]]
-            except KeyError:
-                raise UsageError(
-                    "the optimizer holds a parameter that is not the model's: "
-                    "give Keeper the model that it was made from"
-                ) from None
-            for name, parameter in zip(members, group["params"], strict=True):
-                if parameter in self.optimizer.state:
-                    state[name] = _checked_state(name, parameter, self.optimizer.state[parameter])
-            groups.append({**group, "params": members})
-        return {"state": state, "param_groups": groups}
-
-    def _apply_optimizer(self, tree: dict[str, Any]) -> None:
-        parameters = self._parameters()
-        groups = self.optimizer.param_groups
-        if len(groups) != len(tree["param_groups"]):
-            raise ResumeError(
-                f"the optimizer has {len(groups)} parameter groups, the checkpoint {len(tree['param_groups'])}"
-            )
-        for group, saved in zip(groups, tree["param_groups"], strict=True):
-            members = [parameters[name] for name in saved["params"]]
-            if [id(p) for p in members] != [id(p) for p in group["params"]]:
-                raise ResumeError("the optimizer's groups hold other parameters than the checkpoint's")
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        self.optimizer.state.clear()
-        for name, values in tree["state"].items():
-            self.optimizer.state[parameters[name]] = dict(values)
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without what DDP, compile and checkpointing wrap around it.
-
-    >>> plain_name("module._orig_mod.blocks.0.weight")
-    'blocks.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def of_one_rank(part: Stateful) -> bool:
+    """Whether each rank has its own state of this part: torchdata's loader, or one that says `per_rank = True`."""
+    return bool(getattr(part, "per_rank", False)) or type(part).__module__.startswith("torchdata.stateful_dataloader")
 
 
 def _rng_key(rank: int) -> str:
     return f"rng.rank_{rank:05d}."
 
 
-def _checked_state(name: str, parameter: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:
-    for key, value in values.items():
-        if "." in str(key):
-            raise StateError(f"the optimizer's state {key!r} of {name} has a dot in its name")
-        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1
-        if plain and isinstance(parameter, DTensor):
-            raise StateError(
-                f"the optimizer's state {key!r} of {name} differs between ranks and is no DTensor: "
-                "it would be saved for one rank only"
-            )
-    return values
+def _rank_key(rank: int) -> str:
+    return f"ranks.rank_{rank:05d}."
+
+
+def _replica_key(rank: int) -> str:
+    return f"replica.rank_{rank:05d}."
+
+
+def _of_another_rank(key: str, rank: int) -> bool:
+    return key.startswith(("rng.", "ranks.")) and not key.startswith((_rng_key(rank), _rank_key(rank)))
+
+
+def _copied(tensor: torch.Tensor) -> bool:
+    """Whether other ranks hold the same."""
+    return not isinstance(tensor, DTensor) or any(placement.is_replicate() for placement in tensor.placements)
 
 
 def _optimizer_tensor(
-    key: str, entry: TensorStorageMetadata, parameters: dict[str, torch.nn.Parameter]
+    key: str, name: str, entry: TensorStorageMetadata, parameters: Mapping[str, torch.nn.Parameter]
 ) -> torch.Tensor:
     """Make an empty tensor as the optimizer would: sharded as its parameter, or a number of its own."""
-    name = key.removeprefix(_OPTIMIZER_STATE).rpartition(".")[0]
     parameter = parameters.get(name)
     if parameter is None:
         raise ResumeError(f"the checkpoint has {key}, and the model has no {name}: is it the same model?")

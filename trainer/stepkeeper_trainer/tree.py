@@ -6,6 +6,7 @@ where each belongs.  Floats keep every bit; tuples and keys that are no strings 
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from stepkeeper_trainer.errors import DamagedError, StateError
 
-PAD_BYTES = 4096  # blobs keep their size while a number gets a digit more, so the save plan stays the same
+PAD_BYTES = 4096  # and its doubles: a blob keeps its size while its content grows, so the save plan stays the same
 
 
 def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -41,6 +42,11 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
                 return {key: split(item, f"{name}.{key}", tensors) for key, item in value.items()}
             items = [[split(k, f"{name}.key", tensors), split(v, f"{name}.{k}", tensors)] for k, v in value.items()]
             return {"$items": items}
+        case bytes():
+            return {"$bytes": base64.b64encode(value).decode()}
+    if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray" and value.dtype.kind in "biuf":
+        tensors[name] = torch.from_numpy(value)
+        return {"$ndarray": name}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy number
         return split(value.item(), name, tensors)
     raise StateError(
@@ -54,6 +60,10 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
     match skeleton:
         case {"$tensor": str(name)}:
             return tensors[name]
+        case {"$ndarray": str(name)}:
+            return tensors[name].numpy()
+        case {"$bytes": str(text)}:
+            return base64.b64decode(text)
         case {"$tuple": list(items)}:
             return tuple(join(item, tensors) for item in items)
         case {"$items": list(items)}:
@@ -68,7 +78,10 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
 def to_blob(skeleton: Any) -> torch.Tensor:
     """Return JSON as a uint8 tensor, padded with spaces."""
     data = json.dumps(skeleton, separators=(",", ":")).encode()
-    data += b" " * (-len(data) % PAD_BYTES)
+    room = PAD_BYTES
+    while room < len(data):
+        room *= 2
+    data += b" " * (room - len(data))
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

@@ -1,0 +1,124 @@
+"""One step from one tier to another: chunks are checked on their way, and what is there is not sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from stepkeeper_trainer.formats.manifest import FileEntry
+from stepkeeper_trainer.tiers.pace import Pace
+from stepkeeper_trainer.tiers.tier import Held, Staging, Tier, TierError, check_chunk, check_entry
+
+
+class CopyStoppedError(TierError):
+    """Somebody asked to stop; what was copied stays, and a next try goes on there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What a copy did."""
+
+    directory: str | None  # its name in the target; None where files are still missing there
+    bytes_copied: int
+    bytes_there: int  # before
+    missing: tuple[str, ...] = ()
+
+
+def copy_step(
+    source: Tier,
+    held: Held,
+    target: Tier,
+    *,
+    pace: Pace | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    before_commit: Callable[[], None] = lambda: None,
+    despite: Collection[str] = (),
+) -> Pushed:
+    """Copy a whole step and commit it.
+
+    Args:
+        source: where it is.
+        held: which one.
+        target: where it goes.
+        pace: at most so fast.
+        should_stop: asked between chunks.
+        before_commit: the last word before the step counts; it raises where it must not (a newer attempt rules).
+        despite: directories of the target that are damaged: a copy there is no reason not to make another.
+
+    Raises:
+        DamagedCopyError: the source's bytes are wrong, or the target's read back otherwise: nothing was committed.
+        CopyStoppedError: it was asked to stop.
+        TierError: files are missing, or a tier does not answer.
+        OSError: a disk refuses.
+    """
+    staging = target.staging(held, despite=despite)
+    pushed = _Push(source, held, pace or Pace(), should_stop).to(staging, held.manifest.files)
+    if missing := staging.missing():
+        raise TierError(f"{held.directory}: {target.name} lacks {len(missing)} files, such as {missing[0]}")
+    before_commit()
+    return Pushed(staging.commit(), pushed.bytes_copied, pushed.bytes_there)
+
+
+def push_files(
+    source: Tier,
+    held: Held,
+    target: Tier,
+    *,
+    files: Collection[str] | None = None,
+    pace: Pace | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Pushed:
+    """Copy the files that `source` has, without a commit: each node does so with its own share of a step.
+
+    The one that finds nothing missing any more may commit (`target.staging(held).commit()`).
+    Raises as `copy_step`.
+    """
+    staging = target.staging(held)
+    chosen = held.manifest.files if files is None else files
+    pushed = _Push(source, held, pace or Pace(), should_stop).to(staging, chosen)
+    return Pushed(None, pushed.bytes_copied, pushed.bytes_there, tuple(staging.missing()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    source: Tier
+    held: Held
+    pace: Pace
+    should_stop: Callable[[], bool]
+
+    def to(self, staging: Staging, files: Collection[str]) -> Pushed:
+        """Send what is not there."""
+        copied = there = 0
+        for name, entry in self.held.manifest.files.items():
+            if name not in files:
+                continue
+            check_entry(entry, where=self._where(name))
+            if staging.done(name, entry):
+                there += entry.bytes
+                continue
+            if not self.source.has_file(self.held, name, entry):
+                continue
+            first = staging.present(name, entry)
+            done = min(first * entry.chunk_bytes, entry.bytes)
+            staging.write(name, entry, first, self._checked(name, entry, first))
+            there += done
+            copied += entry.bytes - done
+        return Pushed(None, copied, there)
+
+    def _checked(self, name: str, entry: FileEntry, first: int) -> Iterator[bytes]:
+        """Yield chunks that are right, and all of them."""
+        where = self._where(name)
+        index = first
+        if first < len(entry.chunks):
+            for chunk in self.source.chunks(self.held, name, entry, first):
+                if self.should_stop():
+                    raise CopyStoppedError(f"{where}: stopped at chunk {index}")
+                check_chunk(chunk, entry, index, where=where)
+                self.pace.take(len(chunk))
+                yield chunk
+                index += 1
+        if index != len(entry.chunks):
+            raise TierError(f"{where}: ends after {index} of {len(entry.chunks)} chunks")
+
+    def _where(self, name: str) -> str:
+        return f"{self.source.name}/{self.held.directory}/{name}"

@@ -1,0 +1,227 @@
+"""A tier that is a directory: a node's own disk, or shared storage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from stepkeeper_trainer.formats import lineage as lineages
+from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats.durable import fsync_directory, write_all
+from stepkeeper_trainer.formats.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, FileEntry, ManifestError
+from stepkeeper_trainer.formats.names import step_name
+from stepkeeper_trainer.formats.verify import Reading, verify
+from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, is_right
+
+PARTIAL = ".part"
+_STAGING = ".copy-"
+
+
+class DirectoryTier:
+    """The `checkpoints/` directory of a run, or one like it elsewhere."""
+
+    def __init__(self, checkpoints: Path, *, attempt: int = 0, read_back: bool = True) -> None:
+        """Make nothing yet.
+
+        Args:
+            checkpoints: where the step directories are.
+            attempt: of the run, for the lineage.
+            read_back: read what was written before it counts, from the disk and not from memory.
+        """
+        self.checkpoints = checkpoints
+        self.attempt = attempt
+        self.read_back = read_back
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return str(self.checkpoints)
+
+    def steps(self) -> list[Held]:
+        """Return the committed steps of the current lineage, newest first.  Raises OSError."""
+        found = []
+        for entry in steps.current_lineage(steps.list_steps(self.checkpoints), lineages.read(self.checkpoints)):
+            with suppress(
+                ManifestError, FileNotFoundError
+            ):  # torn, or pruned meanwhile: another tier may have it whole
+                found.append(self.held(entry.path.name))
+        return found
+
+    def held(self, directory: str) -> Held:
+        """Return one step by its directory's name.  Raises ManifestError or OSError."""
+        path = self.checkpoints / directory / MANIFEST_NAME
+        return Held.read(directory, _read_small(path), source=str(path))
+
+    def problems(self, held: Held, *, deep: bool) -> list[str]:
+        """Say what is wrong with a step."""
+        return list(verify(self.checkpoints / held.directory, deep=deep, reading=Reading(first_only=True)).problems)
+
+    def has_file(self, held: Held, name: str, entry: FileEntry) -> bool:
+        """Whether a file of a step is here with its full size."""
+        try:
+            return (self.checkpoints / held.directory / name).lstat().st_size == entry.bytes
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def chunks(self, held: Held, name: str, entry: FileEntry, first: int) -> Iterator[bytes]:
+        """Yield the chunks of a file.  Raises TierError or OSError."""
+        yield from _read_chunks(self.checkpoints / held.directory / name, entry, first)
+
+    def staging(self, held: Held, *, despite: Collection[str] = ()) -> Staging:
+        """Begin to take in a step, or go on."""
+        return _DirectoryStaging(self, held, frozenset(despite))
+
+    def clear(self, keep: Callable[[str], bool]) -> list[str]:
+        """Remove steps that were never copied in full, unless `keep` says so of their save_id; return their names."""
+        removed = []
+        with suppress(FileNotFoundError):  # nothing was ever copied here
+            for entry in list(os.scandir(self.checkpoints)):
+                if entry.name.startswith(_STAGING) and not keep(entry.name.rpartition(".")[2]):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    removed.append(entry.name)
+        return removed
+
+
+class _DirectoryStaging:
+    def __init__(self, tier: DirectoryTier, held: Held, despite: frozenset[str]) -> None:
+        self._tier, self._held, self._despite = tier, held, despite
+        self._directory = tier.checkpoints / f"{_STAGING}{step_name(held.manifest.step)}.{held.manifest.save_id}"
+        self._there = self._committed()
+
+    def done(self, name: str, entry: FileEntry) -> bool:
+        return self._there is not None or _size(self._directory / name) == entry.bytes
+
+    def present(self, name: str, entry: FileEntry) -> int:
+        right = 0
+        with suppress(FileNotFoundError, NotADirectoryError):  # nothing of it is there
+            for chunk in _read_chunks(self._directory / (name + PARTIAL), entry, 0):
+                if not is_right(chunk, entry, right):
+                    break
+                right += 1
+        return right
+
+    def write(self, name: str, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:
+        path = self._directory / name
+        partial = path.with_name(path.name + PARTIAL)
+        os.makedirs(path.parent, exist_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            os.lseek(descriptor, first * entry.chunk_bytes, os.SEEK_SET)
+            for chunk in chunks:
+                write_all(descriptor, chunk)
+            os.ftruncate(descriptor, entry.bytes)  # an earlier try may have left more
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(partial, path)
+
+    def missing(self) -> list[str]:
+        return [name for name, entry in self._held.manifest.files.items() if not self.done(name, entry)]
+
+    def commit(self) -> str:
+        if (there := self._committed()) is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            return there
+        if missing := self.missing():
+            raise TierError(f"{self._directory}: {len(missing)} files are missing, such as {missing[0]}")
+        for folder in {
+            self._directory,
+            *(self._directory / name for name in map(os.path.dirname, self._held.manifest.files)),
+        }:
+            fsync_directory(folder)
+        self._write_manifest()
+        fsync_directory(self._directory)
+        if self._tier.read_back:
+            self._read_back()
+        final = self._final()
+        os.rename(self._directory, final)
+        fsync_directory(final.parent)
+        self._record(final.name)
+        return final.name
+
+    def _committed(self) -> str | None:
+        """Return the directory in which this very save is committed already."""
+        step, save_id = step_name(self._held.manifest.step), self._held.manifest.save_id
+        for name in {step, f"{step}.{save_id[:8]}"} - self._despite:
+            with suppress(ManifestError, OSError):  # another save's, or damaged: not this one
+                if self._tier.held(name).manifest.save_id == save_id:
+                    return name
+        return None
+
+    def _write_manifest(self) -> None:
+        path = self._directory / MANIFEST_NAME
+        with suppress(FileNotFoundError):  # of a try that was killed before the rename
+            path.unlink()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_all(descriptor, self._held.raw)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _read_back(self) -> None:
+        verdict = verify(self._directory, reading=Reading(from_disk=True))
+        if verdict.ok:
+            return
+        shutil.rmtree(self._directory, ignore_errors=True)  # the next try sends all of it again
+        raise DamagedCopyError(
+            f"{self._tier.name}: what was written reads back otherwise: {'; '.join(verdict.problems)}"
+        )
+
+    def _final(self) -> Path:
+        manifest = self._held.manifest
+        final = self._tier.checkpoints / step_name(manifest.step)
+        if os.path.lexists(final):  # a replay after a rollback, or a damaged copy: the older one stays as it is
+            final = final.with_name(f"{final.name}.{manifest.save_id[:8]}")
+            if os.path.lexists(final):
+                raise TierError(f"{final}: is there already, and damaged: move it away")
+        return final
+
+    def _record(self, directory: str) -> None:
+        """Tell the lineage of the tier; one that knows of the commit already is left as it is."""
+        manifest = self._held.manifest
+        lineage = lineages.read(self._tier.checkpoints)
+        if lineage is not None and manifest.save_id in lineage.commits:
+            return
+        lineages.append(
+            self._tier.checkpoints,
+            lineages.Commit(
+                at=time.time(),
+                attempt=self._tier.attempt,
+                step=manifest.step,
+                save_id=manifest.save_id,
+                parent=manifest.parent,
+                directory=directory,
+            ),
+        )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return -1
+
+
+def _read_small(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(MANIFEST_BYTES_MAX)
+
+
+def _read_chunks(path: Path, entry: FileEntry, first: int) -> Iterator[bytes]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        file.seek(first * entry.chunk_bytes)
+        for index in range(first, len(entry.chunks)):
+            wanted = min(entry.chunk_bytes, entry.bytes - index * entry.chunk_bytes)
+            chunk = file.read(wanted)
+            while len(chunk) < wanted and (more := file.read(wanted - len(chunk))):
+                chunk += more
+            if not chunk:
+                return
+            yield chunk

@@ -1,0 +1,37 @@
+"""A limit on bytes per second, shared by all that copy at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+BURST_S = 1.0  # of idle time that may be made up for
+
+
+class Pace:
+    """Lets bytes pass at a rate; None lets them pass at once."""
+
+    def __init__(
+        self,
+        bytes_per_s: float | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Take clock and sleep as they are, or a test's."""
+        assert bytes_per_s is None or bytes_per_s > 0, "a rate is more than 0"
+        self._rate, self._clock, self._sleep = bytes_per_s, clock, sleep
+        self._lock = threading.Lock()
+        self._free_at = clock()  # when all bytes so far have had their time
+
+    def take(self, count: int) -> None:
+        """Wait until `count` bytes may pass."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = self._clock()
+            self._free_at = max(self._free_at, now - BURST_S) + count / self._rate
+            wait_s = self._free_at - now
+        if wait_s > 0:
+            self._sleep(wait_s)

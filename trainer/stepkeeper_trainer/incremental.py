@@ -30,10 +30,10 @@ _UNSUPPORTED = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP,
 class History:
     """Which tensors of this rank's share change, and how they are grouped for it."""
 
-    def __init__(self, sizes: Sequence[int], *, bytes_min: int = COLD_BYTES_MIN) -> None:
+    def __init__(self, sizes: Sequence[int], *, bytes_min: int | None = None) -> None:
         """Begin with everything hot; `sizes` are bytes, in the order in which tensors are told of."""
         self._sizes = list(sizes)
-        self._bytes_min = bytes_min
+        self._bytes_min = COLD_BYTES_MIN if bytes_min is None else bytes_min
         self._last: list[int] | None = None
         self._same = [0] * len(sizes)  # saves since a change
         self._needed = [COLD_AFTER] * len(sizes)  # of them, to be taken for cold: doubled each time that was wrong

@@ -279,7 +279,8 @@ class Staging:
         assert self.layout is not None
         with torch.no_grad():
             if not self._device:
-                torch._foreach_copy_(self._places, [local(tensors[name]) for name in self._names])
+                own = [local(tensor) for tensor in tensors.values()]
+                self._copier.copy(self._places, [own[number] for number in self._order])
                 return
             self._copy_beside(tensors, early or frozenset())
 

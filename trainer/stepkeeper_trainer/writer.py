@@ -134,7 +134,7 @@ def stretches(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, list[Piece]]]
     """
     batch: list[Piece] = []
     at = pieces[0].start if pieces else 0
-    for before, piece in zip([None, *pieces[:-1]], pieces, strict=True):
+    for before, piece in zip([None, *pieces], pieces, strict=False):
         apart = before is not None and not 0 <= piece.start - before.end < PAD_MAX
         if batch and (apart or batch[-1].end - at >= SEAL_BYTES):
             yield at, batch[-1].end, batch
@@ -152,7 +152,7 @@ def extents(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
     """Return where each tensor's archive lies in a file of these."""
     found: list[tuple[int, int]] = []
     shift = pieces[0].start if pieces else 0  # place in the arena less place in the file
-    for before, piece in zip([None, *pieces[:-1]], pieces, strict=True):
+    for before, piece in zip([None, *pieces], pieces, strict=False):
         if before is not None and not 0 <= piece.start - before.end < PAD_MAX:
             shift = piece.start - (before.end - shift)
         found.append((piece.start - shift, piece.frame.length))

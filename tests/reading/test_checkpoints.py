@@ -393,3 +393,73 @@ def test_a_subcommand_is_asked_for(command: Command) -> None:
         said = command(*argv)
         assert said.code == 2
         assert "--help" in said.err
+
+
+def test_prune_says_what_it_removes_and_why_the_rest_stays(command: Command, run: RunDirectory) -> None:
+    build.make_steps(run, 5)
+    pinned = run.checkpoints / "step_00000100"
+    assert command("checkpoints", "pin", pinned).code == 0
+
+    dry = command("checkpoints", "prune", run.path, "--dry-run", "--keep-last", "2")
+    assert dry.code == 0
+    assert dry.out.count("would be removed") == 2
+    assert len(list(run.checkpoints.glob("step_*"))) == 5
+
+    said = command("checkpoints", "prune", run.path, "--keep-last", "2")
+    assert "step_00000100  kept     pinned" in said.out
+    assert said.out.count("removed  no rule wants it") == 2
+    assert sorted(path.name for path in run.checkpoints.glob("*step_*")) == [
+        "step_00000100",
+        "step_00000400",
+        "step_00000500",
+    ]
+
+    assert command("checkpoints", "unpin", pinned).code == 0
+    document = json.loads(command("checkpoints", "prune", run.path, "--keep-last", "1", "--json").out)
+    assert document["removed"] == ["step_00000100", "step_00000400"]
+    assert document["kept"] == {"step_00000500": ["one of the newest 1"]}
+
+
+def test_prune_keeps_milestones_and_the_best(command: Command, run: RunDirectory) -> None:
+    for step in range(100, 900, 100):
+        build.make_step(run, step, save_id=f"{step}", parent=f"{step - 100}" if step > 100 else None, loss=step / 1000)
+
+    options = ["--keep-last", "1", "--every", "300", "--best", "1", "--every-percent", "50", "--total-steps", "1000"]
+    command("checkpoints", "prune", run.path, *options)
+
+    assert sorted(path.name for path in run.checkpoints.glob("step_*")) == [
+        "step_00000100",
+        "step_00000300",
+        "step_00000500",
+        "step_00000600",
+        "step_00000800",
+    ]
+
+
+def test_prune_removes_nothing_while_the_newest_step_is_damaged(command: Command, run: RunDirectory) -> None:
+    bit_flip(build.make_steps(run)[-1])
+
+    said = command("checkpoints", "prune", run.path, "--keep-last", "1")
+
+    assert said.code == 0
+    assert "step_00000300, is not verified" in said.err
+    assert len(list(run.checkpoints.glob("step_*"))) == 3
+
+
+def test_a_pin_alone_does_not_hide_the_steps_of_a_run_without_a_lineage(command: Command, run: RunDirectory) -> None:
+    newest = build.make_steps(run)[-1]
+    (run.checkpoints / "lineage.jsonl").unlink()
+
+    command("checkpoints", "pin", newest)
+
+    assert command("checkpoints", "latest", run.path).out == f"{newest}\n"
+
+
+def test_prune_and_pin_say_what_is_wrong_with_their_words(command: Command, run: RunDirectory) -> None:
+    step = build.make_steps(run)[-1]
+    for option in (["--keep-last", "0"], ["--every-percent", "10"], ["--every", "-1"], ["--best", "x"]):
+        assert command("checkpoints", "prune", run.path, *option).code == 2
+    assert command("checkpoints", "pin", run.path / "nowhere").code == 40
+    lose_manifest(step)
+    assert command("checkpoints", "pin", step).code == 41
+    assert len(list(run.checkpoints.glob("step_*"))) == 3

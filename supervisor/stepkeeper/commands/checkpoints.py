@@ -1,10 +1,11 @@
-"""`stepkeeper checkpoints ls|verify|latest`: the step directories of a run."""
+"""`stepkeeper checkpoints ls|verify|latest|prune|pin|unpin`: the step directories of a run."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from stepkeeper.commands import checkpoints_export
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
+from stepkeeper_trainer import retention
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
@@ -26,8 +28,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare the commands."""
     group = subcommands.add_parser(
         "checkpoints",
-        help="list, verify and choose step directories",
-        description="List, verify and choose step directories.  No step directory is changed.",
+        help="list, verify, choose, keep and prune step directories",
+        description="List, verify, choose, keep and prune step directories.  None is ever changed.",
         allow_abbrev=False,
     )
     below = group.add_subparsers(
@@ -67,7 +69,39 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         )
     for command in (listing, verify, latest):
         command.add_argument("--json", action="store_true", help="one JSON document")
+    _add_retention(below)
     checkpoints_export.add(below)
+
+
+def _add_retention(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    prune = below.add_parser(
+        "prune",
+        help="remove step directories that no rule wants to keep",
+        description="Remove step directories that no rule wants to keep.  Only verified ones count, and only they are "
+        "removed; nothing is removed while the newest one is not verified.",
+        allow_abbrev=False,
+    )
+    prune.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and why the rest is kept")
+    prune.add_argument(
+        "--keep-last",
+        type=_positive,
+        default=retention.KEEP_LAST,
+        metavar="K",
+        help=f"keep the newest K (default: {retention.KEEP_LAST})",
+    )
+    prune.add_argument("--every", type=_positive, metavar="M", help="keep a milestone of every M steps")
+    prune.add_argument("--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the work")
+    prune.add_argument("--total-steps", type=_positive, metavar="N", help="of the whole work, for --every-percent")
+    prune.add_argument("--best", type=_positive, default=0, metavar="N", help="keep the N best")
+    prune.add_argument("--best-by", default="loss", metavar="NAME", help="what the best are chosen by (default: loss)")
+    prune.add_argument("--best-is-highest", action="store_true", help="a higher value is better")
+    prune.add_argument("--json", action="store_true", help="one JSON document")
+    prune.set_defaults(execute=prune_steps)
+    for name, value, words in (("pin", True, "never prune a step directory"), ("unpin", False, "take back a pin")):
+        pin = below.add_parser(name, help=words, allow_abbrev=False)
+        pin.add_argument("where", metavar="STEPDIR", help="a step directory")
+        pin.set_defaults(execute=pin_step, pinned=value)
 
 
 def _positive(text: str) -> int:
@@ -240,4 +274,63 @@ def print_latest(arguments: argparse.Namespace) -> int:
     if choice.chosen is None:
         printing.warn(f"{checkpoints}: no verified step directory")
         return NONE_FOUND
+    return ExitCode.FINISHED
+
+
+@printing.reading
+def prune_steps(arguments: argparse.Namespace) -> int:
+    """Apply a retention policy to the step directories of a run."""
+    checkpoints = find.checkpoints(arguments.where, os.environ).resolve()
+    try:
+        policy = retention.Policy(
+            keep_last=arguments.keep_last,
+            every_steps=arguments.every,
+            every_percent=arguments.every_percent,
+            total_steps=arguments.total_steps,
+            best=arguments.best,
+            best_by=arguments.best_by,
+            best_is_highest=arguments.best_is_highest,
+        )
+    except ValueError as error:
+        raise StepkeeperError(str(error), ExitCode.USAGE) from error
+    outcome = retention.prune(checkpoints, policy, dry_run=arguments.dry_run)
+    freed = 0 if arguments.dry_run else retention.empty_trash(checkpoints)
+    plan = outcome.plan
+    gone = plan.removed if arguments.dry_run else outcome.removed
+    if arguments.json:
+        document = {
+            "checkpoints": str(checkpoints),
+            "dry_run": arguments.dry_run,
+            "kept": {name: list(why) for name, why in sorted(plan.kept.items())},
+            "removed": list(gone),
+            "spared": dict(outcome.spared),
+            "blocked": plan.blocked,
+            "directories_freed": freed,
+        }
+        printing.say_json(document, indent=2)
+        return ExitCode.FINISHED
+    words = "would be removed" if arguments.dry_run else "removed"
+    rows = [(name, "kept", "; ".join(why)) for name, why in plan.kept.items()]
+    rows += [(name, "kept", why) for name, why in outcome.spared]
+    rows += [(name, words, "no rule wants it") for name in gone]
+    if rows:
+        printing.say_table(sorted(rows, reverse=True))
+    else:
+        printing.say(f"{checkpoints}: no step directories yet")
+    if plan.blocked:
+        printing.warn(f"nothing was removed: {plan.blocked}")
+    return ExitCode.FINISHED
+
+
+@printing.reading
+def pin_step(arguments: argparse.Namespace) -> int:
+    """Record in the lineage that a step directory is kept whatever the policy says, or no longer."""
+    directory = Path(arguments.where).resolve()
+    step = steps.open_step(directory)
+    if step.manifest is None:
+        code = ExitCode.NOT_VERIFIED if directory.is_dir() else ExitCode.NOTHING_FOUND
+        raise StepkeeperError(step.problem or f"{directory}: no step directory", code)
+    mark = lineages.Mark(at=time.time(), save_id=step.manifest.save_id, mark=lineages.PINNED, value=arguments.pinned)
+    lineages.append(directory.parent, mark)
+    printing.say(f"{directory}: {'pinned' if arguments.pinned else 'no longer pinned'}")
     return ExitCode.FINISHED

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LINEAGE_NAME = "lineage.jsonl"
+PINNED = "pinned"  # marks: kept whatever the policy says
+SUSPECT = "suspect"  # committed within a loss anomaly
+EPOCH = "epoch"  # at the end of one
+PRUNED = "pruned"  # deleted on purpose, or about to be
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
@@ -61,6 +65,7 @@ class Lineage:
     commits: dict[str, Commit]  # every commit ever recorded, by save_id
     head: str | None  # save_id of the newest commit that counts
     marks: dict[str, frozenset[str]]
+    tells_steps: bool = True  # false: marks only, and nothing of which steps count
 
     def chain(self, manifests: Mapping[str, str | None] | None = None) -> list[str]:
         """Return the save_ids that lead to the head, newest first, as far back as anything is known.
@@ -98,6 +103,7 @@ def read(checkpoints: Path) -> Lineage | None:
     commits: dict[str, Commit] = {}
     marks: dict[str, frozenset[str]] = {}
     head: str | None = None
+    tells_steps = False
     for line in data.splitlines():
         try:
             record = decode(_decoder, line)
@@ -106,13 +112,13 @@ def read(checkpoints: Path) -> Lineage | None:
         match record:
             case Commit():
                 commits[record.save_id] = record
-                head = record.save_id
+                head, tells_steps = record.save_id, True
             case Rollback():
-                head = record.save_id
+                head, tells_steps = record.save_id, True
             case Mark():
                 before = marks.get(record.save_id, frozenset())
                 marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
-    return Lineage(commits, head, marks)
+    return Lineage(commits, head, marks, tells_steps)
 
 
 def append(checkpoints: Path, record: LineageRecord) -> None:

@@ -53,6 +53,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     conditions: dict[str, Any] = {}
     loss: float | None = None
+    metrics: dict[str, float] = {}  # whatever else the best step may be chosen by
     manifest_xxh3_128: str = ""
 
 

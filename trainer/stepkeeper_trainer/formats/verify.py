@@ -82,6 +82,7 @@ class ShareVerdict:
     problems: tuple[str, ...]
     bytes_read: int
     seen: str  # digest over the manifest and the state of every file: equal for all shares of one step directory
+    began_at: float  # Unix seconds
 
 
 @dataclass(slots=True)
@@ -192,9 +193,10 @@ def verify_share(directory: Path, index: int, of: int, *, reading: Reading | Non
     Every share looks at the directory; so each is cheap to begin, and the first one to see a problem says it.
     """
     assert 0 <= index < of, f"share {index} of {of}"
+    began_at = time.time()
     look = _look(directory)
     if look.manifest is None:
-        return ShareVerdict(tuple(look.problems), 0, "")
+        return ShareVerdict(tuple(look.problems), 0, "", began_at)
     seen = _seen(look)
     tasks = _share(_tasks(look.manifest, list(look.files)), index, of)
     found = _read(directory, tasks, reading or Reading())
@@ -202,7 +204,7 @@ def verify_share(directory: Path, index: int, of: int, *, reading: Reading | Non
     after = _seen(_Look(directory, look.manifest, [], _look_at_files(directory, look.manifest, [])))
     if after != seen:
         problems.append(f"{directory}: its files changed while they were read")
-    return ShareVerdict(tuple(problems), found.bytes_read, seen)
+    return ShareVerdict(tuple(problems), found.bytes_read, seen, began_at)
 
 
 def join_shares(directory: Path, shares: list[ShareVerdict], *, cache: Cache | None = None) -> Verdict:
@@ -218,7 +220,8 @@ def join_shares(directory: Path, shares: list[ShareVerdict], *, cache: Cache | N
         if not problems and bytes_read != expected:
             problems.append(f"{directory}: {bytes_read} of {expected} bytes were read: a share is missing")
         if not problems and cache is not None:
-            cache.remember(look.manifest.manifest_xxh3_128, look.facts(), read_at=time.time())
+            began_at = min((share.began_at for share in shares), default=0.0)
+            cache.remember(look.manifest.manifest_xxh3_128, look.facts(), read_at=began_at)
     return Verdict(directory, tuple(problems), bytes_read)
 
 

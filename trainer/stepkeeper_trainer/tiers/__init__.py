@@ -11,6 +11,7 @@ from stepkeeper_trainer.tiers.choosing import Newest, newest_anywhere
 from stepkeeper_trainer.tiers.copying import Pushed, copy_step, push_files
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.mover import Mover, Outcome
+from stepkeeper_trainer.tiers.opening import open_tier
 from stepkeeper_trainer.tiers.pace import Pace
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError
 
@@ -27,5 +28,6 @@ __all__ = [
     "TierError",
     "copy_step",
     "newest_anywhere",
+    "open_tier",
     "push_files",
 ]

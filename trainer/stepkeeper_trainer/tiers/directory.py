@@ -182,13 +182,18 @@ class _DirectoryStaging:
         return final
 
     def _record(self, directory: str) -> None:
-        """Tell the lineage of the tier; one that knows of the commit already is left as it is."""
-        manifest = self._held.manifest
-        lineage = lineages.read(self._tier.checkpoints)
-        if lineage is not None and manifest.save_id in lineage.commits:
-            return
+        """Make the step the head of the tier's lineage, unless the head was saved later.
+
+        One that is not recorded counts by its manifest, if it leads to the head.
+        """
+        manifest, checkpoints = self._held.manifest, self._tier.checkpoints
+        lineage = lineages.read(checkpoints)
+        if lineage is not None:
+            head = lineage.commits.get(lineage.head or "")
+            if manifest.save_id in lineage.commits or (head and self._saved_at(head) > manifest.created_at):
+                return
         lineages.append(
-            self._tier.checkpoints,
+            checkpoints,
             lineages.Commit(
                 at=time.time(),
                 attempt=self._tier.attempt,
@@ -198,6 +203,12 @@ class _DirectoryStaging:
                 directory=directory,
             ),
         )
+
+    def _saved_at(self, commit: lineages.Commit) -> str:
+        try:
+            return self._tier.held(commit.directory).manifest.created_at
+        except (ManifestError, OSError):  # damaged or pruned: it leads nowhere
+            return ""
 
 
 def _size(path: Path) -> int:

@@ -341,6 +341,42 @@ def test_killed_at_any_moment_it_leaves_a_whole_step_or_none_and_goes_on(
     assert step.directory == "step_00000100"
 
 
+TRACED = """
+import sys
+from pathlib import Path
+from stepkeeper_trainer.tiers import DirectoryTier, copy_step
+source, target = DirectoryTier(Path(sys.argv[1])), DirectoryTier(Path(sys.argv[2]))
+copy_step(source, source.steps()[0], target)
+"""
+
+
+def test_all_is_durable_before_the_name_is_and_the_name_before_the_lineage(
+    local: DirectoryTier, shared: DirectoryTier, tmp_path: Path
+) -> None:
+    """Kills cannot see a missing fsync: the order of system calls can."""
+    make_steps(local.checkpoints, 1)
+    log = tmp_path / "log"
+    traced = ["strace", "-f", "-y", "-e", "trace=write,fsync,rename,openat,unlink", "-o", str(log)]
+    argv = [*traced, sys.executable, "-c", TRACED, str(local.checkpoints), str(shared.checkpoints)]
+    subprocess.run(argv, timeout=120, check=True, capture_output=True)
+    calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if str(shared.checkpoints) in line]
+
+    def last(call: str, *parts: str) -> int:
+        found = [at for at, text in enumerate(calls) if text.startswith(call) and all(part in text for part in parts)]
+        assert found, (call, parts)
+        return found[-1]
+
+    rename = last("rename(", "/.copy-step_00000100", 'lustre/step_00000100"')
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        assert last("write(", f"{name}.part>") < last("fsync(", f"{name}.part>") < last("rename(", f'/{name}"')
+    assert last("fsync(", "empty.part>") < last("rename(", '/empty"')
+    directory_synced = last("fsync(", "ababab>")
+    assert last("rename(", '/__1_0.distcp"') < last("openat(", "MANIFEST.json", "O_CREAT")
+    assert last("write(", "MANIFEST.json>") < last("fsync(", "MANIFEST.json>") < directory_synced < rename
+    assert rename < last("fsync(", "lustre>")
+    assert rename < last("write(", "lineage.jsonl>") < last("fsync(", "lineage.jsonl>")
+
+
 # --- newest anywhere ------------------------------------------------------------------------------
 
 

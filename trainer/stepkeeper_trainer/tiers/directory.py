@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
@@ -128,11 +128,9 @@ class _DirectoryStaging:
             return there
         if missing := self.missing():
             raise TierError(f"{self._directory}: {len(missing)} files are missing, such as {missing[0]}")
-        for folder in {
-            self._directory,
-            *(self._directory / name for name in map(os.path.dirname, self._held.manifest.files)),
-        }:
-            fsync_directory(folder)
+        parents = {parent for name in self._held.manifest.files for parent in PurePosixPath(name).parents}
+        for parent in parents:
+            fsync_directory(self._directory / parent)
         self._write_manifest()
         fsync_directory(self._directory)
         if self._tier.read_back:

@@ -463,3 +463,26 @@ def test_prune_and_pin_say_what_is_wrong_with_their_words(command: Command, run:
     lose_manifest(step)
     assert command("checkpoints", "pin", step).code == 41
     assert len(list(run.checkpoints.glob("step_*"))) == 3
+
+
+def test_several_damaged_steps_make_the_storage_suspect(command: Command, run: RunDirectory) -> None:
+    for step in build.make_steps(run)[1:]:
+        bit_flip(step)
+
+    said = command("checkpoints", "latest", run.path)
+
+    assert (said.code, said.out) == (0, f"{run.checkpoints / 'step_00000100'}\n")
+    assert "the storage is suspect" in said.err
+    assert "suspect" in json.loads(command("checkpoints", "latest", run.path, "--json").out)["suspicion"]
+
+
+def test_storage_is_tested_on_request(command: Command, run: RunDirectory) -> None:
+    said = command("checkpoints", "test-storage", run.path, "--bytes", "100k")
+    assert said.code == 0
+    assert "97.7 KiB durable in" in said.out
+    assert json.loads(command("checkpoints", "test-storage", run.path, "--bytes", "1k", "--json").out)["ok"] is True
+
+    assert command("checkpoints", "test-storage", run.path / "nowhere").code == 40
+    gone = command("checkpoints", "test-storage", "/proc/self/fd", "--bytes", "1k")
+    assert gone.code == 23
+    assert "cannot make a directory" in gone.out

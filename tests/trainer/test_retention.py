@@ -118,7 +118,7 @@ def test_the_best_are_kept() -> None:
     ids=str,
 )
 def test_a_policy_that_cannot_be_meant_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="below|above"):
+    with pytest.raises(ValueError, match=r"below|above"):
         Policy(**wrong)  # type: ignore[arg-type]
 
 

@@ -390,7 +390,8 @@ def test_joined_shares_are_remembered_and_missing_or_foreign_ones_are_not(tmp_pa
     shares = [verify_share(step, index, 3) for index in range(3)]
 
     assert "a share is missing" in join_shares(step, shares[:2], cache=cache).problems[0]
-    assert "the same files" in join_shares(step, [*shares[:2], ShareVerdict((), 10**6, "x", 0.0)], cache=cache).problems[0]
+    foreign = [*shares[:2], ShareVerdict((), 10**6, "x", 0.0)]
+    assert "the same files" in join_shares(step, foreign, cache=cache).problems[0]
     assert verify(step, cache=cache).bytes_read == total(step)
     (tmp_path / CACHE_NAME / os.listdir(tmp_path / CACHE_NAME)[0]).unlink()
 

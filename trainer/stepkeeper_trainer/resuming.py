@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from stepkeeper_trainer import space
 from stepkeeper_trainer.conditions import warn_of_changes
 from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError
 from stepkeeper_trainer.formats.steps import (
+    Choice,
     StepDirectory,
     current_lineage,
     list_steps,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.state import TrainingState
 
 LATEST = "latest"
+STORAGE_TEST_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +87,17 @@ def _newest_together(
     """Choose the newest step directory that is whole; all ranks read a share of its bytes."""
     if group is None:
         choice = newest_verified(checkpoints)
-        for skipped, problems in choice.skipped:
-            _say_skipped(skipped, problems)
-        return _say_chosen(choice.chosen)
+        for passed, problems in choice.skipped:
+            _say_skipped(passed, problems)
+        return _say_chosen(choice, checkpoints)
     steps = current_lineage(list_steps(checkpoints), lineage.read(checkpoints)) if rank == 0 else []
     cache = Cache(checkpoints)
+    skipped: list[tuple[StepDirectory, tuple[str, ...]]] = []
     for at in range(agreement.share(len(steps))):
         step = steps[at] if rank == 0 else None
         if step is not None and step.manifest is None:
-            _say_skipped(step, (step.problem or "no manifest",))
+            skipped.append((step, (step.problem or "no manifest",)))
+            _say_skipped(*skipped[-1])
         readable = step is not None and step.manifest is not None
         known = step is not None and readable and known_right(step.path, cache)
         path, needs_reading = agreement.share((step.path if step is not None and readable else None, not known))
@@ -106,21 +111,25 @@ def _newest_together(
             if shares is not None:
                 wrong = join_shares(path, shares, cache=cache).problems
         if step is not None and wrong:
+            skipped.append((step, wrong))
             _say_skipped(step, wrong)
         if not agreement.share(bool(wrong)):
-            return _say_chosen(step) if rank == 0 else str(path)
-    return _say_chosen(None) if rank == 0 else None
+            return _say_chosen(Choice(step, tuple(skipped)), checkpoints) if rank == 0 else str(path)
+    return _say_chosen(Choice(None, tuple(skipped)), checkpoints) if rank == 0 else None
 
 
 def _say_skipped(step: StepDirectory, problems: tuple[str, ...]) -> None:
     warn("step_skipped", directory=step.path.name, why="; ".join(problems))
 
 
-def _say_chosen(step: StepDirectory | None) -> str | None:
-    if step is None:
+def _say_chosen(choice: Choice, checkpoints: Path) -> str | None:
+    if why := space.suspicion(choice):
+        found = space.storage_test(checkpoints, limit_s=STORAGE_TEST_WITHIN_S)
+        warn("storage_suspect", why=why, test=found.problem or "bytes written now come back as they were")
+    if choice.chosen is None:
         say("started_anew", why="no verified step directory")
         return None
-    return str(step.path)
+    return str(choice.chosen.path)
 
 
 def _open(directory: Path) -> Manifest:

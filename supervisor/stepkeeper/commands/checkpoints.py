@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import time
@@ -14,7 +15,7 @@ from stepkeeper.commands import checkpoints_export
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
-from stepkeeper_trainer import retention
+from stepkeeper_trainer import retention, space
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
@@ -102,6 +103,17 @@ def _add_retention(below: argparse._SubParsersAction[argparse.ArgumentParser]) -
         pin = below.add_parser(name, help=words, allow_abbrev=False)
         pin.add_argument("where", metavar="STEPDIR", help="a step directory")
         pin.set_defaults(execute=pin_step, pinned=value)
+    test = below.add_parser(
+        "test-storage",
+        help="write, sync, rename and read back bytes that nobody needs",
+        description="Save synthetic bytes as a checkpoint is saved, read them back from the disk, and compare.",
+        allow_abbrev=False,
+    )
+    test.add_argument("where", metavar="DIR|RUN", help="any directory, or a run")
+    test.add_argument("--bytes", type=_rate, default=space.TEST_BYTES, metavar="N", help="k, M, G and T are units")
+    test.add_argument("--within", type=_rate, default=space.TEST_WITHIN_S, metavar="S", help="time limit in seconds")
+    test.add_argument("--json", action="store_true", help="one JSON document")
+    test.set_defaults(execute=try_storage)
 
 
 def _positive(text: str) -> int:
@@ -117,7 +129,7 @@ def _rate(text: str) -> float:
     except ValueError:
         rate = 0.0
     if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes per second, such as 500M")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0, such as 500M")
     return rate
 
 
@@ -264,6 +276,7 @@ def print_latest(arguments: argparse.Namespace) -> int:
             "directory": str(choice.chosen.path) if choice.chosen else None,
             "step": choice.chosen.step if choice.chosen else None,
             "deep": not arguments.shallow,
+            "suspicion": space.suspicion(choice),
             "skipped": [{"directory": str(step.path), "problems": list(problems)} for step, problems in choice.skipped],
         }
         printing.say_json(document, indent=2)
@@ -271,6 +284,8 @@ def print_latest(arguments: argparse.Namespace) -> int:
         printing.say_path(str(choice.chosen.path))
     for step, problems in choice.skipped:
         printing.warn(f"passed over {step.path.name}: {'; '.join(problems)}")
+    if suspicion := space.suspicion(choice):
+        printing.warn(suspicion)
     if choice.chosen is None:
         printing.warn(f"{checkpoints}: no verified step directory")
         return NONE_FOUND
@@ -334,3 +349,24 @@ def pin_step(arguments: argparse.Namespace) -> int:
     lineages.append(directory.parent, mark)
     printing.say(f"{directory}: {'pinned' if arguments.pinned else 'no longer pinned'}")
     return ExitCode.FINISHED
+
+
+@printing.reading
+def try_storage(arguments: argparse.Namespace) -> int:
+    """Make a dummy save in a directory, and say what came of it."""
+    directory = Path(arguments.where)
+    if not directory.is_dir():
+        directory = find.checkpoints(arguments.where, os.environ)
+    found = space.storage_test(directory.resolve(), size=int(arguments.bytes), limit_s=arguments.within)
+    if arguments.json:
+        document = {"directory": str(directory.resolve()), "ok": found.problem is None, **dataclasses.asdict(found)}
+        printing.say_json(document, indent=2)
+    elif found.problem is not None:
+        printing.say(found.problem)
+    else:
+        where = "from the disk" if found.from_disk else "perhaps from memory: this file system has no other way"
+        printing.say(
+            f"{directory}: {printing.size(found.bytes)} durable in {printing.duration(found.write_s or 0)}, "
+            f"read back in {printing.duration(found.read_s or 0)} ({where}), and equal"
+        )
+    return ExitCode.FINISHED if found.problem is None else ExitCode.STORAGE

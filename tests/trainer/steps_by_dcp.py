@@ -20,7 +20,9 @@ def entry(path: Path, chunk_bytes: int) -> FileEntry:
     return FileEntry(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data), chunk_bytes=chunk_bytes, chunks=chunks)
 
 
-def commit(directory: Path, *, step: int = 1, save_id: str = "a" * 32, chunk_bytes: int = 64 * 1024) -> Manifest:
+def commit(
+    directory: Path, *, step: int = 1, save_id: str = "a" * 32, parent: str | None = None, chunk_bytes: int = 64 * 1024
+) -> Manifest:
     """Write the manifest of whatever is in a directory."""
     manifest = Manifest(
         step=step,
@@ -28,6 +30,7 @@ def commit(directory: Path, *, step: int = 1, save_id: str = "a" * 32, chunk_byt
         world_size=1,
         created_at="",
         save_id=save_id,
+        parent=parent,
         files={name: entry(directory / name, chunk_bytes) for name in sorted(os.listdir(directory))},
     )
     data = seal(manifest)

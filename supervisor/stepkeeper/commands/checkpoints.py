@@ -284,6 +284,9 @@ def print_latest(arguments: argparse.Namespace) -> int:
         printing.say_path(str(choice.chosen.path))
     for step, problems in choice.skipped:
         printing.warn(f"passed over {step.path.name}: {'; '.join(problems)}")
+    lineage = lineages.read(checkpoints)
+    if lineage is not None and lineage.damaged:
+        printing.warn(f"{checkpoints / lineages.LINEAGE_NAME}: {lineage.damaged} damaged lines were passed over")
     if suspicion := space.suspicion(choice):
         printing.warn(suspicion)
     if choice.chosen is None:

@@ -1,7 +1,8 @@
 """`checkpoints/lineage.jsonl`: which commits lead to the state that training is in now.
 
-Append-only, one JSON object a line, fsynced.  A line that does not parse (a writer died in it) is
-skipped.  After a rollback a step number can exist twice; the lineage tells which one counts.
+Append-only, one JSON object a line, fsynced, each with a digest of itself (older lines have none).  A line that is
+torn (a writer died in it) or damaged is skipped: the manifests on disk bridge it.  After a rollback a step number
+can exist twice; the lineage tells which one counts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+import xxhash
 
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import append_line
@@ -54,6 +56,9 @@ class Mark(_Record, frozen=True, kw_only=True, tag="mark"):
     value: bool = True
 
 
+_SUM = b',"xxh3":"'  # last in its line
+_SUM_BYTES = len(_SUM) + 16 + len(b'"}')
+
 LineageRecord = Commit | Rollback | Mark
 _decoder: msgspec.json.Decoder[LineageRecord] = msgspec.json.Decoder(LineageRecord)
 
@@ -66,6 +71,7 @@ class Lineage:
     head: str | None  # save_id of the newest commit that counts
     marks: dict[str, frozenset[str]]
     tells_steps: bool = True  # false: marks only, and nothing of which steps count
+    damaged: int = 0  # lines that were there and are not what was written
 
     def chain(self, manifests: Mapping[str, str | None] | None = None) -> list[str]:
         """Return the save_ids that lead to the head, newest first, as far back as anything is known.
@@ -103,8 +109,11 @@ def read(checkpoints: Path) -> Lineage | None:
     commits: dict[str, Commit] = {}
     marks: dict[str, frozenset[str]] = {}
     head: str | None = None
-    tells_steps = False
+    tells_steps, damaged = False, 0
     for line in data.splitlines():
+        if line[-_SUM_BYTES:].startswith(_SUM) and _summed(line[:-_SUM_BYTES]) != line:
+            damaged += 1
+            continue
         try:
             record = decode(_decoder, line)
         except DecodeError:
@@ -118,9 +127,14 @@ def read(checkpoints: Path) -> Lineage | None:
             case Mark():
                 before = marks.get(record.save_id, frozenset())
                 marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
-    return Lineage(commits, head, marks, tells_steps)
+    return Lineage(commits, head, marks, tells_steps, damaged)
 
 
 def append(checkpoints: Path, record: LineageRecord) -> None:
     """Add one record and make it durable.  Raises OSError."""
-    append_line(checkpoints / LINEAGE_NAME, msgspec.json.encode(record), mode=0o644)
+    append_line(checkpoints / LINEAGE_NAME, _summed(msgspec.json.encode(record)[:-1]), mode=0o644)
+
+
+def _summed(fields: bytes) -> bytes:
+    """Close an object with the digest of what stands in it."""
+    return fields + _SUM + xxhash.xxh3_64_hexdigest(fields).encode() + b'"}'

@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign bench lint clean
+.PHONY: help setup system demo test campaign bench bench-checkpoint lint clean
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -11,7 +11,7 @@ PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace
 V := .venv/bin
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: system .venv/.ready  ## everything for development, demo and tests, in .venv
 
@@ -47,6 +47,9 @@ campaign: setup  ## each thing that can befall a run, at each moment
 
 bench: setup  ## what a preemption costs, part by part (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption
+
+bench-checkpoint: setup  ## what checkpoints cost, against torch's own (docs/benchmarks-checkpoint.md)
+	$(V)/python -m tests.bench_checkpoint $(BENCH)
 
 lint: setup  ## style, types, and the import contracts
 	$(V)/ruff check .

@@ -37,16 +37,25 @@ class Wish:
     busy: bool = False  # a save is in flight
     failed_save: int = 0  # sequence number of a save that came to nothing on this rank
     sequence: int = 0  # of the newest save that was begun
+    broken: bool = False  # the group that saves use has failed on this rank
 
     def pack(self) -> list[int]:
         """Return the integers to reduce."""
         deadline = _NO_DEADLINE if self.deadline_at is None else -int(self.deadline_at * 1000)
-        return [int(self.want), deadline, self.request_id, int(self.busy), self.failed_save, self.sequence]
+        return [
+            int(self.want),
+            deadline,
+            self.request_id,
+            int(self.busy),
+            self.failed_save,
+            self.sequence,
+            int(self.broken),
+        ]
 
     @staticmethod
     def unpack(values: list[int]) -> Wish:
         """Read reduced integers."""
-        want, deadline, request_id, busy, failed_save, sequence = values
+        want, deadline, request_id, busy, failed_save, sequence, broken = values
         return Wish(
             want=Want(want),
             deadline_at=None if deadline == _NO_DEADLINE else -deadline / 1000,
@@ -54,6 +63,7 @@ class Wish:
             busy=bool(busy),
             failed_save=failed_save,
             sequence=sequence,
+            broken=bool(broken),
         )
 
 

@@ -179,6 +179,7 @@ class Keeper:
             limit_s=self._save_within_s,
             before_commit=self._metrics.sync if self._metrics else lambda _limit_at: None,
             check_replicas=self._replicas != "ignore",
+            save_replicas=self._replicas == "save",
         )
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             self._saver.prepare(tensors)
@@ -293,7 +294,10 @@ class Keeper:
 
     def _wish(self) -> Wish:
         saver = self._ready()
-        return self._requests.wish(busy=saver.busy, failed_save=saver.failed_save, sequence=saver.sequence)
+        busy = saver.busy  # asked first: what broke a save is known once it is over
+        return self._requests.wish(
+            busy=busy, failed_save=saver.failed_save, sequence=saver.sequence, broken=saver.broken
+        )
 
     def _save_as_agreed(self, saver: Saver, agreed: Wish) -> None:
         """Begin a save at this boundary if one is due; an urgent one waits for the one in flight."""
@@ -305,6 +309,7 @@ class Keeper:
             if agreed.busy or self._unsaid_save:
                 self._make_way(saver)
             else:
+                self._renew(saver, agreed.broken)
                 self._begin_save(saver, sequence=agreed.sequence + 1)
             return
         in_flight = saver.last
@@ -355,10 +360,18 @@ class Keeper:
         left_s = max(0.0, limit_at - time.time())
         unable = saver.busy or (last and not left_s)
         within_s = left_s + (TOGETHER_WITHIN_S if last else AGREE_WITHIN_S)
-        any_unable, sequence = self._agreement.settle_all([int(unable), saver.sequence], within_s=within_s)
+        mine = [int(unable), saver.sequence, int(saver.broken)]
+        any_unable, sequence, broken = self._agreement.settle_all(mine, within_s=within_s)
         if not any_unable:
+            self._renew(saver, bool(broken))
             self._begin_save(saver, sequence=sequence + 1, emergency=emergency)
         return not any_unable
+
+    def _renew(self, saver: Saver, broken: bool) -> None:  # noqa: FBT001
+        """Make the saves a new group where theirs has failed; all ranks do, having agreed that it has."""
+        if broken and self._group is not None:
+            self._group = attach.new_group(self._save_within_s)
+            saver.renew(self._group)
 
     def _begin_save(self, saver: Saver, *, sequence: int, emergency: bool = False) -> None:
         with _no_collection():

@@ -6,7 +6,6 @@ else uses.  Between re-plannings one small all-reduce says that nothing has chan
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,11 +45,18 @@ class Share:
 class Planner:
     """Kept for the whole launch."""
 
-    def __init__(self, *, rank: int, world_size: int, group: Any | None) -> None:
+    def __init__(self, *, rank: int, world_size: int, group: Any | None, to_lowest: bool = False) -> None:
+        """Prepare; with `to_lowest` the first of the ranks that hold a tensor writes it, else shares are even."""
         self._rank = rank
         self._world_size = world_size
         self._group = group
+        self._to_lowest = to_lowest
         self.share: Share | None = None  # in force
+        self.broken = False  # the group has failed, and does not mend itself: `renew` it
+
+    def renew(self, group: Any | None) -> None:
+        """Take another group, of the same ranks."""
+        self._group, self.share, self.broken = group, None, False
 
     def agree(
         self, tensors: Mapping[str, torch.Tensor], *, changed: bool, problem: str | None, within_s: float
@@ -67,6 +73,15 @@ class Planner:
             SaveError: some rank cannot write, or the plans contradict each other.
             RuntimeError: another rank died, or did not come in time.
         """
+        try:
+            return self._agree(tensors, changed=changed, problem=problem, within_s=within_s)
+        except RuntimeError:
+            self.broken = True
+            raise
+
+    def _agree(
+        self, tensors: Mapping[str, torch.Tensor], *, changed: bool, problem: str | None, within_s: float
+    ) -> Share:
         if self._any(changed=changed or self.share is None, problem=problem, within_s=within_s):
             self.share = None
             self.share = self._plan_together(tensors)
@@ -75,8 +90,12 @@ class Planner:
 
     def decline(self, problem: str, within_s: float) -> None:
         """Take part where this rank could not even begin: the others hear of it, and none waits."""
-        with contextlib.suppress(SaveError, RuntimeError):  # that is what the others are to hear
+        try:
             self._any(changed=False, problem=problem, within_s=within_s)
+        except SaveError:
+            pass  # that is what the others are to hear
+        except RuntimeError:
+            self.broken = True
 
     def _any(self, *, changed: bool, problem: str | None, within_s: float) -> bool:
         flags = torch.tensor([int(changed), int(problem is not None)], dtype=torch.int64)
@@ -94,14 +113,14 @@ class Planner:
             if item.tensor_data is None:
                 raise SaveError(f"{item.index.fqn} is no tensor")
         if self._group is None:
-            return _divide([own])[0]
+            return _divide([own], to_lowest=self._to_lowest)[0]
         gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
         dist.gather_object(own, gathered, dst=0, group=self._group)
         shares: list[Any] | None = None
         whole: Share | None = None
         if gathered is not None:
             try:
-                found = _divide(gathered)
+                found = _divide(gathered, to_lowest=self._to_lowest)
                 whole = found[0]
                 shares = [dataclasses.replace(share, metadata=None, groups=()) for share in found]
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
@@ -113,12 +132,12 @@ class Planner:
         return whole or cast("Share", mine[0])
 
 
-def _divide(plans: list[SavePlan]) -> list[Share]:
+def _divide(plans: list[SavePlan], *, to_lowest: bool) -> list[Share]:
     """Give every chunk to one rank, and say which chunks several ranks hold."""
     replicas, groups = find_replicas([[item.index for item in plan.items] for plan in plans])
     names = {item.index.fqn: (item.index.fqn,) for plan in plans for item in plan.items}
     plans = [dataclasses.replace(plan, planner_data={}) for plan in plans]
-    divided, metadata = DefaultSavePlanner().create_global_plan(plans)
+    divided, metadata = DefaultSavePlanner(dedup_save_to_lowest_rank=to_lowest).create_global_plan(plans)
     metadata = dataclasses.replace(metadata, planner_data=names)  # stock tools unflatten by it
     shares = [Share(tuple(item.index for item in plan.items), replicas[rank]) for rank, plan in enumerate(divided)]
     shares[0] = dataclasses.replace(shares[0], metadata=metadata, groups=groups)

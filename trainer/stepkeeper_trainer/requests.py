@@ -87,7 +87,7 @@ class Requests:
             self._signal_done = heard
             say("signal_forgotten", signal=heard.signal.name, why="the supervisor is there, and did not ask to stop")
 
-    def wish(self, *, busy: bool, failed_save: int, sequence: int = 0) -> Wish:
+    def wish(self, *, busy: bool, failed_save: int, sequence: int = 0, broken: bool = False) -> Wish:
         """Return what this rank has to say to the others."""
         want = Want.STOP if self._stop_asked else Want.SAVE if self._saves_asked else Want.NOTHING
         return Wish(
@@ -97,6 +97,7 @@ class Requests:
             busy=busy,
             failed_save=failed_save,
             sequence=sequence,
+            broken=broken,
         )
 
     def agree(self, agreed: Wish) -> None:

@@ -91,14 +91,19 @@ class Saver:
         limit_s: float,
         before_commit: Callable[[float], object],
         check_replicas: bool = True,
+        save_replicas: bool = False,
     ) -> None:
-        """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit."""
+        """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit.
+
+        With `check_replicas` copies of a tensor on several ranks are compared; with `save_replicas` the state has
+        those of the others under names of their own, and the first rank writes the tensor itself.
+        """
         self._commits = commits
         self._rank = rank
         self._link = link
         self._nonce = nonce
         self._limit_s = limit_s
-        self._planner = Planner(rank=rank, world_size=world_size, group=group)
+        self._planner = Planner(rank=rank, world_size=world_size, group=group, to_lowest=save_replicas)
         self._staging = Staging()
         self._persister = Persister(
             commits=commits,
@@ -139,6 +144,16 @@ class Saver:
     def sequence(self) -> int:
         """Sequence number of the newest save that was begun; 0 before the first."""
         return self.last.sequence if self.last is not None else 0
+
+    @property
+    def broken(self) -> bool:
+        """Whether saves need another group: a rank was away for longer than the last save could wait."""
+        return self._planner.broken
+
+    def renew(self, group: Any | None) -> None:
+        """Take another group.  All ranks call it, while none has a save in flight."""
+        self._planner.renew(group)
+        say("save_group_renewed", rank=self._rank, why="a rank was away for longer than a save could wait")
 
     def hear_failure(self, sequence: int) -> None:
         """Take note that a save came to nothing on some rank, so that rank 0 does not wait for it."""

@@ -1,0 +1,237 @@
+"""Ranks forked from one process that has torch already: many small stories in the time of one start.
+
+    python -m tests.trainer.forked < stories.json
+
+Each story is a `Story` in JSON; for each a line of JSON with how its ranks ended is printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 60.0
+# Where a save can be hit, in the order in which it gets there.
+POINTS = ("staged", "made", "planned", "written", "reporting", "reported")
+POINTS_OF_RANK_0 = ("gathered", "manifest", "renaming", "renamed", "recorded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """What ranks do, and what befalls one of them in its first save."""
+
+    run_dir: str
+    world_size: int = 2
+    steps: int = 6
+    every: int = 2
+    save_within_s: float = 20.0
+    resume_from: str | None = None
+    hit: str | None = None  # a point
+    rank: int = 0  # that is hit
+    how: str = "kill"  # or `stop`, for `stop_s` seconds
+    stop_s: float = 0.0
+    drift_at: int | None = None  # step at which rank 1 gets a bit wrong
+    options: dict[str, Any] = field(default_factory=dict)  # of Keeper
+    save_on: str = ""  # environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the ranks ended: exit codes, negative for signals; and what they said."""
+
+    codes: list[int]
+    said: str
+
+
+def play(stories: list[Story], *, limit_s: float = LIMIT_S) -> list[Ended]:
+    """Play stories one after another in a process of their own."""
+    path = os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STEPKEEPER_", "RANK", "WORLD"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trainer.forked"],
+        input="\n".join(json.dumps(asdict(story)) for story in stories),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        timeout=LIMIT_S + limit_s * len(stories),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [Ended(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    import torch  # noqa: F401, PLC0415  # once, for all that are forked
+
+    import stepkeeper_trainer  # noqa: F401, PLC0415
+
+    for line in sys.stdin.read().splitlines():
+        print(json.dumps(asdict(_play(Story(**json.loads(line))))), flush=True)
+
+
+def _play(story: Story) -> Ended:
+    Path(story.run_dir).parent.mkdir(exist_ok=True, parents=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        pids = [_fork(rank, story, Path(scratch)) for rank in range(story.world_size)]
+        codes = _wait(pids, story)
+        said = "".join((Path(scratch) / f"{rank}.log").read_text() for rank in range(story.world_size))
+    return Ended(codes=codes, said=said)
+
+
+def _wait(pids: list[int], story: Story) -> list[int]:
+    codes: dict[int, int] = {}
+    limit_at = time.monotonic() + LIMIT_S
+    stopped_at: float | None = None
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid in codes:
+                continue
+            found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if not found:
+                continue
+            if os.WIFSTOPPED(status):
+                stopped_at = time.monotonic()
+            else:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if stopped_at is not None and time.monotonic() - stopped_at > story.stop_s:
+            stopped_at = None
+            os.kill(pids[story.rank], signal.SIGCONT)
+        if time.monotonic() > limit_at:
+            for pid in pids:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL)
+            limit_at += LIMIT_S
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
+def _fork(rank: int, story: Story, scratch: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        log = os.open(scratch / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        logging.basicConfig(format=f"[{rank}] %(message)s", level=logging.INFO, stream=sys.stderr, force=True)
+        code = _rank(rank, story, scratch)
+    except BaseException:  # noqa: BLE001  # a fork must not go on as its parent
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _rank(rank: int, story: Story, scratch: Path) -> int:
+    from datetime import timedelta  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    from stepkeeper_trainer import Keeper, KeeperError  # noqa: PLC0415
+
+    if story.world_size > 1:
+        store = dist.FileStore(str(scratch / "store"), story.world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=story.world_size, timeout=timedelta(seconds=30)
+        )
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
+    if story.world_size > 1:
+        fully_shard(model[0])  # one half sharded, the other held by all ranks
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if story.hit is not None and story.rank == rank:
+        _arm(story.hit, story.how)
+    keeper = Keeper(
+        model=model,
+        optimizer=optimizer,
+        run_dir=story.run_dir,
+        resume_from=story.resume_from,
+        checkpoint_every_steps=story.every,
+        total_steps=story.steps,
+        save_within_s=story.save_within_s,
+        **story.options,
+    )
+    try:
+        keeper.resume()
+        done = keeper.finished
+        while not done:
+            torch.manual_seed(keeper.step)
+            loss = model(torch.rand(4, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if story.drift_at == keeper.step and rank == 1:
+                with torch.no_grad():
+                    model[1].weight.view(-1)[3] += 1
+            time.sleep(0.02)
+            done = keeper.step_done(loss=loss.detach())
+        return keeper.finish(leave_process=False)
+    except KeeperError as error:
+        print(f"[{rank}] {error}", file=sys.stderr)
+        return error.exit_code
+    except RuntimeError as error:  # another rank died
+        print(f"[{rank}] left alone: {str(error).splitlines()[0]}", file=sys.stderr)
+        keeper._last_seconds()
+        return 1
+
+
+def _arm(point: str, how: str) -> None:
+    """Have this process killed or stopped where its first save comes to a point."""
+    from stepkeeper_trainer import commit, persist, planner, saver, staging, writer  # noqa: PLC0415
+
+    places = {
+        "staged": (staging.Staging, "copy", True),
+        "made": (saver.Saver, "_make_directory", True),
+        "planned": (planner.Planner, "agree", True),
+        "written": (writer.HashingFile, "close", True),
+        "reporting": (persist, "publish", False),
+        "reported": (persist, "publish", True),
+        "gathered": (persist, "gather", True),
+        "manifest": (commit, "_write_new", True),
+        "renaming": (commit.Commits, "check_fence", True),
+        "renamed": (commit.lineage, "append", False),
+        "recorded": (commit.lineage, "append", True),
+    }
+    owner, name, after = places[point]
+    original = getattr(owner, name)
+    hits = 0
+
+    def hit(*args: Any, **options: Any) -> Any:
+        nonlocal hits
+        hits += 1
+        # `prepare` plans too, before the first save does; the lease is looked at when a run begins
+        mine = hits == (2 if point == "planned" else 1)
+        if mine and not after:
+            _fall(how)
+        result = original(*args, **options)
+        if mine and after:
+            _fall(how)
+        return result
+
+    setattr(owner, name, hit)
+
+
+def _fall(how: str) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+if __name__ == "__main__":
+    main()

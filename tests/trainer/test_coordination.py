@@ -1,0 +1,151 @@
+"""Ranks that die or stand still at each point of a save, in real processes over gloo."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from stepkeeper_trainer.formats import outcome
+from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
+from tests.trainer.forked import POINTS, POINTS_OF_RANK_0, Ended, Story, play
+
+HITS = [(rank, point) for rank in (0, 1) for point in POINTS] + [(0, point) for point in POINTS_OF_RANK_0]
+
+
+def committed(ended: Ended) -> list[str]:
+    """Return the names of step directories that were said to be committed, in order."""
+    return re.findall(r"^\[0\] committed .*directory=(\S+)", ended.said, re.MULTILINE)
+
+
+def check_disk(story: Story, ended: Ended) -> str | None:
+    """Every step directory is whole, and the newest one is what was said to be; return its name."""
+    checkpoints = Path(story.run_dir) / "checkpoints"
+    for step in list_steps(checkpoints):
+        assert verify(step.path).ok, (story, step.path, ended.said)
+    chosen = newest_verified(checkpoints).chosen
+    said = committed(ended)
+    name = chosen.path.name if chosen is not None else None
+    if said:
+        assert name is not None
+        assert name >= said[-1], (story, said)
+    return name
+
+
+SOME = [(1, "written"), (1, "reported"), (0, "gathered"), (0, "renamed")]
+
+
+def killed(tmp_path: Path, hits: list[tuple[int, str]], *, resume_every: int) -> None:
+    """Kill a rank at points of its first save, and then go on from what is there."""
+    stories = [
+        Story(run_dir=str(tmp_path / f"{rank}-{point}"), hit=point, rank=rank, save_within_s=10) for rank, point in hits
+    ]
+    for story, ended in zip(stories, play(stories), strict=True):
+        assert ended.codes[story.rank] == -9, (story, ended.said)
+        assert ended.codes[1 - story.rank] == 1, (story, ended.said)
+        name = check_disk(story, ended)
+        if story.hit in ("renamed", "recorded") or (story.rank == 1 and story.hit == "reported"):
+            assert name == "step_00000002", (story, ended.said)
+        else:
+            assert name is None, "nothing was committed before the rename"
+    again = [Story(run_dir=story.run_dir, resume_from="latest", steps=4) for story in stories[::resume_every]]
+    for story, ended in zip(again, play(again), strict=True):
+        assert ended.codes == [0, 0], ended.said
+        assert check_disk(story, ended) == "step_00000004"
+        assert not list(Path(story.run_dir).glob("checkpoints/.tmp-*/owner.json")), "the dead one's is cleared"
+
+
+def stopped(tmp_path: Path, hits: list[tuple[int, str]]) -> None:
+    """Have a rank stand still for a moment at points of its first save."""
+    stories = [
+        Story(run_dir=str(tmp_path / f"{rank}-{point}"), hit=point, rank=rank, how="stop", stop_s=0.4)
+        for rank, point in hits
+    ]
+    for story, ended in zip(stories, play(stories), strict=True):
+        assert ended.codes == [0, 0], (story, ended.said)
+        assert "save_failed" not in ended.said, (story, ended.said)
+        assert "step_00000002" in committed(ended)
+        assert check_disk(story, ended) == "step_00000006"
+
+
+def test_a_rank_that_is_killed_costs_no_step_that_was_committed(tmp_path: Path) -> None:
+    killed(tmp_path, SOME, resume_every=3)
+
+
+def test_a_rank_that_stands_still_for_a_while_delays_the_commit_and_no_more(tmp_path: Path) -> None:
+    stopped(tmp_path, SOME)
+
+
+@pytest.mark.campaign
+def test_killed_at_every_point(tmp_path: Path) -> None:
+    killed(tmp_path, HITS, resume_every=1)
+
+
+@pytest.mark.campaign
+def test_standing_still_at_every_point(tmp_path: Path) -> None:
+    stopped(tmp_path, HITS)
+
+
+@pytest.mark.parametrize(("rank", "point"), [(1, "made"), (0, "reported")])
+def test_a_rank_that_stands_still_for_too_long_costs_one_save(tmp_path: Path, rank: int, point: str) -> None:
+    """The save fails as an event, training goes on, and the next saves are made over a new group."""
+    story = Story(
+        run_dir=str(tmp_path / "run"),
+        hit=point,
+        rank=rank,
+        how="stop",
+        stop_s=2.5,
+        save_within_s=1.0,
+        steps=30,
+        every=3,
+    )
+
+    [ended] = play([story])
+
+    assert ended.codes == [0, 0], ended.said
+    assert re.search(r"save_failed step=3 ", ended.said), ended.said
+    assert "step_00000003" not in committed(ended)
+    assert check_disk(story, ended) == "step_00000030"
+    assert len(committed(ended)) >= 2
+    said = outcome.read(Path(story.run_dir))
+    assert said is not None
+    assert (said.outcome, said.step) == ("finished", 30)
+
+
+def test_a_bit_that_differs_between_copies_is_said_with_the_name_of_the_tensor(tmp_path: Path) -> None:
+    stories = [
+        Story(run_dir=str(tmp_path / "checked"), drift_at=3, steps=4),
+        Story(run_dir=str(tmp_path / "ignored"), drift_at=3, steps=4, options={"replicas": "ignore"}),
+        Story(run_dir=str(tmp_path / "saved"), drift_at=3, steps=4, options={"replicas": "save"}),
+        Story(run_dir=str(tmp_path / "equal"), steps=4),
+    ]
+
+    checked, ignored, saved, equal = play(stories)
+
+    for ended in (checked, saved):
+        assert ended.codes == [0, 0], ended.said
+        assert re.findall(r"replicas_differ step=(\d+) tensors=(\S+) ranks=(\S+)", ended.said) == [
+            ("4", "model.1.weight", "0,1")
+        ]
+    assert "replicas_differ" not in ignored.said + equal.said
+    steps = {Path(story.run_dir).name: list_steps(Path(story.run_dir) / "checkpoints")[0] for story in stories}
+    assert steps["checked"].manifest is not None
+    assert steps["checked"].manifest.state["drift"] == ["model.1.weight"]
+    assert steps["equal"].manifest is not None
+    assert "drift" not in steps["equal"].manifest.state
+    assert _weights(steps["saved"].path, "model.1.weight", "replica.rank_00001.model.1.weight") == [False]
+    assert _weights(steps["saved"].path, "model.1.bias", "replica.rank_00001.model.1.bias") == [True]
+    again = Story(run_dir=str(tmp_path / "saved"), resume_from="latest", steps=6, options={"replicas": "save"})
+    assert play([again])[0].codes == [0, 0]
+
+
+def _weights(step: Path, one: str, *others: str) -> list[bool]:
+    """Compare tensors of a step directory with `one`, as stock torch reads them."""
+    import torch  # noqa: PLC0415
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415
+
+    sizes = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
+    loaded = {name: torch.zeros(sizes[name].size) for name in (one, *others)}  # type: ignore[union-attr]
+    dcp.load(loaded, checkpoint_id=step)
+    return [torch.equal(loaded[one], loaded[other]) for other in others]

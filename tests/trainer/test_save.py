@@ -1,0 +1,498 @@
+"""What a save promises: no error is lost, no plan made twice, never two at once, and whose state it takes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from stepkeeper_trainer import Keeper, persist, planner, saver
+from stepkeeper_trainer.errors import ResumeError, UsageError
+from stepkeeper_trainer.formats.messages import SaveRequest, encode
+from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
+from stepkeeper_trainer.optimizers import OptimizerStates
+from tests.trainer.ranks import watcher_socket
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+class Loop:
+    """Many tensors, one optimizer step at a time."""
+
+    def __init__(self, run_dir: Path, *, count: int = 8, size: int = 64, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.ParameterList([torch.nn.Parameter(torch.rand(size)) for _ in range(count)])
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer = optimizer
+        options.setdefault("optimizer", optimizer)
+        self.keeper = Keeper(model=self.model, run_dir=run_dir, **options)
+        self.resumed = self.keeper.resume()
+        self.run_dir = run_dir
+
+    @property
+    def saver(self) -> saver.Saver:
+        assert self.keeper._saver is not None
+        return self.keeper._saver
+
+    @property
+    def last(self) -> saver.Save:
+        assert self.saver.last is not None
+        return self.saver.last
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for parameter in self.model:
+                parameter.grad = torch.ones_like(parameter)
+            self.optimizer.step()
+            self.keeper.step_done(loss=1.0)
+
+    def save(self) -> str | None:
+        """Save and return the error."""
+        self.keeper.save()
+        assert self.last.settled.wait(30)
+        return self.last.error
+
+    def committed(self) -> list[int]:
+        return sorted(step.step for step in list_steps(self.run_dir / "checkpoints"))
+
+
+class Gate:
+    """Holds the data files' fsync until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        sync = os.fsync
+
+        def held(descriptor: int) -> None:
+            if ".distcp" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                self.reached.set()
+                assert self.open.wait(30)
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", held)
+
+
+# --- errors --------------------------------------------------------------------------------------------
+
+
+def _full(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    write = os.write
+
+    def refused(descriptor: int, data: Any) -> int:
+        if re.search(pattern, os.readlink(f"/proc/self/fd/{descriptor}")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", refused)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_an_error_of_any_thread_is_an_error_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Stock DCP with several threads reports success and leaves a step that lacks the file."""
+    monkeypatch.setattr(persist, "FILE_BYTES_MIN", 1000)
+    loop = Loop(tmp_path / "run", size=4096)
+    loop.step(2)
+    assert loop.save() is None
+    whole = read_manifest(tmp_path / "run/checkpoints/step_00000002")
+    assert len([name for name in whole.files if name.endswith(".distcp")]) == 4
+    with monkeypatch.context() as patch:
+        _full(patch, rf"__0_{number}\.distcp")
+        loop.step()
+        assert "No space left" in str(loop.save())
+    assert loop.committed() == [2]
+
+    loop.step()
+
+    assert loop.save() is None
+    assert loop.committed() == [2, 4]
+    assert all(verify(step.path).ok for step in list_steps(tmp_path / "run/checkpoints"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_stock_dcp_loses_the_error_of_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why the writer is our own; when this fails, torch has mended pytorch#191391."""
+    write = torch.save
+
+    def refused(*arguments: Any, **options: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*arguments, **options)
+
+    monkeypatch.setattr(torch, "save", refused)
+    writer = dcp.FileSystemWriter(tmp_path / "stock", thread_count=4)
+
+    dcp.save({str(n): torch.rand(10) for n in range(8)}, storage_writer=writer, no_dist=True)
+
+    monkeypatch.undo()
+    assert (tmp_path / "stock/.metadata").exists()
+    with pytest.raises(BaseException, match=r"KeyError|'"):  # torch's own is a BaseException
+        dcp.load({str(n): torch.rand(10) for n in range(8)}, checkpoint_id=tmp_path / "stock")
+
+
+def test_an_exception_that_is_none_ends_the_save_and_not_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP's own is a BaseException: `except Exception` does not see it."""
+    loop = Loop(tmp_path / "run")
+    loop.step()
+
+    def refused(*_arguments: Any, **_options: Any) -> None:
+        raise CheckpointException("odd", {0: (ValueError("plans differ"), None)})  # type: ignore[dict-item]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(planner, "create_default_local_save_plan", refused)
+        loop.saver._planner.share = None
+        assert loop.save() == "plans differ"
+    loop.step()
+    assert loop.save() is None
+    assert loop.committed() == [2]
+
+
+@pytest.mark.parametrize("what", ["metadata", "MANIFEST", r"rank-0\.json"])
+def test_a_full_disk_at_the_small_files_commits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    loop = Loop(tmp_path / "run")
+    loop.step()
+    with monkeypatch.context() as patch:
+        _full(patch, what)
+        assert "No space left" in str(loop.save())
+    assert loop.committed() == []
+    assert not list((tmp_path / "run/checkpoints").glob(".tmp-*")), "the space is given back"
+    loop.step()
+    assert loop.save() is None
+
+
+def test_memory_that_is_not_there_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(tmp_path / "run")
+
+    def refused(*_arguments: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refused)
+        loop.step()
+        assert "Cannot allocate memory" in str(loop.save())
+    loop.step()
+    assert loop.save() is None
+
+
+# --- plans and layouts -----------------------------------------------------------------------------------
+
+
+def test_a_plan_is_made_once_and_again_when_the_state_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    make = planner.create_default_local_save_plan
+    monkeypatch.setattr(
+        planner, "create_default_local_save_plan", lambda *arguments: plans.append(1) or make(*arguments)
+    )
+    loop = Loop(tmp_path / "run")
+    for _ in range(4):
+        loop.step()
+        assert loop.save() is None
+    assert len(plans) == 1, "made beside the first step"
+    metadata = [(step.path / ".metadata").read_bytes() for step in list_steps(tmp_path / "run/checkpoints")]
+    ids = [step.manifest.save_id.encode() for step in list_steps(tmp_path / "run/checkpoints") if step.manifest]
+    assert len({data.replace(save_id, b"") for data, save_id in zip(metadata, ids, strict=True)}) == 1
+    assert len(set(metadata)) == 4
+
+    loop.model.append(torch.nn.Parameter(torch.rand(5)))
+    loop.optimizer.add_param_group({"params": [loop.model[-1]]})
+    loop.step()
+    assert loop.save() is None
+
+    assert len(plans) == 2
+    newest = list_steps(tmp_path / "run/checkpoints")[0]
+    target = torch.zeros(5)
+    dcp.load({"model": {"8": target}}, checkpoint_id=newest.path)
+    assert torch.equal(target, loop.model[-1])
+
+
+def test_the_state_is_that_of_the_boundary_though_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    loop = Loop(tmp_path / "run")
+    loop.step(2)
+    expected = [parameter.detach().clone() for parameter in loop.model]
+    loop.keeper.save()
+    loop.step(3)
+    gate.open.set()
+    assert loop.last.settled.wait(30)
+
+    target = {str(n): torch.zeros(64) for n in range(8)}
+    dcp.load({"model": target}, checkpoint_id=tmp_path / "run/checkpoints/step_00000002")
+
+    assert all(torch.equal(target[str(n)], value) for n, value in enumerate(expected))
+
+
+def test_extra_memory_is_one_copy_of_the_state(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "run", size=1 << 16)
+    for _ in range(3):
+        loop.step()
+        assert loop.save() is None
+    size = sum(tensor.nbytes for tensor in loop.keeper._state.collect().values())
+
+    assert size <= loop.saver._staging.arena.bytes < 1.05 * size
+
+
+# --- while one is in flight ------------------------------------------------------------------------------
+
+
+def _events(caplog: pytest.LogCaptureFixture, *names: str) -> list[tuple[str, str]]:
+    found = [re.match(r"(\w+) .*?step=(\d+)", text) for text in caplog.messages]
+    return [(match[1], match[2]) for match in found if match and match[1] in names]
+
+
+@pytest.mark.parametrize(
+    ("when_busy", "committed"),
+    [("wait", [2, 7]), ("skip", [2, 8]), ("cancel", [5])],
+)
+def test_a_periodic_save_that_meets_another_does_what_it_was_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    when_busy: str,
+    committed: list[int],
+) -> None:
+    """Due at 2, 4, 6; the disk holds the first one until step 6 is done, or until it is cancelled."""
+    caplog.set_level(logging.INFO)
+    gate = Gate(monkeypatch)
+    loop = Loop(tmp_path / "run", checkpoint_every_steps=2, when_busy=when_busy)
+    loop.step(4)
+    if when_busy == "cancel":
+        gate.open.set()
+        assert loop.last.settled.wait(30)
+        assert "cancelled: the save of step 4 is due" in str(loop.last.error)
+        loop.step()
+    else:
+        loop.step(2)
+        gate.open.set()
+        assert loop.last.settled.wait(30)
+        loop.step(2)
+    assert loop.last.settled.wait(30)
+
+    assert loop.committed() == committed
+    assert len(list((tmp_path / "run/checkpoints").glob(".tmp-*"))) == 0
+    assert (
+        _events(caplog, "save_cancelled", "save_skipped")
+        == {
+            "wait": [],
+            "skip": [("save_skipped", "4"), ("save_skipped", "6")],
+            "cancel": [("save_cancelled", "2")],
+        }[when_busy]
+    )
+
+
+def test_a_save_for_which_another_was_cancelled_is_not_cancelled_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    loop = Loop(tmp_path / "run", checkpoint_every_steps=2, when_busy="cancel")
+    loop.step(4)
+    gate.open.set()
+    assert loop.last.settled.wait(30)
+    gate.open.clear()
+    gate.reached.clear()
+    loop.step()
+    assert loop.last.summary.step == 5
+    assert gate.reached.wait(30)
+
+    loop.step(3)
+    assert loop.last.summary.step == 5
+    assert loop.last.cancelled is None
+    gate.open.set()
+    assert loop.last.settled.wait(30)
+
+    assert loop.committed() == [5]
+
+
+def test_a_policy_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="choose of"):
+        Loop(tmp_path / "run", when_busy="sometimes")
+
+
+@pytest.mark.parametrize(("left_s", "cancelled"), [(8.0, True), (60.0, False)])
+def test_an_emergency_gives_up_the_save_in_flight_only_if_there_is_no_time_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float, *, cancelled: bool
+) -> None:
+    gate = Gate(monkeypatch)
+    with watcher_socket(f"takeover-{time.monotonic_ns()}") as sock:
+        monkeypatch.setenv("STEPKEEPER_SOCKET", "@" + sock.getsockname()[1:].decode())
+        loop = Loop(tmp_path / "run", checkpoint_every_steps=2, total_steps=100)
+        _, address = sock.recvfrom(2048)
+        loop.step(2)
+        first = loop.last
+        assert gate.reached.wait(30)
+        loop.saver.persist_s = 5.0  # what saves have taken so far
+        request = SaveRequest(request_id=1, stop=True, deadline_at=time.time() + left_s)
+        sock.sendto(encode(request), address)
+        threading.Timer(0.3, gate.open.set).start()
+        loop.step()
+        code = loop.keeper.finish(leave_process=False)
+
+    assert code == 75
+    assert loop.committed() == ([3] if cancelled else [2, 3])
+    assert (first.error is not None) is cancelled
+
+
+# --- whose state -----------------------------------------------------------------------------------------
+
+
+def _pair() -> tuple[torch.nn.Module, dict[str, torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 1)})
+    return model, {
+        "body": torch.optim.AdamW(model["body"].parameters(), lr=0.1),
+        "head": torch.optim.SGD(model["head"].parameters(), lr=torch.tensor(0.2), momentum=0.9),
+    }
+
+
+def _train(model: Any, optimizers: dict[str, torch.optim.Optimizer], keeper: Keeper, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = model["head"](model["body"](torch.rand(4, 3))).square().mean()
+        loss.backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+        keeper.step_done(loss=loss.detach())
+        losses.append(loss.item())
+    return losses
+
+
+def test_several_optimizers_an_average_and_a_scaler_come_back(tmp_path: Path) -> None:
+    def build(resume_from: str | None) -> tuple[Any, dict[str, torch.optim.Optimizer], Any, Any, Keeper]:
+        model, optimizers = _pair()
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7)
+        keeper = Keeper(
+            model=model,
+            optimizer=optimizers,
+            others={"average": average, "scaler": scaler},
+            run_dir=tmp_path / "run",
+            resume_from=resume_from,
+        )
+        keeper.resume()
+        return model, optimizers, average, scaler, keeper
+
+    model, optimizers, average, scaler, keeper = build(None)
+    _train(model, optimizers, keeper, 2)
+    average.update_parameters(model)
+    _train(model, optimizers, keeper, 1)
+    average.update_parameters(model)
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 3.0})
+    keeper.save()
+    assert keeper._saver is not None
+    assert keeper._saver.wait(time.time() + 30)
+    expected = _train(model, optimizers, keeper, 4)
+
+    other, restored, again, scaler_again, second = build("latest")
+
+    assert second.step == 3
+    assert scaler_again.get_scale() == 3.0
+    for ours, theirs in zip(again.state_dict().values(), average.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert _train(other, restored, second, 4) == expected
+    model, optimizers = _pair()
+    names = {"trunk": optimizers["body"], "head": optimizers["head"]}
+    parts: Any = {"average": average, "scaler": scaler}
+    keeper = Keeper(model=model, optimizer=names, others=parts, run_dir=tmp_path / "run", resume_from="latest")
+    with pytest.raises(ResumeError, match="the same names"):
+        keeper.resume()
+
+
+def test_the_first_versions_optimizer_state_still_loads() -> None:
+    """Step directories stay readable for ever."""
+    model, optimizers = _pair()
+    sgd = optimizers["head"]
+    states = OptimizerStates(model, {"head": sgd}["head"])
+    tensors = {"optimizer.state.head.weight.momentum_buffer": torch.ones(1, 3)}
+    tree = {
+        "state": {
+            "head.weight": {"momentum_buffer": {"$tensor": "optimizer.state.head.weight.momentum_buffer"}, "step": 3}
+        },
+        "param_groups": [{"params": ["head.weight", "head.bias"], "lr": 0.5, "betas": {"$tuple": [1, 2]}}],
+    }
+
+    states.apply(tree, tensors)
+
+    [weight] = sgd.state
+    assert weight is model["head"].weight  # type: ignore[index]
+    assert sgd.state[weight]["step"] == 3
+    assert torch.equal(sgd.state[weight]["momentum_buffer"], torch.ones(1, 3))
+    assert sgd.param_groups[0]["betas"] == (1, 2)
+
+
+class Position:
+    """A loader of which each rank has its own state."""
+
+    per_rank = True
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+        self.raw = b"\x00\xffstate"
+        self.seen = torch.arange(at).numpy()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "raw": self.raw, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.raw, self.seen = state["at"], state["raw"], state["seen"]
+
+
+def test_the_state_of_one_rank_comes_back_to_as_many_ranks_only(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "run", others={"loader": Position(5)})
+    loop.step()
+    assert loop.save() is None
+    position = Position()
+
+    assert Loop(tmp_path / "run", others={"loader": position}, resume_from="latest").resumed == 1
+
+    assert (position.at, position.raw, position.seen.tolist()) == (5, b"\x00\xffstate", [0, 1, 2, 3, 4])
+    torch.manual_seed(0)
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.rand(64)) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    keeper = Keeper(
+        model=model,
+        optimizer=optimizer,
+        run_dir=tmp_path / "run",
+        resume_from="latest",
+        others={"loader": Position()},
+    )
+    object.__setattr__(keeper._state, "world_size", 3)  # as if there were more ranks now
+    with pytest.raises(ResumeError, match="3 ranks cannot go on where 1 were: resume on 1, or use GlobalSampler"):
+        keeper.resume()
+
+
+def test_torchdatas_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+
+    def build(resume_from: str | None) -> tuple[Loop, Any]:
+        loader = loaders.StatefulDataLoader(list(range(40)), batch_size=4, num_workers=0)
+        return Loop(tmp_path / "run", others={"loader": loader}, resume_from=resume_from), loader
+
+    loop, loader = build(None)
+    batches = iter(loader)
+    seen = [next(batches).tolist() for _ in range(3)]
+    loop.step()
+    assert loop.save() is None
+
+    _, loader = build("latest")
+
+    assert seen + [batch.tolist() for batch in loader] == [list(range(n, n + 4)) for n in range(0, 40, 4)]

@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -55,8 +57,9 @@ def main() -> None:
     print("\n".join(lines))
 
 
-HEAD = """Medians of {repeats} runs on {cores} cores, {mib} MiB of state on each rank (a model and its AdamW). Machines are
-noisy and shared: every figure is a ratio to a limit that the same process measured. `make bench-checkpoint` wrote this."""
+HEAD = """Medians of {repeats} runs on {cores} cores, {mib} MiB of state on each rank (a model and its AdamW). Machines
+are noisy and shared: every figure is a ratio to a limit that the same process measured. Written by
+`make bench-checkpoint`."""
 
 SAVE_HEAD = """The state is the same on all ranks, so that each writes its share. *Blocked*: the call that saves, as a
 multiple of one warm memory copy of the same list of tensors. *Slowed*: what steps took longer than their median from
@@ -71,13 +74,20 @@ def save_part(options: argparse.Namespace) -> list[str]:
     for ranks in options.ranks:
         for tensors in options.tensors:
             found: dict[str, list[Figures]] = {way: [] for way in options.ways}
+            failed: dict[str, str] = {}
             for _ in range(options.repeats):
                 for way in options.ways:
-                    found[way].append(launch(way, ranks, tensors, options))
+                    try:
+                        found[way].append(launch(way, ranks, tensors, options))
+                    except RuntimeError as error:
+                        failed[way] = str(error)
             lines += [f"### {ranks} rank{'s' * (ranks > 1)}, {tensors} tensors", ""]
             lines += ["| | " + " | ".join(COLUMNS) + " | steps blocked s / slowed s / durable s |"]
             lines += ["|---" * (len(COLUMNS) + 2) + "|"]
             for way, figures in found.items():
+                if not figures:
+                    lines.append(f"| {way} | fails: {failed[way]} |" + " |" * len(COLUMNS))
+                    continue
                 middle = {name: statistics.median(one[name] for one in figures) for name in figures[0]}
                 cells = [f"{middle[name]:.2f}x" for name in COLUMNS]
                 seconds = " / ".join(f"{middle[name]:.2f}" for name in ("blocked_s", "slowed_s", "durable_s"))
@@ -95,19 +105,21 @@ def launch(way: str, ranks: int, tensors: int, options: argparse.Namespace) -> F
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="bench-checkpoint-") as directory:
         command = [sys.executable, "-m", "tests.bench_checkpoint", f"--worker={way}", f"--mib={options.mib}"]
         command += [f"--tensors={tensors}", f"--directory={directory}"]
-        processes = []
+        processes, pipe = [], subprocess.PIPE
         for rank in range(ranks):
             own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])}
             if ranks > 1:
                 own |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
                 own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             own["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True))
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=pipe, stderr=pipe, text=True))
         found: list[Figures] = []
         try:
             for process in processes:
-                said = process.communicate(timeout=LIMIT_S)[0]
-                assert process.returncode == 0, f"{way}: {said}"
+                said, errors = process.communicate(timeout=LIMIT_S)
+                if process.returncode:
+                    known = [line for line in errors.splitlines() if re.search(r"Error\b.*:", line)]
+                    raise RuntimeError((known or errors.splitlines() or ["?"])[-1].strip())
                 found.append(json.loads(said.splitlines()[-1]))
         finally:
             for process in processes:
@@ -155,6 +167,8 @@ class Work:
 def save_once(way: str, options: argparse.Namespace) -> Figures:
     """Train and save in one way; return what it cost, the first save apart from the later ones."""
     directory: Path = options.directory
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # torch's process mode opens a file for each tensor
     if way.endswith("process") and "RANK" not in os.environ:  # torch's process mode wants a group, if of one
         import torch.distributed as dist  # noqa: PLC0415
 

@@ -19,9 +19,10 @@ from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats import items
 from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.metadata import parse
+from stepkeeper_trainer.formats.steps import list_steps
 from stepkeeper_trainer.loading import Limits, Wanted, fill
 from stepkeeper_trainer.reader import CheckedReader, load
-from tests.trainer.ranks import free_port
+from tests.trainer.ranks import Ranks, finish, free_port, losses
 from tests.trainer.steps_by_dcp import commit, save, stock_load
 
 DTYPES = (
@@ -410,3 +411,21 @@ def test_damage_that_one_rank_sees_stops_all(of_two_ranks: Path, tmp_path: Path)
 
     assert codes == [3, 3], said
     assert all(f"{rows.file}: bytes of chunk" in text for text in said)
+
+
+def test_ranks_choose_the_newest_whole_step_together(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    expected = finish(2, run_dir, steps=12)
+    newest, *_ = list_steps(run_dir / "checkpoints")
+    assert newest.step == 12
+    data = max(newest.path.glob("*.distcp"), key=os.path.getsize)
+    flip(data, os.path.getsize(data) // 2)
+
+    with Ranks(2, run_dir, "--resume-from=latest", steps=12) as again:
+        assert again.wait() == [0, 0], again.output()
+        said = again.output()
+
+    assert "step_skipped" in said
+    assert newest.path.name in said
+    assert "bytes of chunk 0" in said
+    assert losses(run_dir) == expected

@@ -357,6 +357,34 @@ def test_a_file_that_another_step_shares_is_read_once(tmp_path: Path) -> None:
     assert (older.ok, older.bytes_read) == (True, sum(os.path.getsize(path) for path in own))
 
 
+@pytest.mark.usefixtures("settled")
+def test_a_plan_that_does_not_cover_is_never_remembered_as_right(tmp_path: Path) -> None:
+    step = make_big(tmp_path)
+    plan = dcp_files.metadata({"weights": [dcp_files.Piece((0,), (100,), "__0_0.distcp", 0, 100)]}, size=(101,))
+    (step / ".metadata").write_bytes(plan)
+    manifest = read_manifest(step)
+    files = {**manifest.files, ".metadata": _entry(plan)}
+    (step / "MANIFEST.json").write_bytes(seal(msgspec.structs.replace(manifest, files=files)))
+    for _ in range(3):
+        for deep in (True, False):
+            verdict = verify(step, deep=deep, cache=Cache(tmp_path))
+            assert "hold 100 of its 101 numbers" in verdict.problems[0]
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_plan_that_was_checked_is_not_parsed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_big(tmp_path)
+    parsed: list[int] = []
+    real = verifying.parse
+    monkeypatch.setattr(verifying, "parse", lambda data: (parsed.append(1), real(data))[1])
+
+    assert verify(step, cache=Cache(tmp_path)).ok
+    assert verify(step, deep=False, cache=Cache(tmp_path)).ok
+    assert len(parsed) == 1
+    flip(step / ".metadata", 60)
+    assert not verify(step, deep=False, cache=Cache(tmp_path)).ok
+
+
 # Shared by several readers ----------------------------------------------------------------------------------------
 
 

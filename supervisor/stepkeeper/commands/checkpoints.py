@@ -156,11 +156,12 @@ def _rows(checkpoints: Path) -> list[dict[str, Any]]:
     lineage = lineages.read(checkpoints)
     current = {step.path for step in steps.current_lineage(found, lineage)}
     rows = []
+    cache = Cache(checkpoints)
     for step in found:
         manifest = step.manifest
         problems = [step.problem or "no manifest"]
         if manifest is not None:
-            problems = list(steps.verify(step.path, deep=False).problems)
+            problems = list(steps.verify(step.path, deep=False, cache=cache).problems)
         marks = lineage.marks.get(manifest.save_id, frozenset()) if lineage and manifest else frozenset()
         rows.append(
             {

@@ -63,13 +63,19 @@ class Cache:
         self._directory = checkpoints / CACHE_NAME
         self._knows = knows
 
-    def known(self, manifest_digest: str, wanted: Iterable[Fact]) -> set[Fact]:
-        """Return which of `wanted` were found right once: by this step's record, else by any (linked files)."""
+    def known(self, manifest_digest: str, wanted: Iterable[Fact], *, own_only: bool = False) -> set[Fact]:
+        """Return which of `wanted` were found right once.
+
+        Args:
+            manifest_digest: of the step, which names its record.
+            wanted: facts of files as they are now.
+            own_only: by this step's record; otherwise by any, for steps can share files by links.
+        """
         if not self._knows:
             return set()
         missing = set(wanted)
         found = missing & self._facts(f"{manifest_digest}.json")
-        if found == missing:
+        if found == missing or own_only:
             return found
         for name in self._names():
             found |= missing & self._facts(name)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PIECE_BYTES = 512 * 1024  # read and hashed at once: fits the cache of a core
+DISK_PIECE_BYTES = 4 * 1024 * 1024  # past the page cache nobody reads ahead: the disk wants more at once
 TASK_BYTES = 64 * 1024 * 1024  # read by one thread in a row
 THREADS_MIN, THREADS_MAX = 4, 32  # more than cores: shared storage answers many readers at once
 DCP = "torch.distributed.checkpoint"
@@ -93,6 +94,7 @@ class _Look:
     manifest: Manifest | None
     problems: list[str]
     files: dict[str, os.stat_result]  # those of the manifest that are there with the right size
+    covered: bool = True  # by `.metadata`
 
     def facts(self) -> dict[str, Fact]:
         assert self.manifest is not None
@@ -155,7 +157,7 @@ def verify(
     if should_stop is not _never:
         how = dataclasses.replace(how, should_stop=should_stop)
     started_at = time.time()
-    look = _look(directory)
+    look = _look(directory, cache)
     manifest = look.manifest
     if manifest is None or not deep or (how.first_only and look.problems):
         return Verdict(directory, tuple(look.problems), 0)
@@ -172,6 +174,8 @@ def verify(
             for name in facts
             if name not in found.problems and name in after and fact(after[name], manifest.files[name]) == facts[name]
         }
+        if not look.covered:
+            right.pop(METADATA_NAME, None)  # its bytes are right, and what they promise is not there
         if not (how.first_only and problems):  # otherwise some were not read at all
             cache.remember(digest, right, read_at=started_at)
     bytes_known = sum(look.files[name].st_size for name in facts if facts[name] in known)
@@ -180,7 +184,7 @@ def verify(
 
 def known_right(directory: Path, cache: Cache) -> bool:
     """Whether a step directory is complete and each of its files was found right before, and is unchanged since."""
-    look = _look(directory)
+    look = _look(directory, cache)
     if look.manifest is None or look.problems:
         return False
     facts = set(look.facts().values())
@@ -228,7 +232,8 @@ def join_shares(directory: Path, shares: list[ShareVerdict], *, cache: Cache | N
 # A look -----------------------------------------------------------------------------------------------------------
 
 
-def _look(directory: Path) -> _Look:
+def _look(directory: Path, cache: Cache | None = None) -> _Look:
+    """Look; a `.metadata` that `cache` remembers of this very manifest is not parsed again."""
     try:
         manifest = read_manifest(directory)
     except (ManifestError, OSError) as error:
@@ -238,9 +243,18 @@ def _look(directory: Path) -> _Look:
     if step is not None and manifest.step != step:
         problems.append(f"{directory}: its manifest is of step {manifest.step}")
     files = _look_at_files(directory, manifest, problems)
-    if manifest.framework == DCP:
-        problems.extend(_metadata_problems(directory, manifest))
-    return _Look(directory, manifest, problems, files)
+    uncovered: list[str] = []
+    if manifest.framework == DCP and not _covered_before(manifest, files, cache):
+        uncovered = _metadata_problems(directory, manifest)
+    return _Look(directory, manifest, problems + uncovered, files, not uncovered)
+
+
+def _covered_before(manifest: Manifest, files: dict[str, os.stat_result], cache: Cache | None) -> bool:
+    status = files.get(METADATA_NAME)
+    if cache is None or status is None:
+        return False
+    own = fact(status, manifest.files[METADATA_NAME])
+    return bool(cache.known(manifest.manifest_xxh3_128, [own], own_only=True))
 
 
 def _look_at_files(directory: Path, manifest: Manifest, problems: list[str]) -> dict[str, os.stat_result]:
@@ -352,7 +366,8 @@ def _read(directory: Path, tasks: list[_Task], how: Reading) -> _Found:
     queue = iter(tasks)
 
     def work() -> None:
-        buffer = mmap.mmap(-1, PIECE_BYTES)  # on a page boundary, as reads past the page cache need it
+        size = DISK_PIECE_BYTES if how.from_disk else PIECE_BYTES
+        buffer = mmap.mmap(-1, size)  # on a page boundary, as reads past the page cache need it
         try:
             with memoryview(buffer) as piece:
                 while True:

@@ -69,7 +69,7 @@ def load_part(options: argparse.Namespace) -> list[str]:
     return [*lines, ""]
 
 
-VERIFY_HEAD = """Deep verification reads every byte of {mib} MiB and compares its digest: the time of `cat` as a share of
+VERIFY_HEAD = """Deep verification reads every byte of {mib} MiB and compares digests: the time of `cat` as a share of
 its own (1 is the speed of reading). Cold: past the page cache, against a `cat` after it was dropped. A look
 compares names, sizes and coverage, in milliseconds: of a step of {files} files, and of steps of so many tensors."""
 

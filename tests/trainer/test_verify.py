@@ -418,8 +418,9 @@ def test_joined_shares_are_remembered_and_missing_or_foreign_ones_are_not(tmp_pa
     shares = [verify_share(step, index, 3) for index in range(3)]
 
     assert "a share is missing" in join_shares(step, shares[:2], cache=cache).problems[0]
-    foreign = [*shares[:2], ShareVerdict((), 10**6, "x", 0.0)]
-    assert "the same files" in join_shares(step, foreign, cache=cache).problems[0]
+    assert "a share is missing" in join_shares(step, [*shares[:2], shares[1]], cache=cache).problems[0]
+    foreign = [*shares[:2], ShareVerdict(2, 3, (), 10**6, "x", "x", 0.0)]
+    assert "the same manifest" in join_shares(step, foreign, cache=cache).problems[0]
     assert verify(step, cache=cache).bytes_read == total(step)
     (tmp_path / CACHE_NAME / os.listdir(tmp_path / CACHE_NAME)[0]).unlink()
 
@@ -427,7 +428,9 @@ def test_joined_shares_are_remembered_and_missing_or_foreign_ones_are_not(tmp_pa
     assert verify(step, cache=cache).bytes_read == 0
 
     flip(step / "__0_0.distcp", 1)
-    assert not join_shares(step, shares, cache=cache).ok, "the files are not those that were read"
+    (tmp_path / CACHE_NAME / os.listdir(tmp_path / CACHE_NAME)[0]).unlink()
+    join_shares(step, shares, cache=cache)
+    assert not verify(step, cache=cache).ok, "files that are not those that were read are not remembered"
 
 
 def test_a_mistake_of_ours_in_a_thread_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 512 * 1024  # read and hashed at once: fits the cache of a core
 DISK_PIECE_BYTES = 4 * 1024 * 1024  # past the page cache nobody reads ahead: the disk wants more at once
-TASK_BYTES = 64 * 1024 * 1024  # read by one thread in a row
+TASK_BYTES = 64 * 1024 * 1024  # read by one thread in a row, at most
+TASKS_PER_THREAD = 4
 THREADS_MIN, THREADS_MAX = 4, 32  # more than cores: shared storage answers many readers at once
 DCP = "torch.distributed.checkpoint"
 _ALIGNED = 4096  # for reads past the page cache
@@ -80,9 +81,12 @@ class Verdict:
 class ShareVerdict:
     """What one of several readers found in its share of the bytes."""
 
+    index: int
+    of: int
     problems: tuple[str, ...]
     bytes_read: int
-    seen: str  # digest over the manifest and the state of every file: equal for all shares of one step directory
+    manifest: str  # its digest: equal for all shares of one step directory
+    seen: str  # digest over the state of every file; nodes may number the inodes of one file differently
     began_at: float  # Unix seconds
 
 
@@ -165,7 +169,7 @@ def verify(
     digest = manifest.manifest_xxh3_128
     known = cache.known(digest, facts.values()) if cache is not None else set()
     unread = [name for name in look.files if facts[name] not in known]
-    found = _read(directory, _tasks(manifest, unread), how)
+    found = _read(directory, _tasks(manifest, unread, how.count_threads()), how)
     problems = look.problems + found.lines(list(manifest.files))
     if cache is not None and unread and not how.should_stop():
         after = _look_at_files(directory, manifest, [])
@@ -200,15 +204,15 @@ def verify_share(directory: Path, index: int, of: int, *, reading: Reading | Non
     began_at = time.time()
     look = _look(directory)
     if look.manifest is None:
-        return ShareVerdict(tuple(look.problems), 0, "", began_at)
-    seen = _seen(look)
-    tasks = _share(_tasks(look.manifest, list(look.files)), index, of)
-    found = _read(directory, tasks, reading or Reading())
+        return ShareVerdict(index, of, tuple(look.problems), 0, "", "", began_at)
+    how, seen = reading or Reading(), _seen(look)
+    tasks = _share(_tasks(look.manifest, list(look.files), of * how.count_threads()), index, of)
+    found = _read(directory, tasks, how)
     problems = look.problems + found.lines(list(look.manifest.files))
     after = _seen(_Look(directory, look.manifest, [], _look_at_files(directory, look.manifest, [])))
     if after != seen:
         problems.append(f"{directory}: its files changed while they were read")
-    return ShareVerdict(tuple(problems), found.bytes_read, seen, began_at)
+    return ShareVerdict(index, of, tuple(problems), found.bytes_read, look.manifest.manifest_xxh3_128, seen, began_at)
 
 
 def join_shares(directory: Path, shares: list[ShareVerdict], *, cache: Cache | None = None) -> Verdict:
@@ -216,16 +220,17 @@ def join_shares(directory: Path, shares: list[ShareVerdict], *, cache: Cache | N
     look = _look(directory)
     problems = list(dict.fromkeys([*look.problems, *(problem for share in shares for problem in share.problems)]))
     bytes_read = sum(share.bytes_read for share in shares)
-    if look.manifest is not None:
-        seen = _seen(look)
-        if any(share.seen != seen for share in shares):
-            problems.append(f"{directory}: the readers did not see the same files as there are now")
-        expected = sum(entry.bytes for entry in look.manifest.files.values())
-        if not problems and bytes_read != expected:
+    manifest = look.manifest
+    if manifest is not None:
+        if any(share.manifest != manifest.manifest_xxh3_128 for share in shares):
+            problems.append(f"{directory}: the readers did not see the same manifest as there is now")
+        whole = [(index, len(shares)) for index in range(len(shares))]
+        expected = sum(entry.bytes for entry in manifest.files.values())
+        if not problems and (sorted((s.index, s.of) for s in shares) != whole or bytes_read != expected):
             problems.append(f"{directory}: {bytes_read} of {expected} bytes were read: a share is missing")
-        if not problems and cache is not None:
-            began_at = min((share.began_at for share in shares), default=0.0)
-            cache.remember(look.manifest.manifest_xxh3_128, look.facts(), read_at=began_at)
+        if cache is not None and not problems and {share.seen for share in shares} == {_seen(look)}:
+            began_at = min(share.began_at for share in shares)
+            cache.remember(manifest.manifest_xxh3_128, look.facts(), read_at=began_at)
     return Verdict(directory, tuple(problems), bytes_read)
 
 
@@ -324,20 +329,21 @@ def _metadata_problems(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def _seen(look: _Look) -> str:
-    """Digest the manifest and the state of every file."""
-    assert look.manifest is not None
-    facts = sorted(look.facts().items())
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([look.manifest.manifest_xxh3_128, facts]))
+    """Digest the state of every file."""
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(look.facts().items())))
 
 
 # Reading ----------------------------------------------------------------------------------------------------------
 
 
-def _tasks(manifest: Manifest, names: list[str]) -> list[_Task]:
+def _tasks(manifest: Manifest, names: list[str], threads: int = 1) -> list[_Task]:
+    """Cut files into tasks: long ones, and still several for each thread."""
+    total = sum(manifest.files[name].bytes for name in names)
+    size = min(TASK_BYTES, total // (TASKS_PER_THREAD * threads))
     tasks = []
     for name in names:
         entry = manifest.files[name]
-        at_once = max(1, TASK_BYTES // entry.chunk_bytes)
+        at_once = max(1, size // entry.chunk_bytes)
         tasks += [
             _Task(name, entry, first, min(first + at_once, len(entry.chunks)))
             for first in range(0, len(entry.chunks), at_once)

@@ -54,7 +54,6 @@ def main() -> None:
     for part in options.parts:
         lines += PARTS[part](options)
     options.page.write_text("\n".join(lines).rstrip() + "\n")
-    print("\n".join(lines))
 
 
 HEAD = """Medians of {repeats} runs on {cores} cores, {mib} MiB of state on each rank (a model and its AdamW). Machines
@@ -93,6 +92,7 @@ def save_part(options: argparse.Namespace) -> list[str]:
                 seconds = " / ".join(f"{middle[name]:.2f}" for name in ("blocked_s", "slowed_s", "durable_s"))
                 lines.append(f"| {way} | {' | '.join(cells)} | {seconds} |")
             lines.append("")
+            print("\n".join(lines[-len(found) - 4 :]), flush=True)
     return lines
 
 
@@ -138,6 +138,7 @@ class Work:
         import torch  # noqa: PLC0415
 
         from stepkeeper_trainer import Keeper, start_distributed  # noqa: PLC0415
+        from stepkeeper_trainer.attach import new_group  # noqa: PLC0415
 
         self.place = start_distributed()
         torch.manual_seed(0)
@@ -149,12 +150,24 @@ class Work:
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.keeper = Keeper(model=self.model, optimizer=self.optimizer, run_dir=directory / "run")
         self.keeper.resume()
+        self.group = new_group(LIMIT_S)
         self.keeper._prepared = not first_keeper  # only Stepkeeper's own way gets its memory
         self.square = torch.rand(256, 256)
 
     def state(self) -> dict[str, Any]:
         """Return what is saved."""
         return {name: tensor.detach() for name, tensor in self.keeper._state.collect().items()}
+
+    def all_agree(self, one: bool) -> bool:  # noqa: FBT001
+        """Say whether it is so on all ranks: they take as many steps as each other."""
+        import torch  # noqa: PLC0415
+        import torch.distributed as dist  # noqa: PLC0415
+
+        if self.place.world_size == 1:
+            return one
+        flag = torch.tensor([int(one)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
+        return bool(flag)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -204,7 +217,7 @@ def _one_save(begin: Callable[[], Callable[[], bool]], work: Work, step_s: float
     done = begin()
     blocked_s = time.perf_counter() - started_at
     slowed_s = blocked_s
-    while not done():
+    while not work.all_agree(done()):
         slowed_s += _timed(work.step) - step_s
     durable_s = time.perf_counter() - started_at
     return blocked_s, max(0.0, slowed_s), durable_s

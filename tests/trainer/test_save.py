@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from stepkeeper_trainer import Keeper, persist, planner, saver
+from stepkeeper_trainer.backpressure import take_over
 from stepkeeper_trainer.errors import ResumeError, UsageError
 from stepkeeper_trainer.formats.messages import SaveRequest, encode
 from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
@@ -496,3 +497,19 @@ def test_torchdatas_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> 
     _, loader = build("latest")
 
     assert seen + [batch.tolist() for batch in loader] == [list(range(n, n + 4)) for n in range(0, 40, 4)]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "in_flight_s", "new_s", "expected"),
+    [
+        (100, 20, 30, False),  # both fit
+        (50, 25, 30, True),  # only one does, and the newer state is better
+        (35, 25, 30, False),  # the new one may well be too late: what is nearly there is kept
+        (10, 5, 30, False),
+        (10, 0, 0, False),  # nothing is known of what saves take
+    ],
+)
+def test_the_save_in_flight_is_given_up_where_only_the_new_one_fits(
+    left_s: float, in_flight_s: float, new_s: float, *, expected: bool
+) -> None:
+    assert take_over(left_s=left_s, in_flight_s=in_flight_s, new_s=new_s) is expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,8 @@ from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.metadata import parse
 from stepkeeper_trainer.formats.steps import list_steps
 from stepkeeper_trainer.loading import Limits, Wanted, fill
-from stepkeeper_trainer.reader import CheckedReader, load
+from stepkeeper_trainer.reader import CheckedFile, CheckedReader, load
+from tests.trainer.memory import peak_growth
 from tests.trainer.ranks import Ranks, finish, free_port, losses
 from tests.trainer.steps_by_dcp import commit, save, stock_load
 
@@ -249,18 +249,19 @@ def test_a_file_that_changes_while_its_head_is_used_is_refused(tmp_path: Path, m
 
 
 def test_memory_beyond_the_tensors_is_bounded(tmp_path: Path) -> None:
-    state = {f"w{i}": torch.randn(32, 1024, 512) for i in range(4)}  # 64 MiB each
+    state = {f"w{i}": torch.randint(0, 9, (32, 1024, 512), dtype=torch.int32) for i in range(2)}  # 64 MiB each
     manifest = save(tmp_path, state, chunk_bytes=1024 * 1024)
-    found = empty_like(state)
+    found = {name: torch.ones_like(value) for name, value in state.items()}
     # columns, so that no run of bytes goes straight to its place
-    wide = {name: torch.zeros(512, 1024, 32).transpose(0, 2) for name in state}
-    del state
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    wide = {name: torch.ones(512, 1024, 32, dtype=torch.int32).transpose(0, 2) for name in state}
+    limits = Limits(threads=4, memory_bytes=16 * 1024 * 1024)
     for target in (found, wide):
-        load(CheckedReader(tmp_path, manifest), target, None, limits=Limits(threads=4, memory_bytes=16 * 1024 * 1024))
+        taken = peak_growth(lambda target=target: load(CheckedReader(tmp_path, manifest), target, None, limits=limits))
+        assert taken < 40 * 1024 * 1024
 
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40 * 1024, "KiB"
-    assert all(torch.equal(found[name], wide[name]) for name in found)
+    assert all(torch.equal(found[name], state[name]) and torch.equal(wide[name], state[name]) for name in state)
+    stock = peak_growth(lambda: CheckedFile(tmp_path / "__0_0.distcp", manifest.files["__0_0.distcp"]).read())
+    assert stock > 100 * 1024 * 1024, "the measure sees what is taken"
 
 
 def test_a_pickled_item_is_never_loaded(tmp_path: Path) -> None:

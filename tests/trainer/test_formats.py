@@ -32,9 +32,9 @@ def make_step(
     directory = checkpoints / (name or f"step_{step:08d}")
     directory.mkdir(parents=True)
     files = {}
-    data = b"weights and moments " * 3
+    weights = b"weights and moments " * 3
     plan = dcp_files.metadata({"weights": [dcp_files.Piece((0,), (60,), "__0_0.distcp", 0, 60)]})
-    for file, data in {"__0_0.distcp": data, ".metadata": plan}.items():
+    for file, data in {"__0_0.distcp": weights, ".metadata": plan}.items():
         (directory / file).write_bytes(data)
         chunks = [data[i : i + CHUNK] for i in range(0, len(data), CHUNK)]
         files[file] = FileEntry(

@@ -170,7 +170,7 @@ def parse_lfs_quota(text: str, account: str) -> Room | None:
     >>> parse_lfs_quota("  /lustre  900  0  1000  -  7*  5  10  6d", "bob")
     Room(account='bob', bytes_left=102400, files_left=3)
     """
-    words = text.replace("\\n", " ").split()
+    words = text.split()
     if len(words) != 9:  # noqa: PLR2004 - as the header has
         return None
     try:

@@ -7,11 +7,12 @@ from typing import assert_never
 import msgspec
 
 from stepkeeper.core import events as on
+from stepkeeper.core.bus import on_no_watcher
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.faults import lose_nodes, lost_in_words
 from stepkeeper.core.notices import retry_requeue
-from stepkeeper.core.phases import Decision, ask, close, closed, kill, relaunch, stop
+from stepkeeper.core.phases import Decision, ask, close, closed, go_on_starting, kill, relaunch, stop
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.starting import on_no_watcher
 from stepkeeper.core.state import Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
@@ -82,6 +83,8 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
     missing = [node for node in state.nodes if node not in state.ready]
     if not missing and state.phase is Phase.TRAINING:
         return _on_launch_late(state, at, policy)
+    if not missing and state.unfit_since is not None and not state.clearing:
+        return go_on_starting(state, at, policy, "look again whether the nodes are fit")
     if not missing and state.clearing:
         return stop(state, at, Plan(next=Next.REQUEUE, why="clearing the nodes took too long"), policy)
     if not missing:
@@ -89,13 +92,6 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
         return stop(state, at, plan, policy)
     if state.phase is Phase.TRAINING and not state.ready and state.doubt is not Doubt.LAST:
         return on_no_watcher(state, at, policy)
-    losses = state.node_losses + 1
-    state = replace(state, node_losses=losses)
     # one lost node keeps the whole bus from starting: name that one, if its watcher fell silent first
-    lost = [node for node in missing if node in state.silent] or missing
-    why = f"no watcher answers on {', '.join(lost)}: taken for lost"
-    if state.bus_error:
-        why += f" ({state.bus_error})"
-    if losses > policy.node_losses_max:
-        return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
-    return stop(state, at, Plan(next=Next.REQUEUE, why=why), policy)
+    lost = tuple([node for node in missing if node in state.silent] or missing)
+    return lose_nodes(state, at, lost, lost_in_words(state, lost), policy)

@@ -12,11 +12,11 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.bus import try_bus_again
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.judge import Judgement, Notice, judge
 from stepkeeper.core.phases import Decision, ask, close, relaunch, request_save, save, stop, take
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.starting import try_bus_again
 from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
@@ -181,8 +181,12 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
         return close(state, event.at, plan, policy)
     assert state.plan is not None, "REQUEUEING is entered with a plan"
     why = state.plan.why
+    now = tuple(exclusion for exclusion in state.excluded if exclusion.until > event.at)
+    over = tuple(exclusion.node for exclusion in state.excluded if exclusion not in now)
+    if now:
+        why += f"; without {', '.join(exclusion.node for exclusion in now)}"
     state = replace(state, requesting=True, deadline_at=event.at + policy.ask_within_s)
-    return Decision(state, (do.Requeue(),), why)
+    return Decision(state, (do.Requeue(exclude=tuple(exclusion.node for exclusion in now), readmit=over),), why)
 
 
 def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy) -> Decision:
@@ -191,7 +195,8 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
         return Decision(state)
     if event.ok:
         assert state.plan is not None, "REQUEUEING is entered with a plan"
-        return close(state, event.at, Plan(next=Next.END, why=f"requeued: {state.plan.why}"), policy)
+        besides = f"; {event.error}" if event.error else ""
+        return close(state, event.at, Plan(next=Next.END, why=f"requeued: {state.plan.why}{besides}"), policy)
     if not state.requesting:
         return Decision(state)  # too late: it was given up, and counted
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)

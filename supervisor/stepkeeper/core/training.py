@@ -145,8 +145,11 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
     if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
         return _on_rank_left(state, event, policy)
     how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.code}"
-    why = f"rank {event.rank} on {event.node} ended with {how}"
+    hint = ", ".join(fault for node, fault in state.hints if node == event.node)
+    why = f"rank {event.rank} on {event.node} ended with {how}{f' ({hint})' if hint else ''}"
     first = state.first_failure or why
+    ours = state.killed or state.phase is not Phase.TRAINING  # it was told to end, or dies of another's death
+    look = () if ours else (do.Look(node=event.node, why=why),)
     state = replace(state, first_failure=first)
     if event.code == EXIT_GAVE_UP:
         state = take(state, Plan(next=Next.END, why=why, code=ExitCode.TRAINING_GAVE_UP))
@@ -155,10 +158,11 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
     if state.killed:
         return Decision(state)
     if state.saving is None:
-        return kill(replace(state, phase=Phase.STOPPING), event.at, policy, why)
+        killed = kill(replace(state, phase=Phase.STOPPING), event.at, policy, why)
+        return Decision(killed.state, (*killed.effects, *look), why)
     if state.phase is Phase.TRAINING:
         state = replace(state, phase=Phase.STOPPING, deadline_at=event.at + policy.commit_grace_s)
-    return Decision(state, (), why + "; the commit in flight may still come")
+    return Decision(state, look, why + "; the commit in flight may still come")
 
 
 def _on_rank_left(state: State, event: on.RankExited, policy: Policy) -> Decision:
@@ -222,11 +226,18 @@ def _after_failure(state: State, event: on.LaunchEnded, why: str, policy: Policy
     state = replace(
         state,
         phase=Phase.STOPPING,
-        plan=Plan(next=Next.RELAUNCH, why=why),
+        plan=_again(state, why),
         asking=True,
         deadline_at=event.at + policy.ask_within_s,
     )
     return Decision(state, effects, f"{why}; Slurm is being asked why")
+
+
+def _again(state: State, why: str) -> Plan:
+    """Return the plan of a relaunch; whose fault it is stays as it was."""
+    if state.plan is None:
+        return Plan(next=Next.RELAUNCH, why=why)
+    return replace(state.plan, next=Next.RELAUNCH, why=why)
 
 
 def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: Policy) -> Decision:

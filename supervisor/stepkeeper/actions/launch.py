@@ -55,10 +55,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Whether our wrapper stands around each task: not so in a user's own srun line."""
         return self.command[0] != "srun"
 
-    @property
-    def tasks(self) -> int:
-        """Tasks of the training step: one a rank, or one torchrun a node."""
-        return len(self.geometry.nodes) * (1 if self.torchrun else self.geometry.tasks_per_node)
+    def tasks(self, nodes: Sequence[str]) -> int:
+        """Return the tasks of a training step on so many nodes: one a rank, or one torchrun a node."""
+        return len(nodes) * (1 if self.torchrun else self.geometry.tasks_per_node)
 
 
 def with_resume(command: Sequence[str], resume_from: str | None) -> list[str]:
@@ -84,9 +83,10 @@ def with_resume(command: Sequence[str], resume_from: str | None) -> list[str]:
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
-    """One launch: its number, where its ranks meet, and what it resumes from."""
+    """One launch: its number and nodes, where its ranks meet, and what it resumes from."""
 
     launch: int
+    nodes: tuple[str, ...]
     address: str
     port: int
     resume_from: str | None
@@ -109,13 +109,13 @@ def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
         )
     else:
         program += ["--", *command]
-    return lines.training_argv(geometry, pattern, program)
+    return lines.training_argv(meeting.nodes, geometry, pattern, program)
 
 
 def _torchrun(job: Job, meeting: Meeting) -> list[str]:
     return [
         "torchrun",
-        f"--nnodes={len(job.geometry.nodes)}",
+        f"--nnodes={len(meeting.nodes)}",
         f"--nproc-per-node={job.geometry.tasks_per_node}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={meeting.address}:{meeting.port}",

@@ -9,7 +9,7 @@ import random
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from stepkeeper import __version__
@@ -60,6 +60,27 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="N",
         help="ranks on a node (default: one a GPU, else --ntasks-per-node of the job, else 1)",
     )
+    command.add_argument(
+        "--spares",
+        type=int,
+        metavar="N",
+        default=0,
+        help="nodes of the allocation that take no part until another one fails (default: %(default)s)",
+    )
+    command.add_argument(
+        "--min-nodes",
+        type=int,
+        metavar="N",
+        default=0,
+        help="go on with so few nodes when others fail, before the job is requeued (default: never with fewer)",
+    )
+    command.add_argument(
+        "--free-gib-min",
+        type=float,
+        metavar="GIB",
+        default=1.0,
+        help="what the run directory's storage must have free before each launch (default: %(default)s)",
+    )
     command.add_argument("--group-readable", action="store_true", help="let your group read the run directory")
     command.add_argument(
         "--failures-max",
@@ -100,6 +121,7 @@ def execute(arguments: argparse.Namespace) -> int:
     out = PatientStream(lambda: sys.stdout)
     allocation = patiently(lambda: read_allocation(environment, client, arguments.tasks_per_node))
     settings = patiently(client.settings)
+    wanted = _nodes_wanted(arguments, allocation, command)
     merged = _merge_spool(directory)
     carried = _carried(directory)
     lease = _lease(directory, allocation, carried, clock, client)
@@ -122,7 +144,6 @@ def execute(arguments: argparse.Namespace) -> int:
             command=command,
             torchrun=arguments.torchrun,
             geometry=Geometry(
-                nodes=allocation.nodes,
                 tasks_per_node=allocation.tasks_per_node,
                 cpus_per_task=allocation.cpus_per_task,
                 overcommit=allocation.overcommit,
@@ -135,6 +156,8 @@ def execute(arguments: argparse.Namespace) -> int:
         lease=lease,
         policy=policy,
         progress_log_every_s=arguments.progress_log_every_s,
+        gpus_per_node=allocation.gpus_per_node,
+        free_bytes_min=int(arguments.free_gib_min * 2**30),
     )
     log.info(
         "attempt_started",
@@ -166,6 +189,9 @@ def execute(arguments: argparse.Namespace) -> int:
             node_losses=carried.node_losses,
             previous=carried.previous,
             wrapped=setting.job.wrapped,
+            nodes_wanted=wanted,
+            nodes_min=arguments.min_nodes,
+            excluded=carried.excluded,
         )
     )
     lease_source.watch(
@@ -199,6 +225,34 @@ def _policy(arguments: argparse.Namespace) -> Policy:
     if arguments.failures_max < 1 or arguments.save_margin_s < 0:
         raise StepkeeperError("--failures-max is at least 1, --save-margin-s at least 0", ExitCode.USAGE)
     return Policy(failures_max=arguments.failures_max, save_margin_s=arguments.save_margin_s)
+
+
+def _nodes_wanted(arguments: argparse.Namespace, allocation: Allocation, command: Sequence[str]) -> int:
+    """Return how many nodes a launch shall have.
+
+    Raises:
+        StepkeeperError: the options do not fit the allocation, or the user's own srun line.
+    """
+    nodes = len(allocation.nodes)
+    wanted: int = nodes - arguments.spares
+    if arguments.spares < 0 or wanted < 1:
+        raise StepkeeperError(
+            f"--spares {arguments.spares}: the allocation has {nodes} nodes, and at least one must train",
+            ExitCode.USAGE,
+        )
+    if not 0 <= arguments.min_nodes <= wanted:
+        raise StepkeeperError(
+            f"--min-nodes {arguments.min_nodes}: a launch has {wanted} nodes "
+            f"({nodes} of the allocation, {arguments.spares} of them spares)",
+            ExitCode.USAGE,
+        )
+    if command[0] == "srun" and (arguments.spares or arguments.min_nodes):
+        raise StepkeeperError(
+            "--spares and --min-nodes choose the nodes of a launch, which an own srun line does itself: "
+            "leave out `srun` and its options, and one task a GPU is started",
+            ExitCode.USAGE,
+        )
+    return wanted
 
 
 def patiently(call: Callable[[], T]) -> T:

@@ -71,7 +71,15 @@ def restart_bus(
     # a bus that cannot start must not spin; the first restarts are at once
     number = restarts + tries
     after_s = min(policy.bus_retry_max_s, 0.25 * 2.0 ** min(number, 30)) if number > 1 else 0.0
-    return Decision(state, (do.StartBus(bus=state.bus, nodes=tuple(node for node in state.nodes if node not in without), after_s=after_s),), why)
+    return Decision(
+        state,
+        (
+            do.StartBus(
+                bus=state.bus, nodes=tuple(node for node in state.nodes if node not in without), after_s=after_s
+            ),
+        ),
+        why,
+    )
 
 
 def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:

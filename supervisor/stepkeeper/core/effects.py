@@ -1,4 +1,7 @@
-"""What to do: the only output of `decide` besides the next state.  Imperative; each is one act."""
+"""What to do: the only output of `decide` besides the next state.  Imperative; each is one act.
+
+They stand in the journal, so a field is only ever added, with a default: older records must stay readable.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ class StartBus(_Effect, frozen=True, kw_only=True, tag="start_bus"):
     """Start one watcher on every node, in a moment; an older bus is ended now."""
 
     bus: int
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...] = ()
     after_s: float = 0.0
 
 
@@ -35,18 +38,18 @@ class ClearNodes(_Effect, frozen=True, kw_only=True, tag="clear_nodes"):
     """Have every watcher end what is left of earlier launches, look whether its node is fit, and confirm."""
 
     launch: int
-    nodes: tuple[str, ...]  # that are waited for
-    first: str  # of them: where rank 0 will run
+    nodes: tuple[str, ...] = ()  # that are waited for
+    first: str = ""  # of them: where rank 0 will run
 
 
 class StartLaunch(_Effect, frozen=True, kw_only=True, tag="start_launch"):
     """Start the training step."""
 
     launch: int
-    nodes: tuple[str, ...]
     resume_from: str | None
     address: str
     port: int
+    nodes: tuple[str, ...] = ()
 
 
 class RequestSave(_Effect, frozen=True, kw_only=True, tag="request_save"):

@@ -55,7 +55,8 @@ def on_unfit(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
         return _wait_for_common_cause(state, event.at, said, policy)
     if not found:
         return go_on_starting(state, event.at, policy, "the node that is not fit was left")
-    return _leave(state, event.at, {node: f"{node} is not fit: {why}" for node, why in found.items()}, policy, exclude=True)
+    left = {node: f"{node} is not fit: {why}" for node, why in found.items()}
+    return _leave(state, event.at, left, policy, exclude=True)
 
 
 def _wait_for_common_cause(state: State, at: float, said: str, policy: Policy) -> Decision:

@@ -24,6 +24,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...]
     batch_node: str
     tasks_per_node: int
+    gpus_per_node: int | None  # that Slurm gave us on this node; None where it says nothing
     cpus_per_task: int | None
     overcommit: bool
 
@@ -93,6 +94,7 @@ def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_p
         nodes=nodes,
         batch_node=node_name(),
         tasks_per_node=tasks,
+        gpus_per_node=int(gpus) if gpus.isdigit() else None,
         cpus_per_task=cpus or None,
         overcommit=cpus == 0,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -49,6 +50,14 @@ class SlurmClient(Protocol):
 
     def requeue(self, job: str) -> None:
         """Requeue a job of our own."""
+        ...
+
+    def exclude(self, job: str, nodes: Sequence[str]) -> None:
+        """Replace the list of nodes on which a job that does not run may not run."""
+        ...
+
+    def keep(self, job: str, nodes: Sequence[str]) -> None:
+        """Give back all nodes of a running job but these."""
         ...
 
     def cancel(self, job: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepkeeper.core.events import JobFacts, JobState
@@ -74,11 +76,20 @@ class SlurmCommands:
         """See `SlurmClient`."""
         self._call("scontrol", "requeue", job)
 
+    def exclude(self, job: str, nodes: Sequence[str]) -> None:
+        """See `SlurmClient`."""
+        self._call("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
+
+    def keep(self, job: str, nodes: Sequence[str]) -> None:
+        """See `SlurmClient`."""
+        with tempfile.TemporaryDirectory(prefix="stepkeeper-") as directory:  # scontrol leaves shell scripts there
+            self._call("scontrol", "update", f"JobId={job}", f"NodeList={','.join(nodes)}", directory=directory)
+
     def cancel(self, job: str) -> None:
         """See `SlurmClient`."""
         self._call("scancel", job)
 
-    def _call(self, *argv: str) -> str:
+    def _call(self, *argv: str, directory: str | None = None) -> str:
         """Run one command and return what it prints."""
         what = " ".join(argv)
         try:
@@ -91,6 +102,7 @@ class SlurmCommands:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"},
                 check=False,
+                cwd=directory,
                 start_new_session=True,  # a signal to our process group must not end a call half-way
             )
         except subprocess.TimeoutExpired:
@@ -125,6 +137,7 @@ def parse_job(text: str) -> JobFacts:
         preempt_at=_time(_field(rest, "PreemptTime")),
         end_at=_time(_field(rest, "EndTime")),
         requeue_allowed=_field(rest, "Requeue") != "0",
+        excluded="" if (listed := _field(rest, "ExcNodeList")) in (None, "(null)") else listed,
     )
 
 

@@ -114,10 +114,12 @@ class FakeNvml:
         lines = self._calls.read_text().splitlines()
         return [(int(pid), function, int(gpu)) for pid, function, gpu in (line.split() for line in lines)]
 
-    def wait_for_call(self, function: str, *, times: int = 1, within_s: float = 20.0) -> None:
-        """Return once a function was called that often: from then on a process waits for events, say."""
+    def wait_for_call(
+        self, function: str, *, pid: int | None = None, times: int = 1, within_s: float = 20.0
+    ) -> None:
+        """Return once a function was called that often (by one process): from then on it waits for events, say."""
         wait_until(
-            lambda: sum(called == function for _, called, _ in self.calls()) >= times,
+            lambda: sum(name == function and pid in {None, caller} for caller, name, _ in self.calls()) >= times,
             f"{function} was called {times} times",
             within_s,
         )

@@ -87,10 +87,12 @@ class Calls:
         return True
 
     def wait_s(self, now: float) -> float:
-        """Return after how many seconds `report` has something to say."""
+        """Return after how many seconds there is something to report, or the child is to be abandoned."""
+        overdue_s = self.worst(now)[1]
+        abandon_s = self._patience.abandon_after_s - overdue_s
         if self.is_stuck:
-            return max(0.0, self._report_at - now)
-        return max(0.0, self._patience.stuck_after_s - self.worst(now)[1])
+            return max(0.0, min(self._report_at - now, abandon_s))
+        return max(0.0, min(self._patience.stuck_after_s - overdue_s, abandon_s))
 
 
 class _Child:

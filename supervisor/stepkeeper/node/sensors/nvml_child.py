@@ -378,8 +378,10 @@ def main(argv: list[str] | None = None) -> int:
         return ENDS_ABSENT
     speaker.say(ready(health, listing.devices))
     if arguments.once:
-        for reading in [*listing.sad_news(), *(look(health, device) for device in listing.devices)]:
+        for reading in listing.sad_news():
             speaker.say(reading)
+        for device in listing.devices:
+            speaker.say(look(health, device))
         return 0
     wake = threading.Event()
     events = Lane("events", speaker.say)

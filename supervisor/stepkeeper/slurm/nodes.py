@@ -40,6 +40,7 @@ class OwnedJob(msgspec.Struct, frozen=True, kw_only=True):
     exclude: str = ""  # ExcNodeList
     eligible_at: float | None = None
     held: bool = False  # by a person, or requeued in held state
+    reason: str = ""  # why it waits or failed, as Slurm prints it: Resources, JobLaunchFailure, ...
 
 
 class NodeClient(Protocol):
@@ -71,4 +72,8 @@ class NodeClient(Protocol):
 
     def hasten(self, job_id: int, exclude: str, after_s: int) -> None:
         """Set StartTime and ExcNodeList of a pending job, in one call."""
+        ...
+
+    def requeue(self, job_id: int) -> None:
+        """Requeue a job whose hastened attempt Slurm failed before it began."""
         ...

@@ -64,6 +64,10 @@ class NodeCommands:
         """See `NodeClient`."""
         self._call("update", f"JobId={job_id}", f"ExcNodeList={exclude}", f"StartTime=now+{after_s}")
 
+    def requeue(self, job_id: int) -> None:
+        """See `NodeClient`."""
+        self._call("requeue", str(job_id))
+
     def jobs_here(self, name: str) -> tuple[int, ...]:
         """Return the jobs that run on this node, asked of the node's own slurmstepds.
 
@@ -174,6 +178,7 @@ def parse_owned_job(text: str, job_id: int) -> OwnedJob:
         exclude="" if exclude == "(null)" else exclude,
         eligible_at=float(eligible) if eligible.isdigit() else None,
         held=_field(rest, "Priority") == "0" or "held" in reason.lower(),
+        reason=reason,
     )
 
 

@@ -13,10 +13,10 @@ from stepkeeper.node.xid.model import Action, Domain, Fault, Kind, Source
 from stepkeeper.node.xid.parse import canonical
 from stepkeeper.node.xid.payload import Decoded
 
-# During XID 119 every NVML call blocks, up to 45 s, and there are dozens in a row; loading the driver or resetting a GPU
-# blocks for a minute too.  All of these end by themselves, and 119 has a line of its own that drains much sooner.  So
-# silence alone is believed only after a time that none of them takes.  The remedy is then that of 119, for it is the
-# same hang without its line: a reset, and a reboot where the hanging driver refuses that.
+# During XID 119 every NVML call blocks, up to 45 s, and there are dozens in a row; loading the driver or resetting a
+# GPU blocks for a minute too.  All of these end by themselves, and 119 has a line of its own that drains much sooner.
+# So silence alone is believed only after a time that none of them takes.  The remedy is then that of 119, for it is
+# the same hang without its line: a reset, and a reboot where the hanging driver refuses that.
 STUCK_LOG_AFTER_S: Final = 60.0
 STUCK_DRAIN_AFTER_S: Final = 600.0
 

@@ -52,7 +52,8 @@ def judge(
         decided = lost(catalogue, "the kernel says that the GPU fell off the bus")
     else:
         cause = payload.cause(report.payload) if report.code == CLEAN_UP else None
-        decided = _xid(report.code, report.payload, cause, catalogue, recovery_action, driver)
+        plain = _by_text(report.code, report.payload, cause, catalogue, driver)
+        decided = _with_recovery(report.code, report.payload, recovery_action, plain, catalogue.rows.get(report.code))
     return Fault(
         at=at,
         source=source,
@@ -111,12 +112,10 @@ def lost(catalogue: Catalogue, why: str) -> Decoded:
     return Decoded(action=row.action, why=why, certain=True, domain=row.domain)
 
 
-def _xid(
-    code: int, text: str, cause: int | None, catalogue: Catalogue, recovery_action: int | None, driver: str
-) -> Decoded:
-    row = catalogue.rows.get(code)
+def _with_recovery(code: int, text: str, recovery_action: int | None, plain: Decoded, row: Row | None) -> Decoded:
+    """Return the recovery action's word, be it NVML's or that of a 154, over what text and catalogue say."""
     if code == OFF_THE_BUS:
-        return lost(catalogue, "XID 79: the GPU fell off the bus")
+        return plain  # what NVML says of a GPU that is gone, it said before
     advice = payload.recovery(recovery_action or payload.RECOVERY_NONE)
     if code == RECOVERY_CHANGED and not (row is not None and row.site):
         told = payload.changed_recovery(text)
@@ -129,7 +128,7 @@ def _xid(
             key=lambda each: each.action.severity,
             default=None,
         )
-    return _over(advice, _by_text(code, text, cause, catalogue, driver), row)
+    return _over(advice, plain, row)
 
 
 def _over(advice: Decoded | None, plain: Decoded, row: Row | None) -> Decoded:
@@ -148,6 +147,8 @@ def _blamed(row: Row | None) -> Domain:
 
 def _by_text(code: int, text: str, cause: int | None, catalogue: Catalogue, driver: str) -> Decoded:
     row = catalogue.rows.get(code)
+    if code == OFF_THE_BUS:
+        return lost(catalogue, "XID 79: the GPU fell off the bus")
     if row is not None and row.site:
         return _by_catalogue(code, row)
     if cause is not None and cause != CLEAN_UP:

@@ -33,6 +33,7 @@ _MONTH = r"[^\W\d_]{3,5}\.?"  # in the language of the host
 _TIME = r"[0-9]{2}:[0-9]{2}:[0-9]{2}"
 _ISO = rf"[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}[T ]{_TIME}(?:[.,][0-9]{{1,9}})?(?:Z|[+-][0-9]{{2}}:?[0-9]{{2}})?"
 _FULL = rf"[^\W\d_]{{2,5}}\.? [0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}} {_TIME}(?:\.[0-9]{{1,9}})? [A-Z0-9+:-]{{1,9}}"
+_UNIX = r"[0-9]{9,11}\.[0-9]{1,9}"
 _STAMP = (
     r"\[(?:[ ]*\+?[0-9]{1,10}\.[0-9]{1,9}(?: <[ ]*[0-9]{1,10}\.[0-9]{1,9}>)?"
     rf"|[^\W\d_]{{2,5}}\.? {_MONTH} [ 0-9]?[0-9] {_TIME} [0-9]{{4}}"
@@ -41,7 +42,7 @@ _STAMP = (
 _BEGINNING = re.compile(
     r"(?:<(?P<priority>[0-9]{1,4})>)?"
     r"(?:(?P<facility>[a-z][a-z0-9]{2,9}) *:[a-z]{3,6} *: )?"
-    rf"(?:(?:{_MONTH} [ 0-9]?[0-9] {_TIME}|{_ISO}|{_FULL}|{_STAMP}|[0-9]{{9,11}}\.[0-9]{{1,9}}) \S{{1,255}} kernel: |kernel: )?"
+    rf"(?:(?:{_MONTH} [ 0-9]?[0-9] {_TIME}|{_ISO}|{_FULL}|{_STAMP}|{_UNIX}) \S{{1,255}} kernel: |kernel: )?"
     rf"(?:(?:{_STAMP}(?: ?\[ *[TC][0-9]{{1,8}}\])?|{_ISO}) )?"
 )
 # one of these is in every line that matters; looking for plain bytes costs a hundredth of trying the patterns
@@ -95,26 +96,23 @@ class _Log:
     def look(self, data: bytes, *, adjacent: bool) -> Iterator[Sighting]:
         line = data.decode("utf-8", errors="backslashreplace")
         record = record_of(line, allow_injected=self._allow_injected)
+        begun, self._begun = self._begun if adjacent else [], []
         if record is None:
-            self._begun = []
             return
-        if self._begun and adjacent:
-            # a program that indents what continues a record shows that it does; others repeat the beginning
-            self._begun.append(line)
-            self._begun_record += "\n" + record.strip()
-            if report := parse(self._begun_record):
-                yield self._sighting("\n".join(self._begun), report)
-                self._begun = []
-                return
-            if len(self._begun) < LOST_LINES_MAX:
-                return
-        self._begun = []
         if report := parse(record):
             yield self._sighting(line, report)
         elif told := announcement(record):
             self._remember(told)
         elif record.startswith("NVRM: The NVIDIA GPU "):
             self._begun, self._begun_record = [line], record
+        elif begun:
+            # some programs indent what continues a record, others repeat the beginning of the line
+            begun.append(line)
+            self._begun_record += "\n" + record.strip()
+            if report := parse(self._begun_record):
+                yield self._sighting("\n".join(begun), report)
+            elif len(begun) < LOST_LINES_MAX:
+                self._begun = begun
 
     def _sighting(self, line: str, report: Report) -> Sighting:
         return Sighting(line=line, report=report, gpu=self._announced.get(report.pci, ""))

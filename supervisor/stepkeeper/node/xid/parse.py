@@ -39,8 +39,9 @@ _SXID_DETAIL = re.compile(r"Severity [0-9]|Data \{")  # lines that belong to a r
 _OFF_THE_BUS = re.compile(rf"NVRM: GPU {_PCI}\.(?P<function>[0-7]): GPU has fallen off the bus")
 # one record of three lines, printed where the driver meets the GPU for the first time; no XID comes with it
 _LOST_AT_PROBE = re.compile(
-    rf"NVRM: The NVIDIA GPU {_PCI}(?:\.(?P<function>[0-7]))?\s+(?:NVRM:\s+)?\(PCI ID: [0-9a-fA-F]{{4}}:[0-9a-fA-F]{{4}}\)"
-    r"\s+(?:NVRM:\s+)?installed in this system has\s+(?:NVRM:\s+)?fallen off the bus"
+    rf"NVRM: The NVIDIA GPU {_PCI}(?:\.(?P<function>[0-7]))?\s+(?:NVRM:\s+)?"
+    r"\(PCI ID: [0-9a-fA-F]{4}:[0-9a-fA-F]{4}\)\s+(?:NVRM:\s+)?installed in this system has\s+"
+    r"(?:NVRM:\s+)?fallen off the bus"
 )
 _ANNOUNCEMENT = re.compile(rf"NVRM: GPU at PCI:{_PCI}(?:\.(?P<function>[0-7]))?: (?P<uuid>GPU-[0-9a-fA-F-]{{36}})\s*\Z")
 _PID = re.compile(r"pid=(?:[0-9]{1,10}|'?<unknown>'?)(?:,[ ]?|\Z)")

@@ -114,9 +114,7 @@ class FakeNvml:
         lines = self._calls.read_text().splitlines()
         return [(int(pid), function, int(gpu)) for pid, function, gpu in (line.split() for line in lines)]
 
-    def wait_for_call(
-        self, function: str, *, pid: int | None = None, times: int = 1, within_s: float = 20.0
-    ) -> None:
+    def wait_for_call(self, function: str, *, pid: int | None = None, times: int = 1, within_s: float = 20.0) -> None:
         """Return once a function was called that often (by one process): from then on it waits for events, say."""
         wait_until(
             lambda: sum(name == function and pid in {None, caller} for caller, name, _ in self.calls()) >= times,

@@ -474,8 +474,7 @@ EXPORT int nvmlEventSetWait_v2(Set *set, EventData *data, unsigned timeout_ms) {
     long until = now_ms() + timeout_ms;
     ENTER(ALL);
     leave(OK);
-    struct pollfd waiting = {.fd = inotify_init1(IN_CLOEXEC | IN_NONBLOCK), .events = POLLIN};
-    if (path_of("commands", path)) inotify_add_watch(waiting.fd, path, IN_MODIFY);
+    struct pollfd waiting = {.fd = -1, .events = POLLIN};
     int code;
     for (;;) {
         pthread_mutex_lock(&lock);
@@ -490,6 +489,11 @@ EXPORT int nvmlEventSetWait_v2(Set *set, EventData *data, unsigned timeout_ms) {
             break;
         }
         pthread_mutex_unlock(&lock);
+        if (waiting.fd < 0) { /* only now: closing it takes the kernel 10 ms */
+            waiting.fd = inotify_init1(IN_CLOEXEC | IN_NONBLOCK);
+            if (path_of("commands", path)) inotify_add_watch(waiting.fd, path, IN_MODIFY);
+            continue; /* something may have come in between */
+        }
         long left = until - now_ms();
         if (left <= 0) {
             code = TIMEOUT;
@@ -500,6 +504,6 @@ EXPORT int nvmlEventSetWait_v2(Set *set, EventData *data, unsigned timeout_ms) {
             while (read(waiting.fd, drop, sizeof drop) > 0) {}
         }
     }
-    close(waiting.fd);
+    if (waiting.fd >= 0) close(waiting.fd);
     return code;
 }

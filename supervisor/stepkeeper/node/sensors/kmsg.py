@@ -43,7 +43,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     """The last record that was dealt with: reading goes on behind it."""
 
     boot_id: str
-    sequence: int
+    sequence: int  # -1: none yet
 
 
 def parse(data: bytes) -> Record | None:
@@ -103,7 +103,8 @@ class KernelLog:
         self._callback = callback
         self._path = path
         self._boot = boot if boot is not None else boot_id()
-        self._expected = resume.sequence + 1 if resume is not None and resume.boot_id == self._boot else None
+        same_boot = resume is not None and resume.boot_id == self._boot and resume.sequence >= 0
+        self._expected = resume.sequence + 1 if resume is not None and same_boot else None
         self._allow_injected = allow_injected
         self._read = read
         self._overrun = False
@@ -117,9 +118,12 @@ class KernelLog:
         self._thread.start()
 
     def stop(self, within_s: float = 2.0) -> None:
-        """End the thread; returns in time."""
+        """End the thread, once; returns in time."""
         os.write(self._stop_write, b"x")
         self._thread.join(within_s)
+        if not self._thread.is_alive():
+            os.close(self._stop_read)
+            os.close(self._stop_write)
 
     # --- on the thread ----------------------------------------------------------------------------
 

@@ -186,9 +186,12 @@ class NvmlProcess:
         self._thread.start()
 
     def stop(self, within_s: float = 3.0) -> None:
-        """End the child and the thread.  Returns in time, whatever they do."""
+        """End the child and the thread, once.  Returns in time, whatever they do."""
         os.write(self._stop_write, b"x")
         self._thread.join(within_s)
+        if not self._thread.is_alive():
+            os.close(self._stop_read)
+            os.close(self._stop_write)
 
     # --- on the thread ----------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ _MONTH = r"[^\W\d_]{3,5}\.?"  # in the language of the host
 _TIME = r"[0-9]{2}:[0-9]{2}:[0-9]{2}"
 _ISO = rf"[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}[T ]{_TIME}(?:[.,][0-9]{{1,9}})?(?:Z|[+-][0-9]{{2}}:?[0-9]{{2}})?"
 _FULL = rf"[^\W\d_]{{2,5}}\.? [0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}} {_TIME}(?:\.[0-9]{{1,9}})? [A-Z0-9+:-]{{1,9}}"
+_HOST = r"\S{0,254}[^\s:]"  # no colon at the end: that would be a program's name, in a log without hosts
 _UNIX = r"[0-9]{9,11}\.[0-9]{1,9}"
 _STAMP = (
     r"\[(?:[ ]*\+?[0-9]{1,10}\.[0-9]{1,9}(?: <[ ]*[0-9]{1,10}\.[0-9]{1,9}>)?"
@@ -42,7 +43,7 @@ _STAMP = (
 _BEGINNING = re.compile(
     r"(?:<(?P<priority>[0-9]{1,4})>)?"
     r"(?:(?P<facility>[a-z][a-z0-9]{2,9}) *:[a-z]{3,6} *: )?"
-    rf"(?:(?:{_MONTH} [ 0-9]?[0-9] {_TIME}|{_ISO}|{_FULL}|{_STAMP}|{_UNIX}) \S{{1,255}} kernel: |kernel: )?"
+    rf"(?:(?:{_MONTH} [ 0-9]?[0-9] {_TIME}|{_ISO}|{_FULL}|{_STAMP}|{_UNIX}) {_HOST} kernel: |kernel: )?"
     rf"(?:(?:{_STAMP}(?: ?\[ *[TC][0-9]{{1,8}}\])?|{_ISO}) )?"
 )
 # one of these is in every line that matters; looking for plain bytes costs a hundredth of trying the patterns

@@ -119,7 +119,7 @@ def show_incidents(arguments: argparse.Namespace) -> int:
         found = [each for each in found if is_unfinished(each) or (each.last_at >= since and _matters(each))]
     if arguments.json:
         for incident in found:
-            printing.say_json(msgspec.to_builtins(incident))
+            printing.say_json(msgspec.to_builtins(msgspec.structs.asdict(incident)))
         return ExitCode.FINISHED
     _show(found)
     if book.drain is not None:

@@ -145,9 +145,8 @@ class Agent:
     def _feed(self, event: on.Event) -> None:
         decision = decide(self.state, event, self.policy)
         self.state = decision.state
-        hurried = [effect for effect in decision.effects if isinstance(effect, HURRIED)]
-        for effect in hurried:
-            self._perform(effect)
+        for urgent in (effect for effect in decision.effects if isinstance(effect, HURRIED)):
+            self._perform(urgent)
         if decision.why:
             kinds = [effect.__struct_config__.tag for effect in decision.effects]
             self.log.info("decision", why=decision.why, effects=kinds)
@@ -156,7 +155,7 @@ class Agent:
         if isinstance(event, on.GpusListed):
             self._note_gpus()
         for effect in decision.effects:
-            if effect not in hurried:
+            if not isinstance(effect, HURRIED):
                 self._perform(effect)
 
     def _perform(self, effect: do.Effect) -> None:  # noqa: C901 - one case an effect

@@ -141,11 +141,9 @@ def _parse(name: str, known: Catalogue, *, as_json: bool, allow_injected: bool) 
 
 @contextmanager
 def _opened(name: str) -> Iterator[BinaryIO]:
-    if name == "-":
-        yield sys.stdin.buffer
-        return
+    stdin = name == "-"
     try:
-        file = open(name, "rb")  # noqa: SIM115 - closed below; only opening it may fail with this message
+        file = open(0 if stdin else name, "rb", closefd=not stdin)  # noqa: SIM115 - closed below
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise _unreadable(name, error) from error
     with file:

@@ -151,6 +151,13 @@ def test_each_way_to_fail_has_its_code_and_one_line(arguments: list[str], code: 
     assert ended.stderr.count(b"\n") == 1
 
 
+def test_a_standard_input_that_is_closed_is_told() -> None:
+    shell = f"{sys.executable} -m stepkeeper xid --parse - <&-"
+    ended = subprocess.run(["bash", "-c", shell], capture_output=True, timeout=WITHIN_S, check=False)
+    assert ended.returncode == ExitCode.NOTHING_FOUND
+    assert ended.stderr.count(b"\n") == 1
+
+
 def test_a_bad_file_of_the_site_is_named_with_its_line(tmp_path: Path) -> None:
     rows = tmp_path / "xid.csv"
     rows.write_text("code,action\n94,explode\n")

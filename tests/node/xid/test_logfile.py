@@ -129,6 +129,12 @@ def test_a_lost_gpu_reported_over_three_lines_is_one_report(lines: tuple[str, ..
     assert (found.report.kind, found.report.pci, found.line) == (Kind.LOST, "0000:b3:00.0", "\n".join(lines))
 
 
+@pytest.mark.parametrize("between", ["\\x0a", "#012"])
+def test_such_a_report_is_read_from_one_line_too(between: str) -> None:
+    (found,) = seen("Nov 22 18:29:55 host kernel: " + between.join(LOST))
+    assert (found.report.kind, found.report.pci) == (Kind.LOST, "0000:b3:00.0")
+
+
 @pytest.mark.parametrize(
     "lines",
     [

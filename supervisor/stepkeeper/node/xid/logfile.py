@@ -46,6 +46,7 @@ _BEGINNING = re.compile(
     rf"(?:(?:{_MONTH} [ 0-9]?[0-9] {_TIME}|{_ISO}|{_FULL}|{_STAMP}|{_UNIX}) {_HOST} kernel: |kernel: )?"
     rf"(?:(?:{_STAMP}(?: ?\[ *[TC][0-9]{{1,8}}\])?|{_ISO}) )?"
 )
+_LOST_BEGINS: Final = "NVRM: The NVIDIA GPU "  # the first of the lines that report a lost GPU
 # one of these is in every line that matters; looking for plain bytes costs a hundredth of trying the patterns
 _TOKENS: Final = (b"Xid (", b"fallen off the bus", b"GPU at PCI:", b"The NVIDIA GPU ", b"installed in this system has")
 
@@ -72,7 +73,8 @@ def record_of(line: str, *, allow_injected: bool = False) -> str | None:
     user = (match["priority"] is not None and int(match["priority"]) >> 3 != 0) or facility not in (None, "kern")
     if user and not allow_injected:
         return None
-    return unescaped(line[match.end() :])
+    record = unescaped(line[match.end() :])
+    return record.replace("#012", "\n") if record.startswith(_LOST_BEGINS) else record  # rsyslog's line feed
 
 
 def scan(read: Callable[[int], bytes], *, allow_injected: bool = False) -> Iterator[Sighting]:
@@ -104,7 +106,7 @@ class _Log:
             yield self._sighting(line, report)
         elif told := announcement(record):
             self._remember(told)
-        elif record.startswith("NVRM: The NVIDIA GPU "):
+        elif record.startswith(_LOST_BEGINS):
             self._begun, self._begun_record = [line], record
         elif begun:
             # some programs indent what continues a record, others repeat the beginning of the line

@@ -151,8 +151,11 @@ static void apply(char *line) {
 }
 
 static int path_of(const char *name, char *path) {
-    const char *directory = getenv("FAKE_NVML");
-    return directory && snprintf(path, PATH_MAX, "%s/%s", directory, name) < PATH_MAX;
+    const char *directory = getenv("FAKE_NVML"), *node = getenv("SLURMD_NODENAME");
+    if (!directory) return 0;
+    const char *mark = strstr(directory, "%N"); /* the processes of a job have one environment on all its nodes */
+    if (!mark || !node) return snprintf(path, PATH_MAX, "%s/%s", directory, name) < PATH_MAX;
+    return snprintf(path, PATH_MAX, "%.*s%s%s/%s", (int)(mark - directory), directory, node, mark + 2, name) < PATH_MAX;
 }
 
 /* Apply the whole lines that are new in the file. */

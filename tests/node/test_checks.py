@@ -92,6 +92,18 @@ def test_a_failed_remapping_is_a_problem_and_a_pending_one_a_warning_unless_aske
     assert len(run_checks(Wanted(gpus=4, pending_is_problem=True), WITHIN_S).problems) == 2
 
 
+def test_a_gpu_that_only_fails_makes_the_node_unfit(nvml: FakeNvml) -> None:
+    for function in ("nvmlDeviceGetTemperature", "nvmlDeviceGetFieldValues", "nvmlDeviceGetRemappedRows"):
+        nvml.answer(function, fake_nvml.UNKNOWN, gpu=1)
+    (problem,) = run_checks(Wanted(gpus=4), WITHIN_S).problems
+    assert problem.startswith("GPU 1 0000:11:00.0: does not answer: ")
+
+
+def test_a_gpu_that_cannot_be_listed_makes_the_node_unfit(nvml: FakeNvml) -> None:
+    nvml.answer("nvmlDeviceGetHandleByIndex_v2", fake_nvml.UNKNOWN, gpu=1)
+    assert "GPU 1: does not answer: listing: Unknown Error" in run_checks(Wanted(), WITHIN_S).problems
+
+
 def test_nvml_that_hangs_makes_the_node_unfit_in_time(nvml: FakeNvml) -> None:
     nvml.delay("nvmlDeviceGetUUID", HANGS_S)
     report = run_checks(Wanted(gpus=4), 1.0)
@@ -329,6 +341,19 @@ def test_the_command_gives_up_when_its_own_checks_do_not_end() -> None:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 3
     assert result.stdout.startswith("STEPKEEPER UNKNOWN: ")
+
+
+def test_a_mistake_of_our_own_is_unknown_with_a_traceback() -> None:
+    script = (
+        "from stepkeeper.node import checks\n"
+        "checks.run_checks = lambda *_: 1 / 0\n"
+        "from stepkeeper.cli import main\n"
+        "raise SystemExit(main(['node', 'check']))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 3
+    assert result.stdout.startswith("STEPKEEPER UNKNOWN: the check itself failed: ZeroDivisionError")
+    assert "Traceback" in result.stderr
 
 
 def test_the_checks_are_imported_without_what_costs_memory() -> None:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -105,19 +106,12 @@ def execute(arguments: argparse.Namespace) -> int:
     watchdog = threading.Timer(limit_s, _give_up, [limit_s])
     watchdog.daemon = True
     watchdog.start()
-    from stepkeeper.node.checks import Wanted, run_checks  # noqa: PLC0415 - under the watchdog
-
-    report = run_checks(
-        Wanted(
-            gpus=arguments.gpus,
-            nvml=not arguments.no_gpus,
-            nvml_required=bool(arguments.gpus),
-            pending_is_problem=arguments.pending_is_critical,
-            writable=tuple(path.absolute() for path in arguments.path),
-            free_bytes=round(arguments.free_gib * GIB),
-        ),
-        arguments.timeout_s,
-    )
+    try:
+        report = _report(arguments)
+    except Exception as error:  # noqa: BLE001 - a mistake of ours: with a traceback, and without a word on the node
+        traceback.print_exc()
+        printing.say(f"STEPKEEPER UNKNOWN: the check itself failed: {type(error).__name__}: {error}")
+        return UNKNOWN
     code = CRITICAL if report.problems else WARNING if report.warnings else OK
     if arguments.json:
         printing.say_json(
@@ -136,6 +130,22 @@ def execute(arguments: argparse.Namespace) -> int:
         _show(code, report)
     watchdog.cancel()
     return code
+
+
+def _report(arguments: argparse.Namespace) -> Report:
+    from stepkeeper.node.checks import Wanted, run_checks  # noqa: PLC0415 - under the watchdog
+
+    return run_checks(
+        Wanted(
+            gpus=arguments.gpus,
+            nvml=not arguments.no_gpus,
+            nvml_required=bool(arguments.gpus),
+            pending_is_problem=arguments.pending_is_critical,
+            writable=tuple(path.absolute() for path in arguments.path),
+            free_bytes=round(arguments.free_gib * GIB),
+        ),
+        arguments.timeout_s,
+    )
 
 
 def _give_up(limit_s: float) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.node.sensors.nvml import NvmlProcess, Patience, once
+from stepkeeper.node.sensors.nvml_child import addresses_of_silent
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, NvmlState, NvmlStatus, NvmlXid
 from tests import fake_nvml
 from tests.fake_nvml import FakeNvml, wait_until
@@ -129,6 +130,14 @@ def test_another_number_of_gpus_is_noticed(nvml: FakeNvml, start: Start) -> None
     nvml.count(3)
     watch.seen.wait_for(NvmlStatus, lambda status: len(status.gpus) == 3)
     assert watch.count(NvmlState.ENDED) == 0  # a new process, but no accident
+
+
+def test_the_address_of_a_gpu_that_cannot_be_listed_is_found_by_leaving_out_the_others() -> None:
+    known = ["0000:3b:00.0", "0000:86:00.0", "0000:af:00.0"]
+    assert addresses_of_silent(3, {0: known[0], 2: known[2]}, reversed(known)) == {1: known[1]}
+    assert addresses_of_silent(3, {0: known[0], 1: known[2]}, known) == {}  # not in NVML's order
+    assert addresses_of_silent(2, {0: known[0]}, known) == {}  # NVML hides one
+    assert addresses_of_silent(3, {0: known[0]}, []) == {}
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -289,9 +298,14 @@ def test_a_call_that_hangs_is_named_again_and_again_and_its_end_is_told(nvml: Fa
     watch = start()
     watch.status(NvmlState.READY)
     nvml.delay("nvmlDeviceGetRemappedRows", 3600, gpu=2)
-    wait_until(lambda: watch.count(NvmlState.STUCK) >= 3, "it is stuck, three times")
-    stuck = [status for status in watch.seen.of(NvmlStatus) if status.state is NvmlState.STUCK]
-    assert {status.call for status in stuck} == {"nvmlDeviceGetRemappedRows of 0000:12:00.0"}
+    call = "nvmlDeviceGetRemappedRows of 0000:12:00.0"
+
+    def told() -> list[NvmlStatus]:
+        return [status for status in watch.seen.of(NvmlStatus) if status.call == call]
+
+    wait_until(lambda: len(told()) >= 3, "it is stuck, told three times")
+    stuck = told()
+    assert {status.state for status in stuck} == {NvmlState.STUCK}
     assert [status.stuck_s for status in stuck] == sorted({status.stuck_s for status in stuck})
     ready = watch.count(NvmlState.READY)
     nvml.delay("nvmlDeviceGetRemappedRows", 0, gpu=2)
@@ -333,14 +347,17 @@ def test_a_stopped_process_counts_as_stuck(nvml: FakeNvml, start: Start) -> None
 
 def test_a_killed_child_is_told_and_started_again(nvml: FakeNvml, start: Start) -> None:
     watch = start()
+    killed: set[int | None] = {None}
     for deaths in (1, 2):
-        wait_until(lambda deaths=deaths: watch.count(NvmlState.READY) == deaths, "it is ready")
+        nvml.wait_for_call("nvmlEventSetWait_v2", times=deaths)
+        wait_until(lambda: watch.process.pid not in killed, "it runs")
         pid = watch.process.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
         wait_until(lambda deaths=deaths: watch.count(NvmlState.ENDED) == deaths, "its death is told")
     assert "signal 9" in watch.status(NvmlState.ENDED).detail
-    wait_until(lambda: watch.count(NvmlState.READY) == 3, "it is ready again")
+    wait_until(lambda: watch.process.pid not in killed, "it runs again")
     nvml.wait_for_call("nvmlEventSetWait_v2", pid=watch.process.pid)
     nvml.xid(0, 48)
     assert watch.seen.wait_for(NvmlXid).code == 48

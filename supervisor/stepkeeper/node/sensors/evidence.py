@@ -178,7 +178,8 @@ class EvidenceReader:
     def stop(self, within_s: float = 1.0) -> None:
         """End; returns in time."""
         self._stopping.set()
-        self._thread.join(within_s)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(within_s)
 
     @property
     def latest(self) -> tuple[Evidence, ...]:

@@ -120,7 +120,8 @@ class KernelLog:
     def stop(self, within_s: float = 2.0) -> None:
         """End the thread, once; returns in time."""
         os.write(self._stop_write, b"x")
-        self._thread.join(within_s)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(within_s)
         if not self._thread.is_alive():
             os.close(self._stop_read)
             os.close(self._stop_write)

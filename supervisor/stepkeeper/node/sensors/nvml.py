@@ -31,6 +31,7 @@ DIES_WITHIN_S = 1.0  # after SIGKILL; longer means uninterruptible sleep in the 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for what, in seconds."""
 
+    start_takes_s: float = 20.0  # to read Python's files, on a busy node or a slow file system
     stuck_after_s: float = 10.0  # a call that lasts longer is reported, with XID 119 they last 6 to 45 s
     stuck_again_s: float = 10.0  # then again after this long, and after twice as long, ...
     stuck_again_max_s: float = 60.0
@@ -50,7 +51,7 @@ class Calls:
         self._report_at = 0.0
         self._report_again_s = patience.stuck_again_s
         self.is_stuck = False
-        self.begin(Begins(lane="", call=STARTING), now)
+        self.begin(Begins(lane="", call=STARTING, takes_s=patience.start_takes_s), now)
 
     def begin(self, begins: Begins, now: float) -> None:
         """Note that a thread begins its next call, so that the one before is over."""
@@ -188,7 +189,8 @@ class NvmlProcess:
     def stop(self, within_s: float = 3.0) -> None:
         """End the child and the thread, once.  Returns in time, whatever they do."""
         os.write(self._stop_write, b"x")
-        self._thread.join(within_s)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(within_s)
         if not self._thread.is_alive():
             os.close(self._stop_read)
             os.close(self._stop_write)
@@ -228,9 +230,7 @@ class NvmlProcess:
             child.close()
         if code == nvml_wire.ENDS_ABSENT:
             return self._patience.absent_again_s
-        if code == nvml_wire.ENDS_TO_BEGIN_ANEW:
-            return min(1.0, self._patience.restart_after_s)
-        if not self._stopped(0.0):
+        if code != nvml_wire.ENDS_TO_BEGIN_ANEW and not self._stopped(0.0):
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._say(NvmlState.ENDED, f"the NVML process ended: {how}; {child.said()}".rstrip("; "))
         return None

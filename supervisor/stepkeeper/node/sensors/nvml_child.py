@@ -16,11 +16,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pynvml
 
+from stepkeeper.node.sensors.evidence import Roots, gpu_addresses
 from stepkeeper.node.sensors.nvml_wire import ENDS_ABSENT, ENDS_TO_BEGIN_ANEW, Begins, FromChild, encode
 from stepkeeper.node.sensors.readings import Evidence, Gpu, GpuHealth, NvmlState, NvmlStatus, NvmlXid
 
@@ -126,10 +127,17 @@ class Listing:
                     self.silent[index] = error
 
     def sad_news(self) -> list[GpuHealth]:
-        """Return one reading for each GPU that did not answer: where it is, nobody can tell."""
+        """Return one reading for each GPU that did not answer, with its address where that can be found out."""
+        now = time.time()
+        listed = {device.gpu.index: device.gpu.pci for device in self.devices}
+        where = addresses_of_silent(self.counted, listed, gpu_addresses(Roots())) if self.silent else {}
         return [
             GpuHealth(
-                at=time.time(), pci="", index=index, lost=error.value == GPU_IS_LOST, errors=(f"listing: {error}",)
+                at=now,
+                pci=where.get(index, ""),
+                index=index,
+                lost=error.value == GPU_IS_LOST,
+                errors=(f"listing: {error}",),
             )
             for index, error in self.silent.items()
         ]
@@ -146,6 +154,17 @@ class Listing:
                 lane.call("nvmlDeviceGetHandleByIndex", index, of=f"GPU {index}")
                 return True
         return False
+
+
+def addresses_of_silent(counted: int, listed: dict[int, str], known: Iterable[str]) -> dict[int, str]:
+    """Return the addresses of the GPUs that NVML counts and cannot list, from those that the kernel knows.
+
+    NVML numbers GPUs in the order of their addresses.  Where the kernel knows other GPUs than NVML counts, nothing can
+    be told.
+    """
+    ordered = sorted(known)
+    fits = len(ordered) == counted and all(ordered[index] == pci for index, pci in listed.items())
+    return {index: pci for index, pci in enumerate(ordered) if index not in listed} if fits else {}
 
 
 def _device(lane: Lane, index: int) -> Device:

@@ -15,7 +15,7 @@ class KernelRecord(_Reading, frozen=True, kw_only=True, tag="kernel_record"):
     """One record of the kernel's own log, never of a user-space writer unless injection is allowed."""
 
     boot_id: str
-    sequence: int
+    sequence: int  # -1 in what the journal told: it does not keep the number
     text: str  # whole record; what the kernel escaped is unescaped, so it may hold line feeds
 
 
@@ -86,7 +86,7 @@ class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
 class Evidence(_Reading, frozen=True, kw_only=True, tag="evidence"):
     """A counter or state that says something and proves nothing: AER, InfiniBand, NVLink, throttling, pressure."""
 
-    what: str  # `aer`, `infiniband`, `nvlink`, `throttle`, `disk`, `memory_pressure`
+    what: str  # `aer`, `infiniband`, `disk`, `memory_pressure`, `nvml_events`, `sensor`: it cannot do its work
     where: str  # PCI address, port, mount
     text: str  # for people
     values: dict[str, float] = {}

@@ -20,7 +20,8 @@ CONTENT = b"stepkeeper tries whether this file system can be written\n"
 def attempt(directory: str) -> dict[str, float | str]:
     """Make a file, write it through to storage and remove it."""
     began = time.monotonic()
-    path = os.path.join(directory, f".stepkeeper-check-{os.uname().nodename}-{os.getpid()}")
+    # a new name each time: what stands there already may be anybody's
+    path = os.path.join(directory, f".stepkeeper-check-{os.uname().nodename}-{os.urandom(4).hex()}")
     doing = "stat"
     try:
         os.stat(directory)

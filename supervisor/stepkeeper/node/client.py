@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 
 from stepkeeper.node.protocol import (
     DEFAULT_SOCKET,
+    EXCLUDE_MAX,
     MESSAGE_BYTES_MAX,
     SOCKET_VARIABLE,
     Accepted,
@@ -184,6 +185,9 @@ class AgentClient:
         self, job_id: int, restart_count: int, exclude: tuple[str, ...] = (), *, within_s: float = ANSWER_WITHIN_S
     ) -> Accepted:
         """Have the job made eligible as soon as it has been requeued.  Raises AgentError."""
+        bytes_max = MESSAGE_BYTES_MAX - 128
+        if len(exclude) > EXCLUDE_MAX or sum(len(name.encode()) + 3 for name in exclude) > bytes_max:
+            raise AgentError(f"{len(exclude)} nodes to exclude are too many for one request: leave out the oldest")
         return self._ask(Hasten(job_id=job_id, restart_count=restart_count, exclude=exclude), Accepted, within_s)
 
     def _ask(self, message: ToAgent, kind: type[_Answer], within_s: float) -> _Answer:

@@ -49,7 +49,8 @@ _ENDED = frozenset(
         "TIMEOUT",
     )
 )
-_NEVER_BEGAN = frozenset(("JobLaunchFailure", "launch_failed_requeued_held"))
+LAUNCH_FAILED_S = 1.0  # a launch that Slurm fails is over in some milliseconds, counted in whole seconds
+BEGAN_S = 1.5  # so an attempt that runs this long has begun
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +69,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     sent_at: float | None = None  # the update was accepted
     sent_restarts: int = 0  # the attempt that it is about
     ended_at: float | None = None  # the asker's attempt was seen ended, and not requeued yet
+    running_at: float | None = None  # the attempt after the update was seen running
     requeues: int = 0
     refusals: int = 0
 
@@ -127,11 +129,27 @@ def _after(progress: Progress, sent_at: float, job: OwnedJob, now: float) -> Ver
         if job.eligible_at is not None and job.eligible_at > now + SAME_TIME_S:
             return Verdict(Next.DONE, "it is kept back again, by somebody else")
         return Verdict(Next.DONE, f"it is eligible and waits: {job.reason or 'for its turn'}")
-    if job.state in _ENDED and job.reason in _NEVER_BEGAN and job.restarts == progress.sent_restarts:
+    if job.state == "COMPLETING":
+        return _WAIT  # Slurm may just have failed it
+    if job.state not in _ENDED and (progress.running_at is None or now - progress.running_at < BEGAN_S):
+        return _WAIT
+    if _never_began(job) and job.restarts == progress.sent_restarts:
         if progress.requeues >= REQUEUES_MAX:
             return Verdict(Next.DONE, f"Slurm failed it {progress.requeues + 1} times before it began: {job.reason}")
         return Verdict(Next.REQUEUE, f"Slurm failed it before it began: {job.reason}")
     return Verdict(Next.DONE, f"the next attempt started: {job.state}")
+
+
+def _never_began(job: OwnedJob) -> bool:
+    """Tell whether Slurm failed the launch.
+
+    With a revoked credential it looks like a script that ends with 1 at once: the same state, reason and exit code.  A
+    script that really does so is started at most `REQUEUES_MAX` times more.
+    """
+    if job.state not in ("FAILED", "LAUNCH_FAILED"):
+        return False
+    at_once = job.exit_code == "1:0" and job.ran_s is not None and job.ran_s <= LAUNCH_FAILED_S
+    return at_once or job.reason == "JobLaunchFailure"
 
 
 class _Entry:
@@ -195,6 +213,15 @@ class Hastener:
             self._changed.notify()
         return True
 
+    def joined(self, job_id: int, restart_count: int) -> None:
+        """Hear that an attempt of a job has begun for sure: its own processes say so."""
+        with self._changed:
+            entry = self._entries.get(job_id)
+            if entry is None or restart_count <= entry.wish.restart_count:
+                return
+            del self._entries[job_id]
+        self._tell_over(entry, "the next attempt has joined")
+
     def close(self, within_s: float) -> None:
         """End the thread, after the call that it may be in; wishes on their way are given up."""
         with self._changed:
@@ -236,7 +263,7 @@ class Hastener:
             self._refused(entry, error)
             return
         now = time.time()
-        self._note_end(entry, job, now)
+        self._note(entry, job, now)
         verdict = judge(entry.wish, entry.progress, job, now)
         match verdict.next:
             case Next.WAIT:
@@ -248,11 +275,15 @@ class Hastener:
             case Next.DONE:
                 self._finish(entry, verdict.why)
 
-    def _note_end(self, entry: _Entry, job: OwnedJob, now: float) -> None:
-        if job.state not in _ENDED:
-            entry.progress = msgspec.structs.replace(entry.progress, ended_at=None)
-        elif entry.progress.ended_at is None:
-            entry.progress = msgspec.structs.replace(entry.progress, ended_at=now)
+    def _note(self, entry: _Entry, job: OwnedJob, now: float) -> None:
+        """Note since when the job is ended, or running after the update."""
+        progress = entry.progress
+        runs = progress.sent_at is not None and job.state not in _ENDED | _PENDING | {"COMPLETING"}
+        entry.progress = msgspec.structs.replace(
+            progress,
+            ended_at=(progress.ended_at or now) if job.state in _ENDED else None,
+            running_at=(progress.running_at or now) if runs else None,
+        )
 
     def _send(self, entry: _Entry, job: OwnedJob) -> None:
         try:
@@ -295,8 +326,12 @@ class Hastener:
             self._finish(entry, f"Slurm refused it {refusals} times: {error}")
 
     def _finish(self, entry: _Entry, why: str) -> None:
+        with self._changed:
+            if self._entries.get(entry.wish.job_id) is not entry:
+                return  # a later wish has replaced it, or the next attempt has joined
+            del self._entries[entry.wish.job_id]
+        self._tell_over(entry, why)
+
+    def _tell_over(self, entry: _Entry, why: str) -> None:
         done = entry.progress.sent_at is not None
         self._log.info("hasten_over", job=entry.wish.job_id, uid=entry.wish.uid, hastened=done, why=why)
-        with self._changed:
-            if self._entries.get(entry.wish.job_id) is entry:  # else a later wish has replaced it
-                del self._entries[entry.wish.job_id]

@@ -179,7 +179,13 @@ def parse_owned_job(text: str, job_id: int) -> OwnedJob:
         eligible_at=float(eligible) if eligible.isdigit() else None,
         held=_field(rest, "Priority") == "0" or "held" in reason.lower(),
         reason=reason,
+        exit_code=_field(rest, "ExitCode"),
+        ran_s=_ran_s(_field(rest, "StartTime"), _field(rest, "EndTime")),
     )
+
+
+def _ran_s(start: str, end: str) -> float | None:
+    return max(0.0, float(end) - float(start)) if start.isdigit() and end.isdigit() else None
 
 
 def _field(text: str, name: str) -> str:

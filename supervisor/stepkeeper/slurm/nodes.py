@@ -41,6 +41,8 @@ class OwnedJob(msgspec.Struct, frozen=True, kw_only=True):
     eligible_at: float | None = None
     held: bool = False  # by a person, or requeued in held state
     reason: str = ""  # why it waits or failed, as Slurm prints it: Resources, JobLaunchFailure, ...
+    exit_code: str = ""  # of an attempt that is over, as Slurm prints it: 1:0
+    ran_s: float | None = None  # how long an attempt that is over ran
 
 
 class NodeClient(Protocol):

@@ -82,7 +82,7 @@ def withstands(agent: AgentProcess, attack: Callable[[str, float], Any], attacke
 
 def refuses(path: str, until_at: float, action: Callable[[socket.socket, random.Random], None]) -> int:
     """Connect and do something over and over, whatever comes of it; return how often."""
-    dice, count = random.Random(os.getpid()), 0
+    dice, count = random.Random(os.getpid()), 0  # noqa: S311 - noise, no secret
     while time.monotonic() < until_at:
         count += 1
         with contextlib.suppress(OSError), raw(path) as sock:

@@ -65,9 +65,13 @@ def test_an_attempt_that_ended_for_good_is_not_waited_for() -> None:
         ({"eligible_at": 1012.0}, 1013.0, Next.WAIT),
         ({"eligible_at": 1012.0, "reason": "Resources"}, 1033.0, Next.DONE),
         ({"eligible_at": 9000.0}, 1033.0, Next.DONE),
-        ({"state": "RUNNING"}, 1013.0, Next.DONE),
+        ({"state": "RUNNING"}, 1013.0, Next.WAIT),  # Slurm may fail it in the next moment
+        ({"state": "COMPLETING"}, 1013.0, Next.WAIT),
         ({"state": "COMPLETED"}, 1013.0, Next.DONE),
-        ({"state": "FAILED", "reason": "NonZeroExitCode"}, 1013.0, Next.DONE),
+        ({"state": "FAILED", "reason": "NonZeroExitCode", "exit_code": "1:0", "ran_s": 0.0}, 1013.0, Next.REQUEUE),
+        ({"state": "FAILED", "reason": "NonZeroExitCode", "exit_code": "1:0", "ran_s": 2.0}, 1013.0, Next.DONE),
+        ({"state": "FAILED", "reason": "NonZeroExitCode", "exit_code": "2:0", "ran_s": 0.0}, 1013.0, Next.DONE),
+        ({"state": "FAILED", "reason": "NonZeroExitCode", "exit_code": "1:0"}, 1013.0, Next.DONE),
         ({"state": "FAILED", "reason": "JobLaunchFailure"}, 1013.0, Next.REQUEUE),
         ({"state": "FAILED", "reason": "JobLaunchFailure", "restarts": 3}, 1013.0, Next.DONE),  # of a later attempt
         ({"state": "CANCELLED", "reason": "JobLaunchFailure"}, 1013.0, Next.DONE),
@@ -78,6 +82,13 @@ def test_after_the_update_only_a_launch_that_slurm_failed_is_requeued(
     changes: dict[str, Any], at: float, expected: Next
 ) -> None:
     assert judge(WISH, SENT, job(**changes), at).next is expected
+
+
+def test_an_attempt_that_runs_for_a_while_has_begun() -> None:
+    running = msgspec.structs.replace(SENT, running_at=1012.0)
+
+    assert judge(WISH, running, job(state="RUNNING"), 1013.0).next is Next.WAIT
+    assert judge(WISH, running, job(state="RUNNING"), 1014.0).why == "the next attempt started: RUNNING"
 
 
 def test_a_launch_that_slurm_fails_again_and_again_is_given_up() -> None:
@@ -103,7 +114,7 @@ def test_a_launch_that_slurm_fails_again_and_again_is_given_up() -> None:
     now=st.floats(1000, 2000),
 )
 def test_no_history_lets_it_touch_what_it_must_not(
-    state: str, uid: int, restarts: int, held: bool, eligible_at: float | None, reason: str, sent: bool, now: float
+    *, state: str, uid: int, restarts: int, held: bool, eligible_at: float | None, reason: str, sent: bool, now: float
 ) -> None:
     facts = OwnedJob(
         job_id=7, uid=uid, state=state, restarts=restarts, held=held, eligible_at=eligible_at, reason=reason
@@ -239,6 +250,20 @@ def test_there_is_room_for_other_users_beside_a_greedy_one() -> None:
     assert greedy == [True] * WISHES_PER_UID_MAX + [False]
     assert others == [True] * (WISHES_MAX - WISHES_PER_UID_MAX) + [False] * WISHES_PER_UID_MAX
     assert hastener.add(Wish(job_id=0, uid=5, restart_count=0, exclude=())), "asking again is no new wish"
+
+
+def test_the_word_of_the_next_attempt_ends_the_wish_and_that_of_the_same_one_does_not() -> None:
+    ends: list[str] = []
+    hastener = Hastener(SmallSlurm(job(state="COMPLETING")), _log(ends.append))
+    hastener.add(WISH)
+
+    hastener.joined(7, 1)
+    hastener.joined(8, 2)
+    assert hastener.waiting == 1
+    hastener.joined(7, 2)
+
+    assert hastener.waiting == 0
+    assert ends == ["the next attempt has joined"]
 
 
 def test_an_idle_hastener_asks_nothing() -> None:

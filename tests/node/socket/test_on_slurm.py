@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import structlog
 
 from stepkeeper.node.client import AgentClient
+from stepkeeper.node.hasten import Next, Progress, Wish, judge
 from stepkeeper.node.socket.server import AgentSocket
 from stepkeeper.slurm.node_commands import NodeCommands
 from stepkeeper.slurm.nodes import OwnedJob
@@ -51,17 +53,17 @@ class Recorded(NodeCommands):
     seen: list[OwnedJob] = field(default_factory=list)
 
     def owned_job(self, job_id: int) -> OwnedJob:
-        found = super(Recorded, self).owned_job(job_id)  # noqa: UP008 - slots make another class of it
+        found = super(Recorded, self).owned_job(job_id)  # slots make another class of it
         self.seen.append(found)
         return found
 
     def hasten(self, job_id: int, exclude: str, after_s: int) -> None:
         self.changes.append(("hasten", str(job_id), exclude))
-        super(Recorded, self).hasten(job_id, exclude, after_s)  # noqa: UP008
+        super(Recorded, self).hasten(job_id, exclude, after_s)
 
     def requeue(self, job_id: int) -> None:
         self.changes.append(("requeue", str(job_id)))
-        self._call("requeue", str(job_id))
+        super(Recorded, self).requeue(job_id)
 
 
 @dataclass
@@ -177,7 +179,33 @@ def test_a_requeued_job_runs_again_long_before_slurm_would_let_it(node: Node) ->
     assert kept_back[0].eligible_at - found.started_at.timestamp() > SLURMS_OWN_WAIT_S
     assert node.client.changes.count(("hasten", str(job), last)) == 1
     assert found.excluded == (last,)
-    assert node.word("hasten_over", job)["why"] == "the next attempt started: RUNNING"
+    assert node.word("hasten_over", job)["why"] in ("the next attempt started: RUNNING", "the next attempt has joined")
+    node.lab.cancel(job)
+
+
+def test_a_launch_that_slurm_fails_looks_as_it_is_expected_to(node: Node) -> None:
+    """An update to start in this very second can meet the revocation of the credential: half of the tries or so."""
+    for _ in range(12):
+        job = node.lab.submit("exec sleep 600", sbatch_args=["--requeue", "--mem=100"], user="games")
+        node.lab.wait_job(job, "RUNNING")
+        node.lab.requeue(job)
+        node.lab.wait_job(job, "PENDING")
+        node.lab.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        node.lab.wait_job(job, lambda job: job.state != "PENDING")
+        time.sleep(0.5)  # it is failed within some milliseconds, if at all
+        found = node.client.owned_job(job)
+        if found.state == "FAILED":
+            break
+        node.lab.cancel(job)
+    else:
+        pytest.skip("Slurm failed none of 12 launches")
+    sent = Progress(asked_at=0.0, sent_at=time.time(), sent_restarts=1)
+
+    verdict = judge(Wish(job_id=job, uid=GAMES, restart_count=0, exclude=()), sent, found, time.time())
+
+    assert verdict.next is Next.REQUEUE, found
+    node.client.requeue(job)
+    node.lab.wait_job(job, "PENDING")
     node.lab.cancel(job)
 
 

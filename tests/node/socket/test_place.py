@@ -195,7 +195,7 @@ def test_a_fake_agent_of_an_ordinary_user_is_not_believed(public: Path) -> None:
     def pretend() -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.bind(path)
-            os.chmod(path, 0o666)
+            os.chmod(path, 0o666)  # noqa: S103 - as the agent's is
             sock.listen(8)
             sock.settimeout(20)
             taken = []

@@ -150,6 +150,7 @@ class Requests:
         self.jobs.add(join.job_id, connection.peer.uid, join.restart_count)
         if not again:
             self._log.info("job_joined", job=join.job_id, uid=connection.peer.uid, by=by, restart=join.restart_count)
+        self._hastener.joined(join.job_id, join.restart_count)
         self._server.send(connection.number, self._joined)
         for seen in self._open_incidents():
             self._server.send(connection.number, seen)

@@ -11,7 +11,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 import structlog
@@ -20,8 +20,9 @@ from stepkeeper.node import hasten
 from stepkeeper.node.protocol import UNREADABLE, FromAgent, Refused, Seen, decode_to_agent, encode
 from stepkeeper.node.socket import peers
 from stepkeeper.node.socket.connection import Connection, EndedError
+from stepkeeper.node.socket.door import Door
 from stepkeeper.node.socket.jobs import ROOT
-from stepkeeper.node.socket.limits import Bucket, Buckets, Limits, RefusalLog
+from stepkeeper.node.socket.limits import Limits, RefusalLog
 from stepkeeper.node.socket.place import Place
 from stepkeeper.node.socket.requests import LookRequest, Requests
 from stepkeeper.slurm.nodes import NodeClient
@@ -80,11 +81,8 @@ class AgentSocket:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._calls: deque[Callable[[float], None]] = deque()
         self._connections: dict[int, Connection] = {}
-        self._of_uid: Counter[int] = Counter()
         self._number = 0
-        self._accepts = Bucket(limits.accepts_per_s, limits.accepts_burst, now)
-        self._accepts_of = Buckets(limits.accepts_per_uid_per_s, limits.accepts_per_uid_burst, limits.uids_max)
-        self._packets_of = Buckets(limits.packets_per_uid_per_s, limits.packets_per_uid_burst, limits.uids_max)
+        self._door = Door(limits, now)
         self._paused_until: float | None = None
         self._sweep_at: float | None = None
         self._closing = False
@@ -207,7 +205,7 @@ class AgentSocket:
 
     def _accept(self, listener: socket.socket, now: float) -> None:
         for _ in range(ACCEPTS_PER_TURN):
-            if not self._accepts.take(now):
+            if not self._door.accepts.take(now):
                 self._pause(listener, now)
                 return
             try:
@@ -236,33 +234,17 @@ class AgentSocket:
             return
         self._number += 1
         connection = Connection(self._number, sock, peer, self._limits, now)
-        why = self._too_many(peer.uid, now)
-        if why:
+        if why := self._door.refusal(peer.uid, now, self._connections.values()):
             self._refusals.refused(now, uid=peer.uid, what="connect", why=why, pid=peer.pid)
             with contextlib.suppress(EndedError):  # it left before it was refused: that is fine too
                 connection.send(encode(Refused(what="connect", why=why)), now)
             sock.close()
             return
+        if (leaves := self._door.makes_room(peer.uid, self._connections.values())) is not None:
+            self._end(leaves)
         self._connections[connection.number] = connection
-        self._of_uid[peer.uid] += 1
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self._watch(now)
-
-    def _too_many(self, uid: int, now: float) -> str:
-        if uid == ROOT:
-            return ""
-        if not self._accepts_of.take(uid, now):
-            return "too many connections in a short time"
-        if self._of_uid[uid] >= self._limits.connections_per_uid_max:
-            return "too many connections of one user"
-        if len(self._connections) < self._limits.connections_max:
-            return ""
-        # those that joined have a job here; of the others, the one that waits longest makes room
-        idle = next((each for each in self._connections.values() if each.job_id is None and not each.asking), None)
-        if idle is None:
-            return "too many connections"
-        self._end(idle)
-        return ""
 
     def _converse(self, connection: Connection, mask: int, now: float) -> None:
         if connection.number not in self._connections:
@@ -281,8 +263,7 @@ class AgentSocket:
         packet = connection.receive()
         if packet is None:
             return
-        uid = connection.peer.uid
-        if not connection.rate.take(now) or not (uid == ROOT or self._packets_of.take(uid, now)):
+        if not self._door.hears(connection, now):
             raise EndedError("too many messages")
         try:
             message = decode_to_agent(packet)
@@ -309,14 +290,11 @@ class AgentSocket:
     def _end(self, connection: Connection, error: EndedError | None = None, now: float = 0.0) -> None:
         if self._connections.pop(connection.number, None) is None:
             return
-        uid = connection.peer.uid
-        self._of_uid[uid] -= 1
-        if not self._of_uid[uid]:
-            del self._of_uid[uid]
         self._selector.unregister(connection.socket)
         connection.socket.close()
         if error is not None and error.blame:
-            self._refusals.refused(now, uid=uid, what="connection", why=str(error), pid=connection.peer.pid)
+            peer = connection.peer
+            self._refusals.refused(now, uid=peer.uid, what="connection", why=str(error), pid=peer.pid)
 
     # -- time -----------------------------------------------------------------------------------------------------
 

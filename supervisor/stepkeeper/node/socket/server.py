@@ -135,6 +135,8 @@ class AgentSocket:
         if self._thread.ident is not None:
             self._thread.join(CLOSE_WITHIN_S)
             self._requests.questions.close(CLOSE_WITHIN_S)
+        else:
+            self._selector.close()
         self._hastener.close(CLOSE_WITHIN_S)
         if self._place is not None:
             self._place.close()

@@ -59,14 +59,13 @@ def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Poli
     if not wanted:
         return Decision(state)
     worst = wanted[0]
-    if own.drained and own.ours:
-        known = state.drain is not None and state.drain.reason == own.reason
-        ours_anew = any(f"[{each.id}]" in own.reason for each in wanted)  # we ended between the drain and the note
-        if ours_anew or (known and state.drain is not None and state.drain.action.severity >= worst.action.severity):
-            return _drained(state, event.at, wanted, own.reason, counted=False, policy=policy)
-        if not known:  # of an older installation, or another incident's whose note was lost: it is drained, and stays
-            return _drained(state, event.at, wanted, own.reason, counted=False, policy=policy)
+    drain = state.drain
+    if own.drained and drain is not None and drain.reason == own.reason:
+        if drain.action.severity >= worst.action.severity:
+            return _drained(state, event.at, wanted, own.reason, policy=policy)
         return _set_drain(state, event.at, wanted, reason_for(worst), policy)  # our own reason, for the worse fault
+    if own.drained and own.ours and any(f"[{each.id}]" in own.reason for each in state.incidents):
+        return _drained(state, event.at, wanted, own.reason, policy=policy)  # we ended between the drain and its note
     if own.states & TAKEN and _is_silence(own):
         state = replace(state, retry_at=event.at + SILENT_AGAIN_S)
         return Decision(
@@ -93,9 +92,7 @@ def _set_drain(state: State, at: float, wanted: list[Incident], reason: str, pol
     return Decision(state, effects, f"drain: {reason}")
 
 
-def _drained(
-    state: State, at: float, incidents: Iterable[Incident], reason: str, *, counted: bool, policy: Policy
-) -> Decision:
+def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str, *, policy: Policy) -> Decision:
     """Note that we hold the node."""
     effects: tuple[do.Effect, ...] = ()
     incidents = list(incidents)
@@ -109,7 +106,6 @@ def _drained(
         action=max(actions, key=lambda action: action.severity),
         at=at,
         boot_id=state.boot_id,  # a repair before this fault has not helped
-        counted=counted,
     )
     state = replace(state, drain=drain, watch_at=next_watch(drain, at, policy))
     return Decision(state, (do.RecordDrain(drain=drain), *effects), f"the node is drained: {reason}")
@@ -190,7 +186,7 @@ def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> De
     match kind:
         case Call.DRAIN:
             wanted = [each for each in state.incidents if each.id in state.call_incidents]
-            return _drained(state, event.at, wanted, state.call_reason, counted=False, policy=policy)
+            return _drained(state, event.at, wanted, state.call_reason, policy=policy)
         case Call.TAKE_BACK:
             return _taken_back(state)
         case Call.RESUME:

@@ -164,7 +164,7 @@ def is_unfinished(incident: Incident) -> bool:
 
 def is_pending(incident: Incident) -> bool:
     """Tell whether the node has to be drained for it, and nobody has dealt with that yet."""
-    return incident.settled and incident.action.drains and incident.outcome is Outcome.OPEN
+    return incident.outcome is Outcome.OPEN and incident.settled and incident.action.drains
 
 
 def _new_id(state: State, at: float) -> str:

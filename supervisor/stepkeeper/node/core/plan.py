@@ -1,6 +1,6 @@
 """Which call comes next.  At most one is in flight; what hurries comes first.  Pure.
 
-a drain that is wanted        COUNT, then DRAIN, then RECOUNT, at once
+a drain that is wanted        COUNT, then DRAIN, at once; RECOUNT a moment later
 a drain that we hold          WATCH, from time to time: has a person taken it away, may a remedy begin?
 after a reset or a reboot     CHECK, and where it passed and we may: WATCH, then RESUME
 """
@@ -21,6 +21,8 @@ from stepkeeper.slurm.nodes import REASON_PREFIX
 
 replace = msgspec.structs.replace
 REASON_CHARACTERS_MAX = 240
+RECOUNT_AFTER_S = 1.5
+"""Slurm's times are whole seconds, and within one the name decides: wait until nobody can drain in ours any more."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -48,6 +50,8 @@ def proceed(decision: Decision, at: float, policy: Policy) -> Decision:
     if pending(state):
         state, effects = call(state, Call.COUNT, at, policy)
     elif state.drain is not None and not state.drain.counted:
+        if at < state.drain.at + RECOUNT_AFTER_S:
+            return decision
         state, effects = call(state, Call.RECOUNT, at, policy)
     elif state.drain is not None and at >= state.watch_at:
         first = Call.CHECK if _checks_first(state.drain) else Call.WATCH
@@ -62,8 +66,10 @@ def due_at(state: State) -> float | None:
     dues = [each.settle_at for each in state.incidents if not each.settled]
     if state.call is not None:
         dues.append(state.call_until)
-    elif pending(state) or (state.drain is not None and not state.drain.counted):
+    elif pending(state):
         dues.append(state.retry_at)
+    elif state.drain is not None and not state.drain.counted:
+        dues.append(max(state.retry_at, state.drain.at + RECOUNT_AFTER_S))
     elif state.drain is not None:
         dues.append(max(state.watch_at, state.retry_at))
     return min(dues, default=None)

@@ -6,6 +6,6 @@ returns the exit code.
 
 from __future__ import annotations
 
-from stepkeeper.commands import checkpoints, events, logs, run, status
+from stepkeeper.commands import checkpoints, dev, events, logs, node, run, status, xid
 
-COMMANDS = (run, status, events, logs, checkpoints)
+COMMANDS = (run, status, events, logs, checkpoints, xid, node, dev)

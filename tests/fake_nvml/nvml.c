@@ -36,8 +36,8 @@ static const unsigned long long XID = 0x8, NO_INSTANCE = 0xffffffffu;
 typedef struct { unsigned id; long long value; int known; } Field;
 
 typedef struct {
-    int index, lost, pending, failed, correctable, uncorrectable, ecc, sram, temperature;
-    unsigned long long throttle, events;
+    int index, lost, pending, failed, correctable, uncorrectable, ecc, sram, temperature, links;
+    unsigned long long throttle, events, links_down;
     unsigned domain, bus, device;
     char uuid[96], name[96];
     Field fields[FIELDS];
@@ -105,6 +105,8 @@ static void set_value(Gpu *gpu, const char *key, const char *value) {
     else if (!strcmp(key, "ecc_uncorrected")) gpu->ecc = number;
     else if (!strcmp(key, "sram_threshold")) gpu->sram = number;
     else if (!strcmp(key, "throttle")) gpu->throttle = strtoull(value, NULL, 0);
+    else if (!strcmp(key, "links")) gpu->links = number;
+    else if (!strcmp(key, "links_down")) gpu->links_down = strtoull(value, NULL, 0);
     else if (!strcmp(key, "events")) gpu->events = strtoull(value, NULL, 0);
     else if (!strcmp(key, "uuid")) snprintf(gpu->uuid, sizeof gpu->uuid, "%s", value);
     else if (!strcmp(key, "pci")) sscanf(value, "%x:%x:%x", &gpu->domain, &gpu->bus, &gpu->device);
@@ -364,6 +366,14 @@ EXPORT int nvmlDeviceGetTotalEccErrors(Gpu *gpu, int type, int counter, unsigned
 EXPORT int nvmlDeviceGetCurrentClocksThrottleReasons(Gpu *gpu, unsigned long long *answer) {
     ENTER_GPU;
     *answer = gpu->throttle;
+    return leave(OK);
+}
+
+EXPORT int nvmlDeviceGetNvLinkState(Gpu *gpu, unsigned link, unsigned *answer) {
+    ENTER_GPU;
+    if (!gpu->links) return leave(NOT_SUPPORTED);
+    if (link >= (unsigned)gpu->links) return leave(INVALID_ARGUMENT);
+    *answer = !(gpu->links_down >> link & 1);
     return leave(OK);
 }
 

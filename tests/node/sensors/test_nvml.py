@@ -291,6 +291,19 @@ def test_a_wait_that_fails_because_of_a_lost_gpu_goes_on_without_it(nvml: FakeNv
     assert waits < 20  # no busy loop while it failed
 
 
+def test_a_link_that_goes_down_or_comes_back_is_evidence(nvml: FakeNvml, start: Start) -> None:
+    nvml.set(1, links=18)
+    watch = start()
+    nvml.wait_for_call("nvmlDeviceGetNvLinkState", times=3 * 18)
+    nvml.set(1, links_down=0b101)
+    down = watch.seen.wait_for(Evidence)
+    assert (down.what, down.where, down.text) == ("nvlink", "0000:11:00.0", "link 0, 2 went down")
+    assert down.values == {"links": 18, "up": 16}
+    nvml.set(1, links_down=0b001)
+    assert watch.seen.wait_for(Evidence, lambda evidence: evidence is not down).text == "link 2 went up"
+    assert len(watch.seen.of(Evidence)) == 2
+
+
 # --- calls that hang, children that die -----------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ EVENT_RECOVERY_ACTION = 0x8000
 EVENTS = EVENT_XID | EVENT_DOUBLE_BIT_ECC | EVENT_UNAVAILABLE | EVENT_RECOVERY_ACTION
 NO_INSTANCE = 0xFFFFFFFF
 
+INVALID_ARGUMENT = 2
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
 TIMEOUT = 10
@@ -54,6 +55,7 @@ THROTTLE_WORDS = {
     0x80: "power brake",
 }
 WAIT_S = 10.0  # for an event: also how often the events thread says that it lives
+LINKS_MAX = 64  # more than any GPU has
 FAILED_WAITS_MAX = 10  # in a row
 PAUSE_S = 1.0  # after a failed wait, and between looks that events ask for
 
@@ -281,14 +283,54 @@ def _throttled(lane: Lane, device: Device) -> dict[str, Any]:
 QUESTIONS = (_recovery_action, _remapped_rows, _ecc, _sram, _temperature, _throttled)
 
 
+class Links:
+    """The NVLinks of the GPUs: a state that changed is evidence, and told once."""
+
+    def __init__(self) -> None:
+        self._up: dict[str, frozenset[int]] = {}
+
+    def look(self, lane: Lane, device: Device) -> Evidence | None:
+        """Return what has changed since the last look."""
+        pci = device.gpu.pci
+        up, count = set(), 0
+        lane.say(Begins(lane=lane.name, call=f"nvmlDeviceGetNvLinkState of {pci}"))  # once for all links
+        try:
+            for link in range(LINKS_MAX):
+                if pynvml.nvmlDeviceGetNvLinkState(device.handle, link):
+                    up.add(link)
+                count += 1
+        except pynvml.NVMLError as error:
+            if error.value != INVALID_ARGUMENT:  # there is no such link: those before it are all
+                return None
+        before = self._up.get(pci, frozenset(up))
+        self._up[pci] = frozenset(up)
+        changes = [
+            f"{_numbers(links)} went {direction}"
+            for links, direction in ((before - up, "down"), (up - before, "up"))
+            if links
+        ]
+        if not changes:
+            return None
+        values = {"links": float(count), "up": float(len(up))}
+        return Evidence(at=time.time(), what="nvlink", where=pci, text=", ".join(changes), values=values)
+
+
+def _numbers(links: Iterable[int]) -> str:
+    return "link " + ", ".join(str(link) for link in sorted(links))
+
+
 # --- the process ----------------------------------------------------------------------------------
 
 
 def watch_health(lane: Lane, listing: Listing, wake: threading.Event, every_s: float) -> None:
     """Look at every GPU, again and again, and at once when an event came."""
+    links = Links()
     while True:
         for device in listing.devices:
-            lane.say(look(lane, device))
+            health = look(lane, device)
+            lane.say(health)
+            if not health.lost and (changed := links.look(lane, device)) is not None:
+                lane.say(changed)
         for reading in listing.sad_news():
             lane.say(reading)
         rest_until = time.monotonic() + every_s

@@ -86,7 +86,9 @@ class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
 class Evidence(_Reading, frozen=True, kw_only=True, tag="evidence"):
     """A counter or state that says something and proves nothing: AER, InfiniBand, NVLink, throttling, pressure."""
 
-    what: str  # `aer`, `infiniband`, `disk`, `memory_pressure`, `nvml_events`, `sensor`: it cannot do its work
+    what: (
+        str  # `aer`, `infiniband`, `disk`, `memory_pressure`, `nvlink`, `nvml_events`, `sensor`: it cannot do its work
+    )
     where: str  # PCI address, port, mount
     text: str  # for people
     values: dict[str, float] = {}

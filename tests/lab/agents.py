@@ -40,6 +40,7 @@ class Agents:
         self.lab = lab
         self.mode = mode
         self.python = python or Path(sys.executable)
+        self.prefix: tuple[str, ...] = ()  # a program that starts the agents, as systemd would
         self.directory = Path(tempfile.mkdtemp(prefix="agents-", dir=lab.directory))
         self.domains = {node: _new_domain() for node in lab.node_names}
         self._serials = {node: f"{random.getrandbits(32):08x}" for node in lab.node_names}
@@ -97,7 +98,7 @@ class Agents:
                 log.write(b"--- start\n")
                 log.flush()
                 self._running[node] = subprocess.Popen(
-                    [self.python, "-m", "stepkeeper", "node", "agent", "--config", self.config(node)],
+                    [*self.prefix, self.python, "-m", "stepkeeper", "node", "agent", "--config", self.config(node)],
                     env=self.environment(node),
                     cwd="/",
                     stdin=subprocess.DEVNULL,

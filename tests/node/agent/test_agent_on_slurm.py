@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from stepkeeper.node.client import AgentClient
+from stepkeeper.node.protocol import Seen
+from stepkeeper.node.xid.model import Action
 from tests.lab import USERS, Lab
 from tests.lab.agents import Agents
 
@@ -359,6 +362,36 @@ def test_jobs_are_noted_and_three_of_them_blame_the_gpu(cluster: Lab, agents: Ag
     cluster.wait_ended(jobs[-1], 30)
 
     assert "3 faults (XID 31) on this GPU in a day, over 3 jobs" in reason(cluster, node)
+
+
+def test_a_job_hears_of_its_nodes_faults_and_its_word_drains_nothing(cluster: Lab, gpu_agents: Agents) -> None:
+    """A job that asks for a look gets what the agent itself sees, and the node is drained for that alone."""
+    node = cluster.node_names[0]
+    gpu_agents.start(node)
+    gpu_agents.wait_event(node, "nvml", text='"ready"')
+    job = cluster.submit("sleep 120", sbatch_args=[f"-w{node}"], user=USERS[0])
+    cluster.wait_job(job, "RUNNING")
+    with AgentClient(str(gpu_agents.socket(node))) as client:
+        joined = client.join(job, 0)
+        assert (joined.node, joined.acts) == (node, True)
+        assert client.look(job, pci=gpu_agents.pci(node), why="NCCL says that the GPU is dead").found == 0
+        assert stay_in_service(cluster, node)
+
+        gpu_agents.nvml[node].lose(0)
+        assert client.look(job, pci=gpu_agents.pci(node)).found == 1
+        seen: list[Seen] = []
+
+        def heard() -> bool:
+            seen.extend(message for message in client.receive() if isinstance(message, Seen))
+            return any(message.drained for message in seen)
+
+        cluster.until(heard, "word of the drain", DRAINED_S)
+    cluster.cancel(job)
+    cluster.wait_ended(job, 30)
+
+    assert {message.incident for message in seen} == {gpu_agents.incidents(node)[0]["id"]}
+    assert seen[0].action is Action.DRAIN_REBOOT
+    assert is_drained(cluster, node)
 
 
 def test_an_idle_agent_calls_no_slurm(cluster: Lab, agents: Agents) -> None:

@@ -137,7 +137,7 @@ def test_no_agent_counts_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_verdict_that_hangs_counts_for_nothing(tmp_path: Path) -> None:
-    """A pipe in the file's place is no file; a hung mount below it ends by the time limit, as a missing program does."""
+    """A pipe in the file's place is no file; a missing or late program counts for nothing either."""
     os.mkfifo(tmp_path / "pipe")
     assert hook("prolog", tmp_path / "pipe").returncode == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -107,9 +108,10 @@ class Acts:
 
 
 def reset_gpus(pcis: Sequence[str], within_s: float) -> str:
-    """Reset GPUs that nobody uses; return what went wrong, "" where nothing did."""
+    """Reset GPUs that nobody uses, all in that time; return what went wrong, "" where nothing did."""
     if not pcis:
         return "no GPU's address is known"
+    until = time.monotonic() + within_s
     for pci in pcis:
         argv = ["nvidia-smi", "--gpu-reset", "-i", pci]
         try:
@@ -118,13 +120,13 @@ def reset_gpus(pcis: Sequence[str], within_s: float) -> str:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=within_s,
+                timeout=max(0.1, until - time.monotonic()),
                 stdin=subprocess.DEVNULL,
                 check=False,
                 start_new_session=True,
             )
         except subprocess.TimeoutExpired:
-            return f"{' '.join(argv)}: no answer in {within_s:g} s"
+            return f"{' '.join(argv)}: not done in {within_s:g} s"
         except OSError as error:
             return f"{' '.join(argv)}: {error.strerror}"
         if done.returncode:

@@ -6,6 +6,7 @@ systemd's watchdog, and deadlines are looked at in every turn, so no flood can p
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import assert_never
@@ -65,7 +66,9 @@ class Agent:
         )
         self._acts = Acts(config.name, client, self.inbox, check=self._check, reset=self._reset)
         self._sources = Sources(config, state, client=client, jobs=self, inbox=self.inbox, log=log)
-        self._looking = threading.Lock()
+        self._looking = threading.Lock()  # of the two that follow
+        self._asked: list[LookRequest] = []
+        self._look_runs = False
         self._stopping = ""
         self._verdicts = verdict.Writer(
             config.run_path / verdict.NAME,
@@ -78,6 +81,7 @@ class Agent:
 
     def run(self) -> None:
         """Take items until told to stop."""
+        self._record_boot()
         self._feed(on.Started(at=self.inbox.clock.now()))
         self._sources.start()
         self._on_clock()
@@ -106,19 +110,33 @@ class Agent:
     def look(self, request: LookRequest) -> None:
         """Have a fresh look taken, and answered with the number of faults to leave the node for.
 
-        What the asker believes has no part in it.
+        What the asker believes has no part in it.  All who ask during a look share the next one: a stuck NVML makes
+        looks slow, and must not make them many.
         """
-        self.inbox.run_thread("look", lambda: self._look(request))
+        with self._looking:
+            self._asked.append(request)
+            if not self._look_runs:
+                self._look_runs = True
+                self.inbox.run_thread("look", self._look)
 
-    def _look(self, request: LookRequest) -> None:
-        if self.config.nvml:
-            with self._looking:  # one at a time, however many ask
+    def _look(self) -> None:
+        while True:
+            with self._looking:
+                asked, self._asked = self._asked, []
+                if not asked:
+                    self._look_runs = False
+                    return
+            if self.config.nvml:
                 found = nvml.once(LOOK_WITHIN_S)
-            self.inbox.put(found.status)
-            for health in found.health:
-                self.inbox.put(health)
-        # behind what was just read, so that it counts
-        self.inbox.put(Do(lambda: self._sources.answer_look(request, len(_to_leave_for(self.state)))))
+                self.inbox.put(found.status)
+                for health in found.health:
+                    self.inbox.put(health)
+            # behind what was just read, so that it counts
+            self.inbox.put(Do(functools.partial(self._answer_looks, asked)))
+
+    def _answer_looks(self, asked: Sequence[LookRequest]) -> None:
+        for request in asked:
+            self._sources.answer_look(request, len(_to_leave_for(self.state)))
 
     # --- one item ---------------------------------------------------------------------------------
 
@@ -205,7 +223,14 @@ class Agent:
         known = (self.state.gpus, self.state.driver)
         if known != self._said_gpus:
             self._said_gpus = known
-            self._book.append(ledger.GpusLine(boot_id=self.state.boot_id, gpus=known[0], driver=known[1]))
+            self._record_boot()
+
+    def _record_boot(self) -> None:
+        state = self.state
+        line = ledger.GpusLine(
+            boot_id=state.boot_id, gpus=state.gpus, driver=state.driver, sequence=state.known_sequence
+        )
+        self._book.append(line)
 
     # --- on threads -------------------------------------------------------------------------------
 

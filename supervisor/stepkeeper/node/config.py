@@ -42,7 +42,7 @@ class Remedies(_Table, frozen=True, kw_only=True):
 
     undrain: bool = False
     reset_gpus: bool = False
-    reset_within_s: float = 120.0
+    reset_within_s: float = _POLICY.reset_within_s
     reboot: bool = False
 
 
@@ -128,6 +128,8 @@ class NodeConfig(_Table, frozen=True, kw_only=True):
             mode=self.mode,
             undrain=self.remedies.undrain,
             reset_gpus=self.remedies.reset_gpus,
+            reset_within_s=self.remedies.reset_within_s,
+            answer_within_s=max(_POLICY.answer_within_s, 2 * self.limits.call_within_s),
             reboot=self.remedies.reboot,
             **msgspec.structs.asdict(self.breaker),
             **{key: value for key, value in msgspec.structs.asdict(self.limits).items() if key != "call_within_s"},

@@ -50,8 +50,9 @@ class GpusLine(_Line, frozen=True, kw_only=True, tag="gpus"):
     """Which GPUs were there since the boot: a lost one cannot be asked for its UUID any more."""
 
     boot_id: str
-    gpus: tuple[tuple[str, str], ...]
+    gpus: tuple[tuple[str, str], ...] = ()
     driver: str = ""
+    sequence: int = -1  # kernel records up to here were dealt with, in incidents that are forgotten now
 
 
 Line = IncidentLine | DrainLine | GpusLine
@@ -79,13 +80,13 @@ class Book(msgspec.Struct, kw_only=True):
     def state(self, node: str, boot_id: str) -> State:
         """Return where an agent that starts now stands."""
         incidents = tuple(sorted(self.incidents.values(), key=lambda each: each.first_at))
-        same_boot = self.gpus is not None and self.gpus.boot_id == boot_id
+        boot = self.gpus if self.gpus is not None and self.gpus.boot_id == boot_id else GpusLine(boot_id=boot_id)
         return State(
             node=node,
             boot_id=boot_id,
-            known_sequence=max((each.sequence for each in incidents if each.boot_id == boot_id), default=-1),
-            gpus=self.gpus.gpus if self.gpus is not None and same_boot else (),
-            driver=self.gpus.driver if self.gpus is not None and same_boot else "",
+            known_sequence=max([boot.sequence, *(each.sequence for each in incidents if each.boot_id == boot_id)]),
+            gpus=boot.gpus,
+            driver=boot.driver,
             incidents=incidents,
             drain=self.drain,
         )
@@ -196,7 +197,10 @@ class Ledger:
         """Write the ledger anew, with `line`.  Raises OSError: the old one stands."""
         book = msgspec.structs.replace(self._book, incidents=dict(self._book.incidents))
         book.take(line)
-        state = book.state("", "")
+        boot_id = book.gpus.boot_id if book.gpus is not None else ""
+        state = book.state("", boot_id)
+        if book.gpus is not None:
+            book.gpus = msgspec.structs.replace(book.gpus, sequence=state.known_sequence)
         newest = max((each.last_at for each in state.incidents), default=0.0)
         kept = {each.id for each in forget(state, newest, self._policy).incidents}
         book.incidents = {key: each for key, each in book.incidents.items() if key in kept}

@@ -22,6 +22,7 @@ class Systemd:
                     "systemd waits for a word (Type=notify): pip install sdnotify", ExitCode.USAGE
                 ) from error
             self._notifier = sdnotify.SystemdNotifier()
+            self._notifier.socket.settimeout(0)  # a systemd that does not listen must not stop the loop
         microseconds = os.environ.get("WATCHDOG_USEC", "")
         for_us = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_every_s = float(microseconds) / 1e6 / 3 if microseconds.isdigit() and for_us else None

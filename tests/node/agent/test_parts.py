@@ -171,6 +171,8 @@ def test_a_ledger_that_has_grown_keeps_what_matters(tmp_path: Path, monkeypatch:
     book = ledger.Ledger(path, ledger.Book(), policy)
     book.append(ledger.IncidentLine(incident=incident(0, outcome=Outcome.DRAINED)))
     book.append(ledger.DrainLine(drain=Drain(reason="r", action=Action.DRAIN_REBOOT, at=T, boot_id="b1")))
+    book.append(ledger.GpusLine(boot_id="b1", gpus=(("0000:3b:00.0", "GPU-1"),)))
+    book.append(ledger.IncidentLine(incident=incident(-5, sequence=9000, outcome=Outcome.NOTED)))
     for number in range(1, 400):
         book.append(ledger.IncidentLine(incident=incident(number, outcome=Outcome.NOTED)))
     assert book.flush(20.0)
@@ -178,6 +180,8 @@ def test_a_ledger_that_has_grown_keeps_what_matters(tmp_path: Path, monkeypatch:
     read = ledger.read(path)
     assert path.stat().st_size < 25_000
     assert {"a.0", "a.399"} <= set(read.incidents)
+    assert "a.-5" not in read.incidents
+    assert read.state("a", "b1").known_sequence == 9000  # its records are not taken for new ones
     assert read.drain is not None
     assert path.stat().st_mode & 0o777 == 0o600
 

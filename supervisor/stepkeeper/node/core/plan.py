@@ -42,7 +42,7 @@ def proceed(decision: Decision, at: float, policy: Policy) -> Decision:
     """Add the call that is due, if none is in flight."""
     state = decision.state
     if state.call is not None and at >= state.call_until:
-        late = failed(state, at, f"{state.call.value}: no answer in {policy.answer_within_s:g} s", policy)
+        late = failed(state, at, f"{state.call.value}: no answer in time", policy)
         state = late.state
         decision = Decision(state, decision.effects + late.effects, decision.why or late.why)
     if state.call is not None or at < state.retry_at:
@@ -78,7 +78,8 @@ def due_at(state: State) -> float | None:
 def call(state: State, kind: Call, at: float, policy: Policy) -> tuple[State, tuple[do.Effect, ...]]:
     """Put a call in flight."""
     number = state.call_number + 1
-    state = replace(state, call=kind, call_number=number, call_until=at + policy.answer_within_s)
+    within_s = policy.answer_within_s + (policy.reset_within_s if kind is Call.RESET else 0.0)
+    state = replace(state, call=kind, call_number=number, call_until=at + within_s)
     return state, (_effect(state, kind, number),)
 
 

@@ -25,6 +25,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reset_gpus: bool = False
     """Remedy: `nvidia-smi --gpu-reset`, on a node that we drained and that no job uses any more."""
 
+    reset_within_s: float = 300.0
+    """For all GPUs together; then a reset counts as failed."""
+
     reboot: bool = False
     """Remedy: `scontrol reboot`, where a reset cannot help or has failed.  Asks for `undrain` too: Slurm itself
     returns a node that it has rebooted, and the checks then follow."""

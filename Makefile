@@ -45,8 +45,10 @@ test: setup lint  ## all tests, the stories on a real Slurm included
 campaign: setup  ## each thing that can befall a run, at each moment
 	$(AS_ROOT) $(V)/python -m pytest -m campaign $(PYTEST) tests/stories
 
-bench: setup  ## what a preemption costs, part by part (docs/benchmarks.md)
+bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption
+	$(AS_ROOT) $(V)/python -m tests.bench_fault
+	$(AS_ROOT) $(V)/python -m tests.bench_agent
 
 lint: setup  ## style, types, and the import contracts
 	$(V)/ruff check .

@@ -158,7 +158,7 @@ def test_two_nodes_at_once_are_left_and_the_breaker_lets_one_be_drained(
 ) -> None:
     """What hits several nodes may be the fabric or the job: the drains stop, the job goes on where it can."""
     for node in lab.node_names:
-        agents.configure(node, limits={"nodes_min": 1})
+        agents.configure(node, breaker={"nodes_min": 1})
     agents.start()
     training = start(lab, agents, "two-at-once", nodes=4, options=("--spares=2",))
     batch = lab.job(training.job_id).batch_host

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import TextIO, cast
 
 import msgspec
@@ -66,9 +64,8 @@ def _add_config(command: argparse.ArgumentParser) -> None:
 def run_agent(arguments: argparse.Namespace) -> int:
     """Run the agent until it is told to stop."""
     # the sensors and the socket are wanted by the agent alone: `node incidents` starts without them
-    from stepkeeper.node import journald  # noqa: PLC0415
+    from stepkeeper.node import journald, signals  # noqa: PLC0415
     from stepkeeper.node.agent import Agent  # noqa: PLC0415
-    from stepkeeper.node.inbox import Stop  # noqa: PLC0415
     from stepkeeper.node.notify import Systemd  # noqa: PLC0415
     from stepkeeper.node.xid import catalogue  # noqa: PLC0415
     from stepkeeper.slurm.node_commands import NodeCommands  # noqa: PLC0415
@@ -92,11 +89,7 @@ def run_agent(arguments: argparse.Namespace) -> int:
         log=log,
     )
 
-    def stop(number: int, _: FrameType | None) -> None:
-        agent.inbox.put(Stop(why=signal.Signals(number).name))
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    signals.listen(agent.inbox)
     log.info("agent_started", version=__version__, config=msgspec.to_builtins(config), unreadable=book.unreadable)
     try:
         agent.run()

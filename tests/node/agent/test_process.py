@@ -162,6 +162,19 @@ def test_systemd_is_told_and_the_journal_gets_priorities(agent: Process) -> None
     assert (priorities["agent_ready"], priorities["incident"]) == ("<6>", "<4>")
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.0005, 0.001, 0.003, 0.01])
+def test_a_signal_in_the_moment_of_falling_asleep_is_heard(agent: Process, after_s: float) -> None:
+    """It was lost until the next look at the clock, a minute later: systemd would have killed the agent."""
+    agent.environment["WATCHDOG_USEC"] = ""
+    agent.start()
+    time.sleep(after_s)
+    began = time.monotonic()
+
+    assert agent.stop() == 0
+
+    assert time.monotonic() - began < WITHIN_S / 2
+
+
 def test_what_a_program_writes_into_the_kernel_log_is_nothing(agent: Process) -> None:
     agent.start()
     agent.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.", facility=1)

@@ -170,7 +170,7 @@ def test_two_nodes_at_once_are_left_and_the_breaker_lets_one_be_drained(
 
     assert_complete(training, reference)
     assert not set(bad) & set(training.launches()[-1])
-    lab.until(lambda: len(drained(lab)) == 1, "one drained node")
+    lab.until(lambda: len(drained(lab)) == 1, "one drained node", 30)
     assert set(drained(lab)) < set(bad)
     refused = [node for node in bad if agents.events(node, "alarm")]
     assert len(refused) == 1

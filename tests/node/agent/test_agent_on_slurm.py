@@ -225,7 +225,7 @@ def test_a_rebooted_node_stays_drained_until_it_passed_its_checks(cluster: Lab, 
     gpu_agents.nvml[node].count(1)  # the GPU has not come back
 
     gpu_agents.start(node)
-    gpu_agents.wait_event(node, "alarm", text="1 of 2 GPUs")
+    gpu_agents.wait_event(node, "decision", text="1 of 2 GPUs")
     assert is_drained(cluster, node)
 
     gpu_agents.stop(node)

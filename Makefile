@@ -42,8 +42,8 @@ demo: setup  ## a training job on a real Slurm is preempted and loses nothing
 test: setup lint  ## all tests, the stories on a real Slurm included
 	$(AS_ROOT) $(V)/python -m pytest -m 'not campaign' $(PYTEST)
 
-campaign: setup  ## each thing that can befall a run, at each moment
-	$(AS_ROOT) $(V)/python -m pytest -m campaign $(PYTEST) tests/stories
+campaign: setup  ## the long ones: each thing that can befall a run, at each moment
+	$(AS_ROOT) $(V)/python -m pytest -m campaign $(PYTEST)
 
 bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption

@@ -87,6 +87,7 @@ def test_a_lost_gpu_costs_one_launch_and_its_node_is_drained(lab: Lab, agents: A
     assert training.records()[-1].failures == 0, "a fault of a node is no failure of the training"
 
 
+@pytest.mark.campaign
 def test_without_a_spare_the_world_shrinks_where_that_is_allowed(lab: Lab, agents: Agents, reference: Training) -> None:
     agents.start()
     training = start(lab, agents, "shrink", nodes=2, options=("--min-nodes=1",))
@@ -104,6 +105,7 @@ def test_without_a_spare_the_world_shrinks_where_that_is_allowed(lab: Lab, agent
     assert "it shrinks to 1" in training.output()
 
 
+@pytest.mark.campaign
 def test_on_the_batch_node_the_run_goes_on_beside_it(lab: Lab, agents: Agents, reference: Training) -> None:
     """The supervisor lives there: its GPUs are used no more, but the node cannot be given back."""
     agents.start()
@@ -119,6 +121,7 @@ def test_on_the_batch_node_the_run_goes_on_beside_it(lab: Lab, agents: Agents, r
     assert list(drained(lab)) == [bad]
 
 
+@pytest.mark.campaign
 def test_during_a_checkpoint_no_verified_step_is_lost(lab: Lab, agents: Agents, reference: Training) -> None:
     agents.start()
     training = start(lab, agents, "during-save", nodes=3, options=("--spares=1",))
@@ -153,6 +156,7 @@ def test_an_observing_agent_makes_the_job_leave_and_exclude_the_node(
     assert all(bad not in nodes for nodes in training.launches()[1:])
 
 
+@pytest.mark.campaign
 def test_two_nodes_at_once_are_left_and_the_breaker_lets_one_be_drained(
     lab: Lab, agents: Agents, reference: Training
 ) -> None:
@@ -176,6 +180,7 @@ def test_two_nodes_at_once_are_left_and_the_breaker_lets_one_be_drained(
     assert len(refused) == 1
 
 
+@pytest.mark.campaign
 def test_a_program_fault_keeps_its_node(lab: Lab, agents: Agents, reference: Training) -> None:
     """XID 31 is a bad access of the program: it explains the dead rank, and drains nothing."""
     agents.start()
@@ -221,6 +226,7 @@ def eligible_at(lab: Lab, training: Training) -> float:
     return dt.datetime.fromisoformat(found.group(1)).timestamp()
 
 
+@pytest.mark.campaign
 def test_a_requeued_job_does_not_wait_for_slurms_delay(lab_factory: Callable[..., Lab]) -> None:
     """With production's credential lifetime Slurm would keep the job for two minutes."""
     lab = lab_factory(nodes=2, grace_time_s=20, kill_wait_s=10, cred_expire_s=None)
@@ -240,6 +246,7 @@ def test_a_requeued_job_does_not_wait_for_slurms_delay(lab_factory: Callable[...
     assert training.events(on.AttemptStarted)[1].event.at < delayed_until - 60, training.story()
 
 
+@pytest.mark.campaign
 def test_a_spare_that_fails_stops_nothing(lab: Lab, agents: Agents, reference: Training) -> None:
     agents.start()
     training = start(lab, agents, "bad-spare", nodes=3, options=("--spares=1",))

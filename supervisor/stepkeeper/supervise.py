@@ -42,6 +42,11 @@ STORAGE_WITHIN_S = 2.0
 PROGRESS_LOG_EVERY_S = 10.0
 
 
+def watcher_program() -> list[str]:
+    """Return how a watcher is started on a node."""
+    return [sys.executable, *flags(), "-m", "stepkeeper.watcher.main"]
+
+
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a supervisor needs to know at its start."""
 
@@ -253,8 +258,7 @@ class Supervisor:
     def _start_bus(self, effect: do.StartBus) -> None:
         if self.bus is not None:
             self.bus.abandon()
-        program = [sys.executable, *flags(), "-m", "stepkeeper.watcher.main"]
-        argv = watcher_argv(effect.nodes, program)
+        argv = watcher_argv(effect.nodes, watcher_program())
         inherited = scrub_geometry(without_python(self.environment))
         assignment = msgspec.structs.replace(self.setting.assignment, bus=effect.bus)
         environment = {**inherited, **assignment.environment()}

@@ -16,7 +16,9 @@ from stepkeeper.node.xid import health as nvml_health
 from stepkeeper.node.xid.catalogue import Catalogue
 from stepkeeper.node.xid.judge import judge, judge_xid_event
 from stepkeeper.node.xid.model import Fault, Source
-from stepkeeper.node.xid.parse import announcement, parse
+from stepkeeper.node.xid.parse import announcement, canonical, parse
+
+FRESH_S = 60.0
 
 
 def concerns(reading: Reading) -> bool:
@@ -45,16 +47,29 @@ class Judging:
             case KernelRecord():
                 return self._of_record(reading, at)
             case NvmlXid():
-                faults = [judge_xid_event(reading, catalogue=self.catalogue, kernel_log=self._kernel_log)]
+                faults = [self._of_event(reading)]
             case GpuHealth():
                 before = self.health.get(reading.pci)
-                self.health[reading.pci] = reading
+                self.health[reading.pci] = reading  # which NVML's process writes as `canonical` does
                 faults = nvml_health.judge_health(reading, before, catalogue=self.catalogue)
             case NvmlStatus():
                 return self._of_status(reading, at)
             case _:
                 return []  # gaps and evidence are logged, and prove nothing
         return [on.FaultSeen(at=at, fault=fault) for fault in faults]
+
+    def _of_event(self, event: NvmlXid) -> Fault:
+        return judge_xid_event(
+            event,
+            catalogue=self.catalogue,
+            recovery_action=self._recovery_action(event.pci, event.at),
+            kernel_log=self._kernel_log,
+        )
+
+    def _recovery_action(self, pci: str, at: float) -> int | None:
+        """Return what the GPU itself asks for, as far as that was read near the fault: an old one may be mended."""
+        health = self.health.get(canonical(pci))
+        return health.recovery_action if health is not None and abs(at - health.at) <= FRESH_S else None
 
     def _of_record(self, record: KernelRecord, at: float) -> list[on.Event]:
         if (report := parse(record.text)) is None:
@@ -70,6 +85,7 @@ class Judging:
             at=record.at,
             source=Source.JOURNAL if from_journal else Source.KERNEL,
             catalogue=self.catalogue,
+            recovery_action=self._recovery_action(report.pci, record.at),
             driver=self.driver,
             boot_id=record.boot_id,
             sequence=None if from_journal else record.sequence,
@@ -83,7 +99,7 @@ class Judging:
             self.driver = status.driver or self.driver
             found.append(on.GpusListed(at=at, gpus=status.gpus, driver=status.driver))
             faults.append(self._missing(len(status.gpus), status.at))
-        elif status.state is NvmlState.ABSENT and self._expected_gpus:
+        elif status.state is NvmlState.ABSENT and status.stuck_s >= nvml_health.ABSENT_BELIEVED_AFTER_S:
             faults.append(self._missing(0, status.at))
         faults.append(nvml_health.stuck(status))
         return found + [on.FaultSeen(at=at, fault=fault) for fault in faults if fault is not None]

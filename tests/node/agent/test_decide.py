@@ -387,6 +387,86 @@ def test_a_second_time_in_a_week_is_for_a_person(node: Node) -> None:
     assert "XID 48 on this GPU 6.0 days before" in node.cluster.nodes["a"].reason
 
 
+def test_a_fault_that_speaks_again_before_a_repair_is_no_second_one(node: Node) -> None:
+    """XID 119 comes by the dozen, for as long as a job goes on: a reset has not even been tried."""
+    for minute in range(10):
+        node.see(fault(119, T + 60 * minute))
+        node.settle(T + 60 * minute + 50)
+
+    assert {each.action for each in node.state.incidents} == {Action.DRAIN_RESET}
+    assert node.state.drain is not None
+    assert node.state.drain.action is Action.DRAIN_RESET
+
+
+def test_a_fault_after_a_reset_is_a_second_one_though_the_node_was_not_returned(cluster: Cluster) -> None:
+    node = Node(cluster, "a", replace(CURES, undrain=False))
+    node.see(fault(48, T))
+    node.settle(T + 200)
+    assert len(node.acts(do.ResetGpus)) == 1
+    node.see(fault(48, T + 300))
+    node.settle(T + 3600)
+
+    assert node.state.incidents[-1].action is Action.DRAIN_RMA
+    assert len(node.acts(do.ResetGpus)) == 1
+
+
+def test_what_the_boot_before_said_long_ago_drains_nothing(cluster: Cluster) -> None:
+    """The board may have been replaced in between: that is what such a reboot is for."""
+    old, new = Node(cluster, "a", boot_id="boot-2"), Node(cluster, "b", boot_id="boot-2")
+    for node, seen_at in ((old, T - 14 * DAY), (new, T - 600)):
+        node.see(fault(64, seen_at, source=Source.JOURNAL, boot_id="boot-1", certain=True), at=T)
+        node.settle(T + 60)
+
+    assert cluster.held == {"b"}
+    assert old.incident.outcome is Outcome.NOTED
+
+
+def test_a_fault_that_was_only_observed_is_acted_on_where_it_lasts(cluster: Cluster) -> None:
+    node = Node(cluster, "a", Policy())
+    lasts = fault(None, T, source=Source.NVML, kind=Kind.LOST, action=Action.DRAIN_REBOOT)
+    node.see(lasts)
+    node.settle(T + 60)
+    node.see(replace(lasts, at=T + 100))  # still observing
+    node.settle(T + 160)
+    assert node.incident.outcome is Outcome.OBSERVED
+
+    node.restart(T + 200, policy=ACT)
+    node.settle(T + 260)
+    assert not cluster.held  # it may have been mended: only a look can tell
+    node.see(replace(lasts, at=T + 300))
+    node.settle(T + 360)
+
+    assert cluster.held == {"a"}
+    assert node.incident.outcome is Outcome.DRAINED
+
+
+def test_a_fault_on_a_node_that_others_had_drained_is_judged_anew_where_it_lasts(node: Node) -> None:
+    node.cluster.drain("a", "Kill task failed", T)
+    lasts = fault(None, T, source=Source.NVML, kind=Kind.LOST, action=Action.DRAIN_REBOOT)
+    node.see(lasts)
+    node.settle(T + 60)
+    node.cluster.resume("a")
+    node.see(replace(lasts, at=T + 600))
+    node.settle(T + 660)
+
+    assert node.cluster.held == {"a"}
+
+
+def test_a_drain_that_slurm_did_not_hear_of_before_the_reboot_waits_for_the_checks_only(cluster: Cluster) -> None:
+    node = Node(cluster, "a", replace(CURES, reboot=True))
+    cluster.away = True
+    node.see(fault(79, T))
+    node.settle(T + 60)
+    cluster.away = False
+    node.restart(T + 600, boot_id="boot-2")
+    node.settle(T + 1200)
+
+    assert node.acts(do.SetDrain)
+    assert not node.acts(do.Reboot)
+    assert node.acts(do.Resume)
+    assert node.incident.outcome is Outcome.RESOLVED
+
+
 def test_another_gpu_has_its_own_history(node: Node) -> None:
     node.see(fault(48, T, pci="0000:5e:00.0"))
     node.settle(T + 10)

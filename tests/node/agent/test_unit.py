@@ -57,6 +57,7 @@ def test_the_unit_leaves_the_agent_what_it_needs() -> None:
 
     assert "CapabilityBoundingSet=CAP_SYSLOG" in lines
     assert "DeviceAllow=/dev/kmsg r" in lines
+    assert "DeviceAllow=char-195 rw" in lines  # a name is known only once the driver is loaded
     assert not [line for line in lines if line.startswith(("PrivateDevices", "ProtectKernelLogs"))]
 
 

@@ -98,6 +98,17 @@ def test_a_node_without_the_library_says_so_once(start: Start, monkeypatch: pyte
     assert len(watch.seen) == 1
 
 
+def test_an_absence_that_lasts_is_told_once_more_with_its_length(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    watch = start(patience=Patience(absent_again_s=0.05, absent_lasts_s=0.5))
+    wait_until(lambda: len(watch.seen) == 2, "it is told again")
+    assert [each.stuck_s >= 0.5 for each in watch.seen.of(NvmlStatus)] == [False, True]
+    last = watch.process.pid
+    wait_until(lambda: watch.process.pid not in {None, last}, "it looks again")
+    wait_until(lambda: watch.process.pid is None, "and ends again")
+    assert len(watch.seen) == 2
+
+
 def test_a_driver_that_is_not_loaded_is_absent_and_noticed_when_it_comes(nvml: FakeNvml, start: Start) -> None:
     nvml.answer("nvmlInitWithFlags", fake_nvml.DRIVER_NOT_LOADED)
     watch = start()
@@ -348,6 +359,31 @@ def test_a_child_that_is_stuck_for_too_long_is_replaced(nvml: FakeNvml, start: S
     wait_until(lambda: watch.process.pid not in {None, first}, "another child")
     nvml.delay("nvmlDeviceGetTemperature", 0)
     watch.seen.wait_for(GpuHealth)
+
+
+def test_processes_that_hang_one_after_the_other_are_one_silence(nvml: FakeNvml, start: Start) -> None:
+    """A hang that a kill does end is as long as all of them: else it would never last long enough to be believed."""
+    nvml.delay("nvmlDeviceGetTemperature", 3600)
+    watch = start(patience=Patience(stuck_after_s=0.1, stuck_again_s=0.1, abandon_after_s=0.3, restart_after_s=0.05))
+    watch.seen.wait_for(NvmlStatus, lambda status: status.stuck_s > 1.0)
+    nvml.delay("nvmlDeviceGetTemperature", 0)
+    looks = len(watch.seen.of(GpuHealth))
+    wait_until(lambda: len(watch.seen.of(GpuHealth)) > looks + 4, "every GPU was asked")
+    nvml.delay("nvmlDeviceGetTemperature", 3600)
+    told = watch.count(NvmlState.STUCK)
+    wait_until(lambda: watch.count(NvmlState.STUCK) > told, "it is stuck again")
+    assert [each for each in watch.seen.of(NvmlStatus) if each.state is NvmlState.STUCK][told].stuck_s < 1.0
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_thread_that_waits_for_no_events_is_not_stuck(nvml: FakeNvml, start: Start, gpus: int) -> None:
+    nvml.count(gpus)
+    for gpu in range(gpus):
+        nvml.set(gpu, events=0)
+    watch = start()
+    nvml.wait_for_call("nvmlEventSetCreate")
+    nvml.wait_for_call("nvmlDeviceGetCount_v2", times=10)  # ten rounds of looks: a second and more
+    assert {status.state for status in watch.seen.of(NvmlStatus)} == {NvmlState.READY}
 
 
 def test_a_stopped_process_counts_as_stuck(nvml: FakeNvml, start: Start) -> None:

@@ -101,11 +101,15 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
         state = put(state, incident)
         effects += (do.Record(incident=incident), do.Tell(incident=incident, drained=True))
     actions = [each.action for each in incidents] + ([state.drain.action] if state.drain is not None else [])
+    action = max(actions, key=lambda action: action.severity)
+    rebooted = action is not Action.DRAIN_RMA and all(each.boot_id != state.boot_id for each in _held(state))
     drain = Drain(
         reason=reason,
-        action=max(actions, key=lambda action: action.severity),
+        action=action,
         at=at,
-        boot_id=state.boot_id,  # a repair before this fault has not helped
+        boot_id=state.boot_id,
+        # a repair before this fault has not helped; a reboot after it may have, and the checks will tell
+        repair=Repair.REBOOT if rebooted else Repair.NONE,
     )
     state = replace(state, drain=drain, watch_at=next_watch(drain, at, policy))
     return Decision(state, (do.RecordDrain(drain=drain), *effects), f"the node is drained: {reason}")
@@ -162,7 +166,7 @@ def _lost(state: State, own: NodeFacts) -> Decision:
     """Let go of a drain that somebody else took away or took over."""
     drain = state.drain
     assert drain is not None, "a drain that we hold"
-    if own.drained and not own.ours:
+    if own.drained:
         outcome, why = Outcome.FOREIGN, f"the drain is somebody else's now: {own.reason}"
     else:
         outcome, why = Outcome.RESOLVED, "somebody else returned the node to service"

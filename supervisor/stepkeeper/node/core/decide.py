@@ -17,7 +17,7 @@ from stepkeeper.node.core.incidents import find, forget, is_pending, joined, ope
 from stepkeeper.node.core.plan import Decision, proceed
 from stepkeeper.node.core.policy import Mode, Policy
 from stepkeeper.node.core.state import JOBS_MAX, Incident, Outcome, Repair, State
-from stepkeeper.node.xid.model import Action, Source
+from stepkeeper.node.xid.model import Action, Fault, Kind, Source
 
 replace = msgspec.structs.replace
 LATE_S = 86400.0
@@ -83,7 +83,7 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
             effects += (do.ListJobs(incident=incident.id),)
         return Decision(state, effects, f"{incident.name} {incident.gpu_label}".strip() + f": {incident.why}")
     incident = joined(before, fault)
-    if incident.action is not before.action and before.settled:
+    if before.settled and (incident.action is not before.action or _still_there(before, fault, policy)):
         incident = replace(incident, settled=False, outcome=Outcome.OPEN, outcome_why="")  # it is settled anew
     state = put(state, incident)
     if not says_more(before, incident):
@@ -93,6 +93,14 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
         effects += (do.ListJobs(incident=incident.id),)
     raised = incident.action is not before.action
     return Decision(state, effects, f"{incident.id} raised to {incident.action}: {incident.why}" if raised else "")
+
+
+def _still_there(before: Incident, fault: Fault, policy: Policy) -> bool:
+    """Tell whether a fault that was left alone is seen to last: circumstances may have changed, so ask anew."""
+    left_alone = before.outcome in (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
+    left_alone = left_alone or (before.outcome is Outcome.OBSERVED and policy.mode is Mode.ACT)
+    seen_now = fault.kind in (Kind.HEALTH, Kind.LOST) and fault.action.drains
+    return left_alone and seen_now and fault.at > before.last_at + policy.join_s
 
 
 def _is_known(state: State, sequence: int | None) -> bool:
@@ -129,7 +137,12 @@ def _settle_due(decision: Decision, at: float, policy: Policy) -> Decision:
 
 def _settle(state: State, incident: Incident, at: float, policy: Policy) -> Decision:
     """Decide what an incident asks for: from now on it may only be raised."""
-    action, escalated = escalate(incident, state.incidents, policy)
+    action, escalated = escalate(
+        incident,
+        state.incidents,
+        policy,
+        repaired=state.drain is not None and state.drain.repair is not Repair.NONE,
+    )
     if action.severity > incident.action.severity:
         incident = replace(incident, action=action, escalated=escalated)
     outcome, why = _outcome(state, incident, at, policy)
@@ -150,6 +163,8 @@ def _outcome(state: State, incident: Incident, at: float, policy: Policy) -> tup
         return Outcome.NOTED, f"{label} asks for {incident.action}: the node stays"
     if incident.boot_id != state.boot_id and incident.action is not Action.DRAIN_RMA:
         return Outcome.NOTED, f"{label} was in an earlier boot: the node was rebooted since"
+    if incident.boot_id != state.boot_id and incident.sources == (Source.JOURNAL,) and incident.last_at < at - LATE_S:
+        return Outcome.NOTED, f"{label} was in an earlier boot, long ago: somebody may have looked since"
     is_late = incident.sources == (Source.KERNEL,) and incident.last_at < at - LATE_S
     if is_late and incident.action is Action.DRAIN_RESET:
         return Outcome.NOTED, f"{label} was logged long before we read it: NVML tells whether it still holds"

@@ -7,6 +7,7 @@ child that dies is started again, and one that cannot even be killed is left beh
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import subprocess
@@ -40,13 +41,17 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     restart_after_max_s: float = 60.0
     lasted_s: float = 60.0  # a child that lived this long starts the count anew
     absent_again_s: float = 300.0  # no library or no driver: one may be installed
+    absent_soon_s: float = 60.0  # at first: at boot the driver comes late
+    absent_lasts_s: float = 120.0  # then its absence is told once more, with its length
 
 
 class Calls:
     """Which calls are under way, and whether one of them is stuck.  Pure: the caller brings the clock."""
 
-    def __init__(self, now: float, patience: Patience) -> None:
+    def __init__(self, now: float, patience: Patience, *, hung_since: float | None = None) -> None:
+        """`hung_since`: since when the process before did not come back, where it was given up for that."""
         self._patience = patience
+        self.hung_since = hung_since
         self._lanes: dict[str, tuple[Begins, float]] = {}
         self._report_at = 0.0
         self._report_again_s = patience.stuck_again_s
@@ -57,6 +62,8 @@ class Calls:
         """Note that a thread begins its next call, so that the one before is over."""
         self._lanes.pop("", None)
         self._lanes[begins.lane] = (begins, now)
+        if begins.call == nvml_wire.REST and begins.lane == nvml_wire.HEALTH:
+            self.hung_since = None  # every GPU was asked
 
     def worst(self, now: float) -> tuple[str, float]:
         """Return the call that is longest overdue, and by how many seconds; negative where it is not yet due."""
@@ -76,8 +83,9 @@ class Calls:
             return None
         self._report_at = now + self._report_again_s
         self._report_again_s = min(2 * self._report_again_s, self._patience.stuck_again_max_s)
+        stuck_s = overdue_s if self.hung_since is None else now - self.hung_since
         return NvmlStatus(
-            at=time.time(), state=NvmlState.STUCK, call=call, stuck_s=overdue_s, detail=f"{call} does not come back"
+            at=time.time(), state=NvmlState.STUCK, call=call, stuck_s=stuck_s, detail=f"{call} does not come back"
         )
 
     def is_back(self, now: float) -> bool:
@@ -180,6 +188,9 @@ class NvmlProcess:
         self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
         self._ready: NvmlStatus | None = None
         self._absent = ""
+        self._absent_since: float | None = None
+        self._absence_told = False
+        self._hung_since: float | None = None  # a new process may hang like the one before: that is one silence
         self.pid: int | None = None  # of the child that runs now
 
     def start(self) -> None:
@@ -221,6 +232,8 @@ class NvmlProcess:
         self.pid = child.process.pid
         try:
             stuck_for_s = self._follow(child)
+            if stuck_for_s and self._hung_since is None:
+                self._hung_since = time.monotonic() - stuck_for_s
             code = child.end()
             if code is None:
                 self._outlive(child, stuck_for_s)
@@ -229,7 +242,8 @@ class NvmlProcess:
             self.pid = None
             child.close()
         if code == nvml_wire.ENDS_ABSENT:
-            return self._patience.absent_again_s
+            soon = self._absent_since is not None and not self._absence_told
+            return min(self._patience.absent_soon_s if soon else math.inf, self._patience.absent_again_s)
         if code != nvml_wire.ENDS_TO_BEGIN_ANEW and not self._stopped(0.0):
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._say(NvmlState.ENDED, f"the NVML process ended: {how}; {child.said()}".rstrip("; "))
@@ -237,7 +251,7 @@ class NvmlProcess:
 
     def _follow(self, child: _Child) -> float:
         """Pass on what the child says until it ends, we stop, or it is stuck for too long: return how long."""
-        calls = Calls(time.monotonic(), self._patience)
+        calls = Calls(time.monotonic(), self._patience, hung_since=self._hung_since)
         while True:
             messages, more = child.read(calls.wait_s(time.monotonic()), self._stop_read)
             for message in messages:
@@ -246,6 +260,7 @@ class NvmlProcess:
                 else:
                     self._pass_on(message)
             now = time.monotonic()
+            self._hung_since = calls.hung_since
             if not more or self._stopped(0.0):
                 return 0.0
             if calls.is_back(now) and self._ready is not None:
@@ -277,11 +292,25 @@ class NvmlProcess:
             if reading.state is NvmlState.READY:
                 self._ready = reading
                 self._absent = ""
+                self._absent_since, self._absence_told = None, False
             elif reading.state is NvmlState.ABSENT:
-                if reading.detail == self._absent:
-                    return  # said already
-                self._absent = reading.detail
+                if (told := self._absence(reading)) is None:
+                    return
+                reading = told
         self._callback(reading)
+
+    def _absence(self, status: NvmlStatus) -> NvmlStatus | None:
+        """Return what is to be told of an absence; None where that was said already."""
+        now = time.monotonic()
+        if self._absent_since is None:
+            self._absent_since = now
+        for_s = now - self._absent_since
+        lasts = not self._absence_told and for_s >= self._patience.absent_lasts_s
+        if status.detail == self._absent and not lasts:
+            return None
+        self._absent = status.detail
+        self._absence_told = self._absence_told or lasts
+        return msgspec.structs.replace(status, stuck_s=for_s)
 
     def _say(self, state: NvmlState, detail: str) -> None:
         self._callback(NvmlStatus(at=time.time(), state=state, detail=detail))

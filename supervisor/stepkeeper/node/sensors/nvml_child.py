@@ -22,7 +22,7 @@ from typing import Any
 import pynvml
 
 from stepkeeper.node.sensors.evidence import Roots, gpu_addresses
-from stepkeeper.node.sensors.nvml_wire import ENDS_ABSENT, ENDS_TO_BEGIN_ANEW, Begins, FromChild, encode
+from stepkeeper.node.sensors.nvml_wire import ENDS_ABSENT, ENDS_TO_BEGIN_ANEW, HEALTH, REST, Begins, FromChild, encode
 from stepkeeper.node.sensors.readings import Evidence, Gpu, GpuHealth, NvmlState, NvmlStatus, NvmlXid
 
 # by number: older versions of pynvml lack the names
@@ -55,6 +55,7 @@ THROTTLE_WORDS = {
     0x80: "power brake",
 }
 WAIT_S = 10.0  # for an event: also how often the events thread says that it lives
+FOR_EVER_S = 1e12
 LINKS_MAX = 64  # more than any GPU has
 FAILED_WAITS_MAX = 10  # in a row
 PAUSE_S = 1.0  # after a failed wait, and between looks that events ask for
@@ -92,8 +93,12 @@ class Lane:
 
     def rest(self, wake: threading.Event, seconds: float) -> bool:
         """Wait, said before; return whether someone woke us."""
-        self.say(Begins(lane=self.name, call="rest", takes_s=seconds))
+        self.say(Begins(lane=self.name, call=REST, takes_s=seconds))
         return wake.wait(seconds)
+
+    def over(self) -> None:
+        """Say that this thread calls no more: else its last call would seem to hang."""
+        self.say(Begins(lane=self.name, call="nothing more", takes_s=FOR_EVER_S))
 
 
 class Device:
@@ -347,6 +352,7 @@ def watch_events(lane: Lane, devices: list[Device], wake: threading.Event) -> No
     by_handle = {_address(device.handle): device.gpu for device in devices}
     events, watched = _register(lane, devices)
     if not watched:
+        lane.over()
         return  # no GPU here can tell; looking now and then is all there is
     failed = 0
     while failed < FAILED_WAITS_MAX:
@@ -364,6 +370,7 @@ def watch_events(lane: Lane, devices: list[Device], wake: threading.Event) -> No
                     lane.call("nvmlEventSetFree", events)
                 events, watched = _register(lane, devices)
                 if not watched:
+                    lane.over()
                     return
             continue
         failed = 0
@@ -425,7 +432,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--health-every-s", type=float, default=10.0)
     arguments = parser.parse_args(argv)
     speaker = Speaker(sys.stdout.fileno())
-    health = Lane("health", speaker.say)
+    health = Lane(HEALTH, speaker.say)
     if not arguments.once:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     absent = begin(health)

@@ -7,6 +7,8 @@ import msgspec
 from stepkeeper.node.sensors.readings import Reading
 
 LINE_BYTES_MAX = 65536
+HEALTH = "health"  # the thread that asks every GPU, again and again,
+REST = "rest"  # and what it says when it has done so
 ENDS_ABSENT = 3  # the child's exit code: no library or no driver here; look again later
 ENDS_TO_BEGIN_ANEW = 4  # the GPUs are not those that it listed: a new process sees what is there now
 

@@ -50,7 +50,7 @@ class NvmlStatus(_Reading, frozen=True, kw_only=True, tag="nvml_status"):
     detail: str = ""
     driver: str = ""
     gpus: tuple[Gpu, ...] = ()
-    stuck_s: float = 0.0
+    stuck_s: float = 0.0  # or absent, for so long
     call: str = ""  # that is stuck
 
 

@@ -19,6 +19,8 @@ from stepkeeper.node.xid.payload import Decoded
 # the same hang without its line: a reset, and a reboot where the hanging driver refuses that.
 STUCK_LOG_AFTER_S: Final = 60.0
 STUCK_DRAIN_AFTER_S: Final = 600.0
+# At boot, and while an administrator changes it, the driver is away for a while: then no GPU is missing yet.
+ABSENT_BELIEVED_AFTER_S: Final = 120.0
 
 
 def judge_health(health: GpuHealth, before: GpuHealth | None, *, catalogue: Catalogue) -> list[Fault]:

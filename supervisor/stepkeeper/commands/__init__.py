@@ -6,6 +6,6 @@ returns the exit code.
 
 from __future__ import annotations
 
-from stepkeeper.commands import checkpoints, dev, events, logs, node, run, status, xid
+from stepkeeper.commands import checkpoints, dev, events, explain, logs, node, run, status, xid
 
-COMMANDS = (run, status, events, logs, checkpoints, xid, node, dev)
+COMMANDS = (run, status, events, logs, explain, checkpoints, xid, node, dev)

@@ -118,6 +118,8 @@ def parse(data: bytes, path: Path, role: Role) -> ConfigFile:
     lock = document.pop(LOCKED, None)
     entries = {}
     for key, value in _flat(document):
+        if key == GROUP:
+            raise StepkeeperError(f"{places.of(key)}: {GROUP} is a table: write [{GROUP}]", ExitCode.USAGE)
         setting = known(key, places.of(key))
         if role is Role.RUN and not setting.about.in_run_directory:
             raise StepkeeperError(

@@ -25,7 +25,7 @@ def declare(command: argparse.ArgumentParser) -> None:
             continue
         default = "" if setting.default is None or setting.kind is bool else f" (default: {shown(setting.default)})"
         text = (setting.help.rstrip(".") + default).replace("%", "%%")
-        text = text[0].lower() + text[1:]
+        text = text[:1].lower() + text[1:]
         if setting.kind is bool:
             group.add_argument(
                 setting.flag, action=argparse.BooleanOptionalAction, dest=_DEST + setting.key, default=None, help=text
@@ -55,7 +55,7 @@ def read(arguments: argparse.Namespace) -> dict[str, Entry]:
         if isinstance(value, bool):
             entries[setting.key] = Entry(value, setting.flag if value else "--no-" + setting.flag[2:])
         elif value is not None:
-            entries[setting.key] = Entry(from_text(setting, value, f"{setting.flag} {shown(value)}"), setting.flag)
+            entries[setting.key] = Entry(from_text(setting, value, setting.flag), setting.flag)
     for assignment in arguments.assignments:
         key, found, text = assignment.partition("=")
         where = f"--set {shown(assignment)}"

@@ -75,7 +75,5 @@ def _table(settings: list[Setting]) -> list[str]:
         default = f"`{shown(setting.default)}`" if setting.default is not None else shown(None)
         text = setting.help.replace("|", "\\|")
         key = setting.key.removeprefix(f"{GROUP}.")
-        rows.append(
-            f"| `{key}` | {default} | {setting.wanted} | {names} | {setting.help.replace('|', chr(92) + '|')} |"
-        )
+        rows.append(f"| `{key}` | {default} | {setting.wanted} | {names} | {text} |")
     return rows

@@ -32,15 +32,15 @@ def requeue(
         SlurmError: it is not requeued.
     """
     job = assignment.slurm_name
-    listed: tuple[str, ...] | None = None
+    listed: tuple[str, ...] | None = None  # None: as it is
     trouble = []
     if exclude or readmit:
         try:
-            listed = _merged(client, job, exclude, readmit)
+            listed = _merged(client, job, len(assignment.nodes), exclude, readmit)
         except SlurmError as error:
-            trouble.append(f"the job's excluded nodes are not known, so none was added: {error}")
+            trouble.append(f"the job's excluded nodes are not changed: {error}")
     try:
-        _hasten(assignment, listed or ())
+        _hasten(assignment, listed)
     except AgentError as error:
         trouble.append(f"the node agent does not make the job eligible at once: {error}")
     client.requeue(job)
@@ -52,7 +52,7 @@ def requeue(
     return "; ".join(trouble)
 
 
-def _hasten(assignment: Assignment, excluded: tuple[str, ...]) -> None:
+def _hasten(assignment: Assignment, excluded: tuple[str, ...] | None) -> None:
     """Have this node's agent, if there is one, end Slurm's delay after the requeue.  Raises AgentError."""
     agent = connect(os.environ, node_name())
     if agent is None:
@@ -62,9 +62,21 @@ def _hasten(assignment: Assignment, excluded: tuple[str, ...]) -> None:
         agent.hasten(assignment.job_id, assignment.restart_count, excluded, within_s=AGENT_WITHIN_S)
 
 
-def _merged(client: SlurmClient, job: str, exclude: Sequence[str], readmit: Sequence[str]) -> tuple[str, ...]:
-    """Return the job's whole list: an update replaces it.  Raises SlurmError."""
+def _merged(
+    client: SlurmClient, job: str, nodes_wanted: int, exclude: Sequence[str], readmit: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the job's whole list: an update replaces it.
+
+    Raises:
+        SlurmError: it is not known, or would leave the job too few nodes: it would wait until a person helps.
+    """
     known = client.job(job).excluded
     before = client.hostnames(known) if known else ()
     kept = [node for node in before if node not in readmit]
-    return tuple(dict.fromkeys([*kept, *exclude]))
+    merged = tuple(dict.fromkeys([*kept, *exclude]))
+    left = set(client.usable_nodes(job)).difference(merged)
+    if exclude and len(left) < nodes_wanted:
+        raise SlurmError(
+            f"without {', '.join(exclude)} the partition has {len(left)} usable nodes, and the job wants {nodes_wanted}"
+        )
+    return merged

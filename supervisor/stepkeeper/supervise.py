@@ -231,6 +231,9 @@ class Supervisor:
             case do.ClearNodes():
                 if self.bus is not None:
                     self.bus.clear(effect, gpus=setting.gpus_per_node, free_bytes=setting.free_bytes_min)
+            case do.AskUncleared():
+                if self.bus is not None:
+                    self.bus.report_uncleared(effect.launch)
             case do.StartLaunch():
                 self._start_launch(effect)
             case do.RequestSave():

@@ -82,7 +82,7 @@ FIELDS = {
         **_launch,
         "address": st.just("a"),
         "port": st.just(1),
-        "unfit": st.lists(st.builds(on.Unfit, node=_nodes, why=st.just("clock")), max_size=2).map(tuple),
+        "unfit": st.lists(st.builds(on.Unfit, node=_nodes, why=st.just("clock"), shared=st.booleans()), max_size=2).map(tuple),
     },
     on.NodeFaulted: {
         "node": _nodes,
@@ -94,6 +94,7 @@ FIELDS = {
         "drained": st.booleans(),
     },
     on.NodesReleased: {"ok": st.booleans()},
+    on.NodesNotCleared: {**_launch, "nodes": st.lists(_nodes, max_size=2).map(tuple)},
     on.CheckpointChosen: {"directory": st.none() | _directory, "step": st.none() | _small},
     on.ChoiceFailed: {"error": st.just("hung")},
     on.CheckpointVerified: {"directory": _directory, "ok": st.booleans()},
@@ -237,6 +238,9 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
             return msgspec.structs.replace(began, at=at), later
         case do.KillRanks():
             return on.LaunchEnded(at=at, launch=effect.launch, code=137), []
+        case do.AskUncleared():
+            missing = draw(st.sampled_from(((), state.nodes[:1], state.nodes)))
+            return on.NodesNotCleared(at=at, launch=effect.launch, nodes=missing), []
         case do.Look():
             return None, []
         case do.ReleaseNodes():

@@ -129,9 +129,12 @@ def parse(line: str, state: State) -> on.Event:
         fields["skipped"] = tuple(on.Skipped(directory=d, problem=p) for d, p in problems)
     if "unfit" in fields:
         problems = [word.split(":") for word in fields["unfit"].split(",")]
-        fields["unfit"] = tuple(on.Unfit(node=node, why=why) for node, why in problems)
+        fields["unfit"] = tuple(on.Unfit(node=node, why=why, shared=why == "storage") for node, why in problems)
     if isinstance(fields.get("nodes"), str):
         fields["nodes"] = tuple(fields["nodes"].split(","))
+    if "excluded" in fields:
+        bad = [word.split(":") for word in fields["excluded"].split(",")]
+        fields["excluded"] = tuple(on.Exclusion(node=node, why="XID 79", until=float(until)) for node, until in bad)
     names = kind.__struct_fields__
     known = {"launch": state.launch, "bus": state.bus}
     implied = {key: value for key, value in known.items() if key in names}

@@ -29,6 +29,7 @@ from stepkeeper_trainer.formats import outcome
 
 RESUME_PLACEHOLDER = "{resume}"
 ERROR_CHARACTERS_MAX = 300
+UNREACHABLE = "unable to contact slurm controller"
 KILL_BY_SLURM_AFTER_S = 3.0
 KILL_SRUN_AFTER_S = 10.0
 STORAGE_WITHIN_S = 10.0
@@ -222,12 +223,13 @@ class Launch:
         """Keep what srun itself says (the ranks write to their own files); return its last word."""
         assert process.stdout is not None, "Popen was given a pipe"
         log = PatientStream(lambda: (self._logs / "srun.log").open("a", encoding="utf-8"))
-        error = ""
+        error = telling = ""  # the last line, and one that says more: Slurm itself was away
         for line in process.stdout:
             text = redact(line.decode(errors="replace").strip())
             if shepherd.NOISE in text:
                 continue
             log.write(text + "\n")
+            telling = telling or (text[:ERROR_CHARACTERS_MAX] if UNREACHABLE in text.lower() else "")
             error = text[:ERROR_CHARACTERS_MAX] or error
             for rank, code, number in deaths(text):
                 # the wrapper's own word may have been lost, and a user's own srun line has no wrapper
@@ -242,7 +244,7 @@ class Launch:
                     )
                 )
         log.drain(STORAGE_WITHIN_S)
-        return error
+        return telling or error
 
     def _said(self) -> str:
         """Return what rank 0 wrote of the end; storage that hangs has nothing to say."""

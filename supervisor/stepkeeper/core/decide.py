@@ -13,7 +13,7 @@ from typing import assert_never
 from stepkeeper.core import events as on
 from stepkeeper.core.bus import on_bus_ended, on_watcher_lost
 from stepkeeper.core.deadlines import on_tick
-from stepkeeper.core.faults import on_node_faulted, on_nodes_released
+from stepkeeper.core.faults import on_node_faulted, on_nodes_not_cleared, on_nodes_released
 from stepkeeper.core.notices import (
     on_node_signaled,
     on_requeue_answered,
@@ -72,6 +72,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_bus_ended(state, event, policy)
         case on.NodesCleared():
             return on_nodes_cleared(state, event, policy)
+        case on.NodesNotCleared():
+            return on_nodes_not_cleared(state, event, policy)
         case on.NodeFaulted():
             return on_node_faulted(state, event, policy)
         case on.NodesReleased():

@@ -42,6 +42,12 @@ class ClearNodes(_Effect, frozen=True, kw_only=True, tag="clear_nodes"):
     first: str = ""  # of them: where rank 0 will run
 
 
+class AskUncleared(_Effect, frozen=True, kw_only=True, tag="ask_uncleared"):
+    """Tell which nodes have not confirmed; answered by `NodesNotCleared` at once."""
+
+    launch: int
+
+
 class StartLaunch(_Effect, frozen=True, kw_only=True, tag="start_launch"):
     """Start the training step."""
 
@@ -110,6 +116,7 @@ Effect = (
     | ChooseCheckpoint
     | VerifyCheckpoint
     | ClearNodes
+    | AskUncleared
     | StartLaunch
     | RequestSave
     | KillRanks

@@ -15,6 +15,7 @@ Where each comes from, and what may be concluded from it:
     WatcherLost         nobody: silence, or a line of srun about one task (`sources.bus`)
     BusEnded            the watchers' srun: its status, and the last line of its stderr (`sources.bus`)
     NodesCleared        every watcher: it has ended what was left, and looked whether its node is fit
+    NodesNotCleared     the bus: which watchers have not answered
     NodeFaulted         the node agent or, without one, the watcher itself: kernel log and NVML, never a rank's word
     NodesReleased       slurmctld (`actions.slurm`)
     CheckpointChosen, ChoiceFailed, CheckpointVerified
@@ -76,6 +77,7 @@ class Unfit(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     why: str
+    shared: bool = False  # the cause may be common to all nodes: storage, clock
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
@@ -172,6 +174,14 @@ class NodesCleared(_Event, frozen=True, kw_only=True, tag="nodes_cleared"):
     address: str  # of the node of rank 0: where the ranks of the next launch meet
     port: int  # free there
     unfit: tuple[Unfit, ...] = ()  # nodes that failed the checks before a launch
+    nodes: tuple[str, ...] = ()  # that confirmed
+
+
+class NodesNotCleared(_Event, frozen=True, kw_only=True, tag="nodes_not_cleared"):
+    """The answer to `AskUncleared`: nodes that have not confirmed."""
+
+    launch: int
+    nodes: tuple[str, ...]
 
 
 class NodeFaulted(_Event, frozen=True, kw_only=True, tag="node_faulted"):
@@ -343,6 +353,7 @@ Event = (
     | WatcherLost
     | BusEnded
     | NodesCleared
+    | NodesNotCleared
     | NodeFaulted
     | NodesReleased
     | CheckpointChosen

@@ -43,15 +43,29 @@ def _drained_later(state: State, event: on.NodeFaulted) -> Decision:
 
 
 def on_nodes_released(state: State, event: on.NodesReleased) -> Decision:
-    """The nodes that were left are given back, or stay in the allocation, unused."""
-    return Decision(state, (), "the node is given back" if event.ok else f"the node stays in the job: {event.error}")
+    """The nodes that were left are given back; or stay in the allocation, unused: the next relaunch tries again."""
+    if event.ok:
+        return Decision(state, (), "the node is given back")
+    return Decision(replace(state, releasing=True), (), f"the node stays in the job: {event.error}")
+
+
+def on_nodes_not_cleared(state: State, event: on.NodesNotCleared, policy: Policy) -> Decision:
+    """Some nodes do not confirm, such as one whose rank hangs in the driver: leave them; the others can go on."""
+    if state.phase is not Phase.STARTING or not state.clearing or event.launch != state.launch:
+        return Decision(state)
+    left = [node for node in event.nodes if node in state.nodes]
+    if not left or len(left) == len(state.nodes):
+        return Decision(replace(state, deadline_at=event.at))  # then the next rougher means: a requeue
+    why = "does not get clear of the launch before: a process there does not die"
+    return _leave(state, event.at, {node: f"{node} {why}" for node in left}, policy, exclude=True)
 
 
 def on_unfit(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
-    """Some nodes failed the checks before a launch: leave them, unless most did, which has a common cause."""
+    """Some nodes failed the checks before a launch: leave them, unless the storage of most did, which is not theirs."""
     found = {unfit.node: unfit.why for unfit in event.unfit if unfit.node in state.nodes}
     said = "; ".join(f"{node}: {why}" for node, why in found.items())
-    if len(found) > 1 and 2 * len(found) > len(state.nodes):
+    shared = all(unfit.shared for unfit in event.unfit if unfit.node in state.nodes)
+    if found and shared and 2 * len(found) > len(state.nodes):
         return _wait_for_common_cause(state, event.at, said, policy)
     if not found:
         return go_on_starting(state, event.at, policy, "the node that is not fit was left")
@@ -93,25 +107,29 @@ def _leave(
         silent=state.silent.difference(left),
         node_losses=state.node_losses + 1,
         releasing=state.releasing or (not lost and bool(set(left) - {state.batch_node})),
-        excluded=_excluded(state, at, left, policy) if exclude else state.excluded,
     )
-    if state.node_losses > policy.node_losses_max:
-        plan = Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST)
-        return stop(state, at, plan, policy)
+    if exclude:
+        state = _with_exclusions(state, at, left, policy)
+    again = state.plan is None or state.plan.next is Next.RELAUNCH
+    needed = hit or not state.running or state.phase is Phase.STARTING  # else training goes on without it
+    if again and needed and state.node_losses > policy.node_losses_max:
+        return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
     match state.phase:
         case Phase.STARTING:
-            return _start_without(_not_charged(state, left), at, why, policy)
+            return _start_without(_not_charged(state, left), at, why, policy, lost=lost)
         case Phase.TRAINING:
             return _train_without(state, at, why, policy, hit=hit, lost=lost)
         case _:
             return Decision(_blame_node(state, why, hit=hit), (), why)
 
 
-def _excluded(state: State, at: float, left: Mapping[str, str], policy: Policy) -> tuple[on.Exclusion, ...]:
+def _with_exclusions(state: State, at: float, left: Mapping[str, str], policy: Policy) -> State:
+    """Exclude nodes from the next attempts; the oldest exclusions make room."""
     until = at + policy.exclude_for_s
     new = tuple(on.Exclusion(node=node, why=why, until=until) for node, why in left.items())
-    before = tuple(exclusion for exclusion in state.excluded if exclusion.node not in left)
-    return (*before, *new)[-policy.excluded_max :]
+    every = (*(exclusion for exclusion in state.excluded if exclusion.node not in left), *new)
+    dropped = tuple(exclusion.node for exclusion in every[: -policy.excluded_max])
+    return replace(state, excluded=every[-policy.excluded_max :], readmit=(*state.readmit, *dropped))
 
 
 def _not_charged(state: State, left: Mapping[str, str]) -> State:
@@ -121,12 +139,17 @@ def _not_charged(state: State, left: Mapping[str, str]) -> State:
     return replace(state, charged=False, failures=max(0, state.failures - 1))
 
 
-def _start_without(state: State, at: float, why: str, policy: Policy) -> Decision:
+def _start_without(state: State, at: float, why: str, policy: Policy, *, lost: bool) -> Decision:
     if not places(state):
         return stop(state, at, _requeue(state, why), policy)
     released = release(state)
     state = released.state
-    decision = go_on_starting(state, at, policy, why) if all_ready(state) else restart_bus(state, at, why, policy)
+    if all_ready(state):
+        decision = go_on_starting(state, at, policy, why)
+    elif lost or not state.bus_open:  # no bus starts while a lost node is among its nodes
+        decision = restart_bus(state, at, why, policy)
+    else:
+        decision = Decision(state)  # the others are still starting
     return Decision(decision.state, (*released.effects, *decision.effects), why)
 
 
@@ -148,15 +171,20 @@ def _train_without(state: State, at: float, why: str, policy: Policy, *, hit: bo
 
 def _without_a_spare(state: State, at: float, why: str, policy: Policy) -> Decision:
     """Training goes on; a watcher that is away keeps its deadline."""
+    released = release(state)
+    state = released.state
     if not all_ready(state):
-        return restart_bus(state, at, why, policy)
+        if state.bus_open and not state.silent:
+            return Decision(state, released.effects, why)
+        restarted = restart_bus(state, at, why, policy)
+        return Decision(restarted.state, (*released.effects, *restarted.effects), why)
     if state.wrapped and not state.begun:
         state = replace(state, deadline_at=at + policy.begin_within_s)
     elif not state.heard:
         state = replace(state, deadline_at=at + policy.announce_within_s)
     else:
         state = replace(state, deadline_at=None)
-    return Decision(state, (), why)
+    return Decision(state, released.effects, why)
 
 
 def _blame_node(state: State, why: str, *, hit: bool) -> State:

@@ -131,6 +131,14 @@ def relaunch(state: State, at: float, why: str, policy: Policy) -> Decision:
     return Decision(state, (*released.effects, do.ChooseCheckpoint()), f"relaunch: {why}")
 
 
+def wait_for_slurm(state: State, at: float, why: str, policy: Policy) -> Decision:
+    """No launch can begin without Slurm: ask again in a moment.  That it is away is in nobody's budget."""
+    assert state.plan is not None, "STOPPING is entered with a plan"
+    plan = replace(state.plan, blame=Blame.SLURM)
+    state = replace(state, plan=plan, asking=False, again=False, deadline_at=at + policy.slurm_again_s)
+    return Decision(state, (), f"{why}: the launch waits for Slurm")
+
+
 def release(state: State) -> Decision:
     """Give back the nodes that were left, so that they can be repaired: all but our own, which ends with the job."""
     if not state.releasing:
@@ -147,7 +155,7 @@ def go_on_starting(state: State, at: float, policy: Policy, why: str) -> Decisio
         return Decision(state, (), why)
     if not state.chosen:
         return Decision(replace(state, deadline_at=at + policy.choose_within_s), (), why)
-    state = replace(state, clearing=True, deadline_at=at + policy.clear_within_s)
+    state = replace(state, clearing=True, asked_uncleared=False, deadline_at=at + policy.clear_within_s)
     clear = do.ClearNodes(launch=state.launch, nodes=state.nodes, first=places(state)[0])
     return Decision(state, (clear,), why)
 

@@ -72,6 +72,15 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     exclude_for_s: float = 86_400.0
     """A faulty node that nobody drained is excluded from the job's next attempts for so long."""
 
+    slurm_away_for_s: float = 3600.0
+    """A launch that could not begin because Slurm did not answer waits for it so long; then it counts as failed."""
+
+    slurm_again_s: float = 10.0
+    """Between two questions meanwhile."""
+
+    requeue_within_s: float = 45.0
+    """Slurm takes the requeue, with up to six calls before and after it, or it is tried again."""
+
     excluded_max: int = 8
     """Nodes that a job excludes at a time, the newest first: more would leave it nothing to run on."""
 

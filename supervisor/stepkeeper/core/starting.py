@@ -24,12 +24,14 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
     """Start the watchers and look for the checkpoint, unless the work is done already."""
     if state.bus:
         return Decision(state)  # an attempt starts once
+    nodes, known_bad = _without_known_bad(event)
     state = replace(
         state,  # a signal may have come before us: what was asked about it stays asked
         job_id=event.job_id,
         restart_count=event.restart_count,
         attempt=event.attempt,
-        nodes=event.nodes,
+        nodes=nodes,
+        releasing=bool(set(event.nodes) - set(nodes) - {event.batch_node}),
         batch_node=event.batch_node,
         kill_wait_s=event.kill_wait_s,
         wrapped=event.wrapped,
@@ -47,7 +49,20 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         why = f"the training finished at step {event.finished_step} in an earlier attempt"
         return finish(replace(state, bus_open=False), Plan(next=Next.END, why=why, code=ExitCode.FINISHED))
     effects = (do.StartBus(bus=1, nodes=state.nodes), do.ChooseCheckpoint())
-    return Decision(state, effects, "the attempt starts")
+    return Decision(state, effects, f"the attempt starts{known_bad}")
+
+
+def _without_known_bad(event: on.AttemptStarted) -> tuple[tuple[str, ...], str]:
+    """Return the nodes without those that we excluded and Slurm gave us all the same, where enough are left."""
+    bad = {each.node: each.why for each in event.excluded if each.until > event.at and each.node in event.nodes}
+    if not bad:
+        return event.nodes, ""
+    names = ", ".join(bad)
+    left = tuple(node for node in event.nodes if node not in bad)
+    least = event.nodes_min or event.nodes_wanted or len(event.nodes)
+    if len(left) < least:
+        return event.nodes, f"; {names} had a fault before ({'; '.join(bad.values())}), but too few others are here"
+    return left, f"; {names} had a fault before, and is not used"
 
 
 def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> Decision:
@@ -133,6 +148,8 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
     """Nothing of an earlier launch is left anywhere: start the ranks."""
     if state.phase is not Phase.STARTING or not state.clearing or event.launch != state.launch:
         return Decision(state)
+    if event.nodes and event.nodes != state.nodes:
+        return Decision(state)  # a node was left since: the others were asked again
     if event.unfit:
         return on_unfit(state, event, policy)
     nodes = places(state)

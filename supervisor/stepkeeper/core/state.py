@@ -47,6 +47,7 @@ class Blame(StrEnum):
 
     TRAINING = "training"
     NODE = "node"
+    SLURM = "slurm"  # it did not answer: in no budget
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,17 +89,20 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     # nodes that are not used any more
     releasing: bool = False  # some are still in the allocation, and can be given back
     excluded: tuple[Exclusion, ...] = ()
+    readmit: tuple[str, ...] = ()  # that we excluded earlier, and do no more
     unfit_since: float | None = None  # most nodes fail the checks before a launch
 
     # the launch
     launch: int = 0
     launched: tuple[str, ...] = ()  # its nodes
+    slurm_away_since: float | None = None  # the launch could not begin, and waits for Slurm
     charged: bool = False  # the launch before counts as failed
     hints: tuple[tuple[str, str], ...] = ()  # (node, fault) of the launch: faults that do not make a job leave
     running: bool = False  # ranks may run: from StartLaunch to LaunchEnded
     chosen: bool = False  # the checkpoint for the next launch is known
     resume_from: str | None = None
     clearing: bool = False
+    asked_uncleared: bool = False  # it takes too long: which nodes are missing?
     wrapped: bool = True  # every task says when it has started
     begun: bool = False  # every task has, or a rank spoke
     heard: bool = False  # a rank with the trainer library said hello

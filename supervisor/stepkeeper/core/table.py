@@ -98,6 +98,7 @@ def _samples() -> dict[str, on.Event]:
         ),
         "NodeFaulted, to be left": _fault(leave=True),
         "NodeFaulted, a hint": _fault(leave=False),
+        "NodesNotCleared": on.NodesNotCleared(at=AT, launch=0, nodes=("b",)),
         "NodesReleased": on.NodesReleased(at=AT, ok=True),
         "CheckpointChosen": on.CheckpointChosen(at=AT, directory=STEP, step=901),
         "ChoiceFailed": on.ChoiceFailed(at=AT, error="hung"),

@@ -182,12 +182,18 @@ class AgentClient:
         return self._ask(Look(job_id=job_id, pci=pci, ordinal=ordinal, why=why[:200]), Looked, within_s)
 
     def hasten(
-        self, job_id: int, restart_count: int, exclude: tuple[str, ...] = (), *, within_s: float = ANSWER_WITHIN_S
+        self,
+        job_id: int,
+        restart_count: int,
+        exclude: tuple[str, ...] | None = None,
+        *,
+        within_s: float = ANSWER_WITHIN_S,
     ) -> Accepted:
         """Have the job made eligible as soon as it has been requeued.  Raises AgentError."""
         bytes_max = MESSAGE_BYTES_MAX - 128
-        if len(exclude) > EXCLUDE_MAX or sum(len(name.encode()) + 3 for name in exclude) > bytes_max:
-            raise AgentError(f"{len(exclude)} nodes to exclude are too many for one request: leave out the oldest")
+        listed = exclude or ()
+        if len(listed) > EXCLUDE_MAX or sum(len(name.encode()) + 3 for name in listed) > bytes_max:
+            raise AgentError(f"{len(listed)} nodes to exclude are too many for one request: leave out the oldest")
         return self._ask(Hasten(job_id=job_id, restart_count=restart_count, exclude=exclude), Accepted, within_s)
 
     def _ask(self, message: ToAgent, kind: type[_Answer], within_s: float) -> _Answer:

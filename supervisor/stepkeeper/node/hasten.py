@@ -59,7 +59,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     job_id: int
     uid: int | None  # who asked; None: root
     restart_count: int  # of the attempt that asked
-    exclude: tuple[str, ...]
+    exclude: tuple[str, ...] | None  # None: as it is
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +117,7 @@ def _before(wish: Wish, progress: Progress, job: OwnedJob, now: float) -> Verdic
     if job.state not in _PENDING:
         return Verdict(Next.DONE, f"the next attempt is {job.state} already")
     soon = job.eligible_at is not None and job.eligible_at <= now + AFTER_S
-    if soon and job.exclude == ",".join(wish.exclude):
+    if soon and (wish.exclude is None or job.exclude == ",".join(wish.exclude)):
         return Verdict(Next.DONE, "it is eligible already")
     return Verdict(Next.SEND)
 
@@ -287,7 +287,8 @@ class Hastener:
 
     def _send(self, entry: _Entry, job: OwnedJob) -> None:
         try:
-            self._client.hasten(job.job_id, ",".join(entry.wish.exclude), AFTER_S)
+            exclude = None if entry.wish.exclude is None else ",".join(entry.wish.exclude)
+            self._client.hasten(job.job_id, exclude, AFTER_S)
         except SlurmError as error:
             self._refused(entry, error)
             return
@@ -298,7 +299,7 @@ class Hastener:
             job=job.job_id,
             uid=job.uid,
             restart=job.restarts,
-            exclude=list(entry.wish.exclude),
+            exclude=entry.wish.exclude,
             saved_s=None if job.eligible_at is None else round(job.eligible_at - now - AFTER_S, 1),
         )
 

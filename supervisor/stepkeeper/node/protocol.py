@@ -48,14 +48,14 @@ class Look(_Message, frozen=True, kw_only=True, tag="look"):
 
 
 class Hasten(_Message, frozen=True, kw_only=True, tag="hasten"):
-    """Our job is about to be requeued: make it eligible at once, away from the nodes in `exclude`.
+    """Our job is about to be requeued: make it eligible at once; with `exclude`, away from those nodes.
 
     Answered with `Accepted` when the agent will do it once the job has left COMPLETING, or `Refused`.
     """
 
     job_id: int
     restart_count: int  # of the attempt that asks: the next one has a higher one
-    exclude: tuple[str, ...] = ()  # the whole list that the job shall have: merged by the asker
+    exclude: tuple[str, ...] | None = None  # the whole list that the job shall have, merged; None: as it is
 
 
 # --- from the agent -------------------------------------------------------------------------------

@@ -94,7 +94,10 @@ def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_p
         nodes=nodes,
         batch_node=node_name(),
         tasks_per_node=tasks,
-        gpus_per_node=int(gpus) if gpus.isdigit() else None,
+        # slices of a GPU are no GPUs, which is what NVML counts
+        gpus_per_node=int(gpus)
+        if gpus.isdigit() and "MIG-" not in environment.get("CUDA_VISIBLE_DEVICES", "")
+        else None,
         cpus_per_task=cpus or None,
         overcommit=cpus == 0,
     )

@@ -56,6 +56,10 @@ class SlurmClient(Protocol):
         """Replace the list of nodes on which a job that does not run may not run."""
         ...
 
+    def usable_nodes(self, job: str) -> tuple[str, ...]:
+        """Return the nodes of a job's partitions that are neither down nor drained, busy ones too."""
+        ...
+
     def keep(self, job: str, nodes: Sequence[str]) -> None:
         """Give back all nodes of a running job but these."""
         ...

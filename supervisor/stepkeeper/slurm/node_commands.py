@@ -60,9 +60,10 @@ class NodeCommands:
         """See `NodeClient`."""
         return parse_owned_job(self._call("-o", "show", "job", str(job_id)), job_id)
 
-    def hasten(self, job_id: int, exclude: str, after_s: int) -> None:
+    def hasten(self, job_id: int, exclude: str | None, after_s: int) -> None:
         """See `NodeClient`."""
-        self._call("update", f"JobId={job_id}", f"ExcNodeList={exclude}", f"StartTime=now+{after_s}")
+        listed = [] if exclude is None else [f"ExcNodeList={exclude}"]
+        self._call("update", f"JobId={job_id}", *listed, f"StartTime=now+{after_s}")
 
     def requeue(self, job_id: int) -> None:
         """See `NodeClient`."""

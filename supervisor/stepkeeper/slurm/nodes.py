@@ -72,8 +72,8 @@ class NodeClient(Protocol):
         """Return whose job it is and where it runs."""
         ...
 
-    def hasten(self, job_id: int, exclude: str, after_s: int) -> None:
-        """Set StartTime and ExcNodeList of a pending job, in one call."""
+    def hasten(self, job_id: int, exclude: str | None, after_s: int) -> None:
+        """Set StartTime of a pending job and, unless it is None, ExcNodeList, in one call."""
         ...
 
     def requeue(self, job_id: int) -> None:

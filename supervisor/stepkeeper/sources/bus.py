@@ -63,6 +63,7 @@ class Bus:
         self._expected: tuple[int, int] = (-1, 0)  # launch and how many tasks it has
         self._started: tuple[int, set[int]] = (-1, set())  # launch and the ranks that were started in it
         self._cleared: dict[str, lines.Cleared] = {}
+        self._clear_number = 0
         self._to_clear: do.ClearNodes | None = None
         self._heard: dict[str, float] = {}  # node -> monotonic seconds of its last word
         self._output: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -83,7 +84,16 @@ class Bus:
         """Have the nodes cleared and looked at; `NodesCleared` comes when all of them confirmed."""
         self._cleared = {}
         self._to_clear = wanted
-        self.say(lines.Clear(launch=wanted.launch, at=time.time(), gpus=gpus, free_bytes=free_bytes))
+        self._clear_number += 1
+        number = self._clear_number
+        self.say(lines.Clear(launch=wanted.launch, number=number, at=time.time(), gpus=gpus, free_bytes=free_bytes))
+
+    def report_uncleared(self, launch: int) -> None:
+        """Emit `NodesNotCleared`: who has not confirmed."""
+        wanted = self._to_clear
+        nodes = wanted.nodes if wanted is not None and wanted.launch == launch else ()
+        missing = tuple(node for node in nodes if node not in self._cleared)
+        self._inbox.put(on.NodesNotCleared(at=self._now(), launch=launch, nodes=missing))
 
     def check_silence(self) -> None:
         """Emit `WatcherLost` for watchers that have been silent for too long.  Called by the loop."""
@@ -208,7 +218,8 @@ class Bus:
 
     def _on_cleared(self, message: lines.Cleared) -> None:
         wanted, cleared = self._to_clear, self._cleared
-        if wanted is None or message.launch != wanted.launch:
+        current = message.number in (0, self._clear_number)  # 0: a watcher of a version that tells none
+        if wanted is None or message.launch != wanted.launch or not current:
             return
         cleared[message.node] = message
         if not all(node in cleared for node in wanted.nodes):
@@ -222,7 +233,8 @@ class Bus:
                 launch=wanted.launch,
                 address=first.address,
                 port=first.port,
-                unfit=tuple(on.Unfit(node=word.node, why=word.unfit) for word in said if word.unfit),
+                unfit=tuple(on.Unfit(node=w.node, why=w.unfit, shared=w.shared) for w in said if w.unfit),
+                nodes=wanted.nodes,
             )
         )
 

@@ -234,6 +234,7 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     best_step: int | None = None
     previous: str = ""  # how the attempt before ended, in words
     ended: bool = False  # it ended with a word
+    at: float = 0.0  # of its newest record, Unix seconds
     nodes: tuple[str, ...] = ()  # that the attempt before used at last
     excluded: tuple[Exclusion, ...] = ()
 
@@ -269,6 +270,7 @@ def reconstruct(path: Path, *, now: float | None = None) -> Carried:
         best_step=last.best_step,
         previous=previous,
         ended=last.phase is Phase.DONE,
+        at=last.event.at,
         nodes=last.nodes,
         excluded=last.excluded,
     )

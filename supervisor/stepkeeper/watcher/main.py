@@ -171,7 +171,10 @@ class Watcher:
         for word in self.senses.take():
             if not isinstance(word, Fitness):
                 self.say(word)
-            elif self.clearing is not None and word.launch == self.clearing.launch:
+            elif self.clearing is not None and (word.launch, word.number) == (
+                self.clearing.launch,
+                self.clearing.number,
+            ):
                 self.fitness = word
 
     def _on_rank(self) -> None:
@@ -274,7 +277,17 @@ class Watcher:
         address = own_address(os.environ, self.node)
         unfit = shorten(self.fitness.unfit)
         launch = self.clearing.launch
-        self.say(bus.Cleared(node=self.node, launch=launch, address=address, port=free_port(), unfit=unfit))
+        self.say(
+            bus.Cleared(
+                node=self.node,
+                launch=launch,
+                number=self.clearing.number,
+                address=address,
+                port=free_port(),
+                unfit=unfit,
+                shared=self.fitness.shared,
+            )
+        )
         self.clearing = None
 
     # --- when the supervisor is gone --------------------------------------------------------------

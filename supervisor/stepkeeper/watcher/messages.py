@@ -48,6 +48,7 @@ class Clear(_Line, frozen=True, kw_only=True, tag="clear"):
     """As `Kill`, then confirm with `Cleared` that nothing is left, and say whether the node is fit for a launch."""
 
     launch: int
+    number: int = 0  # of this request: the answer has it too
     at: float | None = None  # the supervisor's clock, Unix seconds; None: of a version that knew no checks
     gpus: int | None = None  # that each node must have
     free_bytes: int = 0  # that the run directory's storage must have
@@ -96,6 +97,8 @@ class Cleared(_Line, frozen=True, kw_only=True, tag="cleared"):
     address: str
     port: int
     unfit: str = ""  # why no launch should start here
+    shared: bool = False  # the cause may be common to all nodes: storage, clock
+    number: int = 0  # of the request
 
 
 class Faulted(_Line, frozen=True, kw_only=True, tag="faulted"):

@@ -6,6 +6,7 @@ counts, for what the log holds from before may have been repaired since.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -27,16 +28,16 @@ from stepkeeper_trainer.formats.messages import shorten
 
 HEALTH_EVERY_S = 30.0
 READINGS_WAITING_MAX = 1000
-DRIVER_ERA_S = 1.0  # between a record's time and our clock
+CLOCKS_S = 1.0  # between a record's time and our clock
 
 
 class OwnSenses:
     """Says `Faulted` and `Note`, from a thread of its own."""
 
-    def __init__(self, node: str, say: Callable[[bus.FromWatcher], None]) -> None:
+    def __init__(self, node: str, say: Callable[[bus.FromWatcher], None], *, since: float) -> None:
         self._node = node
         self._say = say
-        self._since = time.time() - DRIVER_ERA_S
+        self._since = (since or time.time()) - CLOCKS_S
         self._readings: queue.Queue[Reading | None] = queue.Queue(READINGS_WAITING_MAX)
         self._judging = Judging(load())
         self._policy = Policy()
@@ -45,14 +46,15 @@ class OwnSenses:
         self._kernel_log = KernelLog(self._take)
         self._nvml = NvmlProcess(self._take, health_every_s=HEALTH_EVERY_S)
         self._evidence = EvidenceReader(self._take)
-        threading.Thread(target=self._run, name="own-senses", daemon=True).start()
+        threading.Thread(target=self._guarded, name="own-senses", daemon=True).start()
         self._kernel_log.start()
         self._nvml.start()
         self._evidence.start()
 
     def close(self) -> None:
         """End the sensors."""
-        self._readings.put(None)
+        with contextlib.suppress(queue.Full):  # then the thread ends with the process
+            self._readings.put_nowait(None)
         self._kernel_log.stop()
         self._nvml.stop()
         self._evidence.stop()
@@ -65,6 +67,12 @@ class OwnSenses:
                 self._readings.put_nowait(reading)
             except queue.Full:
                 return  # a storm: what drains a node is said again and again
+
+    def _guarded(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001 - told: the job goes on without these senses
+            self._say(bus.Note(node=self._node, text=shorten(f"hardware faults are not heard of any more: {error!r}")))
 
     def _run(self) -> None:
         while True:

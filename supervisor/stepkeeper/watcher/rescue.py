@@ -23,6 +23,7 @@ from stepkeeper_trainer.formats.durable import append_line
 
 CALL_WITHIN_S = 5.0
 RESCUES_NAME = "rescues.jsonl"
+SILENT_S = 1800.0  # without a journal record: nobody is in charge, though the run had left this node
 RESCUES_MAX = 3  # without a new commit in between: a supervisor that dies at every start is not to be started for ever
 
 
@@ -58,8 +59,8 @@ def rescue(assignment: Assignment, node: str, *, lease_ran_out: bool, client: Sl
     try:
         carried = journal.reconstruct(run_directory / "journal.jsonl")
         settled = _settled(run_directory, assignment, carried)
-        if not settled and _is_left(carried, assignment, node):
-            return Result(done=True, left=True, why="the run goes on without this node")
+        if not settled and _is_left(carried, assignment, node) and time.time() - carried.at < SILENT_S:
+            return Result(done=False, left=True, why="the run goes on without this node")
         job = client.job(name)
         if job.restarts > assignment.restart_count or job.state is JobState.PENDING:
             return Result(done=True, why="requeued already")

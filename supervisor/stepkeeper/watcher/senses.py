@@ -34,7 +34,9 @@ class Fitness(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a launch may start on this node: empty if so, else why not."""
 
     launch: int
+    number: int  # of the request
     unfit: str
+    shared: bool = False  # the cause may be common to all nodes
 
 
 Word = bus.FromWatcher | Fitness
@@ -52,6 +54,7 @@ class Senses:
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # of the thread that listens to the agent
         self._closed = threading.Event()
         self._stop_own: Callable[[], None] | None = None
+        self._noted = ""
 
     def fileno(self) -> int:
         """For select."""
@@ -100,7 +103,7 @@ class Senses:
         from stepkeeper.node import checks  # noqa: PLC0415
 
         if wanted.at is None:  # a supervisor of a version that asks for none
-            self._put(Fitness(launch=wanted.launch, unfit=""))
+            self._put(Fitness(launch=wanted.launch, number=wanted.number, unfit=""))
             return
         try:
             report = checks.run_checks(
@@ -118,7 +121,9 @@ class Senses:
             report = checks.Report()
         for warning in report.warnings:
             self._put(bus.Note(node=self._node, text=shorten(f"checks: {warning}")))
-        self._put(Fitness(launch=wanted.launch, unfit="; ".join(report.problems)))
+        shared = not any(problem.startswith("GPU") for problem in report.problems)
+        unfit = "; ".join(report.problems)
+        self._put(Fitness(launch=wanted.launch, number=wanted.number, unfit=unfit, shared=shared))
 
     # --- the agent --------------------------------------------------------------------------------
 
@@ -130,10 +135,18 @@ class Senses:
                 if client is not None:
                     with client:
                         self._listen(client)
+                self._sense()
             except AgentError as error:
-                self._put(bus.Note(node=self._node, text=shorten(f"node agent: {error}")))
-            self._sense()
+                self._note(f"node agent: {error}")
+            except Exception as error:  # noqa: BLE001 - told, and tried again: without this thread nobody hears of faults
+                self._note(f"hardware faults of this node are not heard of: {error!r}")
             self._closed.wait(AGENT_AGAIN_S)
+
+    def _note(self, text: str) -> None:
+        """Say something for the log, once until something else is to be said."""
+        if text != self._noted:
+            self._noted = text
+            self._put(bus.Note(node=self._node, text=shorten(text)))
 
     def _listen(self, client: AgentClient) -> None:
         client.join(self._assignment.job_id, self._assignment.restart_count, version=__version__)
@@ -154,11 +167,11 @@ class Senses:
                     bus.Faulted(
                         node=self._node,
                         incident=message.incident,
-                        name=message.name,
+                        name=shorten(message.name),
                         action=message.action.value,
                         leave=message.action.drains,
                         why=shorten(message.why),
-                        gpu=gpu,
+                        gpu=shorten(gpu),
                         drained=message.drained,
                     )
                 )
@@ -174,7 +187,7 @@ class Senses:
         if self._stop_own is None:
             from stepkeeper.watcher.own_senses import OwnSenses  # noqa: PLC0415 - not where there is an agent
 
-            own = OwnSenses(self._node, self._put)
+            own = OwnSenses(self._node, self._put, since=self._assignment.started_at)
             self._stop_own = own.close
 
     def _rest(self) -> None:

@@ -208,9 +208,9 @@ class Requests:
             self._refuse(connection, "hasten", "join with this job first", now)
         elif not job.restart_count <= hasten.restart_count < NUMBER_MAX:
             self._refuse(connection, "hasten", "a later attempt of the job has joined", now)
-        elif len(hasten.exclude) > protocol.EXCLUDE_MAX:
+        elif len(hasten.exclude or ()) > protocol.EXCLUDE_MAX:
             self._refuse(connection, "hasten", f"more than {protocol.EXCLUDE_MAX} nodes to exclude", now)
-        elif not all(_NODE_NAME.fullmatch(name) for name in hasten.exclude):
+        elif not all(_NODE_NAME.fullmatch(name) for name in hasten.exclude or ()):
             self._refuse(connection, "hasten", "a name in `exclude` that no node can have", now)
         elif not self._joined.acts:
             self._refuse(connection, "hasten", "the agent only observes", now)
@@ -219,12 +219,12 @@ class Requests:
                 job_id=hasten.job_id,
                 uid=None if uid == ROOT else uid,
                 restart_count=hasten.restart_count,
-                exclude=tuple(dict.fromkeys(hasten.exclude)),
+                exclude=None if hasten.exclude is None else tuple(dict.fromkeys(hasten.exclude)),
             )
             if not self._hastener.add(wish):
                 self._refuse(connection, "hasten", "busy with other jobs", now)
                 return
-            self._log.info("hasten_accepted", job=hasten.job_id, uid=uid, exclude=list(wish.exclude))
+            self._log.info("hasten_accepted", job=hasten.job_id, uid=uid, exclude=wish.exclude)
             self._server.send(connection.number, Accepted())
 
     def _refuse(self, connection: Connection, what: str, why: str, now: float) -> None:

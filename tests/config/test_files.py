@@ -6,9 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from stepkeeper.config import files
 from stepkeeper.config.files import Role
+from stepkeeper.config.settings import SETTINGS
 from stepkeeper.errors import StepkeeperError
 from tests.config.conftest import Gather
 
@@ -36,6 +39,10 @@ def refusal(text: str, role: Role = Role.USER) -> str:
         ("spares = 1\nspares = 2\n", ("not TOML", "line 2")),
         ('run_dir = "a\\u001bb"', ("line 1", "run_dir")),
         ("tasks_per_node = 0", ("tasks_per_node = 0", "ranks a node")),
+        ("spares = " + "9" * 5000, ("not TOML", "4300")),
+        ("spares = 0x" + "f" * 5000, ("line 1", "spares = too large a number")),
+        ("free_gib_min = 0x" + "f" * 5000, ("line 1", "free_gib_min = too large a number")),
+        ("x" * 5000 + " = 1", ("line 1", "is not known")),
         ("locked = ['spares']", ("line 1", "only the administrator")),
         ("[locked]\nspares = 1", ("line 1", "only the administrator")),
     ],
@@ -46,6 +53,7 @@ def test_what_is_wrong_is_named_with_its_place(text: str, words: tuple[str, ...]
     for word in words:
         assert word in said
     assert "\x1b" not in said
+    assert len(said) < 500
 
 
 @pytest.mark.parametrize(
@@ -68,6 +76,27 @@ def test_a_wrong_lock_is_named_with_its_place(text: str, words: tuple[str, ...])
 
 def test_a_run_directorys_own_file_cannot_say_where_the_run_directory_is() -> None:
     assert "set it elsewhere" in refusal("run_dir = 'x'", Role.RUN)
+
+
+@settings(max_examples=200, phases=(Phase.explicit, Phase.generate), deadline=None)
+@given(
+    data=st.one_of(
+        st.binary(max_size=200),
+        st.lists(
+            st.sampled_from(
+                [*SETTINGS, "policy", "locked", "[", "]", "=", " ", "\n", "1", "'a'", "true", "{", "}", ","]
+            )
+        ).map(lambda words: "".join(words).encode()),
+    ),
+    role=st.sampled_from(Role),
+)
+def test_whatever_a_file_holds_it_is_understood_or_refused(data: bytes, role: Role) -> None:
+    try:
+        found = files.parse(data, Path("/x"), role)
+    except StepkeeperError as refused:
+        assert str(refused).startswith("/x")  # noqa: PT017 - either end is right
+    else:
+        assert set(found.entries) | set(found.locked) <= set(SETTINGS)
 
 
 def test_a_file_that_is_not_there_sets_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from stepkeeper.config.files import Entry
 from stepkeeper.config.settings import SETTINGS, VARIABLE_PREFIX
-from stepkeeper.config.values import from_text, nearest
+from stepkeeper.config.values import from_text, nearest, shown
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 
@@ -34,7 +34,7 @@ def read(environment: Mapping[str, str]) -> dict[str, Entry]:
             continue
         if name not in by_variable:
             raise StepkeeperError(
-                f"{name}: no such setting{nearest(name, by_variable)}; unset it: a setting that is not known is "
+                f"{shown(name)}: no such setting{nearest(name, by_variable)}; unset it: a setting that is not known is "
                 "never ignored",
                 ExitCode.USAGE,
             )

@@ -112,7 +112,7 @@ def parse(data: bytes, path: Path, role: Role) -> ConfigFile:
     try:
         text = data.decode()
         document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is the usual one; a huge number is another
         raise StepkeeperError(f"{path}: not TOML: {error}", ExitCode.USAGE) from error
     places = _Places(path, text)
     lock = document.pop(LOCKED, None)
@@ -183,8 +183,8 @@ class _Places:
             if header := re.match(r"\s*\[([^\[\]]+)\]", line):
                 table = _plain(header[1])
                 self._lines.setdefault(table, number)
-            elif assigned := re.match(r"\s*([^=#\[\]{},]+?)\s*=", line):
-                key = _plain(assigned[1])
+            elif "=" in line and not line.lstrip().startswith("#"):
+                key = _plain(line.partition("=")[0])
                 self._lines.setdefault(f"{table}.{key}" if table else key, number)
 
     def of(self, key: str) -> str:

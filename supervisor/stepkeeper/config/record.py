@@ -11,6 +11,7 @@ import msgspec
 from stepkeeper import __version__
 from stepkeeper.config.resolve import Config, Origin
 from stepkeeper.config.settings import SETTINGS
+from stepkeeper.config.values import shown
 from stepkeeper.redaction import redact
 from stepkeeper_trainer.formats.durable import write_atomically
 
@@ -64,4 +65,4 @@ def write(run_directory: Path, attempt: int, config: Config) -> Path:
 def changes(config: Config) -> dict[str, str]:
     """Return what is not the default, in words: for the log."""
     found = ((key, each) for key, each in config.values.items() if each.origin is not Origin.DEFAULT)
-    return {key: redact(f"{each.value} ({each.where})") for key, each in found}
+    return {key: redact(f"{shown(each.value)} ({each.where})") for key, each in found}

@@ -109,5 +109,5 @@ def nearest(name: str, names: Iterable[str]) -> str:
     ('; did you mean `spares`?', '; did you mean `policy.failures_max`?')
     """
     choices = {each.rpartition(".")[2]: each for each in names} | {each: each for each in names}
-    found = difflib.get_close_matches(name.replace("-", "_"), choices, n=1)
+    found = difflib.get_close_matches(name[:SHOWN_MAX].replace("-", "_"), choices, n=1)
     return f"; did you mean `{choices[found[0]]}`?" if found else ""

@@ -32,7 +32,8 @@ def sight(data: bytes, *, rank: int | None = None, node: str = "") -> Evidence |
     stack = extra.get("py_callstack")
     exception = _last(str(stack), message) if isinstance(stack, str) else None
     statement = exception.statement if exception is not None else message
-    row = rules.load().find(statement, exception=True, end=False)
+    frames = [f"{frame.path}:{frame.function}" for frame in exception.frames] if exception is not None else []
+    row = rules.load().of_exception(statement, frames)
     if row is None:
         return None
     return Evidence(

@@ -31,7 +31,7 @@ def sight(log: Log, *, node: str = "") -> list[Evidence]:
     for index, line in enumerate(log.lines):
         if (line.rank, line.number) in inside or not line.text:
             continue
-        row = table.find(line.text, exception=False, end=index >= last)
+        row = table.of_line(line.text, end=index >= last)
         if row is not None:
             found.append(_evidence(row, line.text, line.rank, node, line.number))
     found = _unchain(sorted(found, key=lambda each: each.line or 0), raised)
@@ -44,7 +44,7 @@ def _inside(raised: list[Raised]) -> set[tuple[int | None, int]]:
 
 
 def _of_exception(one: Raised, table: rules.Rules, node: str) -> Evidence | None:
-    row = table.find(one.statement, exception=True, end=False)
+    row = table.of_exception(one.statement, [f"{frame.path}:{frame.function}" for frame in one.frames])
     if row is None:
         return None
     return msgspec.structs.replace(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
+from collections.abc import Sequence
 from importlib import resources
 from typing import Literal
 
@@ -31,6 +32,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     confidence: float
     match: tuple[str, ...]  # regular expressions: one of them is found
     unless: tuple[str, ...] = ()  # none of them is found
+    frames: tuple[str, ...] = ()  # of an exception: one of them is found in `path:function` of a frame
     where: Literal["any", "exception", "end"] = "any"  # of an exception only; in the last lines of a log only
     plane: Plane = Plane.APPLICATION
     persists: bool = False  # counts although training went on after it
@@ -55,10 +57,13 @@ class Rule(msgspec.Struct, frozen=True):
     row: Row
     wanted: re.Pattern[str]
     unwanted: re.Pattern[str] | None
+    frames: re.Pattern[str] | None
 
-    def matches(self, text: str) -> bool:
-        """Tell whether the rule is about this text."""
-        return self.wanted.search(text) is not None and not (self.unwanted and self.unwanted.search(text))
+    def matches(self, text: str, frames: Sequence[str]) -> bool:
+        """Tell whether the rule is about this text, raised through these frames."""
+        if self.wanted.search(text) is None or (self.unwanted is not None and self.unwanted.search(text)):
+            return False
+        return self.frames is None or any(self.frames.search(frame) for frame in frames)
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -67,15 +72,17 @@ class Rules(msgspec.Struct, frozen=True):
     rules: tuple[Rule, ...]
     meanings: dict[Cause, Meaning]
 
-    def find(self, text: str, *, exception: bool, end: bool) -> Row | None:
-        """Return the first rule that matches a line (of the `end` of a log) or an exception's last lines."""
-        for rule in self.rules:
-            where = rule.row.where
-            if (where == "any" or (where == "exception" and exception) or (where == "end" and end)) and rule.matches(
-                text
-            ):
-                return rule.row
-        return None
+    def of_line(self, text: str, *, end: bool) -> Row | None:
+        """Return the first rule that matches a line; `end`: one of the last of its log."""
+        return self._first(text, {"any", "end"} if end else {"any"}, ())
+
+    def of_exception(self, text: str, frames: Sequence[str] = ()) -> Row | None:
+        """Return the first rule that matches an exception, as Python prints it, with its `path:function` frames."""
+        return self._first(text, {"any", "exception"}, frames)
+
+    def _first(self, text: str, where: set[str], frames: Sequence[str]) -> Row | None:
+        rules = (rule for rule in self.rules if rule.row.where in where)
+        return next((rule.row for rule in rules if rule.matches(text, frames)), None)
 
     def says(self, rule: str) -> str:
         """Return what a rule means in plain words; nothing for what is no rule of the table."""
@@ -104,6 +111,8 @@ def parse(text: str) -> Rules:
             raise RulesError(f"{NAME}: rule {row.id} stands there twice; rename one")
         if not 0.0 < row.confidence < 1.0:
             raise RulesError(f"{NAME}: rule {row.id}: confidence {row.confidence} is not between 0 and 1")
+        if row.frames and row.where != "exception":
+            raise RulesError(f"{NAME}: rule {row.id}: frames are of exceptions only; set where = 'exception'")
         if not row.match:
             raise RulesError(f"{NAME}: rule {row.id} matches nothing; give it an expression")
         seen.add(row.id)
@@ -116,9 +125,10 @@ def _compile(row: Row) -> Rule:
     try:
         wanted = re.compile("|".join(map(_group, row.match)))
         unwanted = re.compile("|".join(map(_group, row.unless))) if row.unless else None
+        frames = re.compile("|".join(map(_group, row.frames))) if row.frames else None
     except re.error as error:
         raise RulesError(f"{NAME}: rule {row.id}: {error.pattern!r}: {error}") from error
-    return Rule(row, wanted, unwanted)
+    return Rule(row, wanted, unwanted, frames)
 
 
 def _group(expression: str) -> str:

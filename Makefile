@@ -7,7 +7,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
 AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 STEPKEEPER_REQUIRE_SLURM=$(STEPKEEPER_REQUIRE_SLURM)
 # three at a time: stories mostly wait for Slurm
 PYTEST = -p no:cacheprovider -n 3 --dist worksteal
-PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace
+PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev
 V := .venv/bin
 
 help:  ## this list
@@ -42,11 +42,13 @@ demo: setup  ## a training job on a real Slurm is preempted and loses nothing
 test: setup lint  ## all tests, the stories on a real Slurm included
 	$(AS_ROOT) $(V)/python -m pytest -m 'not campaign' $(PYTEST)
 
-campaign: setup  ## each thing that can befall a run, at each moment
-	$(AS_ROOT) $(V)/python -m pytest -m campaign $(PYTEST) tests/stories
+campaign: setup  ## the long ones: each thing that can befall a run, at each moment
+	$(AS_ROOT) $(V)/python -m pytest -m campaign $(PYTEST)
 
-bench: setup  ## what a preemption costs, part by part (docs/benchmarks.md)
+bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption
+	$(AS_ROOT) $(V)/python -m tests.bench_fault
+	$(AS_ROOT) $(V)/python -m tests.bench_agent
 
 bench-checkpoint: setup  ## what checkpoints cost, against torch's own (docs/benchmarks-checkpoint.md)
 	$(V)/python -m tests.bench_checkpoint $(BENCH)

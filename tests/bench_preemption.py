@@ -7,12 +7,12 @@ One run does all repeats, on one lab: quote the medians and ratios, not single t
 
 import argparse
 import os
-import statistics
 import time
 from collections.abc import Callable
 
 from stepkeeper.core import events as on
 from tests.lab import Lab, LabOptions, processes
+from tests.measuring import cpu_s, print_medians, rss_mib
 from tests.training import Training
 
 STEP_SECONDS = 0.2
@@ -32,26 +32,24 @@ def main() -> None:
             ).submit()
             for name, value in one(lab, training).items():
                 found.setdefault(name, []).append(value)
-    print(f"| what | median of {options.repeats} | all |\n|---|---|---|")
-    for name, values in found.items():
-        print(f"| {name} | {statistics.median(values):.3g} | {', '.join(f'{value:.3g}' for value in values)} |")
+    print_medians(found)
 
 
 def one(lab: Lab, training: Training) -> dict[str, float]:
     training.wait_step(5)
     supervisor = lab.batch_pid(training.job_id)
     watchers = _watchers(lab, training)
-    cpu = [_cpu_s(pid) for pid in (supervisor, *watchers)]
+    cpu = [cpu_s(pid) for pid in (supervisor, *watchers)]
     since = time.monotonic()
     time.sleep(10)
     spent = [
-        (_cpu_s(pid) - before) / (time.monotonic() - since)
+        (cpu_s(pid) - before) / (time.monotonic() - since)
         for pid, before in zip((supervisor, *watchers), cpu, strict=True)
     ]
     result = {
-        "supervisor, RSS MiB": _rss_mib(supervisor),
+        "supervisor, RSS MiB": rss_mib(supervisor),
         "supervisor, % of a core while training": 100 * spent[0],
-        "watcher, RSS MiB": max(map(_rss_mib, watchers)),
+        "watcher, RSS MiB": max(map(rss_mib, watchers)),
         "watcher, % of a core while training": 100 * max(spent[1:]),
     }
 
@@ -120,17 +118,6 @@ def _watchers(lab: Lab, training: Training) -> list[int]:
     mine: Callable[[int], bool] = lambda pid: "stepkeeper.watcher.main" in processes.title(pid)  # noqa: E731
     tasks = {pid for node in nodes for pid in processes.by_environment("SLURMD_NODENAME", node)}
     return [pid for pid in tasks if processes.name(pid) not in ("srun", "slurmstepd") and mine(pid)]
-
-
-def _rss_mib(pid: int) -> float:
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def _cpu_s(pid: int) -> float:
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.store import journal
 from stepkeeper_trainer.formats import steps as step_directories
@@ -80,7 +81,7 @@ class Training:
             f"--step-seconds-min={self.step_seconds}", *SMALL, *self.script_args,
         )  # fmt: skip
         self.job_id = self.lab.submit(
-            [script, *command],
+            [script, *self.run_args, *(["--"] if self.run_args else []), *command],
             sbatch_args=[
                 f"--nodes={self.nodes}", "--ntasks-per-node=1", "--gres=gpu:1", "--mem=2000", "--cpus-per-task=1",
                 f"--output={self.log}", f"--job-name={self.name}", *self.sbatch_args,
@@ -121,6 +122,11 @@ class Training:
         return sorted(
             entry.step for entry in step_directories.list_steps(self.run_dir / "checkpoints") if entry.manifest
         )
+
+    def launches(self) -> list[tuple[str, ...]]:
+        """The nodes of each launch."""
+        effects = [effect for record in self.records() for effect in record.effects]
+        return [effect.nodes for effect in effects if isinstance(effect, do.StartLaunch)]
 
     def exits(self) -> list[int]:
         """Exit codes of the attempts that ended with a word."""

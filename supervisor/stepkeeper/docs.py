@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from stepkeeper.config import page as configuration
 from stepkeeper.core import effects, events
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
@@ -45,7 +46,11 @@ def main(argv: list[str]) -> int:
 
 def pages() -> dict[str, str]:
     """Return the pages by file name."""
-    return {"events.md": _events_page(), "exit-codes.md": _exit_codes_page()}
+    return {
+        "configuration.md": configuration.page(MADE),
+        "events.md": _events_page(),
+        "exit-codes.md": _exit_codes_page(),
+    }
 
 
 def _exit_codes_page() -> str:

@@ -42,6 +42,11 @@ STORAGE_WITHIN_S = 2.0
 PROGRESS_LOG_EVERY_S = 10.0
 
 
+def watcher_program() -> list[str]:
+    """Return how a watcher is started on a node."""
+    return [sys.executable, *flags(), "-m", "stepkeeper.watcher.main"]
+
+
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a supervisor needs to know at its start."""
 
@@ -51,6 +56,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     lease: Lease
     policy: Policy
     progress_log_every_s: float = PROGRESS_LOG_EVERY_S
+    gpus_per_node: int | None = None  # that a node must have before a launch
+    free_bytes_min: int = 0  # that the storage must have before a launch
 
 
 class Supervisor:
@@ -204,6 +211,8 @@ class Supervisor:
                 failures=state.failures,
                 node_losses=state.node_losses,
                 best_step=state.best_step,
+                nodes=state.nodes,
+                excluded=state.excluded,
             )
         )
 
@@ -221,17 +230,25 @@ class Supervisor:
                 checkpoints.verify(setting.directory.checkpoints, effect.directory, inbox=self.inbox)
             case do.ClearNodes():
                 if self.bus is not None:
-                    self.bus.clear(effect.launch, setting.assignment.nodes)
+                    self.bus.clear(effect, gpus=setting.gpus_per_node, free_bytes=setting.free_bytes_min)
+            case do.AskUncleared():
+                if self.bus is not None:
+                    self.bus.report_uncleared(effect.launch)
             case do.StartLaunch():
                 self._start_launch(effect)
             case do.RequestSave():
                 self._request_save(effect)
             case do.KillRanks():
                 self._kill(effect)
+            case do.Look():
+                if self.bus is not None:
+                    self.bus.say(lines.Look(node=effect.node, why=shorten(effect.why)))
+            case do.ReleaseNodes():
+                slurm.release(self.client, setting.assignment.slurm_name, effect.keep, inbox=self.inbox)
             case do.AskSlurm():
                 slurm.ask(self.client, setting.assignment.slurm_name, inbox=self.inbox)
             case do.Requeue():
-                self._requeue()
+                self._requeue(effect)
             case do.Exit():
                 self.exit_code = effect.code
                 self.status = msgspec.structs.replace(self.status, exit_code=effect.code)
@@ -244,8 +261,7 @@ class Supervisor:
     def _start_bus(self, effect: do.StartBus) -> None:
         if self.bus is not None:
             self.bus.abandon()
-        program = [sys.executable, *flags(), "-m", "stepkeeper.watcher.main"]
-        argv = watcher_argv(self.setting.assignment.nodes, program)
+        argv = watcher_argv(effect.nodes, watcher_program())
         inherited = scrub_geometry(without_python(self.environment))
         assignment = msgspec.structs.replace(self.setting.assignment, bus=effect.bus)
         environment = {**inherited, **assignment.environment()}
@@ -255,7 +271,7 @@ class Supervisor:
             environment,
             inbox=self.inbox,
             attempt=self.setting.lease.attempt,
-            tasks=self.setting.job.tasks,
+            note=lambda node, text: self.log.info("watcher", node=node, said=text),
             after_s=effect.after_s,
         )
         self._renew()
@@ -266,8 +282,14 @@ class Supervisor:
 
     def _start_launch(self, effect: do.StartLaunch) -> None:
         self._renew()
+        if self.bus is not None:
+            self.bus.expect(effect.launch, self.setting.job.tasks(effect.nodes))
         meeting = launch.Meeting(
-            launch=effect.launch, address=effect.address, port=effect.port, resume_from=effect.resume_from
+            launch=effect.launch,
+            nodes=effect.nodes,
+            address=effect.address,
+            port=effect.port,
+            resume_from=effect.resume_from,
         )
         self.launch = launch.Launch(self.setting.job, meeting, self.environment, inbox=self.inbox)
 
@@ -290,11 +312,14 @@ class Supervisor:
         if self.launch is not None:
             self.launch.kill()
 
-    def _requeue(self) -> None:
+    def _requeue(self, effect: do.Requeue) -> None:
         """Make the journal durable first: Slurm ends us within milliseconds of the requeue."""
         if not self.journal.flush(STORAGE_WITHIN_S):
             self.log.warning("journal_late", error=self.journal.failed or "the storage does not answer")
-        setting = self.setting
         slurm.requeue(
-            self.client, setting.assignment.slurm_name, setting.directory.path, setting.lease, inbox=self.inbox
+            self.client,
+            self.setting.assignment,
+            self.setting.lease,
+            effect,
+            inbox=self.inbox,
         )

@@ -12,8 +12,18 @@ from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 
-NODES = ("a", "b")
-START = on.AttemptStarted(at=0.0, job_id=7, restart_count=0, attempt=0, nodes=NODES, batch_node="a", kill_wait_s=30.0)
+NODES = ("a", "b", "c")
+STARTS = tuple(
+    on.AttemptStarted(
+        at=0.0, job_id=7, restart_count=0, attempt=0, nodes=nodes, batch_node="a", kill_wait_s=30.0, **shape
+    )
+    for nodes, shape in (
+        (("a", "b"), {}),
+        (("a", "b"), {"nodes_min": 1}),
+        (("a", "b", "c"), {"nodes_wanted": 2}),
+        (("a", "b", "c"), {"nodes_wanted": 2, "nodes_min": 1}),
+    )
+)
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -68,7 +78,23 @@ FIELDS = {
     on.WatcherReady: {"node": _nodes, "bus": _small},
     on.WatcherLost: {"node": _nodes, "bus": _small, "why": st.just("silent")},
     on.BusEnded: {"bus": _small, "code": _small},
-    on.NodesCleared: {**_launch, "address": st.just("a"), "port": st.just(1)},
+    on.NodesCleared: {
+        **_launch,
+        "address": st.just("a"),
+        "port": st.just(1),
+        "unfit": st.lists(st.builds(on.Unfit, node=_nodes, why=st.just("clock"), shared=st.booleans()), max_size=2).map(tuple),
+    },
+    on.NodeFaulted: {
+        "node": _nodes,
+        "incident": st.sampled_from("ij"),
+        "name": st.just("XID 79"),
+        "action": st.just("drain_reboot"),
+        "leave": st.booleans(),
+        "why": st.just("lost"),
+        "drained": st.booleans(),
+    },
+    on.NodesReleased: {"ok": st.booleans()},
+    on.NodesNotCleared: {**_launch, "nodes": st.lists(_nodes, max_size=2).map(tuple)},
     on.CheckpointChosen: {"directory": st.none() | _directory, "step": st.none() | _small},
     on.ChoiceFailed: {"error": st.just("hung")},
     on.CheckpointVerified: {"directory": _directory, "ok": st.booleans()},
@@ -108,6 +134,8 @@ FIELDS = {
         "kill_wait_s": st.just(30.0),
         "finished_step": st.none() | _small,
         "wrapped": st.booleans(),
+        "nodes_wanted": st.integers(0, 2),
+        "nodes_min": st.integers(0, 2),
     },
 }  # fmt: skip
 
@@ -123,7 +151,7 @@ _pauses = st.sampled_from((0.0, 0.0, 0.01, 1.0, 5.0, 20.0, 200.0))
 @st.composite
 def arbitrary(draw: st.DrawFn, size_max: int = 40) -> list[on.Event]:
     """Return any events at all in any order; time alone goes forward."""
-    events: list[on.Event] = [START]
+    events: list[on.Event] = [draw(st.sampled_from(STARTS))]
     at = 0.0
     for event, pause in draw(st.lists(st.tuples(any_event, _pauses), max_size=size_max)):
         at += pause
@@ -151,8 +179,9 @@ def realistic(draw: st.DrawFn, policy: Policy, size_max: int = 40) -> list[on.Ev
     Events carry the newest launch and bus, answers come only to what was asked, and the deadline of the
     state is met by a `Tick`, as the supervisor's loop does it.
     """
-    events: list[on.Event] = [START]
-    decision = decide(State(), START, policy)
+    start = draw(st.sampled_from(STARTS))
+    events: list[on.Event] = [start]
+    decision = decide(State(), start, policy)
     due = list(decision.effects)
     at = 0.0
     for _ in range(draw(st.integers(1, size_max))):
@@ -181,7 +210,7 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
     """Return what the world says to an order, now and later."""
     match effect:
         case do.StartBus():
-            ready = [on.WatcherReady(at=at, node=node, bus=effect.bus) for node in NODES]
+            ready = [on.WatcherReady(at=at, node=node, bus=effect.bus) for node in effect.nodes]
             return ready[0], ready[1:]
         case do.StopBus():
             return on.BusEnded(at=at, bus=state.bus, code=0), []
@@ -191,7 +220,8 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
         case do.VerifyCheckpoint():
             return on.CheckpointVerified(at=at, directory=effect.directory, ok=draw(st.booleans())), []
         case do.ClearNodes():
-            return on.NodesCleared(at=at, launch=effect.launch, address="a", port=1), []
+            unfit = (on.Unfit(node=effect.nodes[0], why="clock"),) if draw(st.integers(0, 7)) == 0 else ()
+            return on.NodesCleared(at=at, launch=effect.launch, address="a", port=1, unfit=unfit), []
         case do.StartLaunch():
             if draw(st.integers(0, 5)) == 0:
                 return None, []  # srun hangs
@@ -208,6 +238,13 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
             return msgspec.structs.replace(began, at=at), later
         case do.KillRanks():
             return on.LaunchEnded(at=at, launch=effect.launch, code=137), []
+        case do.AskUncleared():
+            missing = draw(st.sampled_from(((), state.nodes[:1], state.nodes)))
+            return on.NodesNotCleared(at=at, launch=effect.launch, nodes=missing), []
+        case do.Look():
+            return None, []
+        case do.ReleaseNodes():
+            return on.NodesReleased(at=at, ok=draw(st.booleans())), []
         case do.AskSlurm():
             if draw(st.integers(0, 5)) == 0:
                 return on.SlurmAnswered(at=at, error="unreachable"), []
@@ -239,6 +276,7 @@ def _trouble(state: State, at: float) -> st.SearchStrategy[on.Event]:
         on.WatcherLost,
         on.BusEnded,
         on.RankExited,
+        on.NodeFaulted,
         on.SaveBegan,
         on.CheckpointCommitted,
         on.TrainingFinished,

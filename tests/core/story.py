@@ -43,6 +43,15 @@ DEFAULTS = {
     on.WatcherLost: {"node": "a", "why": "silent for 12 s"},
     on.BusEnded: {"code": 0},
     on.NodesCleared: {"address": "a", "port": 29500},
+    on.NodeFaulted: {
+        "node": "b",
+        "incident": "i1",
+        "name": "XID 79",
+        "action": "drain_reboot",
+        "leave": True,
+        "why": "the GPU has left the bus",
+    },
+    on.NodesReleased: {"ok": True},
     on.CheckpointChosen: {"directory": None, "step": None},
     on.ChoiceFailed: {"error": "checkpoints: Input/output error"},
     on.CheckpointVerified: {"ok": True},
@@ -118,6 +127,14 @@ def parse(line: str, state: State) -> on.Event:
     if kind is on.CheckpointChosen and "skipped" in fields:
         problems = [word.split(":") for word in fields["skipped"].split(",")]
         fields["skipped"] = tuple(on.Skipped(directory=d, problem=p) for d, p in problems)
+    if "unfit" in fields:
+        problems = [word.split(":") for word in fields["unfit"].split(",")]
+        fields["unfit"] = tuple(on.Unfit(node=node, why=why, shared=why == "storage") for node, why in problems)
+    if isinstance(fields.get("nodes"), str):
+        fields["nodes"] = tuple(fields["nodes"].split(","))
+    if "excluded" in fields:
+        bad = [word.split(":") for word in fields["excluded"].split(",")]
+        fields["excluded"] = tuple(on.Exclusion(node=node, why="XID 79", until=float(until)) for node, until in bad)
     names = kind.__struct_fields__
     known = {"launch": state.launch, "bus": state.bus}
     implied = {key: value for key, value in known.items() if key in names}
@@ -155,6 +172,7 @@ def describe(before: State, decision: Decision) -> Iterator[str]:
         "deadline": state.deadline_at,
         "plan": state.plan.next.value if state.plan is not None else None,
         "failures": state.failures or None,
+        "lost": state.node_losses or None,
         "asking": state.asking or None,
     }
     words = [f"{name}={_show(value)}" for name, value in shown.items() if value is not None]
@@ -162,7 +180,7 @@ def describe(before: State, decision: Decision) -> Iterator[str]:
     yield " ".join([f"> {state.phase.value}", *words]) + why
     for effect in decision.effects:
         fields = msgspec.structs.asdict(effect)
-        told = [f"{name}={_show(value)}" for name, value in fields.items() if value is not None]
+        told = [f"{name}={_show(value)}" for name, value in fields.items() if value not in (None, ())]
         yield " ".join([">   ->", type(effect).__name__, *told])
 
 

@@ -58,6 +58,30 @@ def one_requeue_and_one_exit_and_nothing_after_it(turns):
 
 
 @invariant
+def a_launch_gets_no_node_that_was_left_and_as_many_as_it_wants_or_may_shrink_to(turns):
+    """Known bad hardware costs one launch, not the next three."""
+    left = set()
+    for turn in turns:
+        left |= set(turn.before.nodes) - set(turn.after.nodes)
+        if isinstance(turn.event, on.NodeFaulted) and turn.event.leave and turn.before.phase is not Phase.DONE:
+            assert turn.event.node not in turn.after.nodes
+        for launch in turn.ordered(do.StartLaunch):
+            assert not left & set(launch.nodes)
+            assert len(launch.nodes) == turn.after.nodes_wanted or 0 < turn.after.nodes_min <= len(launch.nodes)
+        for release in turn.ordered(do.ReleaseNodes):
+            assert turn.after.batch_node in release.keep
+            assert set(turn.after.nodes) <= set(release.keep)
+
+
+@invariant
+def a_faulty_node_never_uses_up_the_budget_of_the_training(turns):
+    """Whose fault it was decides which budget is used."""
+    for turn in turns:
+        if isinstance(turn.event, on.NodeFaulted):
+            assert turn.after.failures <= turn.before.failures
+
+
+@invariant
 def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
     """Ranks beside a requeue fight the next attempt; an old answer revives what was cancelled since."""
     asked_at = signaled_at = -1

@@ -22,6 +22,7 @@ def main() -> int:
     actions = parser.add_subparsers(dest="action", required=True)
     up = actions.add_parser("up", help="start a lab that stays until `down`")
     defaults = LabOptions()
+    up.add_argument("--slurm", choices=("installed", "newest"), default=defaults.slurm)
     up.add_argument("--nodes", type=int, default=defaults.nodes)
     up.add_argument("--gpus", type=int, default=defaults.gpus)
     up.add_argument("--grace-time", type=int, default=defaults.grace_time_s, metavar="S")
@@ -73,6 +74,7 @@ def _act(chosen: argparse.Namespace) -> int:
 
 def _options(chosen: argparse.Namespace) -> LabOptions:
     return LabOptions(
+        slurm=chosen.slurm,
         nodes=chosen.nodes,
         gpus=chosen.gpus,
         grace_time_s=chosen.grace_time,

@@ -23,6 +23,7 @@ from typing import Any, Self
 from tests.lab import conf, guardian, processes, teardown
 from tests.lab.faults import LabError, LabTimeoutError
 from tests.lab.jobs import Jobs
+from tests.lab.newest import newest
 from tests.lab.nodes import Nodes
 from tests.lab.options import USERS, LabOptions
 
@@ -146,6 +147,7 @@ class Lab(Jobs, Nodes):
             hostname=socket.gethostname().partition(".")[0],
             port=port,
             cgroup_mountpoint=mountpoint,
+            newest=newest() if self.options.slurm == "newest" else None,
         )
         self.node_names = self.place.node_names(self.options)
 
@@ -207,7 +209,7 @@ class Lab(Jobs, Nodes):
     # -- what Jobs and Nodes stand on ---------------------------------------------------------------------------
 
     def _spawn(self, name: str, argv: list[str], **extra: str) -> int:
-        env = {"PATH": PATH, "LANG": "C.UTF-8", processes.LAB_VARIABLE: str(self.directory), **extra}
+        env = {"PATH": self.path, "LANG": "C.UTF-8", processes.LAB_VARIABLE: str(self.directory), **extra}
         log = str(self.directory / "log" / f"{name}.out")
         answer = guardian.request(self.directory, do="spawn", argv=argv, env=env, log=log)
         if "pid" not in answer:
@@ -262,11 +264,16 @@ class Lab(Jobs, Nodes):
             raise LabError(f"{command}: exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
         return done
 
+    @property
+    def path(self) -> str:
+        """PATH of everything in the lab: its own Slurm comes first."""
+        return f"{self.place.newest.bin}:{PATH}" if self.place.newest else PATH
+
     def environment(self, user: str | None = None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the environment of a user's login on this cluster."""
         home = str(self.workdir(user)) if user else "/root"
         base = {
-            "PATH": PATH,
+            "PATH": self.path,
             "LANG": "C.UTF-8",
             "HOME": home,
             "USER": user or "root",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.lab.newest import Newest
 from tests.lab.options import LabOptions
 
 
@@ -17,6 +18,9 @@ class Place:
     """slurmctld's; the nodes have those that follow."""
     cgroup_mountpoint: Path | None
     """Where the controllers of cgroup v1 are mounted, the freezer among them; None: not on this machine."""
+
+    newest: Newest | None = None
+    """Where the Slurm lies that is not this machine's own."""
 
     @property
     def conf(self) -> Path:
@@ -93,6 +97,8 @@ def _slurm_conf(place: Place, options: LabOptions, nodes: str) -> str:
     ]
     if options.send_user_signal:
         lines.append("SlurmctldParameters=preempt_send_user_signal")
+    if place.newest:
+        lines.append(f"PluginDir={place.newest.plugins}")
     gres = f" Gres=gpu:{options.gpus}" if options.gpus else ""
     ports = f"{place.port + 1}" + (f"-{place.port + options.nodes}" if options.nodes > 1 else "")
     lines += [

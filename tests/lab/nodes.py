@@ -123,8 +123,9 @@ class Nodes:
 
     def _start_slurmd(self: "Lab", node: str) -> None:
         # a host name of its own, as on a real node: `srun --output=%N` and gethostname() tell the nodes apart
-        start = 'hostname "$0" && exec slurmd -D -N "$0" -f "$1"'
-        argv = ["unshare", "--uts", "sh", "-c", start, node, str(self.place.conf)]
+        start = 'hostname "$0" && exec slurmd -D -N "$0" -f "$@"'
+        more = self.place.newest.slurmd_options if self.place.newest else ()
+        argv = ["unshare", "--uts", "sh", "-c", start, node, str(self.place.conf), *more]
         self._spawn(f"slurmd-{node}", argv, **{processes.NODE_VARIABLE: node})
 
     def _guardian_pid(self: "Lab") -> int:

@@ -1,6 +1,7 @@
 """What a test may choose about its lab: one frozen record, with production's defaults where speed allows."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 USERS = ("games", "news")
 """Ordinary accounts that every Debian and Ubuntu has: no account is created on the machine.
@@ -13,6 +14,8 @@ Their login shell is nologin, which Slurm never runs: it starts the batch script
 class LabOptions:
     """One field a choice; the names are those of slurm.conf where there is one."""
 
+    slurm: Literal["installed", "newest"] = "installed"
+    """Which Slurm: this machine's own, or the one of `newest.py`."""
     nodes: int = 4
     gpus: int = 2
     """Fake GPUs a node: null devices that Slurm hands out by CUDA_VISIBLE_DEVICES."""

@@ -18,7 +18,7 @@ STEP = (
     "--overlap --mem=0 --no-kill --kill-on-bad-exit=0 --wait=0 --input=none --label "
     "--output=/run/logs/%N.log --open-mode=append"
 )
-TWO = Geometry(nodes=("n1", "n2"), tasks_per_node=4, cpus_per_task=8)
+TWO = Geometry(tasks_per_node=4, cpus_per_task=8)
 
 
 def job(*command: str, torchrun: bool = False, geometry: Geometry = TWO) -> Job:
@@ -34,7 +34,7 @@ def job(*command: str, torchrun: bool = False, geometry: Geometry = TWO) -> Job:
 
 
 def meeting(resume_from: str | None = None) -> Meeting:
-    return Meeting(launch=3, address="n1", port=29501, resume_from=resume_from)
+    return Meeting(launch=3, nodes=("n1", "n2"), address="n1", port=29501, resume_from=resume_from)
 
 
 def argv_of(what: Job, resume_from: str | None = None) -> list[str]:
@@ -69,14 +69,14 @@ def test_one_task_a_gpu():
 
 
 def test_fewer_cpus_than_ranks_overcommits():
-    line = argv_of(job("python", "train.py", geometry=Geometry(nodes=("n1",), tasks_per_node=4, overcommit=True)))
+    line = argv_of(job("python", "train.py", geometry=Geometry(tasks_per_node=4, overcommit=True)))
 
     assert "--overcommit" in line
     assert not any(word.startswith("--cpus-per-task") for word in line)
 
 
 def test_without_a_known_number_of_cpus_none_is_asked_for():
-    line = training_argv(Geometry(nodes=("n1",), tasks_per_node=1), "/l/%N.log", ("x",))
+    line = training_argv(("n1",), Geometry(tasks_per_node=1), "/l/%N.log", ("x",))
 
     assert not any(word.startswith("--cpus-per-task") for word in line)
 

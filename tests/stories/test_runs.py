@@ -9,6 +9,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.lab.site import supervisor_python
+from tests.measuring import cpu_s, rss_mib
 from tests.training import SMALL, Training, assert_complete
 
 pytestmark = pytest.mark.slurm
@@ -163,13 +164,13 @@ def test_nothing_secret_is_written_and_nothing_is_asked_while_nothing_happens(la
     training.wait_step(5)
     supervisor = lab.batch_pid(training.job_id)
     calls = (shims / "calls").read_text()
-    ticks = _cpu_ticks(supervisor)
+    spent = cpu_s(supervisor)
 
     time.sleep(10)
 
     assert (shims / "calls").read_text() == calls, "a Slurm call while nothing happened"
-    assert _rss_mib(supervisor) < 40
-    assert _cpu_ticks(supervisor) - ticks <= 10, "more than 1 % of a core"
+    assert rss_mib(supervisor) < 40
+    assert cpu_s(supervisor) - spent <= 0.1, "more than 1 % of a core"
     lab.cancel(training.job_id)
     training.wait_end()
     for path in [training.log, *training.run_dir.rglob("*.json*"), *training.run_dir.rglob("*.log")]:
@@ -211,14 +212,3 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _rss_mib(pid: int) -> float:
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def _cpu_ticks(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])

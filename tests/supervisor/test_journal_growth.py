@@ -93,7 +93,7 @@ def make(directory, journal, command=("false",), environment=None):
         nonce="n",
     )
     job = Job(
-        command=command, torchrun=False, geometry=Geometry(nodes=NODES, tasks_per_node=8), run_directory=directory,
+        command=command, torchrun=False, geometry=Geometry(tasks_per_node=8), run_directory=directory,
         run_id="r", attempt=0, socket=assignment.socket_name(),
     )  # fmt: skip
     return Supervisor(

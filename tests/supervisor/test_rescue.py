@@ -1,5 +1,7 @@
 """The one decision of a watcher: whether to requeue a job whose supervisor is gone."""
 
+import time
+
 import msgspec
 import pytest
 
@@ -9,7 +11,7 @@ from stepkeeper.core.state import Phase
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.store import journal
 from stepkeeper.watcher.assignment import Assignment
-from stepkeeper.watcher.rescue import RESCUES_MAX, rescue
+from stepkeeper.watcher.rescue import RESCUES_MAX, SILENT_S, rescue
 from stepkeeper_trainer.formats import lease, lineage, outcome
 
 FAILED = on.JobFacts(state=on.JobState.COMPLETING, slurm_state="COMPLETING", restarts=0, reason="JobLaunchFailure")
@@ -132,6 +134,52 @@ def test_a_supervisor_that_dies_again_and_again_is_not_started_for_ever(assignme
     lineage.append(tmp_path / "checkpoints", commit)
     play(assignment, slurm)
     assert len(slurm.called) == RESCUES_MAX + 1
+
+
+def test_a_node_that_the_run_has_left_rescues_nothing_while_somebody_is_in_charge(assignment, tmp_path):
+    """Its own bus may be all that is broken: the run goes on elsewhere in the allocation."""
+    slurm = Slurm(RUNNING)
+    in_charge = record(time.time(), nodes=("n1",))
+    journal.JournalWriter(tmp_path / "journal.jsonl").append(in_charge)
+    wait_for_journal(tmp_path)
+
+    result = play(assignment, slurm, lease_ran_out=True)
+
+    assert (result.done, result.left) == (False, True)
+    assert slurm.called == []
+
+
+def test_a_node_that_was_left_helps_when_nobody_has_been_in_charge_for_long(assignment, tmp_path):
+    """The batch node died, and under --no-kill the job would run for ever."""
+    slurm = Slurm(RUNNING)
+    journal.JournalWriter(tmp_path / "journal.jsonl").append(record(time.time() - 2 * SILENT_S, nodes=("n1",)))
+    wait_for_journal(tmp_path)
+
+    result = play(assignment, slurm, lease_ran_out=True)
+
+    assert result.done
+    assert slurm.called == [("requeue", "7")]
+
+
+def record(at, *, nodes):
+    event = on.Progressed(at=at, launch=0, step=1, tokens=1)
+    return journal.Record(
+        v=journal.VERSION,
+        job_id=7,
+        restart_count=0,
+        attempt=0,
+        launch=0,
+        phase=Phase.TRAINING,
+        event=event,
+        nodes=nodes,
+    )
+
+
+def wait_for_journal(directory):
+    limit = time.monotonic() + 10
+    while not list(journal.read(directory / "journal.jsonl")):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
 
 def test_a_controller_that_is_away_is_asked_again(assignment):

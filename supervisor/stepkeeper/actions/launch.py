@@ -29,6 +29,7 @@ from stepkeeper_trainer.formats import outcome
 
 RESUME_PLACEHOLDER = "{resume}"
 ERROR_CHARACTERS_MAX = 300
+UNREACHABLE = "unable to contact slurm controller"
 KILL_BY_SLURM_AFTER_S = 3.0
 KILL_SRUN_AFTER_S = 10.0
 STORAGE_WITHIN_S = 10.0
@@ -55,10 +56,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Whether our wrapper stands around each task: not so in a user's own srun line."""
         return self.command[0] != "srun"
 
-    @property
-    def tasks(self) -> int:
-        """Tasks of the training step: one a rank, or one torchrun a node."""
-        return len(self.geometry.nodes) * (1 if self.torchrun else self.geometry.tasks_per_node)
+    def tasks(self, nodes: Sequence[str]) -> int:
+        """Return the tasks of a training step on so many nodes: one a rank, or one torchrun a node."""
+        return len(nodes) * (1 if self.torchrun else self.geometry.tasks_per_node)
 
 
 def with_resume(command: Sequence[str], resume_from: str | None) -> list[str]:
@@ -84,9 +84,10 @@ def with_resume(command: Sequence[str], resume_from: str | None) -> list[str]:
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
-    """One launch: its number, where its ranks meet, and what it resumes from."""
+    """One launch: its number and nodes, where its ranks meet, and what it resumes from."""
 
     launch: int
+    nodes: tuple[str, ...]
     address: str
     port: int
     resume_from: str | None
@@ -109,13 +110,13 @@ def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
         )
     else:
         program += ["--", *command]
-    return lines.training_argv(geometry, pattern, program)
+    return lines.training_argv(meeting.nodes, geometry, pattern, program)
 
 
 def _torchrun(job: Job, meeting: Meeting) -> list[str]:
     return [
         "torchrun",
-        f"--nnodes={len(job.geometry.nodes)}",
+        f"--nnodes={len(meeting.nodes)}",
         f"--nproc-per-node={job.geometry.tasks_per_node}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={meeting.address}:{meeting.port}",
@@ -222,12 +223,13 @@ class Launch:
         """Keep what srun itself says (the ranks write to their own files); return its last word."""
         assert process.stdout is not None, "Popen was given a pipe"
         log = PatientStream(lambda: (self._logs / "srun.log").open("a", encoding="utf-8"))
-        error = ""
+        error = telling = ""  # the last line, and one that says more: Slurm itself was away
         for line in process.stdout:
             text = redact(line.decode(errors="replace").strip())
             if shepherd.NOISE in text:
                 continue
             log.write(text + "\n")
+            telling = telling or (text[:ERROR_CHARACTERS_MAX] if UNREACHABLE in text.lower() else "")
             error = text[:ERROR_CHARACTERS_MAX] or error
             for rank, code, number in deaths(text):
                 # the wrapper's own word may have been lost, and a user's own srun line has no wrapper
@@ -242,7 +244,7 @@ class Launch:
                     )
                 )
         log.drain(STORAGE_WITHIN_S)
-        return error
+        return telling or error
 
     def _said(self) -> str:
         """Return what rank 0 wrote of the end; storage that hangs has nothing to say."""

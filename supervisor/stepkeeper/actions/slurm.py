@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from stepkeeper import requeueing
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import tenure
+from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.lease import Lease, LeaseError
 
 
@@ -24,12 +27,26 @@ def ask(client: SlurmClient, job: str, *, inbox: Inbox) -> None:
     inbox.run_thread("ask-slurm", work)
 
 
-def requeue(client: SlurmClient, job: str, run_directory: Path, ours: Lease, *, inbox: Inbox) -> None:
+def release(client: SlurmClient, job: str, keep: tuple[str, ...], *, inbox: Inbox) -> None:
+    """Give back all nodes of our job but some; `NodesReleased` comes."""
+
+    def work() -> None:
+        try:
+            client.keep(job, keep)
+        except (SlurmError, OSError) as failure:
+            inbox.put(on.NodesReleased(at=inbox.clock.now(), ok=False, error=str(failure)))
+        else:
+            inbox.put(on.NodesReleased(at=inbox.clock.now(), ok=True))
+
+    inbox.run_thread("release-nodes", work)
+
+
+def requeue(client: SlurmClient, assignment: Assignment, ours: Lease, effect: do.Requeue, *, inbox: Inbox) -> None:
     """Requeue our own job; `RequeueAnswered` comes, or `Superseded` where a newer attempt holds the run."""
 
     def work() -> None:
         try:
-            newer = tenure.superseded(run_directory, ours)
+            newer = tenure.superseded(Path(assignment.run_directory), ours)
         except (OSError, LeaseError):
             newer = None  # it cannot be told: the next attempt compares the leases again
         at = inbox.clock.now()
@@ -37,10 +54,10 @@ def requeue(client: SlurmClient, job: str, run_directory: Path, ours: Lease, *, 
             inbox.put(on.Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))
             return
         try:
-            client.requeue(job)
+            outcome = requeueing.requeue(client, assignment, exclude=effect.exclude, readmit=effect.readmit)
         except SlurmError as failure:
             inbox.put(on.RequeueAnswered(at=inbox.clock.now(), ok=False, error=str(failure)))
         else:
-            inbox.put(on.RequeueAnswered(at=inbox.clock.now(), ok=True))
+            inbox.put(on.RequeueAnswered(at=inbox.clock.now(), ok=True, error=outcome))
 
     inbox.run_thread("requeue", work)

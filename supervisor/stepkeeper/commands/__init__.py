@@ -6,6 +6,6 @@ returns the exit code.
 
 from __future__ import annotations
 
-from stepkeeper.commands import checkpoints, events, logs, plan, run, status
+from stepkeeper.commands import checkpoints, dev, events, explain, logs, node, plan, run, status, xid
 
-COMMANDS = (run, status, events, logs, checkpoints, plan)
+COMMANDS = (run, status, events, logs, explain, checkpoints, plan, xid, node, dev)

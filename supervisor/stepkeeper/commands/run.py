@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from stepkeeper import __version__
-from stepkeeper.actions.launch import Job
+import structlog
+
+from stepkeeper import __version__, printing
+from stepkeeper.commands import attempt, dry_run, print_config
+from stepkeeper.config import flags, record, resolve, shape
+from stepkeeper.config.resolve import Config, Origin, Sources
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.log import PatientStream, configure
 from stepkeeper.slurm.allocation import Allocation, read_allocation, require_batch_process
-from stepkeeper.slurm.argv import Geometry
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
 from stepkeeper.sources import lease as lease_source
@@ -30,7 +32,6 @@ from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import journal, rundir, tenure
 from stepkeeper.supervise import Setting, Supervisor
 from stepkeeper.watcher.assignment import Assignment
-from stepkeeper_trainer.formats import outcome
 from stepkeeper_trainer.formats.lease import Lease
 
 T = TypeVar("T")
@@ -47,61 +48,37 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog="Exit codes: " + "; ".join(f"{code.value} {code.meaning}" for code in ExitCode),
         allow_abbrev=False,
     )
+    flags.declare(command)
+    command.add_argument("--print-config", action="store_true", help="show every setting and where it came from; exit")
     command.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help=f"the run directory, on shared storage; %%j %%A %%a %%x %%u as in sbatch "
-        f"(default: STEPKEEPER_RUN_DIR, else {rundir.DEFAULT_PATTERN.replace('%', '%%')} below the submit directory)",
+        "--dry-run", action="store_true", help="show what would be started, also outside a job; start nothing"
     )
-    command.add_argument("--torchrun", action="store_true", help="start one torchrun a node, with c10d rendezvous")
-    command.add_argument(
-        "--tasks-per-node",
-        type=int,
-        metavar="N",
-        help="ranks on a node (default: one a GPU, else --ntasks-per-node of the job, else 1)",
-    )
-    command.add_argument("--group-readable", action="store_true", help="let your group read the run directory")
-    command.add_argument(
-        "--failures-max",
-        type=int,
-        metavar="N",
-        default=Policy().failures_max,
-        help="launches that may fail without a newly verified step before the run stops (default: %(default)s)",
-    )
-    command.add_argument(
-        "--save-margin-s",
-        type=float,
-        metavar="SECONDS",
-        default=Policy().save_margin_s,
-        help="kept free between an emergency save and the end of the notice (default: %(default)s)",
-    )
-    command.add_argument(
-        "--progress-log-every-s",
-        type=float,
-        metavar="SECONDS",
-        default=10.0,
-        help="a progress line in the log at most this often (default: %(default)s)",
-    )
+    command.add_argument("--json", action="store_true", help="with --print-config or --dry-run: one JSON document")
     command.add_argument("cmd", nargs=argparse.REMAINDER, metavar="-- CMD ARGS...")
     command.set_defaults(execute=execute)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Supervise until the attempt ends."""
+    if arguments.print_config or arguments.dry_run:
+        return _show(arguments)
+    if arguments.json:
+        raise StepkeeperError("--json goes with --print-config or --dry-run", ExitCode.USAGE)
     environment = dict(os.environ)
     command = _command(arguments.cmd)
-    policy = _policy(arguments)
     client = SlurmCommands()
     require_batch_process(environment)
-    directory = _directory(arguments, environment)
+    config, directory = _configure(arguments, environment)
+    settings = config.settings
     clock = Clock()
     inbox = Inbox(clock)
     signals.listen(inbox)  # before anything that takes time: by default a signal would end us
     out = PatientStream(lambda: sys.stdout)
-    allocation = patiently(lambda: read_allocation(environment, client, arguments.tasks_per_node))
-    settings = patiently(client.settings)
+    allocation = patiently(lambda: read_allocation(environment, client, settings.tasks_per_node))
+    cluster = patiently(client.settings)
+    wanted = shape.nodes_wanted(config, len(allocation.nodes), command)
     merged = _merge_spool(directory)
-    carried = _carried(directory)
+    carried = attempt.carried(directory)
     lease = _lease(directory, allocation, carried, clock, client)
     log = configure(out, job=allocation.job_id, attempt=lease.attempt)
     assignment = Assignment(
@@ -112,41 +89,38 @@ def execute(arguments: argparse.Namespace) -> int:
         restart_count=allocation.restart_count,
         attempt=lease.attempt,
         nodes=allocation.nodes,
-        kill_wait_s=settings.kill_wait_s,
+        kill_wait_s=cluster.kill_wait_s,
         nonce=secrets.token_hex(8),
     )
     setting = Setting(
         directory=directory,
         assignment=assignment,
-        job=Job(
-            command=command,
-            torchrun=arguments.torchrun,
-            geometry=Geometry(
-                nodes=allocation.nodes,
-                tasks_per_node=allocation.tasks_per_node,
-                cpus_per_task=allocation.cpus_per_task,
-                overcommit=allocation.overcommit,
-            ),
-            run_directory=directory.path,
-            run_id=directory.run_id,
+        job=attempt.job(
+            command,
+            settings,
+            allocation,
+            directory,
             attempt=lease.attempt,
             socket=assignment.socket_name(),
         ),
         lease=lease,
-        policy=policy,
-        progress_log_every_s=arguments.progress_log_every_s,
+        policy=settings.policy,
+        progress_log_every_s=settings.progress_log_every_s,
+        gpus_per_node=allocation.gpus_per_node,
+        free_bytes_min=int(settings.free_gib_min * 2**30),
     )
     log.info(
         "attempt_started",
         version=__version__,
         run_dir=str(directory.path),
         nodes=",".join(allocation.nodes),
-        slurm=settings.version,
+        slurm=cluster.version,
         previous=carried.previous or "none",
         see_status=f"stepkeeper status {directory.path}",
         see_logs=f"stepkeeper logs {directory.path}",
         to_stop=f"scancel {allocation.slurm_name}",
     )
+    _record(config, directory, lease.attempt, log)
     if merged:
         log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
     if allocation.overcommit:
@@ -159,13 +133,16 @@ def execute(arguments: argparse.Namespace) -> int:
             attempt=lease.attempt,
             nodes=allocation.nodes,
             batch_node=allocation.batch_node,
-            kill_wait_s=settings.kill_wait_s,
-            finished_step=_finished_step(directory),
+            kill_wait_s=cluster.kill_wait_s,
+            finished_step=attempt.finished_step(directory.path),
             failures=carried.failures,
             best_step=carried.best_step,
             node_losses=carried.node_losses,
             previous=carried.previous,
             wrapped=setting.job.wrapped,
+            nodes_wanted=wanted,
+            nodes_min=settings.min_nodes,
+            excluded=carried.excluded,
         )
     )
     lease_source.watch(
@@ -195,10 +172,39 @@ def _command(words: list[str]) -> tuple[str, ...]:
     return tuple(command)
 
 
-def _policy(arguments: argparse.Namespace) -> Policy:
-    if arguments.failures_max < 1 or arguments.save_margin_s < 0:
-        raise StepkeeperError("--failures-max is at least 1, --save-margin-s at least 0", ExitCode.USAGE)
-    return Policy(failures_max=arguments.failures_max, save_margin_s=arguments.save_margin_s)
+def _sources(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Sources:
+    return resolve.gather(flags.read(arguments), environment)
+
+
+@printing.reading
+def _show(arguments: argparse.Namespace) -> int:
+    """Print the configuration, or what would be started; needs no Slurm."""
+    environment = dict(os.environ)
+    sources = _sources(arguments, environment)
+    if arguments.print_config:
+        return print_config.show(sources, environment, as_json=arguments.json)
+    return dry_run.show(sources, environment, _command(arguments.cmd), as_json=arguments.json)
+
+
+def _configure(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Config, rundir.RunDirectory]:
+    """Return the configuration and the run directory, which holds a part of it."""
+    sources = _sources(arguments, environment)
+    path = rundir.expand(sources.resolve().settings.run_dir, environment)
+    config = sources.resolve(path)
+    is_default = config.values["run_dir"].origin is Origin.DEFAULT
+    return config, rundir.prepare(path, group_readable=config.settings.group_readable, default=is_default)
+
+
+def _record(
+    config: Config, directory: rundir.RunDirectory, number: int, log: structlog.typing.FilteringBoundLogger
+) -> None:
+    """Say and keep by what the attempt goes; storage that does not take it stops nothing."""
+    if changed := record.changes(config):
+        log.info("configured", **{key.replace(".", "_"): value for key, value in changed.items()})
+    try:
+        record.write(directory.path, number, config)
+    except OSError as error:
+        log.warning("config_not_recorded", error=f"{error.filename}: {error.strerror}")
 
 
 def patiently(call: Callable[[], T]) -> T:
@@ -221,27 +227,12 @@ def patiently(call: Callable[[], T]) -> T:
         pause_s = min(2 * pause_s, 30.0)
 
 
-def _directory(arguments: argparse.Namespace, environment: Mapping[str, str]) -> rundir.RunDirectory:
-    chosen = arguments.run_dir or environment.get("STEPKEEPER_RUN_DIR")
-    path = rundir.expand(chosen or rundir.DEFAULT_PATTERN, environment)
-    return rundir.prepare(path, group_readable=arguments.group_readable, default=chosen is None)
-
-
 def _merge_spool(directory: rundir.RunDirectory) -> int:
     """Take over what an earlier attempt could only write to this node's disk; what fails is left for the next one."""
     try:
         return journal.merge_spool(directory.journal)
     except OSError:
         return 0
-
-
-def _carried(directory: rundir.RunDirectory) -> journal.Carried:
-    try:
-        return journal.reconstruct(directory.journal)
-    except OSError as error:
-        raise StepkeeperError(
-            f"{directory.journal}: cannot be read: {error.strerror}", ExitCode.RUN_DIRECTORY
-        ) from error
 
 
 def _lease(
@@ -264,13 +255,3 @@ def _lease(
     except StepkeeperError as error:
         error.add_note(f"asked about the job that held {directory.path}")
         raise
-
-
-def _finished_step(directory: rundir.RunDirectory) -> int | None:
-    try:
-        said = outcome.read(directory.path)
-    except (OSError, ValueError) as error:
-        raise StepkeeperError(
-            f"{directory.path / outcome.OUTCOME_NAME}: cannot be read: {error}", ExitCode.RUN_DIRECTORY
-        ) from error
-    return said.step if said is not None and said.outcome == "finished" else None

@@ -6,13 +6,26 @@ from typing import assert_never
 
 import msgspec
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.bus import on_no_watcher
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.faults import lose_nodes, lost_in_words
 from stepkeeper.core.notices import retry_requeue
-from stepkeeper.core.phases import Decision, ask, close, closed, kill, relaunch, stop
+from stepkeeper.core.phases import (
+    Decision,
+    ask,
+    ask_unprompted,
+    close,
+    closed,
+    go_on_starting,
+    kill,
+    relaunch,
+    stop,
+    wait_for_slurm,
+)
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.starting import on_no_watcher
-from stepkeeper.core.state import Doubt, Next, Phase, Plan, State
+from stepkeeper.core.state import Blame, Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
 NOT_ANNOUNCED = (
@@ -59,6 +72,8 @@ def _on_closing_late(state: State, at: float, policy: Policy) -> Decision:
 def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
     plan = state.plan
     assert plan is not None, "STOPPING is entered with a plan"
+    if not state.running and state.slurm_away_since is not None:
+        return _on_slurm_still_away(state, at, plan, policy)
     if not state.running:
         return relaunch(state, at, f"{plan.why}; Slurm did not say why in time", policy)
     if not state.killed:
@@ -67,6 +82,18 @@ def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
     if plan.next is Next.RELAUNCH:  # nothing can be started beside ranks that do not die
         plan = Plan(next=Next.REQUEUE, why=why)
     return close(replace(state, running=False), at, plan, policy)
+
+
+def _on_slurm_still_away(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
+    """Ask whether a launch could begin now; in the end try it, on the training's account."""
+    assert state.slurm_away_since is not None, "the caller looks"
+    if state.asking:
+        return wait_for_slurm(state, at, f"Slurm did not answer in {policy.ask_within_s:g} s", policy)
+    if at - state.slurm_away_since < policy.slurm_away_for_s:
+        state = replace(state, deadline_at=at + policy.ask_within_s)
+        return ask_unprompted(state, "is Slurm there again?")
+    state = replace(state, plan=replace(plan, blame=Blame.TRAINING))
+    return relaunch(state, at, f"{plan.why}; Slurm has been away for {policy.slurm_away_for_s:g} s", policy)
 
 
 def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
@@ -82,6 +109,11 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
     missing = [node for node in state.nodes if node not in state.ready]
     if not missing and state.phase is Phase.TRAINING:
         return _on_launch_late(state, at, policy)
+    if not missing and state.unfit_since is not None and not state.clearing:
+        return go_on_starting(state, at, policy, "look again whether the nodes are fit")
+    if not missing and state.clearing and not state.asked_uncleared:
+        state = replace(state, asked_uncleared=True, deadline_at=at + policy.ask_within_s)
+        return Decision(state, (do.AskUncleared(launch=state.launch),), "clearing the nodes took too long")
     if not missing and state.clearing:
         return stop(state, at, Plan(next=Next.REQUEUE, why="clearing the nodes took too long"), policy)
     if not missing:
@@ -89,13 +121,6 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
         return stop(state, at, plan, policy)
     if state.phase is Phase.TRAINING and not state.ready and state.doubt is not Doubt.LAST:
         return on_no_watcher(state, at, policy)
-    losses = state.node_losses + 1
-    state = replace(state, node_losses=losses)
     # one lost node keeps the whole bus from starting: name that one, if its watcher fell silent first
-    lost = [node for node in missing if node in state.silent] or missing
-    why = f"no watcher answers on {', '.join(lost)}: taken for lost"
-    if state.bus_error:
-        why += f" ({state.bus_error})"
-    if losses > policy.node_losses_max:
-        return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
-    return stop(state, at, Plan(next=Next.REQUEUE, why=why), policy)
+    lost = tuple([node for node in missing if node in state.silent] or missing)
+    return lose_nodes(state, at, lost, lost_in_words(state, lost), policy)

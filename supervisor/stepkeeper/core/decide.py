@@ -1,7 +1,7 @@
 """The rules: `decide(state, event, policy)` returns the next state, what to do, and why.
 
 Pure, like the whole of `core`: no clock, no I/O, no log, no thread.  Time is `event.at`.  Read on in the
-order of a run: `starting`, `training`, `notices`, `deadlines`; all of them end in `phases`.
+order of a run: `starting`, `training`, `notices`, `faults`, `bus`, `deadlines`; all of them end in `phases`.
 
 Every phase that waits has a deadline.  When it passes, the next rougher means is used.
 """
@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import assert_never
 
 from stepkeeper.core import events as on
+from stepkeeper.core.bus import on_bus_ended, on_watcher_lost
 from stepkeeper.core.deadlines import on_tick
+from stepkeeper.core.faults import on_node_faulted, on_nodes_not_cleared, on_nodes_released
 from stepkeeper.core.notices import (
     on_node_signaled,
     on_requeue_answered,
@@ -23,12 +25,10 @@ from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.starting import (
     on_attempt_started,
-    on_bus_ended,
     on_checkpoint_chosen,
     on_choice_failed,
     on_launch_refused,
     on_nodes_cleared,
-    on_watcher_lost,
     on_watcher_ready,
 )
 from stepkeeper.core.state import Phase, State
@@ -72,6 +72,12 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_bus_ended(state, event, policy)
         case on.NodesCleared():
             return on_nodes_cleared(state, event, policy)
+        case on.NodesNotCleared():
+            return on_nodes_not_cleared(state, event, policy)
+        case on.NodeFaulted():
+            return on_node_faulted(state, event, policy)
+        case on.NodesReleased():
+            return on_nodes_released(state, event)
         case on.CheckpointChosen():
             return on_checkpoint_chosen(state, event, policy)
         case on.ChoiceFailed():

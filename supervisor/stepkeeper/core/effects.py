@@ -1,4 +1,7 @@
-"""What to do: the only output of `decide` besides the next state.  Imperative; each is one act."""
+"""What to do: the only output of `decide` besides the next state.  Imperative; each is one act.
+
+They stand in the journal, so a field is only ever added, with a default: older records must stay readable.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ class StartBus(_Effect, frozen=True, kw_only=True, tag="start_bus"):
     """Start one watcher on every node, in a moment; an older bus is ended now."""
 
     bus: int
+    nodes: tuple[str, ...] = ()
     after_s: float = 0.0
 
 
@@ -31,18 +35,27 @@ class VerifyCheckpoint(_Effect, frozen=True, kw_only=True, tag="verify_checkpoin
 
 
 class ClearNodes(_Effect, frozen=True, kw_only=True, tag="clear_nodes"):
-    """Have every watcher end what is left of earlier launches, and confirm."""
+    """Have every watcher end what is left of earlier launches, look whether its node is fit, and confirm."""
+
+    launch: int
+    nodes: tuple[str, ...] = ()  # that are waited for
+    first: str = ""  # of them: where rank 0 will run
+
+
+class AskUncleared(_Effect, frozen=True, kw_only=True, tag="ask_uncleared"):
+    """Tell which nodes have not confirmed; answered by `NodesNotCleared` at once."""
 
     launch: int
 
 
 class StartLaunch(_Effect, frozen=True, kw_only=True, tag="start_launch"):
-    """Start the training step on all nodes."""
+    """Start the training step."""
 
     launch: int
     resume_from: str | None
     address: str
     port: int
+    nodes: tuple[str, ...] = ()
 
 
 class RequestSave(_Effect, frozen=True, kw_only=True, tag="request_save"):
@@ -60,6 +73,19 @@ class KillRanks(_Effect, frozen=True, kw_only=True, tag="kill_ranks"):
     why: str
 
 
+class Look(_Effect, frozen=True, kw_only=True, tag="look"):
+    """Have the node's agent look at its hardware: a rank failed there.  It believes only what it then sees."""
+
+    node: str
+    why: str
+
+
+class ReleaseNodes(_Effect, frozen=True, kw_only=True, tag="release_nodes"):
+    """Give the other nodes of the allocation back, so that they can be repaired; answered by `NodesReleased`."""
+
+    keep: tuple[str, ...]
+
+
 class AskSlurm(_Effect, frozen=True, kw_only=True, tag="ask_slurm"):
     """Ask Slurm for the facts of our job; always answered by `SlurmAnswered`, within the client's time limit.
 
@@ -71,7 +97,10 @@ class AskSlurm(_Effect, frozen=True, kw_only=True, tag="ask_slurm"):
 
 
 class Requeue(_Effect, frozen=True, kw_only=True, tag="requeue"):
-    """Have Slurm requeue our own job."""
+    """Have Slurm requeue our own job; with an agent on this node, eligible again at once."""
+
+    exclude: tuple[str, ...] = ()  # nodes to add to the job's list of excluded ones
+    readmit: tuple[str, ...] = ()  # that we excluded earlier, and whose time is over
 
 
 class Exit(_Effect, frozen=True, kw_only=True, tag="exit"):
@@ -87,9 +116,12 @@ Effect = (
     | ChooseCheckpoint
     | VerifyCheckpoint
     | ClearNodes
+    | AskUncleared
     | StartLaunch
     | RequestSave
     | KillRanks
+    | Look
+    | ReleaseNodes
     | AskSlurm
     | Requeue
     | Exit

@@ -14,7 +14,10 @@ Where each comes from, and what may be concluded from it:
     WatcherReady        a watcher's first line (`sources.bus`)
     WatcherLost         nobody: silence, or a line of srun about one task (`sources.bus`)
     BusEnded            the watchers' srun: its status, and the last line of its stderr (`sources.bus`)
-    NodesCleared        every watcher
+    NodesCleared        every watcher: it has ended what was left, and looked whether its node is fit
+    NodesNotCleared     the bus: which watchers have not answered
+    NodeFaulted         the node agent or, without one, the watcher itself: kernel log and NVML, never a rank's word
+    NodesReleased       slurmctld (`actions.slurm`)
     CheckpointChosen, ChoiceFailed, CheckpointVerified
                         the file system (`actions.checkpoints`)
     LaunchBegan         the wrappers of all tasks, counted by `sources.bus`
@@ -58,6 +61,23 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     preempt_at: float | None = None
     end_at: float | None = None
     requeue_allowed: bool = True
+    excluded: str = ""  # node list: where the job may not run
+
+
+class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
+    """A node on which this job shall not run, and until when (Unix seconds)."""
+
+    node: str
+    why: str
+    until: float
+
+
+class Unfit(msgspec.Struct, frozen=True, kw_only=True):
+    """A node on which no launch should start, and why."""
+
+    node: str
+    why: str
+    shared: bool = False  # the cause may be common to all nodes: storage, clock
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
@@ -79,6 +99,9 @@ class AttemptStarted(_Event, frozen=True, kw_only=True, tag="attempt_started"):
     node_losses: int = 0  # nodes lost since the last verified progress, carried over
     previous: str = ""  # how the attempt before ended, in words
     wrapped: bool = True  # our wrapper is around each rank: `LaunchBegan` will come (not of own srun lines)
+    nodes_wanted: int = 0  # by a launch; the others are spares.  0: all
+    nodes_min: int = 0  # that a launch may shrink to.  0: never
+    excluded: tuple[Exclusion, ...] = ()  # carried over
 
 
 class Tick(_Event, frozen=True, kw_only=True, tag="tick"):
@@ -115,7 +138,7 @@ class RequeueAnswered(_Event, frozen=True, kw_only=True, tag="requeue_answered")
     """The answer to `Requeue`."""
 
     ok: bool
-    error: str = ""
+    error: str = ""  # where it is ok: what did not succeed besides
 
 
 # --- the bus --------------------------------------------------------------------------------------
@@ -148,8 +171,37 @@ class NodesCleared(_Event, frozen=True, kw_only=True, tag="nodes_cleared"):
     """Every watcher confirms: no process of an earlier launch is left on its node."""
 
     launch: int
-    address: str  # of the first node: where the ranks of the next launch meet
+    address: str  # of the node of rank 0: where the ranks of the next launch meet
     port: int  # free there
+    unfit: tuple[Unfit, ...] = ()  # nodes that failed the checks before a launch
+    nodes: tuple[str, ...] = ()  # that confirmed
+
+
+class NodesNotCleared(_Event, frozen=True, kw_only=True, tag="nodes_not_cleared"):
+    """The answer to `AskUncleared`: nodes that have not confirmed."""
+
+    launch: int
+    nodes: tuple[str, ...]
+
+
+class NodeFaulted(_Event, frozen=True, kw_only=True, tag="node_faulted"):
+    """A fault of a node's hardware was seen; the same `incident` again means that it was raised."""
+
+    node: str
+    incident: str
+    name: str  # `XID 79`
+    action: str  # of `node.xid.model.Action`
+    leave: bool  # no job should run on this node any more
+    why: str
+    gpu: str = ""  # PCI address and UUID, for people
+    drained: bool = False  # the agent has drained the node
+
+
+class NodesReleased(_Event, frozen=True, kw_only=True, tag="nodes_released"):
+    """The answer to `ReleaseNodes`."""
+
+    ok: bool
+    error: str = ""
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -301,6 +353,9 @@ Event = (
     | WatcherLost
     | BusEnded
     | NodesCleared
+    | NodesNotCleared
+    | NodeFaulted
+    | NodesReleased
     | CheckpointChosen
     | ChoiceFailed
     | CheckpointVerified

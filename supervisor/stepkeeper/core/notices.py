@@ -12,11 +12,21 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.bus import try_bus_again
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.judge import Judgement, Notice, judge
-from stepkeeper.core.phases import Decision, ask, close, relaunch, request_save, save, stop, take
+from stepkeeper.core.phases import (
+    Decision,
+    ask,
+    close,
+    relaunch,
+    request_save,
+    save,
+    stop,
+    take,
+    wait_for_slurm,
+)
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.starting import try_bus_again
 from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
@@ -79,7 +89,9 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
     return Decision(more.state, (*decision.effects, *more.effects), decision.why)
 
 
-def _act(state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Policy, *, final: bool) -> Decision:
+def _act(  # noqa: C901 - one case a notice
+    state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Policy, *, final: bool
+) -> Decision:
     """Act on why Slurm signaled; if not `final`, a newer signal is still to be asked about."""
     asked_for = state.signal
     nothing_ends = judgement.notice in (Notice.ASKED_TO_SAVE, Notice.NOT_FOR_US)
@@ -88,6 +100,8 @@ def _act(state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Po
     why = _in_words(event, judgement)
     if nothing_ends and final and state.phase is Phase.STOPPING and not state.running:
         assert state.plan is not None, "STOPPING is entered with a plan"
+        if event.job is None and state.slurm_away_since is not None:
+            return wait_for_slurm(state, event.at, why, policy)
         return relaunch(state, event.at, state.plan.why, policy)  # the launch failed on its own account
     match judgement.notice:
         case Notice.NOT_FOR_US if final and state.phase is Phase.TRAINING and state.doubt is Doubt.ASKED:
@@ -181,8 +195,14 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
         return close(state, event.at, plan, policy)
     assert state.plan is not None, "REQUEUEING is entered with a plan"
     why = state.plan.why
-    state = replace(state, requesting=True, deadline_at=event.at + policy.ask_within_s)
-    return Decision(state, (do.Requeue(),), why)
+    now = tuple(exclusion for exclusion in state.excluded if exclusion.until > event.at)
+    over = [exclusion.node for exclusion in state.excluded if exclusion not in now]
+    readmit = tuple(dict.fromkeys([*state.readmit, *over]))
+    if now:
+        why += f"; without {', '.join(exclusion.node for exclusion in now)}"
+    deadline = event.at + policy.requeue_within_s
+    state = replace(state, requesting=True, deadline_at=deadline, excluded=now, readmit=readmit)
+    return Decision(state, (do.Requeue(exclude=tuple(exclusion.node for exclusion in now), readmit=readmit),), why)
 
 
 def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy) -> Decision:
@@ -191,7 +211,8 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
         return Decision(state)
     if event.ok:
         assert state.plan is not None, "REQUEUEING is entered with a plan"
-        return close(state, event.at, Plan(next=Next.END, why=f"requeued: {state.plan.why}"), policy)
+        besides = f"; {event.error}" if event.error else ""
+        return close(state, event.at, Plan(next=Next.END, why=f"requeued: {state.plan.why}{besides}"), policy)
     if not state.requesting:
         return Decision(state)  # too late: it was given up, and counted
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)

@@ -10,8 +10,9 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import NO_SIGNAL, Next, Phase, Plan, State
+from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
 
@@ -108,11 +109,17 @@ def closed(state: State, at: float, policy: Policy, why: str) -> Decision:
 
 def relaunch(state: State, at: float, why: str, policy: Policy) -> Decision:
     """Start again in the same allocation: whether the budget lasts is known with the newest checkpoint."""
+    if not places(state):
+        return close(state, at, Plan(next=Next.REQUEUE, why=f"{why}; {room(state)}", blame=Blame.NODE), policy)
+    charged = state.plan is None or state.plan.blame is Blame.TRAINING
+    released = release(state)
+    state = released.state
     wait = policy.choose_within_s if all_ready(state) else policy.watcher_back_within_s
     state = replace(
         state,
         phase=Phase.STARTING,
-        failures=state.failures + 1,
+        failures=state.failures + charged,
+        charged=charged,
         launch=state.launch + 1,
         first_failure=why,
         plan=None,
@@ -121,7 +128,36 @@ def relaunch(state: State, at: float, why: str, policy: Policy) -> Decision:
         clearing=False,
         deadline_at=at + wait,
     )
-    return Decision(state, (do.ChooseCheckpoint(),), f"relaunch: {why}")
+    return Decision(state, (*released.effects, do.ChooseCheckpoint()), f"relaunch: {why}")
+
+
+def wait_for_slurm(state: State, at: float, why: str, policy: Policy) -> Decision:
+    """No launch can begin without Slurm: ask again in a moment.  That it is away is in nobody's budget."""
+    assert state.plan is not None, "STOPPING is entered with a plan"
+    plan = replace(state.plan, blame=Blame.SLURM)
+    state = replace(state, plan=plan, asking=False, again=False, deadline_at=at + policy.slurm_again_s)
+    return Decision(state, (), f"{why}: the launch waits for Slurm")
+
+
+def release(state: State) -> Decision:
+    """Give back the nodes that were left, so that they can be repaired: all but our own, which ends with the job."""
+    if not state.releasing:
+        return Decision(state)
+    keep = state.nodes if state.batch_node in state.nodes else (state.batch_node, *state.nodes)
+    return Decision(replace(state, releasing=False), (do.ReleaseNodes(keep=keep),))
+
+
+def go_on_starting(state: State, at: float, policy: Policy, why: str) -> Decision:
+    """In STARTING, clear the nodes once watchers answer and the checkpoint is chosen."""
+    if state.phase is not Phase.STARTING:
+        return Decision(state)
+    if not all_ready(state):
+        return Decision(state, (), why)
+    if not state.chosen:
+        return Decision(replace(state, deadline_at=at + policy.choose_within_s), (), why)
+    state = replace(state, clearing=True, asked_uncleared=False, deadline_at=at + policy.clear_within_s)
+    clear = do.ClearNodes(launch=state.launch, nodes=state.nodes, first=places(state)[0])
+    return Decision(state, (clear,), why)
 
 
 def finish(state: State, plan: Plan) -> Decision:

@@ -67,7 +67,28 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Launches that failed without a newly verified step in between; then the run stops."""
 
     node_losses_max: int = 10
-    """Requeues for lost nodes without a newly verified step in between; then the run stops."""
+    """Lost and faulty nodes without a newly verified step in between; then the run stops."""
+
+    exclude_for_s: float = 86_400.0
+    """A faulty node that nobody drained is excluded from the job's next attempts for so long."""
+
+    slurm_away_for_s: float = 3600.0
+    """A launch that could not begin because Slurm did not answer waits for it so long; then it counts as failed."""
+
+    slurm_again_s: float = 10.0
+    """Between two questions meanwhile."""
+
+    requeue_within_s: float = 45.0
+    """Slurm takes the requeue, with up to six calls before and after it, or it is tried again."""
+
+    excluded_max: int = 8
+    """Nodes that a job excludes at a time, the newest first: more would leave it nothing to run on."""
+
+    unfit_retry_s: float = 15.0
+    """Most nodes fail the checks before a launch: the cause is common, and the checks are repeated after this."""
+
+    unfit_wait_s: float = 1800.0
+    """For so long; then the run stops."""
 
     bus_retry_max_s: float = 10.0
     """The longest pause before the bus is started again."""

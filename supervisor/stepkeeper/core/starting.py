@@ -1,7 +1,7 @@
-"""From the start of an attempt (or a relaunch) to running ranks, and the bus beside them.  Pure.
+"""From the start of an attempt (or a relaunch) to running ranks.  Pure.
 
 A launch starts only when every watcher answers, the checkpoint is chosen and verified, and every node has
-confirmed that nothing of an earlier launch is left.
+confirmed that nothing of an earlier launch is left and that it is fit.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, closed, finish, request_save, stop
+from stepkeeper.core.faults import lose_nodes, lost_in_words, on_unfit
+from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, finish, go_on_starting, request_save, stop
+from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import NO_SIGNAL, Doubt, Next, Phase, Plan, State
+from stepkeeper.core.state import Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
 
@@ -22,18 +24,23 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
     """Start the watchers and look for the checkpoint, unless the work is done already."""
     if state.bus:
         return Decision(state)  # an attempt starts once
+    nodes, known_bad = _without_known_bad(event)
     state = replace(
         state,  # a signal may have come before us: what was asked about it stays asked
         job_id=event.job_id,
         restart_count=event.restart_count,
         attempt=event.attempt,
-        nodes=event.nodes,
+        nodes=nodes,
+        releasing=bool(set(event.nodes) - set(nodes) - {event.batch_node}),
         batch_node=event.batch_node,
         kill_wait_s=event.kill_wait_s,
         wrapped=event.wrapped,
         failures=event.failures,
         node_losses=event.node_losses,
         best_step=event.best_step,
+        nodes_wanted=event.nodes_wanted or len(event.nodes),
+        nodes_min=event.nodes_min,
+        excluded=event.excluded,
         bus=1,
         bus_open=True,
         deadline_at=event.at + policy.start_within_s,
@@ -41,7 +48,21 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
     if event.finished_step is not None:
         why = f"the training finished at step {event.finished_step} in an earlier attempt"
         return finish(replace(state, bus_open=False), Plan(next=Next.END, why=why, code=ExitCode.FINISHED))
-    return Decision(state, (do.StartBus(bus=1), do.ChooseCheckpoint()), "the attempt starts")
+    effects = (do.StartBus(bus=1, nodes=state.nodes), do.ChooseCheckpoint())
+    return Decision(state, effects, f"the attempt starts{known_bad}")
+
+
+def _without_known_bad(event: on.AttemptStarted) -> tuple[tuple[str, ...], str]:
+    """Return the nodes without those that we excluded and Slurm gave us all the same, where enough are left."""
+    bad = {each.node: each.why for each in event.excluded if each.until > event.at and each.node in event.nodes}
+    if not bad:
+        return event.nodes, ""
+    names = ", ".join(bad)
+    left = tuple(node for node in event.nodes if node not in bad)
+    least = event.nodes_min or event.nodes_wanted or len(event.nodes)
+    if len(left) < least:
+        return event.nodes, f"; {names} had a fault before ({'; '.join(bad.values())}), but too few others are here"
+    return left, f"; {names} had a fault before, and is not used"
 
 
 def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> Decision:
@@ -55,6 +76,9 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     if state.phase in (Phase.SAVING, Phase.STOPPING):
         first = len(state.ready) == 1
         return _say_again(state, first=first) if first or everyone else Decision(state)
+    if state.doubt is Doubt.LAST and state.silent and set(state.nodes) == state.ready | state.silent:
+        lost = tuple(node for node in state.nodes if node in state.silent)
+        return lose_nodes(state, event.at, lost, lost_in_words(state, lost), policy)
     if not everyone:
         return Decision(_bus_comes(state, event.at, policy))
     if state.phase is Phase.TRAINING:
@@ -62,7 +86,7 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
         unknown = state.wrapped and not state.begun  # the word of the begin may have been lost: only warn, later
         state = replace(state, deadline_at=event.at + policy.announce_within_s if unknown else None)
         return ask_unprompted(state, "every watcher answers again: was a notice missed?")
-    return _go_on_starting(state, event.at, policy, "every watcher answers")
+    return go_on_starting(state, event.at, policy, "every watcher answers")
 
 
 def _bus_comes(state: State, at: float, policy: Policy) -> State:
@@ -109,7 +133,7 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
         failed = f"{state.first_failure}; {state.failures} launches without a newly verified step"
         plan = Plan(next=Next.END, why=failed, code=ExitCode.TRAINING_FAILED)
         return stop(state, event.at, plan, policy)
-    return _go_on_starting(state, event.at, policy, why)
+    return go_on_starting(state, event.at, policy, why)
 
 
 def on_choice_failed(state: State, event: on.ChoiceFailed, policy: Policy) -> Decision:
@@ -120,27 +144,24 @@ def on_choice_failed(state: State, event: on.ChoiceFailed, policy: Policy) -> De
     return stop(state, event.at, plan, policy)
 
 
-def _go_on_starting(state: State, at: float, policy: Policy, why: str) -> Decision:
-    """In STARTING, clear the nodes once watchers answer and the checkpoint is chosen."""
-    if state.phase is not Phase.STARTING:
-        return Decision(state)
-    if not all_ready(state):
-        return Decision(state, (), why)
-    if not state.chosen:
-        return Decision(replace(state, deadline_at=at + policy.choose_within_s), (), why)
-    state = replace(state, clearing=True, deadline_at=at + policy.clear_within_s)
-    return Decision(state, (do.ClearNodes(launch=state.launch),), why)
-
-
 def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
     """Nothing of an earlier launch is left anywhere: start the ranks."""
     if state.phase is not Phase.STARTING or not state.clearing or event.launch != state.launch:
         return Decision(state)
+    if event.nodes and event.nodes != state.nodes:
+        return Decision(state)  # a node was left since: the others were asked again
+    if event.unfit:
+        return on_unfit(state, event, policy)
+    nodes = places(state)
     state = replace(
         state,
         phase=Phase.TRAINING,
         deadline_at=event.at + (policy.begin_within_s if state.wrapped else policy.announce_within_s),
         clearing=False,
+        unfit_since=None,
+        launched=nodes,
+        charged=False,
+        hints=(),
         running=True,
         begun=False,
         heard=False,
@@ -153,8 +174,18 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         first_failure="",
         plan=None,
     )
-    effect = do.StartLaunch(launch=state.launch, resume_from=state.resume_from, address=event.address, port=event.port)
-    return Decision(state, (effect,), "the nodes are clear")
+    effect = do.StartLaunch(
+        launch=state.launch, nodes=nodes, resume_from=state.resume_from, address=event.address, port=event.port
+    )
+    return Decision(state, (effect,), f"the nodes are clear and fit{_shape(state)}")
+
+
+def _shape(state: State) -> str:
+    """Say it where a launch does not get all nodes of the allocation, or fewer than it wants."""
+    if len(state.launched) < state.nodes_wanted:
+        return f"; {room(state)}: it shrinks to {len(state.launched)}"
+    spares = [node for node in state.nodes if node not in state.launched]
+    return f"; spare: {', '.join(spares)}" if spares else ""
 
 
 def on_launch_refused(state: State, event: on.LaunchRefused, policy: Policy) -> Decision:
@@ -163,84 +194,3 @@ def on_launch_refused(state: State, event: on.LaunchRefused, policy: Policy) -> 
         return Decision(state)
     plan = Plan(next=Next.END, why=f"the training step: {event.error}", code=ExitCode.START_FAILED)
     return stop(replace(state, running=False), event.at, plan, policy)
-
-
-def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Decision:
-    """A watcher is gone: start a new bus beside the training."""
-    if event.bus != state.bus or not state.bus_open or state.phase in (Phase.CLOSING, Phase.REQUEUEING):
-        return Decision(state)
-    state = replace(state, silent=state.silent | {event.node})
-    return _restart_bus(state, event.at, f"the watcher of {event.node} is gone: {event.why}", policy)
-
-
-def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
-    """All watchers are gone: as we wanted, or a new bus is started beside the training."""
-    if event.bus != state.bus or not state.bus_open:
-        return Decision(state)
-    if state.phase in (Phase.CLOSING, Phase.REQUEUEING):
-        state = replace(state, bus_open=False, ready=frozenset())
-        if state.phase is Phase.CLOSING:
-            return closed(state, event.at, policy, "the watchers left")
-        return Decision(state, (), "the watchers left")
-    why = f"the watchers' Slurm step ended with {event.code} {event.error}".rstrip()
-    state = replace(state, bus_open=False, bus_error=event.error)
-    return _restart_bus(state, event.at, why, policy)
-
-
-def _restart_bus(state: State, at: float, why: str, policy: Policy) -> Decision:
-    """Start a new bus beside the training; a node that does not come back is lost."""
-    # beside training, a bus on which nobody answered is in no budget: its deadline asks Slurm first
-    unheard = state.phase is Phase.TRAINING and not state.ready
-    restarts = state.bus_restarts + (not unheard)
-    tries = state.bus_tries + unheard
-    if restarts > policy.bus_restarts_max:
-        why = f"{why}; {restarts - 1} restarts of the bus"
-        if state.plan is not None:  # we leave already: a save may still come to its end
-            return Decision(replace(state, bus_open=False, ready=frozenset()), (), why)
-        return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.START_FAILED), policy)
-    deadline = state.deadline_at
-    if state.phase in (Phase.STARTING, Phase.TRAINING):
-        back = at + policy.watcher_back_within_s
-        # a node that was lost already keeps its deadline: restarts must not put it off for ever
-        lost_before = deadline is not None and (state.phase is Phase.STARTING or not all_ready(state))
-        deadline = min(deadline, back) if lost_before and deadline is not None else back
-    state = replace(
-        state,
-        bus=state.bus + 1,
-        bus_open=True,
-        bus_restarts=restarts,
-        bus_tries=tries,
-        bus_restarted_in_launch=True,
-        ready=frozenset(),
-        clearing=False,
-        deadline_at=deadline,
-    )
-    # a bus that cannot start must not spin; the first restarts are at once
-    number = restarts + tries
-    after_s = min(policy.bus_retry_max_s, 0.25 * 2.0 ** min(number, 30)) if number > 1 else 0.0
-    return Decision(state, (do.StartBus(bus=state.bus, after_s=after_s),), why)
-
-
-def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:
-    """Beside training, no watcher at all came back in time: are the nodes lost, or is only Slurm away?"""
-    if state.doubt is Doubt.ASKED and state.asking and state.signal == NO_SIGNAL:
-        state = replace(state, asking=False, again=False, signal="")
-        return try_bus_again(state, at, f"no answer in {policy.ask_within_s:g} s", policy, answered=False)
-    state = replace(state, doubt=Doubt.ASKED, deadline_at=at + policy.ask_within_s)
-    why = "no watcher answers on any node"
-    if state.asking:
-        return Decision(state, (), f"{why}: wait for what Slurm says")
-    return ask_unprompted(state, f"{why}: is Slurm there?")
-
-
-def try_bus_again(state: State, at: float, said: str, policy: Policy, *, answered: bool) -> Decision:
-    """Training goes on; without Slurm for as long as it takes, with it for one more time."""
-    if answered:
-        why = f"Slurm answers ({said}): the watchers are tried once more"
-    else:
-        why = f"Slurm does not answer either ({said}): training goes on, the watchers are tried again"
-    deadline = at + policy.watcher_back_within_s
-    state = replace(state, doubt=Doubt.LAST if answered else Doubt.AWAY, deadline_at=deadline)
-    if answered:
-        state = replace(state, bus_tries=0)  # the time is short: almost at once
-    return _restart_bus(state, at, why, policy)

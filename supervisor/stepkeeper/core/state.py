@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
+from stepkeeper.core.events import Exclusion
 from stepkeeper.core.exits import ExitCode
 
 NODE_TERM = "node TERM"  # a watcher got SIGTERM, and nobody else
@@ -41,12 +42,21 @@ class Doubt(StrEnum):
     LAST = "last"  # it answered: the bus is tried once more, then the nodes are lost
 
 
+class Blame(StrEnum):
+    """Whose budget a relaunch counts in."""
+
+    TRAINING = "training"
+    NODE = "node"
+    SLURM = "slurm"  # it did not answer: in no budget
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What comes when the ranks are gone, and why."""
 
     next: Next
     why: str
     code: ExitCode = ExitCode.REQUEUED  # of the supervisor, where it ends
+    blame: Blame = Blame.TRAINING
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +69,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     job_id: int = 0
     restart_count: int = 0
     attempt: int = 0
-    nodes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()  # that may be used: of the allocation, without lost and faulty ones
+    nodes_wanted: int = 0  # by a launch; the others are spares
+    nodes_min: int = 0  # that a launch may shrink to; 0: never
     batch_node: str = ""
     kill_wait_s: float = 30.0
 
@@ -74,12 +86,23 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     bus_open: bool = False
     bus_told: bool = False  # the watchers were asked to leave
 
+    # nodes that are not used any more
+    releasing: bool = False  # some are still in the allocation, and can be given back
+    excluded: tuple[Exclusion, ...] = ()
+    readmit: tuple[str, ...] = ()  # that we excluded earlier, and do no more
+    unfit_since: float | None = None  # most nodes fail the checks before a launch
+
     # the launch
     launch: int = 0
+    launched: tuple[str, ...] = ()  # its nodes
+    slurm_away_since: float | None = None  # the launch could not begin, and waits for Slurm
+    charged: bool = False  # the launch before counts as failed
+    hints: tuple[tuple[str, str], ...] = ()  # (node, fault) of the launch: faults that do not make a job leave
     running: bool = False  # ranks may run: from StartLaunch to LaunchEnded
     chosen: bool = False  # the checkpoint for the next launch is known
     resume_from: str | None = None
     clearing: bool = False
+    asked_uncleared: bool = False  # it takes too long: which nodes are missing?
     wrapped: bool = True  # every task says when it has started
     begun: bool = False  # every task has, or a rank spoke
     heard: bool = False  # a rank with the trainer library said hello

@@ -34,7 +34,15 @@ replace = msgspec.structs.replace
 def _states() -> dict[str, State]:
     """Return a typical state of each phase."""
     starting = State(
-        attempt=1, nodes=NODES, bus=1, bus_open=True, ready=frozenset("a"), deadline_at=AT + 60, asking=True
+        attempt=1,
+        nodes=NODES,
+        nodes_wanted=2,
+        launched=NODES,
+        bus=1,
+        bus_open=True,
+        ready=frozenset("a"),
+        deadline_at=AT + 60,
+        asking=True,
     )
     clearing = replace(starting, ready=frozenset(NODES), chosen=True, clearing=True)
     training = replace(
@@ -85,6 +93,13 @@ def _samples() -> dict[str, on.Event]:
         "WatcherLost": on.WatcherLost(at=AT, node="a", bus=1, why="silent"),
         "BusEnded": on.BusEnded(at=AT, bus=1, code=0),
         "NodesCleared": on.NodesCleared(at=AT, launch=0, address="a", port=29500),
+        "NodesCleared, one is not fit": on.NodesCleared(
+            at=AT, launch=0, address="a", port=29500, unfit=(on.Unfit(node="b", why="no GPU"),)
+        ),
+        "NodeFaulted, to be left": _fault(leave=True),
+        "NodeFaulted, a hint": _fault(leave=False),
+        "NodesNotCleared": on.NodesNotCleared(at=AT, launch=0, nodes=("b",)),
+        "NodesReleased": on.NodesReleased(at=AT, ok=True),
         "CheckpointChosen": on.CheckpointChosen(at=AT, directory=STEP, step=901),
         "ChoiceFailed": on.ChoiceFailed(at=AT, error="hung"),
         "CheckpointVerified": on.CheckpointVerified(at=AT, directory=STEP, ok=True),
@@ -107,6 +122,10 @@ def _samples() -> dict[str, on.Event]:
         "LaunchRefused": on.LaunchRefused(at=AT, launch=0, error="no srun"),
         "Superseded": on.Superseded(at=AT, by_job_id=7, by_restart_count=1),
     }
+
+
+def _fault(*, leave: bool) -> on.NodeFaulted:
+    return on.NodeFaulted(at=AT, node="b", incident="i", name="XID 79", action="drain_reboot", leave=leave, why="lost")
 
 
 def lines() -> Iterator[str]:

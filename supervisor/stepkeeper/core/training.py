@@ -7,9 +7,9 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import Decision, all_ready, ask, close, closed, kill, relaunch, take
+from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, close, closed, kill, relaunch, take
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import NO_SIGNAL, Next, Phase, Plan, State
+from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State
 
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75
@@ -28,8 +28,8 @@ def on_launch_began(state: State, event: on.LaunchBegan, policy: Policy) -> Deci
 def _begun(state: State, at: float, policy: Policy) -> State:
     """The launch need not be waited for, but the first word of the library.  A lost watcher keeps its deadline."""
     if state.begun or state.phase is not Phase.TRAINING or not all_ready(state):
-        return replace(state, begun=True)
-    return replace(state, begun=True, deadline_at=at + policy.announce_within_s)
+        return replace(state, begun=True, slurm_away_since=None)
+    return replace(state, begun=True, slurm_away_since=None, deadline_at=at + policy.announce_within_s)
 
 
 def on_rank_hello(state: State, event: on.RankHello) -> Decision:
@@ -42,8 +42,8 @@ def on_rank_hello(state: State, event: on.RankHello) -> Decision:
 def _heard(state: State) -> State:
     """The trainer library is there: it need not be waited for.  A lost watcher keeps its deadline."""
     if state.heard or state.phase is not Phase.TRAINING or not all_ready(state):
-        return replace(state, heard=True, begun=True)
-    return replace(state, heard=True, begun=True, deadline_at=None)
+        return replace(state, heard=True, begun=True, slurm_away_since=None)
+    return replace(state, heard=True, begun=True, slurm_away_since=None, deadline_at=None)
 
 
 def on_progressed(state: State, event: on.Progressed) -> Decision:
@@ -64,7 +64,7 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     """A step directory is complete; an emergency one is read back while the ranks leave."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    state = replace(state, saving=None, bus_restarts=0)
+    state = replace(state, saving=None, bus_restarts=0, node_losses=0)
     why = f"step {event.step} is committed"
     emergency = state.phase is Phase.SAVING and event.emergency
     effects = (do.VerifyCheckpoint(directory=event.directory),) if emergency else ()
@@ -145,20 +145,24 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
     if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
         return _on_rank_left(state, event, policy)
     how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.code}"
-    why = f"rank {event.rank} on {event.node} ended with {how}"
+    hint = ", ".join(fault for node, fault in state.hints if node == event.node)
+    why = f"rank {event.rank} on {event.node} ended with {how}{f' ({hint})' if hint else ''}"
     first = state.first_failure or why
+    ours = state.killed or state.phase is not Phase.TRAINING  # it was told to end, or dies of another's death
+    look = () if ours else (do.Look(node=event.node, why=why),)
     state = replace(state, first_failure=first)
     if event.code == EXIT_GAVE_UP:
         state = take(state, Plan(next=Next.END, why=why, code=ExitCode.TRAINING_GAVE_UP))
-    elif state.plan is None or state.plan.next is Next.RELAUNCH:
+    elif state.plan is None or (state.plan.next is Next.RELAUNCH and state.plan.blame is Blame.TRAINING):
         state = replace(state, plan=Plan(next=Next.RELAUNCH, why=first))
     if state.killed:
         return Decision(state)
     if state.saving is None:
-        return kill(replace(state, phase=Phase.STOPPING), event.at, policy, why)
+        killed = kill(replace(state, phase=Phase.STOPPING), event.at, policy, why)
+        return Decision(killed.state, (*killed.effects, *look), why)
     if state.phase is Phase.TRAINING:
         state = replace(state, phase=Phase.STOPPING, deadline_at=event.at + policy.commit_grace_s)
-    return Decision(state, (), why + "; the commit in flight may still come")
+    return Decision(state, look, why + "; the commit in flight may still come")
 
 
 def _on_rank_left(state: State, event: on.RankExited, policy: Policy) -> Decision:
@@ -209,7 +213,16 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
         how = "the ranks left on their own with a checkpoint"
     elif event.code == 0:
         how = "the ranks ended with 0, but rank 0 never said that the training is finished"
+    elif state.wrapped and not state.begun and not state.heard:
+        return _never_began(state, event.at, how, policy)
     return _after_failure(state, event, how, policy)
+
+
+def _never_began(state: State, at: float, why: str, policy: Policy) -> Decision:
+    """Not every task was started: where Slurm itself is away, that is no failure, and the next launch waits for it."""
+    since = state.slurm_away_since if state.slurm_away_since is not None else at
+    state = replace(state, phase=Phase.STOPPING, plan=Plan(next=Next.RELAUNCH, why=why), slurm_away_since=since)
+    return ask_unprompted(replace(state, deadline_at=at + policy.ask_within_s), f"{why}: is Slurm there?")
 
 
 def _after_failure(state: State, event: on.LaunchEnded, why: str, policy: Policy) -> Decision:
@@ -222,11 +235,18 @@ def _after_failure(state: State, event: on.LaunchEnded, why: str, policy: Policy
     state = replace(
         state,
         phase=Phase.STOPPING,
-        plan=Plan(next=Next.RELAUNCH, why=why),
+        plan=_again(state, why),
         asking=True,
         deadline_at=event.at + policy.ask_within_s,
     )
     return Decision(state, effects, f"{why}; Slurm is being asked why")
+
+
+def _again(state: State, why: str) -> Plan:
+    """Return the plan of a relaunch; whose fault it is stays as it was."""
+    if state.plan is None:
+        return Plan(next=Next.RELAUNCH, why=why)
+    return replace(state.plan, next=Next.RELAUNCH, why=why)
 
 
 def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: Policy) -> Decision:

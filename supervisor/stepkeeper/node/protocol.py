@@ -48,14 +48,14 @@ class Look(_Message, frozen=True, kw_only=True, tag="look"):
 
 
 class Hasten(_Message, frozen=True, kw_only=True, tag="hasten"):
-    """Our job is about to be requeued: make it eligible at once, away from the nodes in `exclude`.
+    """Our job is about to be requeued: make it eligible at once; with `exclude`, away from those nodes.
 
     Answered with `Accepted` when the agent will do it once the job has left COMPLETING, or `Refused`.
     """
 
     job_id: int
     restart_count: int  # of the attempt that asks: the next one has a higher one
-    exclude: tuple[str, ...] = ()  # the whole list that the job shall have: merged by the asker
+    exclude: tuple[str, ...] | None = None  # the whole list that the job shall have, merged; None: as it is
 
 
 # --- from the agent -------------------------------------------------------------------------------
@@ -96,13 +96,20 @@ class Accepted(_Message, frozen=True, kw_only=True, tag="accepted"):
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
     """The answer to a request that was not granted."""
 
-    what: str  # `join`, `look`, `hasten`
+    what: str  # `join`, `look`, `hasten`; `connect` where the connection itself is too many
     why: str
 
 
 ToAgent = Join | Look | Hasten
 FromAgent = Joined | Seen | Looked | Accepted | Refused
 
+
+class _Tag(msgspec.Struct):
+    type: str
+
+
+_KNOWN_TO_AGENT = ("join", "look", "hasten")
+_tag = msgspec.json.Decoder(_Tag)
 _encoder = msgspec.json.Encoder()
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
 _from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
@@ -115,9 +122,14 @@ def encode(message: ToAgent | FromAgent) -> bytes:
     return packet
 
 
-def decode_to_agent(packet: bytes) -> ToAgent:
-    """Parse what a user sent.  Raises one of `UNREADABLE`."""
-    return _to_agent.decode(packet)
+def decode_to_agent(packet: bytes) -> ToAgent | None:
+    """Parse what a user sent; None for a type that this version does not know.  Raises one of `UNREADABLE`."""
+    try:
+        return _to_agent.decode(packet)
+    except msgspec.ValidationError:
+        if _tag.decode(packet).type in _KNOWN_TO_AGENT:
+            raise
+        return None
 
 
 def decode_from_agent(packet: bytes) -> FromAgent | None:

@@ -24,6 +24,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...]
     batch_node: str
     tasks_per_node: int
+    gpus_per_node: int | None  # that Slurm gave us on this node; None where it says nothing
     cpus_per_task: int | None
     overcommit: bool
 
@@ -93,6 +94,10 @@ def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_p
         nodes=nodes,
         batch_node=node_name(),
         tasks_per_node=tasks,
+        # slices of a GPU are no GPUs, which is what NVML counts
+        gpus_per_node=int(gpus)
+        if gpus.isdigit() and "MIG-" not in environment.get("CUDA_VISIBLE_DEVICES", "")
+        else None,
         cpus_per_task=cpus or None,
         overcommit=cpus == 0,
     )

@@ -8,9 +8,8 @@ import msgspec
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a training step."""
+    """The shape of a training step on each of its nodes."""
 
-    nodes: tuple[str, ...]
     tasks_per_node: int
     cpus_per_task: int | None = None
     overcommit: bool = False  # fewer CPUs on a node than ranks
@@ -42,9 +41,8 @@ def watcher_argv(nodes: Sequence[str], program: Sequence[str]) -> list[str]:
     ]
 
 
-def training_argv(geometry: Geometry, log_pattern: str, program: Sequence[str]) -> list[str]:
+def training_argv(nodes: Sequence[str], geometry: Geometry, log_pattern: str, program: Sequence[str]) -> list[str]:
     """Return the srun line of a training step: ranks are contiguous on the nodes in Slurm's order."""
-    nodes = geometry.nodes
     cpus = [f"--cpus-per-task={geometry.cpus_per_task}"] if geometry.cpus_per_task else []
     if geometry.overcommit:
         cpus = ["--overcommit"]

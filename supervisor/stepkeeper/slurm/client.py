@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -49,6 +50,18 @@ class SlurmClient(Protocol):
 
     def requeue(self, job: str) -> None:
         """Requeue a job of our own."""
+        ...
+
+    def exclude(self, job: str, nodes: Sequence[str]) -> None:
+        """Replace the list of nodes on which a job that does not run may not run."""
+        ...
+
+    def usable_nodes(self, job: str) -> tuple[str, ...]:
+        """Return the nodes of a job's partitions that are neither down nor drained, busy ones too."""
+        ...
+
+    def keep(self, job: str, nodes: Sequence[str]) -> None:
+        """Give back all nodes of a running job but these."""
         ...
 
     def cancel(self, job: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepkeeper.core.events import JobFacts, JobState
@@ -74,11 +76,35 @@ class SlurmCommands:
         """See `SlurmClient`."""
         self._call("scontrol", "requeue", job)
 
+    def exclude(self, job: str, nodes: Sequence[str]) -> None:
+        """See `SlurmClient`."""
+        self._call("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
+
+    def usable_nodes(self, job: str) -> tuple[str, ...]:
+        """See `SlurmClient`."""
+        shown = self._call("scontrol", "-o", "show", "job", job)
+        partition = _field(_behind_the_name(shown), "Partition")
+        if partition is None:
+            raise SlurmError(f"scontrol show job {job}: it names no partition")
+        states = "idle,allocated,mixed,completing,reserved,planned"
+        found = self._call(
+            "sinfo", "--noheader", "--Node", f"--partition={partition}", f"--states={states}", "--format=%N"
+        )
+        drained = self._call(
+            "sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=drain,down", "--format=%N"
+        )
+        return tuple(sorted(set(found.split()) - set(drained.split())))
+
+    def keep(self, job: str, nodes: Sequence[str]) -> None:
+        """See `SlurmClient`."""
+        with tempfile.TemporaryDirectory(prefix="stepkeeper-") as directory:  # scontrol leaves shell scripts there
+            self._call("scontrol", "update", f"JobId={job}", f"NodeList={','.join(nodes)}", directory=directory)
+
     def cancel(self, job: str) -> None:
         """See `SlurmClient`."""
         self._call("scancel", job)
 
-    def _call(self, *argv: str) -> str:
+    def _call(self, *argv: str, directory: str | None = None) -> str:
         """Run one command and return what it prints."""
         what = " ".join(argv)
         try:
@@ -91,6 +117,7 @@ class SlurmCommands:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"},
                 check=False,
+                cwd=directory,
                 start_new_session=True,  # a signal to our process group must not end a call half-way
             )
         except subprocess.TimeoutExpired:
@@ -111,21 +138,26 @@ def parse_job(text: str) -> JobFacts:
     ...           "EndTime=1790000000 PreemptTime=None").restarts
     2
     """
-    # a job's name may hold anything, and comes before all that we read: start behind it
-    start = re.search(r" UserId=[^=]*\(\d+\) GroupId=", text)
-    if start is None:
-        raise SlurmError(f"scontrol show job: unexpected answer: {text[:200]!r}")
-    rest = text[start.end() :]
+    rest = _behind_the_name(text)
     slurm_state = _field(rest, "JobState") or "?"
     return JobFacts(
-        state=_state(slurm_state),
+        state=job_state(slurm_state),
         slurm_state=slurm_state,
         restarts=int(_field(rest, "Restarts") or 0),
         reason=_field(rest, "Reason") or "",
         preempt_at=_time(_field(rest, "PreemptTime")),
         end_at=_time(_field(rest, "EndTime")),
         requeue_allowed=_field(rest, "Requeue") != "0",
+        excluded="" if (listed := _field(rest, "ExcNodeList")) in (None, "(null)") else listed,
     )
+
+
+def _behind_the_name(text: str) -> str:
+    """Return what follows a job's name, which may hold anything and comes before all that we read."""
+    start = re.search(r" UserId=[^=]*\(\d+\) GroupId=", text)
+    if start is None:
+        raise SlurmError(f"scontrol show job: unexpected answer: {text[:200]!r}")
+    return text[start.end() :]
 
 
 def parse_settings(text: str) -> ClusterSettings:
@@ -141,7 +173,8 @@ def parse_settings(text: str) -> ClusterSettings:
     return ClusterSettings(kill_wait_s=float(kill_wait.group(1)), version=version.group(1) if version else "?")
 
 
-def _state(slurm_state: str) -> JobState:
+def job_state(slurm_state: str) -> JobState:
+    """Return what a state means that Slurm prints: `OTHER` is none that decisions depend on."""
     return _STATES.get(slurm_state, JobState.OTHER)
 
 

@@ -40,6 +40,9 @@ class OwnedJob(msgspec.Struct, frozen=True, kw_only=True):
     exclude: str = ""  # ExcNodeList
     eligible_at: float | None = None
     held: bool = False  # by a person, or requeued in held state
+    reason: str = ""  # why it waits or failed, as Slurm prints it: Resources, JobLaunchFailure, ...
+    exit_code: str = ""  # of an attempt that is over, as Slurm prints it: 1:0
+    ran_s: float | None = None  # how long an attempt that is over ran
 
 
 class NodeClient(Protocol):
@@ -69,6 +72,10 @@ class NodeClient(Protocol):
         """Return whose job it is and where it runs."""
         ...
 
-    def hasten(self, job_id: int, exclude: str, after_s: int) -> None:
-        """Set StartTime and ExcNodeList of a pending job, in one call."""
+    def hasten(self, job_id: int, exclude: str | None, after_s: int) -> None:
+        """Set StartTime of a pending job and, unless it is None, ExcNodeList, in one call."""
+        ...
+
+    def requeue(self, job_id: int) -> None:
+        """Requeue a job whose hastened attempt Slurm failed before it began."""
         ...

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import shepherd
@@ -41,7 +42,7 @@ class Bus:
         *,
         inbox: Inbox,
         attempt: int,
-        tasks: int,
+        note: Callable[[str, str], None],
         after_s: float = 0.0,
     ) -> None:
         """Start srun, `after_s` seconds from now; `BusEnded` comes when it could not be started.
@@ -52,16 +53,18 @@ class Bus:
             environment: of srun and the watchers.
             inbox: where events go.
             attempt: words of other attempts are not taken for this one's.
-            tasks: of a training step; `LaunchBegan` comes when so many have started.
+            note: called with a node and what its watcher has for the log, on a thread of the bus.
             after_s: a bus that failed is not tried again at once.
         """
         self.number = number
         self._inbox = inbox
         self._attempt = attempt
-        self._tasks = tasks
+        self._note = note
+        self._expected: tuple[int, int] = (-1, 0)  # launch and how many tasks it has
         self._started: tuple[int, set[int]] = (-1, set())  # launch and the ranks that were started in it
         self._cleared: dict[str, lines.Cleared] = {}
-        self._to_clear: tuple[int, tuple[str, ...]] | None = None
+        self._clear_number = 0
+        self._to_clear: do.ClearNodes | None = None
         self._heard: dict[str, float] = {}  # node -> monotonic seconds of its last word
         self._output: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._error = ""
@@ -73,11 +76,24 @@ class Bus:
         """Queue one line for every watcher; never waits."""
         self._output.put(lines.encode(message))
 
-    def clear(self, launch: int, nodes: tuple[str, ...]) -> None:
-        """Have the nodes cleared; `NodesCleared` comes when all of them confirmed."""
-        self._to_clear = (launch, nodes)
-        self._cleared.clear()
-        self.say(lines.Clear(launch=launch))
+    def expect(self, launch: int, tasks: int) -> None:
+        """Expect a launch; `LaunchBegan` comes when so many tasks have started."""
+        self._expected = (launch, tasks)
+
+    def clear(self, wanted: do.ClearNodes, *, gpus: int | None, free_bytes: int) -> None:
+        """Have the nodes cleared and looked at; `NodesCleared` comes when all of them confirmed."""
+        self._cleared = {}
+        self._to_clear = wanted
+        self._clear_number += 1
+        number = self._clear_number
+        self.say(lines.Clear(launch=wanted.launch, number=number, at=time.time(), gpus=gpus, free_bytes=free_bytes))
+
+    def report_uncleared(self, launch: int) -> None:
+        """Emit `NodesNotCleared`: who has not confirmed."""
+        wanted = self._to_clear
+        nodes = wanted.nodes if wanted is not None and wanted.launch == launch else ()
+        missing = tuple(node for node in nodes if node not in self._cleared)
+        self._inbox.put(on.NodesNotCleared(at=self._now(), launch=launch, nodes=missing))
 
     def check_silence(self) -> None:
         """Emit `WatcherLost` for watchers that have been silent for too long.  Called by the loop."""
@@ -173,7 +189,7 @@ class Bus:
     def _now(self) -> float:
         return self._inbox.clock.now()
 
-    def _emit(self, message: lines.FromWatcher) -> None:
+    def _emit(self, message: lines.FromWatcher) -> None:  # noqa: C901 - one case a word
         if message.node in self._heard or isinstance(message, lines.Ready):
             self._heard[message.node] = time.monotonic()
         at = self._now()
@@ -192,24 +208,41 @@ class Bus:
                 launch = self._launch(message.launch)
                 if launch is not None:
                     self._inbox.put(on.RankExited(at=at, launch=launch, rank=message.rank, node=message.node))
-            case lines.Alive() | lines.Note():
-                pass  # hearing it is what counts; a note is the watcher's log, on stderr too
+            case lines.Faulted():
+                fields = {name: getattr(message, name) for name in message.__struct_fields__}
+                self._inbox.put(on.NodeFaulted(at=at, **fields))
+            case lines.Note():
+                self._note(message.node, message.text)
+            case lines.Alive():
+                pass  # hearing it is what counts
 
     def _on_cleared(self, message: lines.Cleared) -> None:
-        if self._to_clear is None or message.launch != self._to_clear[0]:
+        wanted, cleared = self._to_clear, self._cleared
+        current = message.number in (0, self._clear_number)  # 0: a watcher of a version that tells none
+        if wanted is None or message.launch != wanted.launch or not current:
             return
-        launch, nodes = self._to_clear
-        self._cleared[message.node] = message
-        if all(node in self._cleared for node in nodes):
-            self._to_clear = None
-            first = self._cleared[nodes[0]]
-            self._inbox.put(on.NodesCleared(at=self._now(), launch=launch, address=first.address, port=first.port))
+        cleared[message.node] = message
+        if not all(node in cleared for node in wanted.nodes):
+            return
+        self._to_clear = None
+        first = cleared[wanted.first]
+        said = [cleared[node] for node in wanted.nodes]
+        self._inbox.put(
+            on.NodesCleared(
+                at=self._now(),
+                launch=wanted.launch,
+                address=first.address,
+                port=first.port,
+                unfit=tuple(on.Unfit(node=w.node, why=w.unfit, shared=w.shared) for w in said if w.unfit),
+                nodes=wanted.nodes,
+            )
+        )
 
     def _on_task_started(self, launch: int, rank: int, at: float) -> on.LaunchBegan | None:
         if self._started[0] != launch:
             self._started = (launch, set())
         self._started[1].add(rank)
-        if len(self._started[1]) != self._tasks:
+        if (launch, len(self._started[1])) != self._expected:
             return None
         return on.LaunchBegan(at=at, launch=launch)
 

@@ -1,4 +1,4 @@
-"""The one queue between the sources and the loop.  Putting is safe in a signal handler."""
+"""The one queue between the sources and the loop."""
 
 from __future__ import annotations
 

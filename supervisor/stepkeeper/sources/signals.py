@@ -1,10 +1,10 @@
-"""Signals to the batch process become events.  The handler puts one event and returns."""
+"""Signals to the batch process become events."""
 
 from __future__ import annotations
 
 import signal
-from types import FrameType
 
+from stepkeeper import signals
 from stepkeeper.core.events import SignalReceived
 from stepkeeper.sources.inbox import Inbox
 
@@ -12,12 +12,10 @@ NOTICED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def listen(inbox: Inbox) -> None:
-    """Install the handlers.  Only the main thread may."""
+    """Begin.  Only the main thread may."""
 
-    def handle(number: int, _frame: FrameType | None) -> None:
-        name = signal.Signals(number).name.removeprefix("SIG")
-        inbox.put(SignalReceived(at=inbox.clock.now(), signal=name))
+    def take(number: signal.Signals) -> None:
+        inbox.put(SignalReceived(at=inbox.clock.now(), signal=number.name.removeprefix("SIG")))
 
-    for number in NOTICED:
-        signal.signal(number, handle)
+    signals.listen(NOTICED, take, inbox.run_thread)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a lost terminal is no reason to end a training

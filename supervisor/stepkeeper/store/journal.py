@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from stepkeeper.core.effects import Effect
-from stepkeeper.core.events import Event
+from stepkeeper.core.events import Event, Exclusion
 from stepkeeper.core.state import Phase
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import append_line, write_all
@@ -50,6 +50,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failures: int = 0  # launches that failed since the last verified progress
     node_losses: int = 0  # nodes lost since then
     best_step: int | None = None  # the furthest verified step
+    nodes: tuple[str, ...] = ()  # of the allocation that are used
+    excluded: tuple[Exclusion, ...] = ()  # nodes that the job shall not get
     note: Literal["", "spooled"] = ""  # `spooled`: from the node's disk, when shared storage was late
 
 
@@ -232,6 +234,9 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     best_step: int | None = None
     previous: str = ""  # how the attempt before ended, in words
     ended: bool = False  # it ended with a word
+    at: float = 0.0  # of its newest record, Unix seconds
+    nodes: tuple[str, ...] = ()  # that the attempt before used at last
+    excluded: tuple[Exclusion, ...] = ()
 
 
 def reconstruct(path: Path, *, now: float | None = None) -> Carried:
@@ -265,4 +270,7 @@ def reconstruct(path: Path, *, now: float | None = None) -> Carried:
         best_step=last.best_step,
         previous=previous,
         ended=last.phase is Phase.DONE,
+        at=last.event.at,
+        nodes=last.nodes,
+        excluded=last.excluded,
     )

@@ -26,6 +26,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...]
     kill_wait_s: float
     nonce: str  # nobody can guess it: another user could take the ranks' address first
+    started_at: float = 0.0  # of the attempt, Unix seconds
     bus: int = 0  # the higher one takes over from the lower
 
     @property

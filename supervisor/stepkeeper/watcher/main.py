@@ -17,6 +17,7 @@ from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.assignment import Assignment, read
 from stepkeeper.watcher.processes import kill_older_watchers, kill_ranks, rank_processes
 from stepkeeper.watcher.ranks import RankSocket, free_port
+from stepkeeper.watcher.senses import Fitness, Senses
 from stepkeeper.wrapper import own_address
 from stepkeeper_trainer.formats.messages import Hello, Progress, SaveRequest, TaskStarted, shorten
 
@@ -54,7 +55,9 @@ class Watcher:
         self.pidfds: dict[int, tuple[int, str, int]] = {}  # pid -> (descriptor, launch, rank)
         self.progress_at = 0.0
         self.progress: Progress | None = None
-        self.clearing: int | None = None
+        self.senses = Senses(assignment, self.node)
+        self.clearing: bus.Clear | None = None
+        self.fitness: Fitness | None = None  # of the node, as of the newest `Clear`
         self.saving: SaveRequest | None = None
         self.save_again_at = 0.0
         self.save_until = 0.0
@@ -75,14 +78,17 @@ class Watcher:
             signal.signal(number, lambda *_: None)
         self.selector.register(0, selectors.EVENT_READ, self._on_input)
         self.selector.register(self.ranks, selectors.EVENT_READ, self._on_rank)
+        self.selector.register(self.senses, selectors.EVENT_READ, self._on_senses)
         self.selector.register(reader, selectors.EVENT_READ, lambda: self._on_signal(reader))
         self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__))
+        self.senses.start()
         while not self.quit:
             for key, _ in self.selector.select(self._wait_s()):
                 key.data()
             self._on_clock(time.monotonic())
         self._flush()
         self.ranks.close()
+        self.senses.close()
         return 0
 
     def say(self, message: bus.FromWatcher) -> None:
@@ -149,12 +155,27 @@ class Watcher:
             case bus.Kill():
                 self._kill()
             case bus.Clear():
-                self.clearing = message.launch
+                self.clearing = message
+                self.fitness = None
+                self.senses.check(message)
                 self.saving = None
                 self.wrapped.clear()
                 self.ranks.forget()
+            case bus.Look():
+                if message.node == self.node:
+                    self.senses.look(message.why)
             case bus.Quit():
                 self.quit = True
+
+    def _on_senses(self) -> None:
+        for word in self.senses.take():
+            if not isinstance(word, Fitness):
+                self.say(word)
+            elif self.clearing is not None and (word.launch, word.number) == (
+                self.clearing.launch,
+                self.clearing.number,
+            ):
+                self.fitness = word
 
     def _on_rank(self) -> None:
         received = self.ranks.receive()
@@ -247,17 +268,27 @@ class Watcher:
         kill_ranks(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
 
     def _clear(self) -> None:
-        """End what is left; confirm once nothing is.  Called again until then."""
+        """End what is left; confirm once nothing is and the node has been looked at.  Called again until then."""
         assert self.clearing is not None, "the clock calls it while there is something to clear"
         self._kill()
         left = rank_processes(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
-        if next(left, None) is None:
-            self.say(
-                bus.Cleared(
-                    node=self.node, launch=self.clearing, address=own_address(os.environ, self.node), port=free_port()
-                )
+        if self.fitness is None or next(left, None) is not None:
+            return
+        address = own_address(os.environ, self.node)
+        unfit = shorten(self.fitness.unfit)
+        launch = self.clearing.launch
+        self.say(
+            bus.Cleared(
+                node=self.node,
+                launch=launch,
+                number=self.clearing.number,
+                address=address,
+                port=free_port(),
+                unfit=unfit,
+                shared=self.fitness.shared,
             )
-            self.clearing = None
+        )
+        self.clearing = None
 
     # --- when the supervisor is gone --------------------------------------------------------------
 
@@ -289,6 +320,8 @@ class Watcher:
         with contextlib.suppress(OSError):  # srun may be gone: nobody reads it
             sys.stderr.write(f"stepkeeper watcher {self.node}: rescue: {result.why}\n")
             sys.stderr.flush()
+        if result.left:
+            self._kill()
         self.quit = result.done
         self.rescue_tries += 1
         pause_s = min(RESCUE_AGAIN_S * 1.5**self.rescue_tries, RESCUE_AGAIN_MAX_S)

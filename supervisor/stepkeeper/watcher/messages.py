@@ -45,9 +45,20 @@ class Kill(_Line, frozen=True, kw_only=True, tag="kill"):
 
 
 class Clear(_Line, frozen=True, kw_only=True, tag="clear"):
-    """As `Kill`, then confirm with `Cleared` that nothing is left."""
+    """As `Kill`, then confirm with `Cleared` that nothing is left, and say whether the node is fit for a launch."""
 
     launch: int
+    number: int = 0  # of this request: the answer has it too
+    at: float | None = None  # the supervisor's clock, Unix seconds; None: of a version that knew no checks
+    gpus: int | None = None  # that each node must have
+    free_bytes: int = 0  # that the run directory's storage must have
+
+
+class Look(_Line, frozen=True, kw_only=True, tag="look"):
+    """For one node: have the agent look at the hardware, because a rank failed there."""
+
+    node: str
+    why: str
 
 
 class Quit(_Line, frozen=True, kw_only=True, tag="quit"):
@@ -85,6 +96,22 @@ class Cleared(_Line, frozen=True, kw_only=True, tag="cleared"):
     launch: int
     address: str
     port: int
+    unfit: str = ""  # why no launch should start here
+    shared: bool = False  # the cause may be common to all nodes: storage, clock
+    number: int = 0  # of the request
+
+
+class Faulted(_Line, frozen=True, kw_only=True, tag="faulted"):
+    """A fault of the node's hardware: an incident of the agent's, or what the watcher has seen itself."""
+
+    node: str
+    incident: str
+    name: str
+    action: str
+    leave: bool
+    why: str
+    gpu: str = ""
+    drained: bool = False
 
 
 class Rank(_Line, frozen=True, kw_only=True, tag="rank"):
@@ -109,8 +136,8 @@ class Note(_Line, frozen=True, kw_only=True, tag="note"):
     text: str
 
 
-ToWatcher = Lease | Save | Kill | Clear | Quit
-FromWatcher = Ready | Alive | Signaled | Cleared | Rank | Lost | Note
+ToWatcher = Lease | Save | Kill | Clear | Look | Quit
+FromWatcher = Ready | Alive | Signaled | Cleared | Faulted | Rank | Lost | Note
 
 _encoder = msgspec.json.Encoder()
 _to_watcher: msgspec.json.Decoder[ToWatcher] = msgspec.json.Decoder(ToWatcher)

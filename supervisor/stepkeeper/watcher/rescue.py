@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepkeeper import requeueing
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
@@ -22,6 +23,7 @@ from stepkeeper_trainer.formats.durable import append_line
 
 CALL_WITHIN_S = 5.0
 RESCUES_NAME = "rescues.jsonl"
+SILENT_S = 1800.0  # without a journal record: nobody is in charge, though the run had left this node
 RESCUES_MAX = 3  # without a new commit in between: a supervisor that dies at every start is not to be started for ever
 
 
@@ -29,6 +31,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a rescue."""
 
     done: bool  # nothing more to do
+    left: bool = False  # the run goes on without this node: nothing of it may run here
     why: str
 
 
@@ -54,7 +57,10 @@ def rescue(assignment: Assignment, node: str, *, lease_ran_out: bool, client: Sl
     run_directory = Path(assignment.run_directory)
     name = assignment.slurm_name
     try:
-        settled = _settled(run_directory, assignment)
+        carried = journal.reconstruct(run_directory / "journal.jsonl")
+        settled = _settled(run_directory, assignment, carried)
+        if not settled and _is_left(carried, assignment, node) and time.time() - carried.at < SILENT_S:
+            return Result(done=False, left=True, why="the run goes on without this node")
         job = client.job(name)
         if job.restarts > assignment.restart_count or job.state is JobState.PENDING:
             return Result(done=True, why="requeued already")
@@ -67,12 +73,15 @@ def rescue(assignment: Assignment, node: str, *, lease_ran_out: bool, client: Sl
             return Result(done=True, why=settled)
         if was_cancelled(job):
             return Result(done=True, why=f"the job was ended from outside ({job.slurm_state} {job.reason})")
-        client.requeue(name)
-        rescued = Rescued(at=time.time(), job_id=assignment.job_id, restart_count=assignment.restart_count, node=node)
+        now = time.time()
+        excluded = [exclusion.node for exclusion in carried.excluded if exclusion.until > now]
+        besides = requeueing.requeue(client, assignment, exclude=excluded)
+        rescued = Rescued(at=now, job_id=assignment.job_id, restart_count=assignment.restart_count, node=node)
         append_line(run_directory / RESCUES_NAME, msgspec.json.encode(rescued))
     except (OSError, ValueError, SlurmError) as error:
         return Result(done=False, why=str(error))
-    return Result(done=True, why=f"requeued job {name}: its supervisor is gone")
+    why = f"requeued job {name}: its supervisor is gone"
+    return Result(done=True, why=f"{why}; {besides}" if besides else why)
 
 
 def was_cancelled(job: JobFacts) -> bool:
@@ -80,7 +89,13 @@ def was_cancelled(job: JobFacts) -> bool:
     return job.state in (JobState.COMPLETING, JobState.ENDED) and job.reason in ("None", "")
 
 
-def _settled(run_directory: Path, assignment: Assignment) -> str:
+def _is_left(carried: journal.Carried, assignment: Assignment, node: str) -> bool:
+    """Tell whether our supervisor has gone on without this node, which only its bus may have lost."""
+    ours = carried.attempt == assignment.attempt + 1
+    return ours and not carried.ended and bool(carried.nodes) and node not in carried.nodes
+
+
+def _settled(run_directory: Path, assignment: Assignment, carried: journal.Carried) -> str:
     """Return why nothing is to be rescued; empty if something is."""
     held = lease.read(run_directory)
     if held is not None and held.epoch > (assignment.job_id, assignment.restart_count):
@@ -88,7 +103,6 @@ def _settled(run_directory: Path, assignment: Assignment) -> str:
     said = outcome.read(run_directory)
     if said is not None and said.outcome == "finished":
         return f"the training finished at step {said.step}"
-    carried = journal.reconstruct(run_directory / "journal.jsonl")
     if carried.attempt > assignment.attempt and carried.ended:
         return carried.previous
     return ""

@@ -15,7 +15,7 @@ class KernelRecord(_Reading, frozen=True, kw_only=True, tag="kernel_record"):
     """One record of the kernel's own log, never of a user-space writer unless injection is allowed."""
 
     boot_id: str
-    sequence: int
+    sequence: int  # -1 in what the journal told: it does not keep the number
     text: str  # whole record; what the kernel escaped is unescaped, so it may hold line feeds
 
 
@@ -50,7 +50,7 @@ class NvmlStatus(_Reading, frozen=True, kw_only=True, tag="nvml_status"):
     detail: str = ""
     driver: str = ""
     gpus: tuple[Gpu, ...] = ()
-    stuck_s: float = 0.0
+    stuck_s: float = 0.0  # or absent, for so long
     call: str = ""  # that is stuck
 
 
@@ -86,7 +86,9 @@ class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
 class Evidence(_Reading, frozen=True, kw_only=True, tag="evidence"):
     """A counter or state that says something and proves nothing: AER, InfiniBand, NVLink, throttling, pressure."""
 
-    what: str  # `aer`, `infiniband`, `nvlink`, `throttle`, `disk`, `memory_pressure`
+    what: (
+        str  # `aer`, `infiniband`, `disk`, `memory_pressure`, `nvlink`, `nvml_events`, `sensor`: it cannot do its work
+    )
     where: str  # PCI address, port, mount
     text: str  # for people
     values: dict[str, float] = {}

@@ -22,12 +22,15 @@ class Action(StrEnum):
     @property
     def severity(self) -> int:
         """Return the place in the order above."""
-        return list(Action).index(self)
+        return _SEVERITIES[self]
 
     @property
     def drains(self) -> bool:
         """Whether the node must not be given to another job."""
         return self.severity >= Action.DRAIN_RESET.severity
+
+
+_SEVERITIES = {action: place for place, action in enumerate(Action)}
 
 
 class Domain(StrEnum):

@@ -1,0 +1,60 @@
+"""What the start of an attempt and its dry run share: what is left of the attempts before, and what is launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepkeeper.actions.launch import Job
+from stepkeeper.config.settings import RunSettings
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.slurm.allocation import Allocation
+from stepkeeper.slurm.argv import Geometry
+from stepkeeper.store import journal, rundir
+from stepkeeper_trainer.formats import outcome
+
+
+def carried(directory: rundir.RunDirectory) -> journal.Carried:
+    """Return what the attempts before left.  Raises `StepkeeperError`."""
+    try:
+        return journal.reconstruct(directory.journal)
+    except OSError as error:
+        raise StepkeeperError(
+            f"{directory.journal}: cannot be read: {error.strerror}", ExitCode.RUN_DIRECTORY
+        ) from error
+
+
+def finished_step(path: Path) -> int | None:
+    """Return the last step of a finished run, else None.  Raises `StepkeeperError`."""
+    try:
+        said = outcome.read(path)
+    except (OSError, ValueError) as error:
+        raise StepkeeperError(
+            f"{path / outcome.OUTCOME_NAME}: cannot be read: {error}", ExitCode.RUN_DIRECTORY
+        ) from error
+    return said.step if said is not None and said.outcome == "finished" else None
+
+
+def job(
+    command: tuple[str, ...],
+    settings: RunSettings,
+    allocation: Allocation,
+    directory: rundir.RunDirectory,
+    *,
+    attempt: int,
+    socket: str,
+) -> Job:
+    """Return what is the same for every launch of an attempt."""
+    return Job(
+        command=command,
+        torchrun=settings.torchrun,
+        geometry=Geometry(
+            tasks_per_node=allocation.tasks_per_node,
+            cpus_per_task=allocation.cpus_per_task,
+            overcommit=allocation.overcommit,
+        ),
+        run_directory=directory.path,
+        run_id=directory.run_id,
+        attempt=attempt,
+        socket=socket,
+    )

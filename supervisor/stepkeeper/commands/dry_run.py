@@ -1,0 +1,155 @@
+"""`stepkeeper run --dry-run -- CMD`: what would be started, and from what it would resume.  Starts nothing.
+
+Outside a job what only a job knows is assumed, and said to be.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper import printing
+from stepkeeper.actions.launch import Meeting, launch_argv
+from stepkeeper.commands import attempt
+from stepkeeper.config import shape
+from stepkeeper.config.resolve import Config, Sources
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.places import places
+from stepkeeper.core.state import State
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.redaction import redact
+from stepkeeper.slurm.allocation import Allocation, read_allocation
+from stepkeeper.slurm.argv import watcher_argv
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.commands import SlurmCommands
+from stepkeeper.store import rundir
+from stepkeeper.supervise import watcher_program
+from stepkeeper_trainer.formats import steps
+
+# what Slurm would set, shown as it is written in a pattern
+_UNKNOWN = {"SLURM_JOB_ID": "%j", "SLURM_ARRAY_TASK_ID": "%a", "SLURM_JOB_NAME": "%x"}
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a start would do, for people and as JSON."""
+
+    run_directory: str
+    attempt: int
+    previous: str  # how the attempt before ended; empty where there was none
+    finished_step: int | None  # of a run that is not started again
+    resume_from: str | None
+    passed_over: tuple[str, ...]
+    nodes: tuple[str, ...]
+    spares: tuple[str, ...]
+    watchers: tuple[str, ...]
+    training: tuple[str, ...]
+    assumed: tuple[str, ...]
+
+
+def show(sources: Sources, environment: Mapping[str, str], command: tuple[str, ...], *, as_json: bool) -> int:
+    """Print the plan."""
+    plan = make(sources, environment, command)
+    if as_json:
+        printing.say_json(msgspec.to_builtins(plan), indent=2)
+        return ExitCode.FINISHED
+    printing.say(f"run directory  {plan.run_directory}")
+    printing.say(f"attempt        {plan.attempt}{f' ({plan.previous})' if plan.previous else ''}")
+    if plan.finished_step is not None:
+        printing.say(f"finished at step {plan.finished_step}: nothing would be started")
+        return ExitCode.FINISHED
+    printing.say(f"resume from    {plan.resume_from or 'the beginning: no whole step directory'}")
+    for each in plan.passed_over:
+        printing.say(f"passed over    {each}")
+    printing.say(f"nodes          {' '.join(plan.nodes)}{_spares(plan)}")
+    for each in plan.assumed:
+        printing.say(f"assumed        {each}")
+    printing.say()
+    printing.say(f"watchers:  {shlex.join(plan.watchers)}")
+    printing.say()
+    printing.say(f"training:  {shlex.join(plan.training)}")
+    return ExitCode.FINISHED
+
+
+def _spares(plan: Plan) -> str:
+    return f" (spare: {' '.join(plan.spares)})" if plan.spares else ""
+
+
+def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, ...]) -> Plan:
+    """Return the plan of a start.
+
+    Raises:
+        StepkeeperError: the start would be refused, or Slurm does not answer.
+    """
+    is_job = "SLURM_JOB_ID" in environment and "SLURM_JOB_NODELIST" in environment
+    expanding = environment if is_job else {**_UNKNOWN, **environment}
+    path = rundir.expand(sources.resolve().settings.run_dir, expanding)
+    config = sources.resolve(path)
+    directory = rundir.RunDirectory(path.resolve())
+    assumed = ["step directories are compared by names and sizes only; a start reads every byte"]
+    allocation = _allocation(config, environment) if is_job else _assume(config, environment, assumed)
+    wanted = shape.nodes_wanted(config, len(allocation.nodes), command)
+    nodes = places(State(nodes=allocation.nodes, nodes_wanted=wanted, nodes_min=config.settings.min_nodes))
+    carried = attempt.carried(directory)
+    resume_from, passed_over = _resume(directory)
+    job = attempt.job(command, config.settings, allocation, directory, attempt=carried.attempt, socket="")
+    if config.settings.torchrun and job.wrapped:
+        assumed.append("torchrun's rendezvous port is a free one of the first node; 0 stands for it")
+    meeting = Meeting(launch=0, nodes=nodes, address=nodes[0], port=0, resume_from=resume_from)
+    training = launch_argv(job, meeting, directory.logs(carried.attempt, meeting.launch))
+    return Plan(
+        run_directory=str(directory.path),
+        attempt=carried.attempt,
+        previous=carried.previous,
+        finished_step=attempt.finished_step(directory.path),
+        resume_from=resume_from,
+        passed_over=passed_over,
+        nodes=nodes,
+        spares=tuple(node for node in allocation.nodes if node not in nodes),
+        watchers=tuple(watcher_argv(allocation.nodes, watcher_program())),
+        training=tuple(redact(word) for word in training),
+        assumed=tuple(assumed),
+    )
+
+
+def _allocation(config: Config, environment: Mapping[str, str]) -> Allocation:
+    try:
+        return read_allocation(environment, SlurmCommands(), config.settings.tasks_per_node)
+    except SlurmError as error:
+        raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
+
+
+def _assume(config: Config, environment: Mapping[str, str], assumed: list[str]) -> Allocation:
+    """Return the smallest allocation that the settings want; say what was assumed."""
+    settings = config.settings
+    count = settings.spares + max(settings.min_nodes, 1)
+    assumed.append(f"not inside a job: {count} node{'s' if count > 1 else ''}; a job uses all that it has")
+    if settings.tasks_per_node is None:
+        assumed.append("one rank a node; a job starts one a GPU")
+    for name, letter in _UNKNOWN.items():
+        if letter in settings.run_dir and name not in environment:
+            assumed.append(f"{letter} of the run directory is the job's")
+    nodes = tuple(f"node{number}" for number in range(1, count + 1))
+    return Allocation(
+        job_id=0,
+        slurm_name="0",
+        restart_count=0,
+        nodes=nodes,
+        batch_node=nodes[0],
+        tasks_per_node=settings.tasks_per_node or 1,
+        gpus_per_node=None,
+        cpus_per_task=None,
+        overcommit=False,
+    )
+
+
+def _resume(directory: rundir.RunDirectory) -> tuple[str | None, tuple[str, ...]]:
+    """Return the newest whole step directory, and what was passed over."""
+    if not os.path.isdir(directory.checkpoints):
+        return None, ()
+    choice = steps.newest_verified(Path(directory.checkpoints), deep=False)
+    skipped = tuple(f"{step.path.name}: {'; '.join(problems)}" for step, problems in choice.skipped)
+    return str(choice.chosen.path) if choice.chosen else None, skipped

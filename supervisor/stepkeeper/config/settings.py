@@ -1,0 +1,202 @@
+"""Every setting of `stepkeeper run`, declared once: from here come flags, variables, files, checks and documentation.
+
+Type and default are the field's, help is the docstring below it, all else stands in `_about`.  The fields of the
+core's `Policy` are settings too, in the group `policy`; where nothing else is said, their names tell the unit.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from stepkeeper.core.policy import Policy
+from stepkeeper.store import rundir
+
+GROUP = "policy"
+VARIABLE_PREFIX = "STEPKEEPER_"
+YEAR_S = 365 * 86_400.0
+COUNT_MAX = 1_000_000
+SHORTEST_WAIT_S = 0.1
+
+Value = bool | int | float | str | None
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What a type and a default do not say."""
+
+    unit: str = ""
+    metavar: str = "VALUE"
+    least: float | None = None
+    most: float | None = None
+    has_flag: bool = True
+    has_variable: bool = True
+    in_run_directory: bool = True  # may stand in the run directory's own file
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a user decides about a run."""
+
+    run_dir: Annotated[str, About(metavar="DIR", in_run_directory=False)] = rundir.DEFAULT_PATTERN
+    """The run directory, on shared storage; `%j %A %a %x %u` as in sbatch; a relative one lies below the submit
+    directory."""
+
+    torchrun: Annotated[bool, About()] = False
+    """Start one torchrun a node, with c10d rendezvous."""
+
+    tasks_per_node: Annotated[
+        int | None,
+        # STEPKEEPER_TASKS_PER_NODE is what the ranks are told
+        About(unit="ranks a node", metavar="N", least=1, most=COUNT_MAX, has_variable=False),
+    ] = None
+    """Ranks on a node; where not set, one a GPU, else `--ntasks-per-node` of the job, else 1."""
+
+    spares: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
+    """Nodes of the allocation that take no part until another one fails."""
+
+    min_nodes: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
+    """Go on with so few nodes when others fail, before the job is requeued; 0: never with fewer."""
+
+    free_gib_min: Annotated[float, About(unit="GiB", metavar="GIB", least=0, most=1e9)] = 1.0
+    """What the run directory's storage must have free before each launch."""
+
+    group_readable: Annotated[bool, About()] = False
+    """Let your group read the run directory."""
+
+    progress_log_every_s: Annotated[float, About(unit="s", metavar="SECONDS", least=0, most=YEAR_S)] = 10.0
+    """A progress line in the log at most this often."""
+
+    policy: Policy = Policy()
+
+
+# Of `Policy`: what its fields' names do not say.
+_POLICY = {
+    "save_margin_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S),
+    "time_limit_notice_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
+    "commit_grace_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
+    "exclude_for_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
+    "progress_every_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
+    "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),
+    "requeue_tries_max": About(unit="tries", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
+    "node_losses_max": About(unit="nodes", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
+    "excluded_max": About(unit="nodes", metavar="N", least=0, most=COUNT_MAX, has_flag=False),
+    "bus_restarts_max": About(unit="restarts", metavar="N", least=0, most=COUNT_MAX, has_flag=False),
+}
+# (this, is at most that): a pause that grows has a limit above its start
+ORDERED = (
+    ("policy.requeue_retry_s", "policy.requeue_retry_max_s"),
+    ("policy.unfit_retry_s", "policy.unfit_wait_s"),
+)
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One key."""
+
+    key: str  # as in files; `policy.…` for a field of the policy
+    kind: type[bool | int | float | str]
+    optional: bool  # may be left without a value
+    default: Value
+    about: About
+
+    @property
+    def flag(self) -> str:
+        """Return the option of `run`; empty where only `--set` does it."""
+        return "--" + self.key.rpartition(".")[2].replace("_", "-") if self.about.has_flag else ""
+
+    @property
+    def variable(self) -> str:
+        """Return the environment variable; empty where there is none."""
+        return VARIABLE_PREFIX + self.key.replace(".", "_").upper() if self.about.has_variable else ""
+
+    @property
+    def help(self) -> str:
+        """Return what it is for."""
+        group, _, name = self.key.rpartition(".")
+        return _docstrings(Policy if group else RunSettings).get(name, "")
+
+    @property
+    def wanted(self) -> str:
+        """Return in words what is allowed."""
+        kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+        least, most = self.about.least, self.about.most
+        between = ""
+        if least is not None and most is not None:
+            between = f" from {least:g} to {most:,.0f}"
+        elif least is not None:
+            between = f" of at least {least:g}"
+        unit = f" ({self.about.unit})" if self.about.unit else ""
+        return f"{kinds[self.kind]}{between}{unit}"
+
+
+def _settings() -> dict[str, Setting]:
+    hints = typing.get_type_hints(RunSettings, include_extras=True)
+    found = []
+    for field in msgspec.structs.fields(RunSettings):
+        if field.name != GROUP:
+            kind, about = typing.get_args(hints[field.name])
+            found.append(_setting(field.name, kind, field.default, about))
+    hints = typing.get_type_hints(Policy)
+    for field in msgspec.structs.fields(Policy):
+        kind = hints[field.name]
+        found.append(_setting(f"{GROUP}.{field.name}", kind, field.default, _about(field.name, kind)))
+    return {setting.key: setting for setting in found}
+
+
+def _setting(key: str, kind: Any, default: Value, about: About) -> Setting:
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    plain = [each for each in kinds if each is not type(None)]
+    assert len(plain) == 1 and plain[0] in {bool, int, float, str}, f"{key}: {kind} cannot be set"  # noqa: PT018
+    return Setting(key=key, kind=plain[0], optional=len(kinds) > 1, default=default, about=about)
+
+
+def _about(name: str, kind: type) -> About:
+    """Return what the name of a field of the policy says."""
+    if name in _POLICY:
+        return _POLICY[name]
+    if name.endswith("_s"):
+        return About(unit="s", metavar="SECONDS", least=SHORTEST_WAIT_S, most=YEAR_S, has_flag=False)
+    if kind in {int, float}:
+        return About(least=0, most=COUNT_MAX, has_flag=False)
+    return About(has_flag=False)
+
+
+@functools.cache
+def _docstrings(declared: type) -> dict[str, str]:
+    """Return the docstrings under the fields of a structure, each on one line.
+
+    Read from the source file, without `inspect`: every command of ours declares its options, in 2 ms.
+    """
+    module = sys.modules[declared.__module__]
+    try:
+        text = Path(module.__file__ or "").read_text(encoding="utf-8")
+    except OSError:
+        return {}  # installed without sources: all works, but for the help texts
+    source = next(
+        node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == declared.__name__
+    )
+    found: dict[str, str] = {}
+    name = ""
+    for node in source.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
+            found[name] = " ".join(str(node.value.value).split())
+            name = ""
+    return found
+
+
+SETTINGS = _settings()
+"""By key, in the order of declaration."""
+
+
+def build(values: dict[str, Value]) -> RunSettings:
+    """Return the settings with a value for every key."""
+    plain = {key: value for key, value in values.items() if "." not in key}
+    policy = {key.partition(".")[2]: value for key, value in values.items() if "." in key}
+    return msgspec.convert({**plain, GROUP: policy}, RunSettings)

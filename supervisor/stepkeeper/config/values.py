@@ -1,0 +1,113 @@
+"""Is this value what the setting wants?  Text from flags and variables, typed values from files."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from stepkeeper.config.settings import SETTINGS, Setting, Value
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.printing import clean
+
+_YES = frozenset(("1", "true", "yes", "on"))
+_NO = frozenset(("0", "false", "no", "off"))
+SHOWN_MAX = 80
+
+
+def from_text(setting: Setting, text: str, where: str) -> Value:
+    """Return the value that a flag or a variable gives.
+
+    Args:
+        setting: whose value it is.
+        text: as it was typed.
+        where: named in the error.
+
+    Raises:
+        StepkeeperError: not of the setting's kind, or out of its range.
+    """
+    value: Any = text
+    try:
+        if setting.kind is bool:
+            lower = text.strip().lower()
+            value = True if lower in _YES else False if lower in _NO else text
+        elif setting.kind is int:
+            value = int(text)
+        elif setting.kind is float:
+            value = float(text)
+    except ValueError:
+        _refuse(setting, text, where)
+    return checked(setting, value, where)
+
+
+def checked(setting: Setting, value: Any, where: str) -> Value:
+    """Return a typed value, a whole number as a float where that is wanted.
+
+    Raises:
+        StepkeeperError: not of the setting's kind, or out of its range.
+    """
+    if setting.kind is float and type(value) is int:
+        try:
+            value = float(value)
+        except OverflowError:
+            _refuse(setting, value, where)
+    if type(value) is not setting.kind:
+        _refuse(setting, value, where)
+    if isinstance(value, float) and not math.isfinite(value):
+        _refuse(setting, value, where)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        least, most = setting.about.least, setting.about.most
+        if (least is not None and value < least) or (most is not None and value > most):
+            _refuse(setting, value, where)
+    if isinstance(value, str) and (not value or not value.isprintable()):
+        _refuse(setting, value, where)
+    return value  # of `setting.kind`, as compared above
+
+
+def _refuse(setting: Setting, value: object, where: str) -> NoReturn:
+    raise StepkeeperError(
+        f"{where}: {setting.key} = {shown(value)}: {setting.wanted} is wanted", ExitCode.USAGE
+    ) from None
+
+
+def shown(value: object) -> str:
+    """Return a value as a file would hold it, for people.
+
+    >>> shown(True), shown(4.0), shown(86400.0), shown(0.25), shown("a"), shown(None)
+    ('true', '4', '86400', '0.25', 'a', 'not set')
+    """
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)  # noqa: PLR2004
+    text = clean(str(value)) if not isinstance(value, int) or abs(value) < 10**SHOWN_MAX else "too large a number"
+    return text if len(text) <= SHOWN_MAX else text[:SHOWN_MAX] + "…"
+
+
+def known(key: str, where: str) -> Setting:
+    """Return the setting of a key.
+
+    Raises:
+        StepkeeperError: there is none; the error names the nearest.
+    """
+    if key in SETTINGS:
+        return SETTINGS[key]
+    raise StepkeeperError(
+        f"{where}: `{shown(key)}` is not known{nearest(key, SETTINGS)}; `stepkeeper run --print-config` shows all",
+        ExitCode.USAGE,
+    )
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return `; did you mean …?` with the nearest of the known names; empty where none is near.
+
+    >>> nearest("spare", ["spares", "policy.failures_max"]), nearest("failures-max", ["policy.failures_max"])
+    ('; did you mean `spares`?', '; did you mean `policy.failures_max`?')
+    """
+    choices = {each.rpartition(".")[2]: each for each in names} | {each: each for each in names}
+    found = difflib.get_close_matches(name[:SHOWN_MAX].replace("-", "_"), choices, n=1)
+    return f"; did you mean `{choices[found[0]]}`?" if found else ""

@@ -1,0 +1,110 @@
+"""The bus beside training and everything else: watchers that are lost, and buses that end.  Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, closed, stop
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import NO_SIGNAL, Doubt, Next, Phase, Plan, State
+
+replace = msgspec.structs.replace
+
+
+def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Decision:
+    """A watcher is gone: start a new bus beside the training."""
+    if event.bus != state.bus or not state.bus_open or state.phase in (Phase.CLOSING, Phase.REQUEUEING):
+        return Decision(state)
+    if event.node not in state.nodes:
+        return Decision(state)  # it was left: Slurm ends what runs there
+    state = replace(state, silent=state.silent | {event.node})
+    return restart_bus(state, event.at, f"the watcher of {event.node} is gone: {event.why}", policy)
+
+
+def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
+    """All watchers are gone: as we wanted, or a new bus is started beside the training."""
+    if event.bus != state.bus or not state.bus_open:
+        return Decision(state)
+    if state.phase in (Phase.CLOSING, Phase.REQUEUEING):
+        state = replace(state, bus_open=False, ready=frozenset())
+        if state.phase is Phase.CLOSING:
+            return closed(state, event.at, policy, "the watchers left")
+        return Decision(state, (), "the watchers left")
+    why = f"the watchers' Slurm step ended with {event.code} {event.error}".rstrip()
+    state = replace(state, bus_open=False, bus_error=event.error)
+    return restart_bus(state, event.at, why, policy)
+
+
+def restart_bus(
+    state: State, at: float, why: str, policy: Policy, *, without: frozenset[str] = frozenset()
+) -> Decision:
+    """Start a new bus beside the training; a node that does not come back is lost."""
+    # beside training, a bus on which nobody answered is in no budget: its deadline asks Slurm first
+    unheard = state.phase is Phase.TRAINING and not state.ready
+    restarts = state.bus_restarts + (not unheard)
+    tries = state.bus_tries + unheard
+    if restarts > policy.bus_restarts_max:
+        why = f"{why}; {restarts - 1} restarts of the bus"
+        if state.plan is not None:  # we leave already: a save may still come to its end
+            return Decision(replace(state, bus_open=False, ready=frozenset()), (), why)
+        return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.START_FAILED), policy)
+    deadline = state.deadline_at
+    if state.phase in (Phase.STARTING, Phase.TRAINING):
+        back = at + policy.watcher_back_within_s
+        # a node that was lost already keeps its deadline: restarts must not put it off for ever
+        lost_before = deadline is not None and (state.phase is Phase.STARTING or not all_ready(state))
+        deadline = min(deadline, back) if lost_before and deadline is not None else back
+    state = replace(
+        state,
+        bus=state.bus + 1,
+        bus_open=True,
+        bus_restarts=restarts,
+        bus_tries=tries,
+        bus_restarted_in_launch=True,
+        ready=frozenset(),
+        clearing=False,
+        deadline_at=deadline,
+    )
+    # a bus that cannot start must not spin; the first restarts are at once
+    number = restarts + tries
+    after_s = min(policy.bus_retry_max_s, 0.25 * 2.0 ** min(number, 30)) if number > 1 else 0.0
+    return Decision(
+        state,
+        (
+            do.StartBus(
+                bus=state.bus, nodes=tuple(node for node in state.nodes if node not in without), after_s=after_s
+            ),
+        ),
+        why,
+    )
+
+
+def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:
+    """Beside training, no watcher at all came back in time: are the nodes lost, or is only Slurm away?"""
+    if state.doubt is Doubt.ASKED and state.asking and state.signal == NO_SIGNAL:
+        state = replace(state, asking=False, again=False, signal="")
+        return try_bus_again(state, at, f"no answer in {policy.ask_within_s:g} s", policy, answered=False)
+    state = replace(state, doubt=Doubt.ASKED, deadline_at=at + policy.ask_within_s)
+    why = "no watcher answers on any node"
+    if state.asking:
+        return Decision(state, (), f"{why}: wait for what Slurm says")
+    return ask_unprompted(state, f"{why}: is Slurm there?")
+
+
+def try_bus_again(state: State, at: float, said: str, policy: Policy, *, answered: bool) -> Decision:
+    """Training goes on; without Slurm for as long as it takes, with it for one more time."""
+    if answered:
+        why = f"Slurm answers ({said}): the watchers are tried once more"
+    else:
+        why = f"Slurm does not answer either ({said}): training goes on, the watchers are tried again"
+    deadline = at + policy.watcher_back_within_s
+    state = replace(state, doubt=Doubt.LAST if answered else Doubt.AWAY, deadline_at=deadline)
+    if answered:
+        state = replace(state, bus_tries=0)  # the time is short: almost at once
+    suspects = state.silent if answered and state.silent < set(state.nodes) else frozenset[str]()
+    if suspects:
+        why += f", without {', '.join(sorted(suspects))}"
+    return restart_bus(state, at, why, policy, without=suspects)

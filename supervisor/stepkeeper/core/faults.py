@@ -1,0 +1,199 @@
+"""Nodes that are lost, faulty or unfit: leave them, and go on with the others.  Pure.
+
+The cheapest rung that is safe: a spare of the allocation, a smaller world if that is allowed, else a requeue without
+the node.  A fault of a node never counts as a failure of the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from stepkeeper.core import events as on
+from stepkeeper.core.bus import restart_bus
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.phases import Decision, all_ready, go_on_starting, release, stop
+from stepkeeper.core.places import places, room
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import Blame, Next, Phase, Plan, State
+
+replace = msgspec.structs.replace
+
+
+def on_node_faulted(state: State, event: on.NodeFaulted, policy: Policy) -> Decision:
+    """A fault of a node's hardware: leave the node where the fault says so; else keep it as a hint."""
+    what = f"{event.name} on {event.node}{f' ({event.gpu})' if event.gpu else ''}: {event.why}"
+    if not event.leave:
+        hint = (event.node, f"{event.name}, {event.action}")
+        if event.node not in state.nodes or hint in state.hints:
+            return Decision(state)
+        return Decision(replace(state, hints=(*state.hints, hint)), (), f"{what}; no reason to leave the node")
+    if event.node not in state.nodes:
+        return _drained_later(state, event)
+    return _leave(state, event.at, {event.node: what}, policy, exclude=not event.drained)
+
+
+def _drained_later(state: State, event: on.NodeFaulted) -> Decision:
+    """A drained node needs no exclusion, which nobody would lift once it is repaired."""
+    if not event.drained or all(exclusion.node != event.node for exclusion in state.excluded):
+        return Decision(state)
+    others = tuple(exclusion for exclusion in state.excluded if exclusion.node != event.node)
+    return Decision(replace(state, excluded=others), (), f"{event.node} is drained: the job need not exclude it")
+
+
+def on_nodes_released(state: State, event: on.NodesReleased) -> Decision:
+    """The nodes that were left are given back; or stay in the allocation, unused: the next relaunch tries again."""
+    if event.ok:
+        return Decision(state, (), "the node is given back")
+    return Decision(replace(state, releasing=True), (), f"the node stays in the job: {event.error}")
+
+
+def on_nodes_not_cleared(state: State, event: on.NodesNotCleared, policy: Policy) -> Decision:
+    """Some nodes do not confirm, such as one whose rank hangs in the driver: leave them; the others can go on."""
+    if state.phase is not Phase.STARTING or not state.clearing or event.launch != state.launch:
+        return Decision(state)
+    left = [node for node in event.nodes if node in state.nodes]
+    if not left or len(left) == len(state.nodes):
+        return Decision(replace(state, deadline_at=event.at))  # then the next rougher means: a requeue
+    why = "does not get clear of the launch before: a process there does not die"
+    return _leave(state, event.at, {node: f"{node} {why}" for node in left}, policy, exclude=True)
+
+
+def on_unfit(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
+    """Some nodes failed the checks before a launch: leave them, unless the storage of most did, which is not theirs."""
+    found = {unfit.node: unfit.why for unfit in event.unfit if unfit.node in state.nodes}
+    said = "; ".join(f"{node}: {why}" for node, why in found.items())
+    shared = all(unfit.shared for unfit in event.unfit if unfit.node in state.nodes)
+    if found and shared and 2 * len(found) > len(state.nodes):
+        return _wait_for_common_cause(state, event.at, said, policy)
+    if not found:
+        return go_on_starting(state, event.at, policy, "the node that is not fit was left")
+    left = {node: f"{node} is not fit: {why}" for node, why in found.items()}
+    return _leave(state, event.at, left, policy, exclude=True)
+
+
+def _wait_for_common_cause(state: State, at: float, said: str, policy: Policy) -> Decision:
+    since = state.unfit_since if state.unfit_since is not None else at
+    why = f"most nodes are not fit, so the cause is not theirs: {said}"
+    if at - since >= policy.unfit_wait_s:
+        return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_UNFIT), policy)
+    state = replace(state, clearing=False, unfit_since=since, deadline_at=at + policy.unfit_retry_s)
+    return Decision(state, (), f"{why}; looking again in {policy.unfit_retry_s:g} s")
+
+
+def lost_in_words(state: State, lost: tuple[str, ...]) -> str:
+    """Say which nodes are lost, and what the newest bus ended with."""
+    error = f" ({state.bus_error})" if state.bus_error else ""
+    return f"no watcher answers on {', '.join(lost)}: taken for lost{error}"
+
+
+def lose_nodes(state: State, at: float, lost: tuple[str, ...], why: str, policy: Policy) -> Decision:
+    """Nodes whose watcher does not come back: Slurm marks them DOWN, so they need no exclusion."""
+    return _leave(state, at, dict.fromkeys(lost, why), policy, exclude=False, lost=True)
+
+
+def _leave(
+    state: State, at: float, left: Mapping[str, str], policy: Policy, *, exclude: bool, lost: bool = False
+) -> Decision:
+    """Use some nodes no more, and do what follows from that."""
+    why = "; ".join(dict.fromkeys(left.values()))
+    hit = state.running and bool(set(left) & set(state.launched))
+    nodes = tuple(node for node in state.nodes if node not in left)
+    state = replace(
+        state,
+        nodes=nodes,
+        ready=state.ready.difference(left),
+        silent=state.silent.difference(left),
+        node_losses=state.node_losses + 1,
+        releasing=state.releasing or (not lost and bool(set(left) - {state.batch_node})),
+    )
+    if exclude:
+        state = _with_exclusions(state, at, left, policy)
+    again = state.plan is None or state.plan.next is Next.RELAUNCH
+    needed = hit or not state.running or state.phase is Phase.STARTING  # else training goes on without it
+    if again and needed and state.node_losses > policy.node_losses_max:
+        return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
+    match state.phase:
+        case Phase.STARTING:
+            return _start_without(_not_charged(state, left), at, why, policy, lost=lost)
+        case Phase.TRAINING:
+            return _train_without(state, at, why, policy, hit=hit, lost=lost)
+        case _:
+            return Decision(_blame_node(state, why, hit=hit), (), why)
+
+
+def _with_exclusions(state: State, at: float, left: Mapping[str, str], policy: Policy) -> State:
+    """Exclude nodes from the next attempts; the oldest exclusions make room."""
+    until = at + policy.exclude_for_s
+    new = tuple(on.Exclusion(node=node, why=why, until=until) for node, why in left.items())
+    every = (*(exclusion for exclusion in state.excluded if exclusion.node not in left), *new)
+    dropped = tuple(exclusion.node for exclusion in every[: -policy.excluded_max])
+    return replace(state, excluded=every[-policy.excluded_max :], readmit=(*state.readmit, *dropped))
+
+
+def _not_charged(state: State, left: Mapping[str, str]) -> State:
+    """The launch before failed on such a node: that was no failure of the training."""
+    if not state.charged or not set(left) & set(state.launched):
+        return state
+    return replace(state, charged=False, failures=max(0, state.failures - 1))
+
+
+def _start_without(state: State, at: float, why: str, policy: Policy, *, lost: bool) -> Decision:
+    if not places(state):
+        return stop(state, at, _requeue(state, why), policy)
+    released = release(state)
+    state = released.state
+    if all_ready(state):
+        decision = go_on_starting(state, at, policy, why)
+    elif lost or not state.bus_open:  # no bus starts while a lost node is among its nodes
+        decision = restart_bus(state, at, why, policy)
+    else:
+        decision = Decision(state)  # the others are still starting
+    return Decision(decision.state, (*released.effects, *decision.effects), why)
+
+
+def _train_without(state: State, at: float, why: str, policy: Policy, *, hit: bool, lost: bool) -> Decision:
+    if not hit:
+        return _without_a_spare(state, at, f"{why}; it was a spare: training goes on", policy)
+    enough = bool(places(state))
+    plan = Plan(next=Next.RELAUNCH, why=why, blame=Blame.NODE) if enough else _requeue(state, why)
+    if state.saving is not None and not lost:  # what the ranks have copied may still be written
+        state = replace(state, phase=Phase.STOPPING, plan=plan, first_failure=why)
+        state = replace(state, deadline_at=at + policy.commit_grace_s)
+        return Decision(state, (), f"{why}; the commit in flight may still come")
+    decision = stop(state, at, plan, policy)
+    if enough and not all_ready(decision.state):
+        bus = restart_bus(decision.state, at, why, policy)
+        decision = Decision(bus.state, (*decision.effects, *bus.effects), why)
+    return decision
+
+
+def _without_a_spare(state: State, at: float, why: str, policy: Policy) -> Decision:
+    """Training goes on; a watcher that is away keeps its deadline."""
+    released = release(state)
+    state = released.state
+    if not all_ready(state):
+        if state.bus_open and not state.silent:
+            return Decision(state, released.effects, why)
+        restarted = restart_bus(state, at, why, policy)
+        return Decision(restarted.state, (*released.effects, *restarted.effects), why)
+    if state.wrapped and not state.begun:
+        state = replace(state, deadline_at=at + policy.begin_within_s)
+    elif not state.heard:
+        state = replace(state, deadline_at=at + policy.announce_within_s)
+    else:
+        state = replace(state, deadline_at=None)
+    return Decision(state, released.effects, why)
+
+
+def _blame_node(state: State, why: str, *, hit: bool) -> State:
+    """The ranks are leaving: if they were to be launched again, it is the node's fault now."""
+    plan = state.plan
+    if plan is None or plan.next is not Next.RELAUNCH or not hit:
+        return state
+    return replace(state, plan=replace(plan, why=f"{plan.why} ({why})", blame=Blame.NODE))
+
+
+def _requeue(state: State, why: str) -> Plan:
+    return Plan(next=Next.REQUEUE, why=f"{why}; {room(state)}", blame=Blame.NODE)

@@ -1,0 +1,135 @@
+"""What the agent does: each call on a thread of its own, with a time limit, answered by an event."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from stepkeeper.node.core import effects as do
+from stepkeeper.node.core import events as on
+from stepkeeper.node.inbox import Inbox
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.nodes import NodeClient
+
+WRONG = (SlurmError, ValueError)  # ValueError: an answer that this version cannot read
+
+
+class LocalClient(NodeClient, Protocol):
+    """What the agent asks of Slurm, the node's own slurmstepds included."""
+
+    def jobs_here(self, name: str) -> tuple[int, ...]:
+        """Return the jobs on this node, without a call to the controller."""
+        ...
+
+
+class Acts:
+    """Carries out effects.  `check` and `reset` are the agent's own: both look at GPUs."""
+
+    def __init__(
+        self,
+        node: str,
+        client: LocalClient,
+        inbox: Inbox,
+        *,
+        check: Callable[[], str],
+        reset: Callable[[Sequence[str]], str],
+    ) -> None:
+        self._node = node
+        self._client = client
+        self._inbox = inbox
+        self._check = check
+        self._reset = reset
+
+    def list_jobs(self, effect: do.ListJobs) -> None:
+        """Ask who is on the node; `JobsListed` comes."""
+
+        def work() -> None:
+            try:
+                jobs, error = self._client.jobs_here(self._node), ""
+            except WRONG as failure:
+                jobs, error = (), str(failure)
+            self._inbox.put(on.JobsListed(at=self._now(), incident=effect.incident, jobs=jobs, error=error))
+
+        self._inbox.run_thread("jobs", work)
+
+    def ask_nodes(self, effect: do.AskNodes) -> None:
+        """Ask Slurm about the node and its peers; `NodesAnswered` comes."""
+
+        def work() -> None:
+            try:
+                nodes, error = self._client.peers(self._node), ""
+            except WRONG as failure:
+                nodes, error = (), str(failure)
+            self._inbox.put(on.NodesAnswered(at=self._now(), call=effect.call, nodes=nodes, error=error))
+
+        self._inbox.run_thread("slurm", work)
+
+    def drain(self, effect: do.SetDrain) -> None:
+        """Drain the node; `CallAnswered` comes, as for all below."""
+        self._call(effect.call, lambda: self._client.drain(self._node, effect.reason))
+
+    def resume(self, effect: do.Resume) -> None:
+        """Return the node to service."""
+        self._call(effect.call, lambda: self._client.resume(self._node))
+
+    def reboot(self, effect: do.Reboot) -> None:
+        """Have Slurm reboot the node."""
+        self._call(effect.call, lambda: self._client.reboot(self._node, effect.reason))
+
+    def reset_gpus(self, effect: do.ResetGpus) -> None:
+        """Reset GPUs."""
+        self._answer(effect.call, "reset", lambda: self._reset(effect.pcis))
+
+    def check_node(self, effect: do.CheckNode) -> None:
+        """Look whether the node is fit."""
+        self._answer(effect.call, "check", self._check)
+
+    def _call(self, number: int, act: Callable[[], None]) -> None:
+        def error() -> str:
+            try:
+                act()
+            except WRONG as failure:
+                return str(failure)
+            return ""
+
+        self._answer(number, "slurm", error)
+
+    def _answer(self, number: int, name: str, act: Callable[[], str]) -> None:
+        def work() -> None:
+            error = act()
+            self._inbox.put(on.CallAnswered(at=self._now(), call=number, error=error))
+
+        self._inbox.run_thread(name, work)
+
+    def _now(self) -> float:
+        return self._inbox.clock.now()
+
+
+def reset_gpus(pcis: Sequence[str], within_s: float) -> str:
+    """Reset GPUs that nobody uses, all in that time; return what went wrong, "" where nothing did."""
+    if not pcis:
+        return "no GPU's address is known"
+    until = time.monotonic() + within_s
+    for pci in pcis:
+        argv = ["nvidia-smi", "--gpu-reset", "-i", pci]
+        try:
+            done = subprocess.run(
+                argv,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=max(0.1, until - time.monotonic()),
+                stdin=subprocess.DEVNULL,
+                check=False,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            return f"{' '.join(argv)}: not done in {within_s:g} s"
+        except OSError as error:
+            return f"{' '.join(argv)}: {error.strerror}"
+        if done.returncode:
+            said = " ".join((done.stderr or done.stdout).split())[:300]
+            return f"{' '.join(argv)}: {said or f'exit code {done.returncode}'}"
+    return ""

@@ -1,0 +1,319 @@
+"""The node agent's loop: one item at a time from the inbox, through `decide`, to the acts.
+
+Nothing slow happens here: sensors, Slurm, the ledger and the socket have threads of their own.  Only this loop feeds
+systemd's watchdog, and deadlines are looked at in every turn, so no flood can put them off.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import assert_never
+
+import structlog
+
+from stepkeeper.node import fitness, judging, ledger, protocol, verdict
+from stepkeeper.node.acts import Acts, LocalClient, reset_gpus
+from stepkeeper.node.config import NodeConfig
+from stepkeeper.node.core import effects as do
+from stepkeeper.node.core import events as on
+from stepkeeper.node.core.decide import decide
+from stepkeeper.node.core.plan import due_at
+from stepkeeper.node.core.state import Incident, Outcome, State
+from stepkeeper.node.inbox import Do, Inbox, Item, Stop
+from stepkeeper.node.notify import Systemd
+from stepkeeper.node.sensors import nvml
+from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid
+from stepkeeper.node.socket.requests import LookRequest
+from stepkeeper.node.sources import Sources
+from stepkeeper.node.xid.catalogue import Catalogue
+from stepkeeper.sources.clock import Clock
+
+READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)
+HURRIED = (do.AskNodes, do.SetDrain)
+"""Begun before anything is noted: the ledger is written meanwhile, and says after a crash what was under way."""
+LEDGER_WITHIN_S = 3.0
+LOOK_WITHIN_S = 8.0
+IDLE_S = 60.0
+
+
+class Agent:
+    """One node's agent.  `run` returns when it was told to stop."""
+
+    def __init__(
+        self,
+        *,
+        config: NodeConfig,
+        state: State,
+        book: ledger.Ledger,
+        catalogue: Catalogue,
+        client: LocalClient,
+        systemd: Systemd,
+        log: structlog.typing.FilteringBoundLogger,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.policy = config.policy
+        self.state = state
+        self.log = log
+        self.inbox = Inbox(clock or Clock())
+        self._book = book
+        self._systemd = systemd
+        self._catalogue = catalogue
+        self._judging = judging.Judging(
+            catalogue, expected_gpus=config.expected_gpus, only_pci_prefix=config.test.only_pci_prefix
+        )
+        self._acts = Acts(config.name, client, self.inbox, check=self._check, reset=self._reset)
+        self._sources = Sources(config, state, client=client, jobs=self, inbox=self.inbox, log=log)
+        self._looking = threading.Lock()  # of the two that follow
+        self._asked: list[LookRequest] = []
+        self._look_runs = False
+        self._stopping = ""
+        self._verdicts = verdict.Writer(
+            config.run_path / verdict.NAME,
+            on_error=lambda error: log.warning("verdict_not_written", error=str(error)),
+        )
+        self._shown: verdict.Verdict | None = None
+        self._verdict_at = 0.0
+        self._ledger_failed = ""
+        self._said_gpus = (state.gpus, state.driver)
+
+    def run(self) -> None:
+        """Take items until told to stop."""
+        self._record_boot()
+        self._feed(on.Started(at=self.inbox.clock.now()))
+        self._sources.start()
+        self._on_clock()
+        self._systemd.say(READY="1", STATUS=self._status())
+        self.log.info("agent_ready", mode=self.policy.mode.value, incidents=len(self.state.incidents))
+        try:
+            while not self._stopping:
+                item = self.inbox.get(self._wait_s())
+                if item is not None:
+                    self._take(item)
+                self._on_clock()
+        finally:
+            self._systemd.say(STOPPING="1")
+            self._sources.stop()
+            if not self._book.flush(LEDGER_WITHIN_S):
+                self.log.warning("ledger_late", error=self._book.failed)
+        self.log.info("agent_stopped", why=self._stopping)
+
+    # --- for the socket, from its thread ----------------------------------------------------------
+
+    def seen(self) -> list[protocol.Seen]:
+        """Return the open incidents of this boot: what a job hears when it joins.  Safe on any thread."""
+        state = self.state  # a frozen record: one look at it is consistent
+        return [_seen(each) for each in state.incidents if _is_open(each, state)]
+
+    def look(self, request: LookRequest) -> None:
+        """Have a fresh look taken, and answered with the number of faults to leave the node for.
+
+        What the asker believes has no part in it.  All who ask during a look share the next one: a stuck NVML makes
+        looks slow, and must not make them many.
+        """
+        with self._looking:
+            self._asked.append(request)
+            if not self._look_runs:
+                self._look_runs = True
+                self.inbox.run_thread("look", self._look)
+
+    def _look(self) -> None:
+        while True:
+            with self._looking:
+                asked, self._asked = self._asked, []
+                if not asked:
+                    self._look_runs = False
+                    return
+            if self.config.nvml:
+                found = nvml.once(LOOK_WITHIN_S)
+                self.inbox.put(found.status)
+                for health in found.health:
+                    self.inbox.put(health)
+            # behind what was just read, so that it counts
+            self.inbox.put(Do(functools.partial(self._answer_looks, asked)))
+
+    def _answer_looks(self, asked: Sequence[LookRequest]) -> None:
+        for request in asked:
+            self._sources.answer_look(request, len(_to_leave_for(self.state)))
+
+    # --- one item ---------------------------------------------------------------------------------
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, Stop):
+            self._stopping = item.why
+        elif isinstance(item, Do):
+            item.what()
+        elif isinstance(item, READINGS):
+            self._log_reading(item)
+            for event in self._judging.events(item, self.inbox.clock.now()):
+                self._feed(event)
+        else:
+            self._feed(item)
+
+    def _log_reading(self, item: object) -> None:
+        if isinstance(item, KernelGap):
+            self.log.warning("kernel_log_gap", lost=item.lost)
+        elif isinstance(item, Evidence):
+            self.log.info("evidence", what=item.what, where=item.where, text=item.text, **item.values)
+        elif isinstance(item, NvmlStatus):
+            self.log.info("nvml", state=item.state.value, detail=item.detail, driver=item.driver, gpus=len(item.gpus))
+
+    def _feed(self, event: on.Event) -> None:
+        decision = decide(self.state, event, self.policy)
+        self.state = decision.state
+        for urgent in (effect for effect in decision.effects if isinstance(effect, HURRIED)):
+            self._perform(urgent)
+        if decision.why:
+            kinds = [effect.__struct_config__.tag for effect in decision.effects]
+            self.log.info("decision", why=decision.why, effects=kinds)
+        if isinstance(event, on.JobsListed) and event.error:
+            self.log.warning("jobs_unknown", incident=event.incident, error=event.error)
+        if isinstance(event, on.GpusListed):
+            self._note_gpus()
+        for effect in decision.effects:
+            if not isinstance(effect, HURRIED):
+                self._perform(effect)
+
+    def _perform(self, effect: do.Effect) -> None:  # noqa: C901 - one case an effect
+        match effect:
+            case do.Record():
+                self._book.append(ledger.IncidentLine(incident=effect.incident))
+                self._log_incident(effect.incident)
+            case do.RecordDrain():
+                self._book.append(ledger.DrainLine(drain=effect.drain))
+            case do.Tell():
+                self._sources.publish(_seen(effect.incident, drained=effect.drained))
+            case do.Alarm():
+                self.log.error("alarm", text=effect.text, incident=effect.incident)
+            case do.ListJobs():
+                self._acts.list_jobs(effect)
+            case do.AskNodes():
+                self._acts.ask_nodes(effect)
+            case do.SetDrain():
+                self._acts.drain(effect)
+            case do.Resume():
+                self._acts.resume(effect)
+            case do.Reboot():
+                self._acts.reboot(effect)
+            case do.ResetGpus():
+                self._acts.reset_gpus(effect)
+            case do.CheckNode():
+                self._acts.check_node(effect)
+            case _:
+                assert_never(effect)
+
+    def _log_incident(self, incident: Incident) -> None:
+        say = self.log.warning if incident.action.drains else self.log.info
+        say(
+            "incident",
+            incident=incident.id,
+            name=incident.name,
+            action=incident.action.value,
+            outcome=incident.outcome.value,
+            pci=incident.pci,
+            gpu=incident.gpu,
+            jobs=incident.jobs,
+            why=incident.escalated or incident.why,
+            text=incident.text,
+        )
+
+    def _note_gpus(self) -> None:
+        known = (self.state.gpus, self.state.driver)
+        if known != self._said_gpus:
+            self._said_gpus = known
+            self._record_boot()
+
+    def _record_boot(self) -> None:
+        state = self.state
+        line = ledger.GpusLine(
+            boot_id=state.boot_id, gpus=state.gpus, driver=state.driver, sequence=state.known_sequence
+        )
+        self._book.append(line)
+
+    # --- on threads -------------------------------------------------------------------------------
+
+    def _check(self) -> str:
+        if not self.config.nvml:
+            return "NVML is switched off in the configuration: nothing can be checked"
+        return fitness.unfit(self._catalogue, self.config.expected_gpus)
+
+    def _reset(self, pcis: Sequence[str]) -> str:
+        self._sources.pause_nvml()  # whoever holds a GPU open keeps it from being reset
+        try:
+            return reset_gpus(pcis, self.config.remedies.reset_within_s)
+        finally:
+            self._sources.resume_nvml()
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _wait_s(self) -> float:
+        now = self.inbox.clock.now()
+        waits = [IDLE_S, self._verdict_at + verdict.REFRESH_S - now]
+        if (due := due_at(self.state)) is not None:
+            waits.append(due - now)
+        if self._systemd.watchdog_every_s is not None:
+            waits.append(self._systemd.watchdog_every_s)
+        return min(waits)
+
+    def _on_clock(self) -> None:
+        now = self.inbox.clock.now()
+        due = due_at(self.state)
+        if due is not None and now >= due:
+            self._feed(on.Tick(at=now))
+        self._show(now)
+        if self._systemd.watchdog_every_s is not None and self._sources.alive:
+            self._systemd.say(WATCHDOG="1")
+        failed = self._book.failed
+        if failed != self._ledger_failed:
+            self._ledger_failed = failed
+            self.log.error("ledger_not_written", error=failed) if failed else self.log.info("ledger_written_again")
+
+    def _show(self, now: float) -> None:
+        """Write the verdict when it changes, and now and then: an old one counts for nothing."""
+        new = verdict.verdict(self.state, now, self.policy)
+        old = self._shown
+        same = old is not None and (old.fit, old.why) == (new.fit, new.why)
+        if same and now < self._verdict_at + verdict.REFRESH_S:
+            return
+        self._verdict_at = now
+        self._verdicts.show(new)
+        if not same:
+            self.log.info("verdict", fit=new.fit, why=new.why)
+            self._systemd.say(STATUS=self._status())
+        self._shown = new
+
+    def _status(self) -> str:
+        bad = len(_to_leave_for(self.state))
+        drained = f"; drained: {self.state.drain.reason}" if self.state.drain is not None else ""
+        return f"{self.policy.mode.value}: {bad} open faults{drained}"
+
+
+def _is_open(incident: Incident, state: State) -> bool:
+    over = incident.outcome in (Outcome.RESOLVED, Outcome.NOTED)
+    return incident.boot_id == state.boot_id and incident.settled and incident.action.drains and not over
+
+
+def _to_leave_for(state: State) -> list[Incident]:
+    """Return the faults that a job should leave the node for: settled or not, drained or only observed."""
+    over = (Outcome.RESOLVED, Outcome.NOTED)
+    return [
+        each
+        for each in state.incidents
+        if each.boot_id == state.boot_id and each.action.drains and each.outcome not in over
+    ]
+
+
+def _seen(incident: Incident, *, drained: bool | None = None) -> protocol.Seen:
+    return protocol.Seen(
+        incident=incident.id,
+        at=incident.first_at,
+        action=incident.action,
+        domain=incident.domain,
+        name=incident.name,
+        pci=incident.pci,
+        gpu=incident.gpu,
+        why=(incident.escalated or incident.why)[:500],
+        drained=incident.outcome is Outcome.DRAINED if drained is None else drained,
+    )

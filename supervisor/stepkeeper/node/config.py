@@ -1,0 +1,204 @@
+"""`/etc/stepkeeper/node.toml`: what the administrator decides about one node's agent.
+
+The file decides about drains and reboots: only root may be able to change it.  A key that is not known is refused,
+with those that are.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.node import protocol
+from stepkeeper.node.core.policy import Mode, Policy
+from stepkeeper.slurm.environment import node_name
+from stepkeeper.store import lines
+
+DEFAULT_PATH = Path("/etc/stepkeeper/node.toml")
+_POLICY = Policy()
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Breaker(_Table, frozen=True, kw_only=True):
+    """How many nodes Stepkeeper may hold drained; counted in Slurm, over all agents."""
+
+    nodes_min: int = _POLICY.nodes_min
+    nodes_share: float = _POLICY.nodes_share
+    drains_per_hour: int = _POLICY.drains_per_hour
+
+
+class Remedies(_Table, frozen=True, kw_only=True):
+    """What may be done about a node that we drained.  Nothing, unless it is switched on."""
+
+    undrain: bool = False
+    reset_gpus: bool = False
+    reset_within_s: float = _POLICY.reset_within_s
+    reboot: bool = False
+
+
+class Limits(_Table, frozen=True, kw_only=True):
+    """Seconds and counts: see `node.core.policy`, which says what each is for."""
+
+    gather_s: float = _POLICY.gather_s
+    join_s: float = _POLICY.join_s
+    repeat_within_s: float = _POLICY.repeat_within_s
+    restarts_within_s: float = _POLICY.restarts_within_s
+    restarts_max: int = _POLICY.restarts_max
+    retry_s: float = _POLICY.retry_s
+    retry_max_s: float = _POLICY.retry_max_s
+    watch_s: float = _POLICY.watch_s
+    idle_poll_s: float = _POLICY.idle_poll_s
+    check_again_s: float = _POLICY.check_again_s
+    call_within_s: float = 10.0
+
+
+class Test(_Table, frozen=True, kw_only=True):
+    """For acceptance tests and for labs with many nodes on one machine.  Never in production."""
+
+    __test__ = False  # pytest: not one of yours
+
+    allow_injected: bool = False
+    boot_id_file: str = "/proc/sys/kernel/random/boot_id"
+    only_pci_prefix: str = ""
+
+
+class NodeConfig(_Table, frozen=True, kw_only=True):
+    """The whole file."""
+
+    mode: Mode = Mode.OBSERVE
+    node_name: str = ""  # as Slurm knows it; empty: SLURMD_NODENAME, or the host's name
+    expected_gpus: int = 0  # 0: not compared
+    socket: str = protocol.DEFAULT_SOCKET
+    state_dir: str = "/var/lib/stepkeeper"
+    run_dir: str = "/run/stepkeeper"
+    kernel_log: str = "/dev/kmsg"
+    previous_journal: bool = True
+    nvml: bool = True
+    health_every_s: float = 10.0
+    catalogue: str = ""  # rows that override the packaged ones
+    slurm_conf: str = ""  # where it is not Slurm's default
+    slurm_bin: str = ""  # the directory of scontrol, where it is not on PATH
+    breaker: Breaker = Breaker()
+    remedies: Remedies = Remedies()
+    limits: Limits = Limits()
+    test: Test = Test()
+
+    @property
+    def name(self) -> str:
+        """Return the name of the node."""
+        return self.node_name or node_name()
+
+    @property
+    def socket_path(self) -> Path:
+        """Return the socket's path, with the node's name in it where the file says so."""
+        return Path(self.socket.replace("%N", self.name))
+
+    @property
+    def run_path(self) -> Path:
+        """Return the directory for what a reboot may forget."""
+        return Path(self.run_dir.replace("%N", self.name))
+
+    @property
+    def state_path(self) -> Path:
+        """Return the directory for what it may not."""
+        return Path(self.state_dir.replace("%N", self.name))
+
+    @property
+    def slurm_environment(self) -> dict[str, str]:
+        """Return what Slurm's commands need on top of the agent's own environment."""
+        found = {"SLURM_CONF": self.slurm_conf} if self.slurm_conf else {}
+        if self.slurm_bin:
+            found["PATH"] = f"{self.slurm_bin}:{os.environ.get('PATH', '/usr/bin:/bin')}"
+        return found
+
+    @property
+    def policy(self) -> Policy:
+        """Return what `decide` goes by."""
+        return Policy(
+            mode=self.mode,
+            undrain=self.remedies.undrain,
+            reset_gpus=self.remedies.reset_gpus,
+            reset_within_s=self.remedies.reset_within_s,
+            answer_within_s=max(_POLICY.answer_within_s, 2 * self.limits.call_within_s),
+            reboot=self.remedies.reboot,
+            **msgspec.structs.asdict(self.breaker),
+            **{key: value for key, value in msgspec.structs.asdict(self.limits).items() if key != "call_within_s"},
+        )
+
+    def boot_id(self) -> str:
+        """Return the id of this boot.  Raises `StepkeeperError`."""
+        path = Path(self.test.boot_id_file)
+        try:
+            return path.read_text().strip()
+        except OSError as error:
+            raise StepkeeperError(f"{path}: {error.strerror}: no boot id", ExitCode.USAGE) from error
+
+
+def load(path: Path | None) -> NodeConfig:
+    """Read the configuration; without a path the usual file, and the defaults where that is missing.
+
+    Raises:
+        StepkeeperError: it cannot be read or trusted, or a key or value in it is wrong.
+    """
+    try:
+        data = _trusted(path or DEFAULT_PATH)
+    except FileNotFoundError as error:
+        if path is None:
+            return NodeConfig()
+        raise StepkeeperError(f"{path}: no such file", ExitCode.USAGE) from error
+    except OSError as error:
+        raise StepkeeperError(f"{path or DEFAULT_PATH}: {error.strerror}", ExitCode.USAGE) from error
+    return parse(data, str(path or DEFAULT_PATH))
+
+
+def _trusted(path: Path) -> bytes:
+    """Return what stands in a file that only root, or we ourselves, can change.  Raises OSError, StepkeeperError."""
+    for checked in (path.parent, path):
+        status = os.stat(checked) if checked == path.parent else os.lstat(checked)
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise StepkeeperError(
+                f"{checked}: others may change it, and it decides about drains: chown root, chmod go-w", ExitCode.USAGE
+            )
+    return lines.read_small(path)
+
+
+def parse(data: bytes, name: str) -> NodeConfig:
+    """Parse the text of a configuration.  Raises `StepkeeperError`."""
+    try:
+        document = tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise StepkeeperError(f"{name}: {error}", ExitCode.USAGE) from error
+    _refuse_unknown(name, "", document, NodeConfig)
+    try:
+        config = msgspec.convert(document, NodeConfig)
+    except msgspec.ValidationError as error:
+        raise StepkeeperError(f"{name}: {error}", ExitCode.USAGE) from error
+    if config.remedies.reboot and not config.remedies.undrain:
+        raise StepkeeperError(
+            f"{name}: remedies.reboot needs remedies.undrain: Slurm itself returns a node that it rebooted",
+            ExitCode.USAGE,
+        )
+    return config
+
+
+def _refuse_unknown(name: str, where: str, table: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in table.items():
+        if key not in known:
+            inside = f" in [{where}]" if where else ""
+            raise StepkeeperError(
+                f"{name}: `{key}` is not known{inside}; known are {', '.join(sorted(known))}", ExitCode.USAGE
+            )
+        inner = known[key]
+        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            _refuse_unknown(name, key, value, inner)

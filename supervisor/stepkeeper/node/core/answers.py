@@ -1,0 +1,283 @@
+"""What comes of an answer: Slurm's, the remedies', the checks'.  Pure.
+
+Nobody else's reason is ever overwritten, and only what we drained is returned: a reason with our prefix is not
+enough, it must be the one that our ledger holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import assert_never
+
+import msgspec
+
+from stepkeeper.node.core import breaker
+from stepkeeper.node.core import effects as do
+from stepkeeper.node.core import events as on
+from stepkeeper.node.core.incidents import put
+from stepkeeper.node.core.plan import (
+    Decision,
+    answered,
+    call,
+    failed,
+    may_return,
+    next_watch,
+    pending,
+    reason_for,
+    remedy,
+)
+from stepkeeper.node.core.policy import Policy
+from stepkeeper.node.core.state import Call, Drain, Incident, Outcome, Repair, State
+from stepkeeper.node.xid.model import Action
+from stepkeeper.slurm.nodes import NodeFacts
+
+replace = msgspec.structs.replace
+IN_USE = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
+TAKEN = frozenset(("DOWN", "FAIL", "FAILING", "MAINT", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"))
+SILENT_AGAIN_S = 30.0
+"""A node that Slurm itself lost sight of comes back by itself: look again then."""
+
+
+def on_nodes_answered(state: State, event: on.NodesAnswered, policy: Policy) -> Decision:
+    """Go on with what Slurm was asked for."""
+    if event.call != state.call_number or state.call not in (Call.COUNT, Call.RECOUNT, Call.WATCH):
+        return Decision(state)  # of a call that was given up
+    own = next((each for each in event.nodes if each.name == state.node), None)
+    if event.error or own is None:
+        return failed(state, event.at, event.error or f"Slurm does not know the node {state.node}", policy)
+    kind = state.call
+    state = answered(state)
+    if kind is Call.COUNT:
+        return _counted(state, event, own, policy)
+    if kind is Call.RECOUNT:
+        return _recounted(state, event, own, policy)
+    return _watched(state, event.at, own, policy)
+
+
+def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
+    wanted = pending(state)
+    if not wanted:
+        return Decision(state)
+    worst = wanted[0]
+    drain = state.drain
+    if own.drained and drain is not None and drain.reason == own.reason:
+        if drain.action.severity >= worst.action.severity:
+            return _drained(state, event.at, wanted, own.reason, policy=policy)
+        return _set_drain(state, event.at, wanted, reason_for(worst), policy)  # our own reason, for the worse fault
+    if own.drained and own.ours and any(f"[{each.id}]" in own.reason for each in state.incidents):
+        return _drained(state, event.at, wanted, own.reason, policy=policy)  # we ended between the drain and its note
+    if own.states & TAKEN and _is_silence(own):
+        state = replace(state, retry_at=event.at + SILENT_AGAIN_S)
+        return Decision(
+            state, (), f"Slurm has lost sight of the node ({own.reason or 'down'}): drained when it is back"
+        )
+    if own.drained or own.states & TAKEN:
+        why = f"the node is {'+'.join(sorted(own.states))} already, by somebody else: {own.reason or 'no reason given'}"
+        return _end(state, wanted, Outcome.FOREIGN, why)
+    if why := breaker.refuses(own, event.nodes, event.at, policy):
+        return _end(state, wanted, Outcome.REFUSED, f"circuit breaker: {why}; look for a common cause")
+    note = own.reason if own.reason and not own.ours else ""
+    return _set_drain(state, event.at, wanted, reason_for(worst, note), policy)
+
+
+def _is_silence(own: NodeFacts) -> bool:
+    """Tell whether Slurm itself took the node down, because it hears nothing from it."""
+    return "DOWN" in own.states and not own.drained and (not own.reason or own.reason.startswith("Not responding"))
+
+
+def _set_drain(state: State, at: float, wanted: list[Incident], reason: str, policy: Policy) -> Decision:
+    ids = tuple(each.id for each in wanted)
+    state = replace(state, call_incidents=ids, call_reason=reason, call_action=wanted[0].action)
+    state, effects = call(state, Call.DRAIN, at, policy)
+    return Decision(state, effects, f"drain: {reason}")
+
+
+def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str, *, policy: Policy) -> Decision:
+    """Note that we hold the node."""
+    effects: tuple[do.Effect, ...] = ()
+    incidents = list(incidents)
+    for incident in incidents:
+        incident = replace(incident, outcome=Outcome.DRAINED, outcome_why="the node is drained")  # noqa: PLW2901
+        state = put(state, incident)
+        effects += (do.Record(incident=incident), do.Tell(incident=incident, drained=True))
+    actions = [each.action for each in incidents] + ([state.drain.action] if state.drain is not None else [])
+    action = max(actions, key=lambda action: action.severity)
+    rebooted = action is not Action.DRAIN_RMA and all(each.boot_id != state.boot_id for each in _held(state))
+    drain = Drain(
+        reason=reason,
+        action=action,
+        at=at,
+        boot_id=state.boot_id,
+        # a repair before this fault has not helped; a reboot after it may have, and the checks will tell
+        repair=Repair.REBOOT if rebooted else Repair.NONE,
+    )
+    state = replace(state, drain=drain, watch_at=next_watch(drain, at, policy))
+    return Decision(state, (do.RecordDrain(drain=drain), *effects), f"the node is drained: {reason}")
+
+
+def _end(state: State, incidents: Iterable[Incident], outcome: Outcome, why: str) -> Decision:
+    """Close incidents without a drain, and say it loudly."""
+    effects: tuple[do.Effect, ...] = ()
+    for incident in incidents:
+        incident = replace(incident, outcome=outcome, outcome_why=why)  # noqa: PLW2901 - the same one, closed
+        state = put(state, incident)
+        effects += (do.Record(incident=incident), do.Alarm(text=why, incident=incident.id))
+    return Decision(state, effects, why)
+
+
+def _held(state: State) -> list[Incident]:
+    return [each for each in state.incidents if each.outcome is Outcome.DRAINED]
+
+
+def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
+    drain = state.drain
+    assert drain is not None, "RECOUNT follows a drain"
+    if not own.drained or own.reason != drain.reason:
+        return _lost(state, own)
+    if why := breaker.gives_back(own, event.nodes, event.at, policy):
+        state, effects = call(replace(state, call_reason=why), Call.TAKE_BACK, event.at, policy)
+        return Decision(state, effects, f"circuit breaker: {why}: this drain is taken back")
+    drain = replace(drain, counted=True)
+    return Decision(replace(state, drain=drain), (do.RecordDrain(drain=drain),))
+
+
+def _watched(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
+    drain = state.drain
+    assert drain is not None, "only a drain that we hold is watched"
+    state = replace(state, watch_at=next_watch(drain, at, policy))
+    if not own.drained or own.reason != drain.reason:
+        if drain.reboot_asked and not drain.passed and drain.repair is Repair.NONE and not own.drained:
+            return Decision(state)  # Slurm's own states of a reboot under way
+        return _lost(state, own)
+    if drain.repair is not Repair.NONE and not drain.passed:
+        state, effects = call(state, Call.CHECK, at, policy)
+        return Decision(state, effects, f"checks after the {drain.repair.value}")
+    if may_return(drain, policy):
+        state, effects = call(state, Call.RESUME, at, policy)
+        return Decision(state, effects, "the node has passed its checks: it is returned to service")
+    cure = remedy(drain, policy)
+    if cure is None or own.states & IN_USE:
+        return Decision(state)
+    state, effects = call(state, cure, at, policy)
+    return Decision(state, effects, f"no job uses the node: {cure.value}")
+
+
+def _lost(state: State, own: NodeFacts) -> Decision:
+    """Let go of a drain that somebody else took away or took over."""
+    drain = state.drain
+    assert drain is not None, "a drain that we hold"
+    if own.drained:
+        outcome, why = Outcome.FOREIGN, f"the drain is somebody else's now: {own.reason}"
+    else:
+        outcome, why = Outcome.RESOLVED, "somebody else returned the node to service"
+    state = replace(state, drain=None)
+    effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=None),)
+    for incident in _held(state):
+        incident = replace(incident, outcome=outcome, outcome_why=why)  # noqa: PLW2901 - the same one, closed
+        state = put(state, incident)
+        effects += (do.Record(incident=incident),)
+    return Decision(state, effects, why)
+
+
+def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
+    """Go on after an act, or try it again."""
+    if event.call != state.call_number or state.call is None:
+        return Decision(state)  # of a call that was given up
+    kind = state.call
+    if event.error and kind in (Call.DRAIN, Call.TAKE_BACK, Call.RESUME, Call.REBOOT):
+        return failed(state, event.at, f"{kind.value}: {event.error}", policy)
+    state = answered(state)
+    match kind:
+        case Call.DRAIN:
+            wanted = [each for each in state.incidents if each.id in state.call_incidents]
+            return _drained(state, event.at, wanted, state.call_reason, policy=policy)
+        case Call.TAKE_BACK:
+            return _taken_back(state)
+        case Call.RESUME:
+            return _returned(state)
+        case Call.CHECK:
+            return _checked(state, event, policy)
+        case Call.RESET:
+            return _reset(state, event, policy)
+        case Call.REBOOT:
+            return _rebooting(state, event.at, policy)
+        case Call.COUNT | Call.RECOUNT | Call.WATCH:
+            return Decision(state)  # an answer of the wrong kind: the call is made again
+        case _:
+            assert_never(kind)
+
+
+def _taken_back(state: State) -> Decision:
+    why = f"circuit breaker: {state.call_reason}; look for a common cause"
+    ended = _end(replace(state, drain=None), _held(state), Outcome.TAKEN_BACK, why)
+    return Decision(ended.state, (do.RecordDrain(drain=None), *ended.effects), why)
+
+
+def _returned(state: State) -> Decision:
+    state, effects = _resolve(state, "it passed its checks and was returned to service")
+    return Decision(state, effects, "the node is in service again")
+
+
+def _resolve(state: State, why: str) -> tuple[State, tuple[do.Effect, ...]]:
+    effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=None),)
+    for incident in _held(state):
+        incident = replace(incident, outcome=Outcome.RESOLVED, outcome_why=why)  # noqa: PLW2901 - the same one
+        state = put(state, incident)
+        effects += (do.Record(incident=incident),)
+    return replace(state, drain=None), effects
+
+
+def _checked(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
+    drain = state.drain
+    if drain is None:
+        return Decision(state)
+    if event.error:
+        return _check_failed(state, event, drain, policy)
+    drain = replace(drain, passed=True)
+    hurry = may_return(drain, policy)
+    state = replace(state, drain=drain, watch_at=event.at if hurry else next_watch(drain, event.at, policy))
+    effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=drain),)
+    if not hurry:
+        text = "the node has passed its checks and waits for a person to return it to service"
+        effects += (do.Alarm(text=text),)
+    return Decision(state, effects, "the node has passed its checks")
+
+
+def _check_failed(state: State, event: on.CallAnswered, drain: Drain, policy: Policy) -> Decision:
+    why = f"the node has not passed its checks: {event.error}"
+    if drain.reboot_asked:  # Slurm returns the node by itself: drain it anew, before it takes a job
+        drain = replace(drain, reboot_asked=False)
+        state = replace(state, drain=drain)
+        effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=drain), do.Alarm(text=why))
+        for incident in _held(state):
+            incident = replace(incident, action=Action.DRAIN_RMA, escalated=why, outcome=Outcome.OPEN)  # noqa: PLW2901
+            state = put(state, incident)
+            effects += (do.Record(incident=incident),)
+        return Decision(state, effects, why)
+    state = replace(state, watch_at=next_watch(drain, event.at, policy))
+    return Decision(state, (do.Alarm(text=why),), why)
+
+
+def _reset(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
+    drain = state.drain
+    if drain is None:
+        return Decision(state)
+    if event.error:
+        drain = replace(drain, reset_failed=True)
+        why = f"the reset was in vain: {event.error}"
+    else:
+        drain = replace(drain, repair=Repair.RESET)
+        why = "the GPUs were reset: the checks come next"
+    again = remedy(drain, policy) is not None or drain.repair is Repair.RESET
+    watch_at = event.at if again else next_watch(drain, event.at, policy)
+    state = replace(state, drain=drain, watch_at=watch_at)
+    return Decision(state, (do.RecordDrain(drain=drain),), why)
+
+
+def _rebooting(state: State, at: float, policy: Policy) -> Decision:
+    drain = state.drain
+    if drain is None:
+        return Decision(state)
+    drain = replace(drain, reboot_asked=True)
+    state = replace(state, drain=drain, watch_at=at + policy.watch_s)
+    return Decision(state, (do.RecordDrain(drain=drain),), "Slurm reboots the node")

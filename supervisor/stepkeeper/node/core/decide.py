@@ -1,0 +1,173 @@
+"""The agent's rules: `decide(state, event, policy)` returns the next state, what to do, and why.
+
+Pure.  Only faults that the node's own sensors saw come here: what a job's user says makes sensors look, no more.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from stepkeeper.node.core import effects as do
+from stepkeeper.node.core import events as on
+from stepkeeper.node.core.answers import on_call_answered, on_nodes_answered
+from stepkeeper.node.core.escalation import escalate
+from stepkeeper.node.core.incidents import find, forget, is_pending, joined, opened, place, put, says_more
+from stepkeeper.node.core.plan import Decision, proceed
+from stepkeeper.node.core.policy import Mode, Policy
+from stepkeeper.node.core.state import JOBS_MAX, Incident, Outcome, Repair, State
+from stepkeeper.node.xid.model import Action, Fault, Kind, Source
+
+replace = msgspec.structs.replace
+LATE_S = 86400.0
+"""What the kernel said longer ago than this when we read it first may have been mended since, but by no reboot."""
+
+
+def decide(state: State, event: on.Event, policy: Policy) -> Decision:
+    """Return what changes and what to do about one event.  Never raises."""
+    match event:
+        case on.Started():
+            decision = _on_started(state, event, policy)
+        case on.FaultSeen():
+            decision = _on_fault_seen(state, event, policy)
+        case on.GpusListed():
+            decision = _on_gpus_listed(state, event)
+        case on.JobsListed():
+            decision = _on_jobs_listed(state, event, policy)
+        case on.NodesAnswered():
+            decision = on_nodes_answered(state, event, policy)
+        case on.CallAnswered():
+            decision = on_call_answered(state, event, policy)
+        case on.Tick():
+            decision = Decision(state)
+        case _:
+            assert_never(event)  # a new event without a branch fails mypy, not production
+    decision = _settle_due(decision, event.at, policy)
+    return proceed(decision, event.at, policy)
+
+
+def _on_started(state: State, event: on.Started, policy: Policy) -> Decision:
+    """Take up what is left: a held drain after a reboot needs its checks; a drain that was wanted is wanted still."""
+    effects: tuple[do.Effect, ...] = ()
+    if policy.mode is Mode.OBSERVE:
+        for incident in filter(is_pending, state.incidents):
+            incident = replace(incident, outcome=Outcome.OBSERVED, outcome_why="the agent only observes now")  # noqa: PLW2901
+            state = put(state, incident)
+            effects += (do.Record(incident=incident),)
+    drain = state.drain
+    if drain is None:
+        return Decision(state, effects)
+    why = ""
+    if policy.mode is Mode.OBSERVE:
+        drain = replace(drain, counted=True)  # whoever only observes takes nothing back
+    if drain.boot_id != state.boot_id and drain.repair is not Repair.REBOOT:
+        drain = replace(drain, repair=Repair.REBOOT, passed=False)
+        why = "the node was rebooted: its drain stays until the checks pass"
+    if drain != state.drain:
+        effects += (do.RecordDrain(drain=drain),)
+    state = replace(state, drain=drain, watch_at=event.at)  # a person may have taken it away meanwhile
+    return Decision(state, effects, why)
+
+
+def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decision:
+    fault = place(state, event.fault)
+    if fault.source is Source.KERNEL and fault.boot_id == state.boot_id and _is_known(state, fault.sequence):
+        return Decision(state)
+    before = find(state, fault, policy)
+    if before is None:
+        incident = opened(state, fault, event.at, policy)
+        state = forget(put(state, incident), event.at, policy)
+        effects: tuple[do.Effect, ...] = (do.Record(incident=incident),)
+        if incident.action is not Action.LOG:
+            effects += (do.ListJobs(incident=incident.id),)
+        return Decision(state, effects, f"{incident.name} {incident.gpu_label}".strip() + f": {incident.why}")
+    incident = joined(before, fault)
+    if before.settled and (incident.action is not before.action or _still_there(before, fault, policy)):
+        incident = replace(incident, settled=False, outcome=Outcome.OPEN, outcome_why="")  # it is settled anew
+    state = put(state, incident)
+    if not says_more(before, incident):
+        return Decision(state)
+    effects = (do.Record(incident=incident),)
+    if before.action is Action.LOG and incident.action is not Action.LOG:
+        effects += (do.ListJobs(incident=incident.id),)
+    raised = incident.action is not before.action
+    return Decision(state, effects, f"{incident.id} raised to {incident.action}: {incident.why}" if raised else "")
+
+
+def _still_there(before: Incident, fault: Fault, policy: Policy) -> bool:
+    """Tell whether a fault that was left alone is seen to last: circumstances may have changed, so ask anew."""
+    left_alone = before.outcome in (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
+    left_alone = left_alone or (before.outcome is Outcome.OBSERVED and policy.mode is Mode.ACT)
+    seen_now = fault.kind in (Kind.HEALTH, Kind.LOST) and fault.action.drains
+    return left_alone and seen_now and fault.at > before.last_at + policy.join_s
+
+
+def _is_known(state: State, sequence: int | None) -> bool:
+    return sequence is not None and sequence <= state.known_sequence
+
+
+def _on_gpus_listed(state: State, event: on.GpusListed) -> Decision:
+    """Remember every GPU since the boot: a lost one is not listed any more, and its UUID is wanted then."""
+    known = dict(state.gpus) | {gpu.pci: gpu.uuid for gpu in event.gpus if gpu.uuid}
+    return Decision(replace(state, gpus=tuple(sorted(known.items())), driver=event.driver or state.driver))
+
+
+def _on_jobs_listed(state: State, event: on.JobsListed, policy: Policy) -> Decision:
+    for incident in state.incidents:
+        if incident.id == event.incident and not incident.jobs and event.jobs:
+            incident = replace(incident, jobs=event.jobs[:JOBS_MAX])  # noqa: PLW2901 - the same one, with its jobs
+            state = put(state, incident)
+            if incident.settled and incident.outcome is Outcome.NOTED:
+                return _settle(state, incident, event.at, policy)
+            return Decision(state, (do.Record(incident=incident),))
+    return Decision(state)
+
+
+def _settle_due(decision: Decision, at: float, policy: Policy) -> Decision:
+    """Settle every incident whose burst is over, or that is certain."""
+    for incident in decision.state.incidents:
+        if not incident.settled and at >= incident.settle_at:
+            settled = _settle(decision.state, incident, at, policy)
+            decision = Decision(
+                settled.state, decision.effects + settled.effects, "; ".join(filter(None, (decision.why, settled.why)))
+            )
+    return decision
+
+
+def _settle(state: State, incident: Incident, at: float, policy: Policy) -> Decision:
+    """Decide what an incident asks for: from now on it may only be raised."""
+    action, escalated = escalate(
+        incident,
+        state.incidents,
+        policy,
+        repaired=state.drain is not None and state.drain.repair is not Repair.NONE,
+    )
+    if action.severity > incident.action.severity:
+        incident = replace(incident, action=action, escalated=escalated)
+    outcome, why = _outcome(state, incident, at, policy)
+    incident = replace(incident, settled=True, outcome=outcome, outcome_why=why)
+    state = put(state, incident)
+    effects: tuple[do.Effect, ...] = (do.Record(incident=incident),)
+    if incident.action is not Action.LOG and incident.boot_id == state.boot_id:
+        effects += (do.Tell(incident=incident, drained=False),)
+    if outcome is Outcome.OBSERVED:
+        effects += (do.Alarm(text=why, incident=incident.id),)
+    return Decision(state, effects, why)
+
+
+def _outcome(state: State, incident: Incident, at: float, policy: Policy) -> tuple[Outcome, str]:
+    label = f"{incident.name} {incident.gpu_label}".strip()
+    escalated = f" ({incident.escalated})" if incident.escalated else ""
+    if not incident.action.drains:
+        return Outcome.NOTED, f"{label} asks for {incident.action}: the node stays"
+    if incident.boot_id != state.boot_id and incident.action is not Action.DRAIN_RMA:
+        return Outcome.NOTED, f"{label} was in an earlier boot: the node was rebooted since"
+    if incident.boot_id != state.boot_id and incident.sources == (Source.JOURNAL,) and incident.last_at < at - LATE_S:
+        return Outcome.NOTED, f"{label} was in an earlier boot, long ago: somebody may have looked since"
+    is_late = incident.sources == (Source.KERNEL,) and incident.last_at < at - LATE_S
+    if is_late and incident.action is Action.DRAIN_RESET:
+        return Outcome.NOTED, f"{label} was logged long before we read it: NVML tells whether it still holds"
+    if policy.mode is Mode.OBSERVE:
+        return Outcome.OBSERVED, f"observing: {label} asks for {incident.action}{escalated}, the node would be drained"
+    return Outcome.OPEN, f"{label} asks for {incident.action}{escalated}: the node has to be drained"

@@ -1,0 +1,76 @@
+"""What comes back is more than it says it is.  Pure.
+
+The same GPU in need of a reset or a reboot a second time is broken.  Faults that programs cause (13, 31) are the
+GPU's own where they follow it from job to job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stepkeeper.node.core.policy import Policy
+from stepkeeper.node.core.state import Incident, Outcome
+from stepkeeper.node.xid.model import Action
+
+PROGRAMS_OWN = frozenset((43, 45))  # the GPU is fine, says NVIDIA: these never count against it
+
+
+def escalate(
+    incident: Incident, others: Iterable[Incident], policy: Policy, *, repaired: bool = False
+) -> tuple[Action, str]:
+    """Return what an incident asks for in the light of earlier ones, and why; its own action and "" where nothing.
+
+    `repaired`: the node that we hold has been, since it was drained.
+    """
+    before = [each for each in others if each.id != incident.id and _same(each, incident)]
+    before = [each for each in before if each.first_at <= incident.first_at]
+    action, why = incident.action, ""
+    if action is Action.RESTART_JOB and (why := _restarts(incident, before, policy)):
+        action = Action.DRAIN_RESET
+    if action in (Action.DRAIN_RESET, Action.DRAIN_REBOOT):
+        since = incident.first_at - policy.repeat_within_s
+        earlier = [
+            each
+            for each in before
+            if each.action.drains and each.first_at >= since and _mended(each, incident, repaired=repaired)
+        ]
+        if earlier:
+            days = (incident.first_at - earlier[-1].first_at) / 86400
+            return Action.DRAIN_RMA, f"{earlier[-1].name} on this GPU {days:.1f} days before ({earlier[-1].id})"
+    return action, why
+
+
+def _restarts(incident: Incident, before: list[Incident], policy: Policy) -> str:
+    """Say that a GPU cost several jobs their lives and none was there each time; "" where that is not so."""
+    since = incident.first_at - policy.restarts_within_s
+    counted = [each for each in [*before, incident] if _counts(each) and each.first_at >= since]
+    if len(counted) < policy.restarts_max or incident not in counted:
+        return ""
+    always_there = set.intersection(*(set(each.jobs) for each in counted))
+    if always_there:
+        return ""  # one job explains them all
+    jobs = {job for each in counted for job in each.jobs}
+    names = ", ".join(sorted({each.name for each in counted}))
+    return f"{len(counted)} faults ({names}) on this GPU in a day, over {len(jobs)} jobs"
+
+
+def _counts(incident: Incident) -> bool:
+    own = frozenset(incident.codes) <= PROGRAMS_OWN and bool(incident.codes)
+    return incident.action is Action.RESTART_JOB and bool(incident.jobs) and not own
+
+
+def _mended(earlier: Incident, incident: Incident, *, repaired: bool) -> bool:
+    """Tell whether the GPU was repaired, or moved, between the two: else it is the old fault that speaks again."""
+    back = earlier.outcome is Outcome.RESOLVED or (repaired and earlier.outcome is Outcome.DRAINED)
+    return (
+        back
+        or earlier.boot_id != incident.boot_id
+        or bool(earlier.pci and incident.pci and earlier.pci != incident.pci)
+    )
+
+
+def _same(one: Incident, other: Incident) -> bool:
+    """Compare by UUID: a board that was moved takes its history along."""
+    if one.gpu and other.gpu:
+        return one.gpu == other.gpu
+    return bool(one.pci) and one.pci == other.pci

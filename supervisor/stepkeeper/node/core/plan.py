@@ -1,0 +1,167 @@
+"""Which call comes next.  At most one is in flight; what hurries comes first.  Pure.
+
+a drain that is wanted        COUNT, then DRAIN, at once; RECOUNT a moment later
+a drain that we hold          WATCH, from time to time: has a person taken it away, may a remedy begin?
+after a reset or a reboot     CHECK, and where it passed and we may: WATCH, then RESUME
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import assert_never
+
+import msgspec
+
+from stepkeeper.node.core import effects as do
+from stepkeeper.node.core.incidents import is_pending
+from stepkeeper.node.core.policy import Mode, Policy
+from stepkeeper.node.core.state import Call, Drain, Incident, Outcome, Repair, State
+from stepkeeper.node.xid.model import Action
+from stepkeeper.slurm.nodes import REASON_PREFIX
+
+replace = msgspec.structs.replace
+REASON_CHARACTERS_MAX = 240
+RECOUNT_AFTER_S = 1.5
+"""Slurm's times are whole seconds, and within one the name decides: wait until nobody can drain in ours any more."""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """The next state, a work order, and one clause that says why (empty when nothing changed)."""
+
+    state: State
+    effects: tuple[do.Effect, ...] = ()
+    why: str = ""
+
+
+def pending(state: State) -> list[Incident]:
+    """Return the incidents that the node has to be drained for, the most severe first."""
+    return sorted(filter(is_pending, state.incidents), key=lambda each: -each.action.severity)
+
+
+def proceed(decision: Decision, at: float, policy: Policy) -> Decision:
+    """Add the call that is due, if none is in flight."""
+    state = decision.state
+    if state.call is not None and at >= state.call_until:
+        late = failed(state, at, f"{state.call.value}: no answer in time", policy)
+        state = late.state
+        decision = Decision(state, decision.effects + late.effects, decision.why or late.why)
+    if state.call is not None or at < state.retry_at:
+        return decision
+    if pending(state):
+        state, effects = call(state, Call.COUNT, at, policy)
+    elif state.drain is not None and not state.drain.counted:
+        if at < state.drain.at + RECOUNT_AFTER_S:
+            return decision
+        state, effects = call(state, Call.RECOUNT, at, policy)
+    elif state.drain is not None and at >= state.watch_at:
+        first = Call.CHECK if _checks_first(state.drain) else Call.WATCH
+        state, effects = call(state, first, at, policy)
+    else:
+        return decision
+    return Decision(state, decision.effects + effects, decision.why)
+
+
+def due_at(state: State) -> float | None:
+    """Return when `Tick` has to come; None: only an event brings something new."""
+    dues = [each.settle_at for each in state.incidents if not each.settled]
+    if state.call is not None:
+        dues.append(state.call_until)
+    elif pending(state):
+        dues.append(state.retry_at)
+    elif state.drain is not None and not state.drain.counted:
+        dues.append(max(state.retry_at, state.drain.at + RECOUNT_AFTER_S))
+    elif state.drain is not None:
+        dues.append(max(state.watch_at, state.retry_at))
+    return min(dues, default=None)
+
+
+def call(state: State, kind: Call, at: float, policy: Policy) -> tuple[State, tuple[do.Effect, ...]]:
+    """Put a call in flight."""
+    number = state.call_number + 1
+    within_s = policy.answer_within_s + (policy.reset_within_s if kind is Call.RESET else 0.0)
+    state = replace(state, call=kind, call_number=number, call_until=at + within_s)
+    return state, (_effect(state, kind, number),)
+
+
+def _effect(state: State, kind: Call, number: int) -> do.Effect:
+    match kind:
+        case Call.COUNT | Call.RECOUNT | Call.WATCH:
+            return do.AskNodes(call=number)
+        case Call.DRAIN:
+            return do.SetDrain(call=number, reason=state.call_reason)
+        case Call.TAKE_BACK | Call.RESUME:
+            return do.Resume(call=number)
+        case Call.CHECK:
+            return do.CheckNode(call=number)
+        case Call.RESET:
+            return do.ResetGpus(call=number, pcis=gpus_to_reset(state))
+        case Call.REBOOT:
+            assert state.drain is not None, "only a node that we drained is rebooted"
+            return do.Reboot(call=number, reason=state.drain.reason)
+        case _:
+            assert_never(kind)
+
+
+def answered(state: State) -> State:
+    """Return the state with nothing in flight, after a call that came through."""
+    return replace(state, call=None, tries=0, retry_at=0.0)
+
+
+def failed(state: State, at: float, error: str, policy: Policy) -> Decision:
+    """Try again, after a pause that grows and differs from node to node."""
+    pause: float = min(policy.retry_max_s, policy.retry_s * 2.0 ** min(state.tries, 16))
+    pause *= 0.75 + 0.5 * (zlib.crc32(f"{state.node} {state.tries}".encode()) / 2**32)
+    state = replace(state, call=None, tries=state.tries + 1, retry_at=at + pause)
+    effects: tuple[do.Effect, ...] = ()
+    if state.tries == 1 or state.tries % 60 == 0:
+        effects = (do.Alarm(text=f"a call failed and will be made again: {error}"),)
+    return Decision(state, effects, f"{error}; again in {pause:.1f} s")
+
+
+def _checks_first(drain: Drain) -> bool:
+    """Tell whether the node must pass its checks now: after a repair, and before Slurm is asked."""
+    return drain.repair is not Repair.NONE and not drain.passed and drain.reboot_asked
+
+
+def may_return(drain: Drain, policy: Policy) -> bool:
+    """Tell whether the node may be returned to service by us."""
+    allowed = policy.mode is Mode.ACT and policy.undrain
+    return allowed and drain.passed and drain.action is not Action.DRAIN_RMA
+
+
+def remedy(drain: Drain, policy: Policy) -> Call | None:
+    """Return what we may do about a drained node, once no job uses it any more."""
+    if policy.mode is Mode.OBSERVE or drain.action is Action.DRAIN_RMA:
+        return None
+    if drain.repair is not Repair.NONE or drain.reboot_asked:
+        return None
+    if drain.action is Action.DRAIN_RESET and policy.reset_gpus and not drain.reset_failed:
+        return Call.RESET
+    if policy.reboot and policy.undrain:
+        return Call.REBOOT
+    return None
+
+
+def next_watch(drain: Drain, at: float, policy: Policy) -> float:
+    """Return when Slurm is asked about our drain next."""
+    if drain.repair is not Repair.NONE and not drain.passed:
+        return at + policy.check_again_s
+    return at + (policy.idle_poll_s if remedy(drain, policy) is not None else policy.watch_s)
+
+
+def gpus_to_reset(state: State) -> tuple[str, ...]:
+    """Return the PCI addresses of the GPUs that the node is drained for."""
+    held = (each for each in state.incidents if each.outcome is Outcome.DRAINED and each.boot_id == state.boot_id)
+    return tuple(sorted({each.pci for each in held if each.pci and each.action is Action.DRAIN_RESET}))
+
+
+def reason_for(incident: Incident, note: str = "") -> str:
+    """Return what stands in Slurm: `stepkeeper: XID 79 GPU 0000:3b:00.0 (GPU-…) drain_reboot: why [incident]`."""
+    end = f" [{incident.id}]"
+    label = f" {incident.gpu_label}" if incident.gpu_label else ""
+    why = incident.escalated or incident.why
+    text = f"{REASON_PREFIX} {incident.name}{label} {incident.action.value}: {why}"
+    if note:
+        text += f"; the node's reason was: {note}"
+    plain = "".join(character if " " <= character <= "~" and character not in "\"'" else " " for character in text)
+    return plain[: REASON_CHARACTERS_MAX - len(end)].rstrip() + end

@@ -1,0 +1,124 @@
+"""Where the agent stands: one frozen record, of which `decide` makes the next.  Incidents are the ledger's too."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from stepkeeper.node.xid.model import Action, Domain, Kind, Source
+
+CODES_MAX = 16
+JOBS_MAX = 32
+
+
+class Outcome(StrEnum):
+    """What came of an incident."""
+
+    OPEN = "open"  # not settled, or its drain is under way
+    NOTED = "noted"  # it asks for no drain
+    OBSERVED = "observed"  # mode observe: it would have drained the node
+    DRAINED = "drained"  # the node is drained by us
+    FOREIGN = "foreign"  # somebody else had drained the node or taken it down: left alone
+    REFUSED = "refused"  # the circuit breaker is open
+    TAKEN_BACK = "taken_back"  # two agents passed the breaker at once, and we were the later one
+    RESOLVED = "resolved"  # drained by us, and back in service
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One fault, however often and by whomever it was seen."""
+
+    id: str
+    first_at: float  # Unix seconds
+    last_at: float
+    action: Action
+    domain: Domain
+    kind: Kind
+    name: str  # `XID 79`, of the sighting that gave the action
+    why: str  # which rule gave the action
+    settle_at: float  # when its action counts, whatever may follow
+    settled: bool = False
+    outcome: Outcome = Outcome.OPEN
+    outcome_why: str = ""
+    codes: tuple[int, ...] = ()  # every XID and SXID, in the order of their first sighting
+    count: int = 1  # sightings
+    sources: tuple[Source, ...] = ()
+    pci: str = ""
+    gpu: str = ""  # UUID
+    instance: str = ""
+    text: str = ""  # the line that gave the action
+    escalated: str = ""  # why it asks for more than its own rule says
+    jobs: tuple[int, ...] = ()  # on the node when it began
+    boot_id: str = ""
+    sequence: int = -1  # of the newest kernel record in it
+    driver: str = ""
+
+    @property
+    def gpu_label(self) -> str:
+        """Return the GPU as people look for it: `GPU 0000:3b:00.0 (GPU-…)`; empty where it is not known."""
+        if not self.pci:
+            return f"GPU {self.gpu}" if self.gpu else ""
+        return f"GPU {self.pci}" + (f" ({self.gpu})" if self.gpu else "")
+
+
+class Repair(StrEnum):
+    """What was done about a drained node."""
+
+    NONE = ""
+    RESET = "reset"  # of its GPUs, by us
+    REBOOT = "reboot"  # a new boot id, by whomever
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The drain of our node that we hold."""
+
+    reason: str
+    action: Action  # the most severe of its incidents
+    at: float
+    boot_id: str
+    counted: bool = False  # the breaker was looked at again after it
+    repair: Repair = Repair.NONE
+    reset_failed: bool = False
+    reboot_asked: bool = False
+    passed: bool = False  # the checks, after the repair
+
+
+class Call(StrEnum):
+    """What is in flight."""
+
+    COUNT = "count"  # before a drain: is the node free for it, and may we?
+    DRAIN = "drain"
+    RECOUNT = "recount"  # after it: did two agents pass the breaker at once?
+    TAKE_BACK = "take_back"
+    WATCH = "watch"  # is the drain still ours?
+    CHECK = "check"
+    RESUME = "resume"
+    RESET = "reset"
+    REBOOT = "reboot"
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a decision depends on besides the event and the policy."""
+
+    node: str
+    boot_id: str
+    known_sequence: int = -1  # kernel records up to here, of this boot, were dealt with before we started
+    driver: str = ""
+    gpus: tuple[tuple[str, str], ...] = ()  # (PCI address, UUID), of all GPUs ever listed since the boot
+    incidents: tuple[Incident, ...] = ()  # oldest first
+    drain: Drain | None = None
+
+    call: Call | None = None
+    call_number: int = 0
+    call_until: float = 0.0
+    call_incidents: tuple[str, ...] = ()  # that the drain in flight is for
+    call_reason: str = ""
+    call_action: Action = Action.LOG
+    tries: int = 0  # in a row that failed
+    retry_at: float = 0.0  # no call before
+    watch_at: float = 0.0  # the next unhurried one
+
+    @property
+    def free(self) -> bool:
+        """Whether a call may be made."""
+        return self.call is None

@@ -1,0 +1,338 @@
+"""A requeued job waits 120 s for nothing: this makes it eligible at once.
+
+Slurm keeps a requeued job back until its old credential has run out.  Once the job has left COMPLETING, one update of
+StartTime and ExcNodeList ends that wait.  Earlier it would be overwritten; with a start in the very same second as the
+credential's revocation the job would fail, so the start is set two seconds ahead, and watched.
+
+`judge` decides, and is pure; `Hastener` asks, acts and waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum, auto
+
+import msgspec
+import structlog
+
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.nodes import NodeClient, OwnedJob
+
+AFTER_S = 2
+GIVE_UP_S = 300.0
+CONFIRM_S = 20.0  # after StartTime: by then it runs, or waits for something else
+ENDED_S = 30.0  # an attempt that ended may still be requeued by its rescuer
+POLL_S = 0.5
+POLL_LATER_S = 2.0
+POLL_QUICK_FOR_S = 30.0
+PACE_S = 0.1  # between two calls of all jobs
+REQUEUES_MAX = 2
+REFUSALS_MAX = 3
+SAME_TIME_S = 5.0  # clocks of controller and node may differ by this
+WISHES_MAX = 64
+WISHES_PER_UID_MAX = 8
+_PENDING = frozenset(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED"))
+_ENDED = frozenset(
+    (
+        "BOOT_FAIL",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "LAUNCH_FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    )
+)
+LAUNCH_FAILED_S = 1.0  # a launch that Slurm fails is over in some milliseconds, counted in whole seconds
+BEGAN_S = 1.5  # so an attempt that runs this long has begun
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that is about to be requeued."""
+
+    job_id: int
+    uid: int | None  # who asked; None: root
+    restart_count: int  # of the attempt that asked
+    exclude: tuple[str, ...] | None  # None: as it is
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a wish has come.  Times are Unix seconds."""
+
+    asked_at: float
+    sent_at: float | None = None  # the update was accepted
+    sent_restarts: int = 0  # the attempt that it is about
+    ended_at: float | None = None  # the asker's attempt was seen ended, and not requeued yet
+    running_at: float | None = None  # the attempt after the update was seen running
+    requeues: int = 0
+    refusals: int = 0
+
+
+class Next(Enum):
+    """What to do about a wish."""
+
+    WAIT = auto()
+    SEND = auto()
+    REQUEUE = auto()
+    DONE = auto()
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What to do, and why: one clause for the log, empty while it waits."""
+
+    next: Next
+    why: str = ""
+
+
+_WAIT = Verdict(Next.WAIT)
+
+
+def judge(wish: Wish, progress: Progress, job: OwnedJob, now: float) -> Verdict:
+    """Return what to do about a job as Slurm shows it now.  Pure."""
+    if wish.uid is not None and job.uid != wish.uid:
+        return Verdict(Next.DONE, "it is another user's job")
+    if job.held:
+        return Verdict(Next.DONE, "it is held")
+    if job.state == "CANCELLED":
+        return Verdict(Next.DONE, "it was cancelled")
+    if progress.sent_at is not None and job.restarts >= progress.sent_restarts:
+        return _after(progress, progress.sent_at, job, now)
+    return _before(wish, progress, job, now)
+
+
+def _before(wish: Wish, progress: Progress, job: OwnedJob, now: float) -> Verdict:
+    if job.state == "COMPLETING":
+        return _WAIT
+    if job.state in _ENDED:
+        long_ended = progress.ended_at is not None and now - progress.ended_at > ENDED_S
+        return Verdict(Next.DONE, f"it ended: {job.state}") if long_ended else _WAIT
+    if job.restarts <= wish.restart_count:
+        return _WAIT  # not requeued yet
+    if job.state not in _PENDING:
+        return Verdict(Next.DONE, f"the next attempt is {job.state} already")
+    soon = job.eligible_at is not None and job.eligible_at <= now + AFTER_S
+    if soon and (wish.exclude is None or job.exclude == ",".join(wish.exclude)):
+        return Verdict(Next.DONE, "it is eligible already")
+    return Verdict(Next.SEND)
+
+
+def _after(progress: Progress, sent_at: float, job: OwnedJob, now: float) -> Verdict:
+    if job.state in _PENDING:
+        if now < sent_at + AFTER_S + CONFIRM_S:
+            return _WAIT
+        if job.eligible_at is not None and job.eligible_at > now + SAME_TIME_S:
+            return Verdict(Next.DONE, "it is kept back again, by somebody else")
+        return Verdict(Next.DONE, f"it is eligible and waits: {job.reason or 'for its turn'}")
+    if job.state == "COMPLETING":
+        return _WAIT  # Slurm may just have failed it
+    if job.state not in _ENDED and (progress.running_at is None or now - progress.running_at < BEGAN_S):
+        return _WAIT
+    if _never_began(job) and job.restarts == progress.sent_restarts:
+        if progress.requeues >= REQUEUES_MAX:
+            return Verdict(Next.DONE, f"Slurm failed it {progress.requeues + 1} times before it began: {job.reason}")
+        return Verdict(Next.REQUEUE, f"Slurm failed it before it began: {job.reason}")
+    return Verdict(Next.DONE, f"the next attempt started: {job.state}")
+
+
+def _never_began(job: OwnedJob) -> bool:
+    """Tell whether Slurm failed the launch.
+
+    With a revoked credential it looks like a script that ends with 1 at once: the same state, reason and exit code.  A
+    script that really does so is started at most `REQUEUES_MAX` times more.
+    """
+    if job.state not in ("FAILED", "LAUNCH_FAILED"):
+        return False
+    at_once = job.exit_code == "1:0" and job.ran_s is not None and job.ran_s <= LAUNCH_FAILED_S
+    return at_once or job.reason == "JobLaunchFailure"
+
+
+class _Entry:
+    """A wish on its way."""
+
+    def __init__(self, wish: Wish) -> None:
+        self.wish = wish
+        self.progress = Progress(asked_at=time.time())
+        self.began_at = self.next_at = time.monotonic()
+        self.unreachable = False
+
+
+class Hastener:
+    """Sees to the wishes on one thread.  `add` may be called on any thread and returns at once."""
+
+    def __init__(
+        self,
+        client: NodeClient,
+        log: structlog.typing.FilteringBoundLogger,
+        *,
+        give_up_s: float = GIVE_UP_S,
+        poll_s: float = POLL_S,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._client = client
+        self._log = log
+        self._give_up_s = give_up_s
+        self._poll_s = poll_s
+        self._on_failure = on_failure
+        self._changed = threading.Condition()
+        self._entries: dict[int, _Entry] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="hasten", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread works."""
+        return self._thread.is_alive()
+
+    @property
+    def waiting(self) -> int:
+        """How many wishes are on their way."""
+        with self._changed:
+            return len(self._entries)
+
+    def add(self, wish: Wish) -> bool:
+        """Take a wish; a later one for the same job replaces it.  False: there are too many."""
+        with self._changed:
+            known = self._entries.get(wish.job_id)
+            if known is None:
+                each_uid = Counter(each.wish.uid for each in self._entries.values())
+                if len(self._entries) >= WISHES_MAX or each_uid[wish.uid] >= WISHES_PER_UID_MAX:
+                    return False
+            elif known.wish == wish:
+                return True  # asked again: it goes on
+            self._entries[wish.job_id] = _Entry(wish)
+            self._changed.notify()
+        return True
+
+    def joined(self, job_id: int, restart_count: int) -> None:
+        """Hear that an attempt of a job has begun for sure: its own processes say so."""
+        with self._changed:
+            entry = self._entries.get(job_id)
+            if entry is None or restart_count <= entry.wish.restart_count:
+                return
+            del self._entries[job_id]
+        self._tell_over(entry, "the next attempt has joined")
+
+    def close(self, within_s: float) -> None:
+        """End the thread, after the call that it may be in; wishes on their way are given up."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join(within_s)
+
+    def _work(self) -> None:
+        try:
+            while (entry := self._due()) is not None:
+                self._see_to(entry)
+        except BaseException as error:
+            if self._on_failure is None:
+                raise
+            self._on_failure(error)
+
+    def _due(self) -> _Entry | None:
+        """Return the wish whose turn it is, when it is; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, PACE_S)
+            while not self._closing:
+                first = min(self._entries.values(), key=lambda each: each.next_at, default=None)
+                wait_s = None if first is None else first.next_at - time.monotonic()
+                if first is not None and wait_s is not None and wait_s <= 0:
+                    return first
+                self._changed.wait(wait_s)
+        return None
+
+    def _see_to(self, entry: _Entry) -> None:
+        quick = time.monotonic() - entry.began_at < POLL_QUICK_FOR_S or entry.progress.sent_at is not None
+        entry.next_at = time.monotonic() + (self._poll_s if quick else max(self._poll_s, POLL_LATER_S))
+        if time.monotonic() - entry.began_at > self._give_up_s:
+            self._finish(entry, f"given up after {self._give_up_s:g} s")
+            return
+        try:
+            job = self._client.owned_job(entry.wish.job_id)
+        except SlurmError as error:
+            self._refused(entry, error)
+            return
+        now = time.time()
+        self._note(entry, job, now)
+        verdict = judge(entry.wish, entry.progress, job, now)
+        match verdict.next:
+            case Next.WAIT:
+                pass
+            case Next.SEND:
+                self._send(entry, job)
+            case Next.REQUEUE:
+                self._requeue(entry, job, verdict.why)
+            case Next.DONE:
+                self._finish(entry, verdict.why)
+
+    def _note(self, entry: _Entry, job: OwnedJob, now: float) -> None:
+        """Note since when the job is ended, or running after the update."""
+        progress = entry.progress
+        runs = progress.sent_at is not None and job.state not in _ENDED | _PENDING | {"COMPLETING"}
+        entry.progress = msgspec.structs.replace(
+            progress,
+            ended_at=(progress.ended_at or now) if job.state in _ENDED else None,
+            running_at=(progress.running_at or now) if runs else None,
+        )
+
+    def _send(self, entry: _Entry, job: OwnedJob) -> None:
+        try:
+            exclude = None if entry.wish.exclude is None else ",".join(entry.wish.exclude)
+            self._client.hasten(job.job_id, exclude, AFTER_S)
+        except SlurmError as error:
+            self._refused(entry, error)
+            return
+        now = time.time()
+        entry.progress = msgspec.structs.replace(entry.progress, sent_at=now, sent_restarts=job.restarts)
+        self._log.info(
+            "job_hastened",
+            job=job.job_id,
+            uid=job.uid,
+            restart=job.restarts,
+            exclude=entry.wish.exclude,
+            saved_s=None if job.eligible_at is None else round(job.eligible_at - now - AFTER_S, 1),
+        )
+
+    def _requeue(self, entry: _Entry, job: OwnedJob, why: str) -> None:
+        self._log.warning("hastened_job_requeued", job=job.job_id, uid=job.uid, why=why)
+        try:
+            self._client.requeue(job.job_id)
+        except SlurmError as error:
+            self._refused(entry, error)
+            return
+        entry.wish = msgspec.structs.replace(entry.wish, restart_count=job.restarts)
+        requeues = entry.progress.requeues + 1
+        entry.progress = msgspec.structs.replace(entry.progress, sent_at=None, requeues=requeues)
+
+    def _refused(self, entry: _Entry, error: SlurmError) -> None:
+        """Ask again later: the next answer tells whether the call took effect."""
+        if error.unreachable:
+            if not entry.unreachable:
+                self._log.warning("hasten_waits_for_slurm", job=entry.wish.job_id, why=str(error))
+            entry.unreachable = True
+            return
+        refusals = entry.progress.refusals + 1
+        entry.progress = msgspec.structs.replace(entry.progress, refusals=refusals)
+        if refusals >= REFUSALS_MAX:
+            self._finish(entry, f"Slurm refused it {refusals} times: {error}")
+
+    def _finish(self, entry: _Entry, why: str) -> None:
+        with self._changed:
+            if self._entries.get(entry.wish.job_id) is not entry:
+                return  # a later wish has replaced it, or the next attempt has joined
+            del self._entries[entry.wish.job_id]
+        self._tell_over(entry, why)
+
+    def _tell_over(self, entry: _Entry, why: str) -> None:
+        done = entry.progress.sent_at is not None
+        self._log.info("hasten_over", job=entry.wish.job_id, uid=entry.wish.uid, hastened=done, why=why)

@@ -1,0 +1,108 @@
+"""From readings to events: what the sensors saw, judged by `xid`, with what was known before."""
+
+from __future__ import annotations
+
+from stepkeeper.node.core import events as on
+from stepkeeper.node.sensors.readings import (
+    Gpu,
+    GpuHealth,
+    KernelRecord,
+    NvmlState,
+    NvmlStatus,
+    NvmlXid,
+    Reading,
+)
+from stepkeeper.node.xid import health as nvml_health
+from stepkeeper.node.xid.catalogue import Catalogue
+from stepkeeper.node.xid.judge import judge, judge_xid_event
+from stepkeeper.node.xid.model import Fault, Source
+from stepkeeper.node.xid.parse import announcement, canonical, parse
+
+FRESH_S = 60.0
+
+
+def concerns(reading: Reading) -> bool:
+    """Tell whether a reading can make an event: asked by the kernel log's thread, of each line."""
+    if not isinstance(reading, KernelRecord):
+        return True
+    return parse(reading.text) is not None or announcement(reading.text) is not None
+
+
+class Judging:
+    """Remembers the newest health of each GPU and the driver's version.  Used on the loop's thread only."""
+
+    def __init__(
+        self, catalogue: Catalogue, *, expected_gpus: int = 0, only_pci_prefix: str = "", kernel_log: bool = True
+    ) -> None:
+        self.catalogue = catalogue
+        self.health: dict[str, GpuHealth] = {}
+        self.driver = ""
+        self._expected_gpus = expected_gpus
+        self._prefix = only_pci_prefix
+        self._kernel_log = kernel_log
+
+    def events(self, reading: Reading, at: float) -> list[on.Event]:
+        """Return what a reading means."""
+        match reading:
+            case KernelRecord():
+                return self._of_record(reading, at)
+            case NvmlXid():
+                faults = [self._of_event(reading)]
+            case GpuHealth():
+                before = self.health.get(reading.pci)
+                self.health[reading.pci] = reading  # which NVML's process writes as `canonical` does
+                faults = nvml_health.judge_health(reading, before, catalogue=self.catalogue)
+            case NvmlStatus():
+                return self._of_status(reading, at)
+            case _:
+                return []  # gaps and evidence are logged, and prove nothing
+        return [on.FaultSeen(at=at, fault=fault) for fault in faults]
+
+    def _of_event(self, event: NvmlXid) -> Fault:
+        return judge_xid_event(
+            event,
+            catalogue=self.catalogue,
+            recovery_action=self._recovery_action(event.pci, event.at),
+            kernel_log=self._kernel_log,
+        )
+
+    def _recovery_action(self, pci: str, at: float) -> int | None:
+        """Return what the GPU itself asks for, as far as that was read near the fault: an old one may be mended."""
+        health = self.health.get(canonical(pci))
+        return health.recovery_action if health is not None and abs(at - health.at) <= FRESH_S else None
+
+    def _of_record(self, record: KernelRecord, at: float) -> list[on.Event]:
+        if (report := parse(record.text)) is None:
+            told = announcement(record.text)
+            if told is None or not told.pci.startswith(self._prefix):
+                return []
+            return [on.GpusListed(at=at, gpus=(Gpu(index=-1, pci=told.pci, uuid=told.uuid),))]
+        if not report.pci.startswith(self._prefix):
+            return []
+        from_journal = record.sequence < 0
+        fault = judge(
+            report,
+            at=record.at,
+            source=Source.JOURNAL if from_journal else Source.KERNEL,
+            catalogue=self.catalogue,
+            recovery_action=self._recovery_action(report.pci, record.at),
+            driver=self.driver,
+            boot_id=record.boot_id,
+            sequence=None if from_journal else record.sequence,
+        )
+        return [on.FaultSeen(at=at, fault=fault)]
+
+    def _of_status(self, status: NvmlStatus, at: float) -> list[on.Event]:
+        found: list[on.Event] = []
+        faults: list[Fault | None] = []
+        if status.state is NvmlState.READY:
+            self.driver = status.driver or self.driver
+            found.append(on.GpusListed(at=at, gpus=status.gpus, driver=status.driver))
+            faults.append(self._missing(len(status.gpus), status.at))
+        elif status.state is NvmlState.ABSENT and status.stuck_s >= nvml_health.ABSENT_BELIEVED_AFTER_S:
+            faults.append(self._missing(0, status.at))
+        faults.append(nvml_health.stuck(status))
+        return found + [on.FaultSeen(at=at, fault=fault) for fault in faults if fault is not None]
+
+    def _missing(self, count: int, at: float) -> Fault | None:
+        return nvml_health.missing(self._expected_gpus, count, at=at, catalogue=self.catalogue)

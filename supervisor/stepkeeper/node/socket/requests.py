@@ -1,0 +1,232 @@
+"""What each message of a peer gets: checked against who the peer is, never against what it says of itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+import msgspec
+import structlog
+
+from stepkeeper.node import protocol
+from stepkeeper.node.hasten import Hastener, Wish
+from stepkeeper.node.protocol import Accepted, FromAgent, Hasten, Join, Joined, Look, Looked, Refused, Seen, ToAgent
+from stepkeeper.node.socket import peers
+from stepkeeper.node.socket.connection import Connection
+from stepkeeper.node.socket.jobs import ROOT, JoinedJobs
+from stepkeeper.node.socket.limits import Bucket, Buckets, Limits, RefusalLog
+from stepkeeper.node.socket.questions import Answer, Questions
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.nodes import NodeClient
+
+NUMBER_MAX = 2**32  # of job ids and restart counts
+ORDINAL_MAX = 1024
+WHY_CHARACTERS_MAX = 200
+_HERE = frozenset(("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"))
+_NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_PCI = re.compile(r"[0-9a-fA-F:.]{0,32}")
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
+
+
+class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A job asks the agent to look at its GPUs.  A hint where to look, never evidence."""
+
+    connection: int
+    number: int
+    job_id: int
+    uid: int
+    pci: str = ""
+    ordinal: int | None = None
+    why: str = ""  # printable ASCII
+
+
+class Server(Protocol):
+    """What the requests need of the thread that serves the connections."""
+
+    def send(self, number: int, message: FromAgent) -> None:
+        """Send to a connection, if it is still there.  On the serving thread only."""
+        ...
+
+    def post(self, call: Callable[[float], None]) -> None:
+        """Have something done on the serving thread, from any thread; it gets the time then."""
+        ...
+
+    def connection(self, number: int) -> Connection | None:
+        """Return a connection that is still there."""
+        ...
+
+
+class Requests:
+    """Decides on `Join`, `Look` and `Hasten`.  Every method runs on the serving thread."""
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        node: str,
+        acts: bool,
+        version: str,
+        client: NodeClient,
+        hastener: Hastener,
+        on_look: Callable[[LookRequest], None],
+        open_incidents: Callable[[], list[Seen]],
+        log: structlog.typing.FilteringBoundLogger,
+        refusals: RefusalLog,
+        limits: Limits,
+        on_failure: Callable[[BaseException], None],
+        now: float,
+    ) -> None:
+        self._server = server
+        self._joined = Joined(node=node, acts=acts, version=version)
+        self._not_yours = f"not a job of yours on {node}"  # whether another user's job exists is not said
+        self._hastener = hastener
+        self._on_look = on_look
+        self._open_incidents = open_incidents
+        self._log = log
+        self._refusals = refusals
+        self._limits = limits
+        self.questions = Questions(client, limits, on_failure)
+        self.jobs = JoinedJobs(jobs_max=limits.jobs_max, per_uid_max=limits.jobs_per_uid_max)
+        self._looks = Bucket(limits.looks_per_s, limits.looks_burst, now)
+        self._looks_of = Buckets(limits.looks_per_uid_per_s, limits.looks_per_uid_burst, limits.uids_max)
+        self._look_number = 0
+
+    def handle(self, connection: Connection, message: ToAgent, now: float) -> None:
+        """Answer one message, now or later."""
+        match message:
+            case Join():
+                self._join(connection, message, now)
+            case Look():
+                self._look(connection, message, now)
+            case Hasten():
+                self._hasten(connection, message, now)
+            case _:
+                assert_never(message)
+
+    # -- join ---------------------------------------------------------------------------------------------------
+
+    def _join(self, connection: Connection, join: Join, now: float) -> None:
+        peer = connection.peer
+        if not (0 < join.job_id < NUMBER_MAX and 0 <= join.restart_count < NUMBER_MAX):
+            self._refuse(connection, "join", "no such job", now)
+            return
+        if connection.asking:
+            self._refuse(connection, "join", "busy with the one before", now)
+            return
+        if peer.uid == ROOT:
+            self._joins(connection, join, "root")
+            return
+        member = peers.job_of(connection.socket, peer)
+        if member is not None and member.job_id == join.job_id and member.node in ("", self._joined.node):
+            self._joins(connection, join, "control group")
+            return
+        connection.asking = True
+        number = connection.number
+
+        def answered(answer: Answer) -> None:
+            self._server.post(lambda now: self._judge(number, join, answer, now))
+
+        if not self.questions.ask(join.job_id, peer.uid, answered):
+            connection.asking = False
+            self._refuse(connection, "join", "busy: ask again in a few seconds", now)
+
+    def _judge(self, number: int, join: Join, answer: Answer, now: float) -> None:
+        connection = self._server.connection(number)
+        if connection is None:
+            return  # it left while Slurm was asked
+        connection.asking = False
+        if isinstance(answer, SlurmError):
+            why = "Slurm does not answer" if answer.unreachable else self._not_yours
+            self._refuse(connection, "join", why, now)
+        elif answer.uid != connection.peer.uid or self._joined.node not in answer.nodes or answer.state not in _HERE:
+            self._refuse(connection, "join", self._not_yours, now)
+        else:
+            self._joins(connection, join, "Slurm")
+
+    def _joins(self, connection: Connection, join: Join, by: str) -> None:
+        again = connection.job_id == join.job_id
+        connection.job_id = join.job_id
+        self.jobs.add(join.job_id, connection.peer.uid, join.restart_count)
+        if not again:
+            self._log.info("job_joined", job=join.job_id, uid=connection.peer.uid, by=by, restart=join.restart_count)
+        self._hastener.joined(join.job_id, join.restart_count)
+        self._server.send(connection.number, self._joined)
+        for seen in self._open_incidents():
+            self._server.send(connection.number, seen)
+
+    # -- look ---------------------------------------------------------------------------------------------------
+
+    def _look(self, connection: Connection, look: Look, now: float) -> None:
+        uid = connection.peer.uid
+        if connection.job_id is None or look.job_id != connection.job_id:
+            self._refuse(connection, "look", "join with this job first", now)
+            return
+        wrong_ordinal = look.ordinal is not None and not 0 <= look.ordinal < ORDINAL_MAX
+        if wrong_ordinal or not _PCI.fullmatch(look.pci):
+            self._refuse(connection, "look", "no such GPU", now)
+            return
+        full = len(connection.looks) >= self._limits.looks_waiting_max
+        if full or not self._looks_of.take(uid, now) or not self._looks.take(now):
+            self._refuse(connection, "look", "too often: the agent looks by itself too", now)
+            return
+        self._look_number += 1
+        connection.looks[self._look_number] = now + self._limits.look_within_s
+        why = _UNPRINTABLE.sub(" ", look.why[:WHY_CHARACTERS_MAX])
+        self._log.info("look_asked", job=look.job_id, uid=uid, pci=look.pci, ordinal=look.ordinal, why=why)
+        self._on_look(
+            LookRequest(
+                connection=connection.number,
+                number=self._look_number,
+                job_id=look.job_id,
+                uid=uid,
+                pci=look.pci.lower(),
+                ordinal=look.ordinal,
+                why=why,
+            )
+        )
+
+    def looked(self, request: LookRequest, found: int) -> None:
+        """Tell the asker what the agent found."""
+        connection = self._server.connection(request.connection)
+        if connection is not None and connection.looks.pop(request.number, None) is not None:
+            self._server.send(connection.number, Looked(found=found))
+
+    def give_up_looks(self, connection: Connection, now: float) -> None:
+        """Answer looks that the agent did not get to."""
+        for number, until in list(connection.looks.items()):
+            if now > until:
+                del connection.looks[number]
+                self._refuse(connection, "look", "the agent did not get to it in time", now)
+
+    # -- hasten -------------------------------------------------------------------------------------------------
+
+    def _hasten(self, connection: Connection, hasten: Hasten, now: float) -> None:
+        uid = connection.peer.uid
+        job = self.jobs.joined_by(hasten.job_id, uid)
+        if job is None:
+            self._refuse(connection, "hasten", "join with this job first", now)
+        elif not job.restart_count <= hasten.restart_count < NUMBER_MAX:
+            self._refuse(connection, "hasten", "a later attempt of the job has joined", now)
+        elif len(hasten.exclude or ()) > protocol.EXCLUDE_MAX:
+            self._refuse(connection, "hasten", f"more than {protocol.EXCLUDE_MAX} nodes to exclude", now)
+        elif not all(_NODE_NAME.fullmatch(name) for name in hasten.exclude or ()):
+            self._refuse(connection, "hasten", "a name in `exclude` that no node can have", now)
+        elif not self._joined.acts:
+            self._refuse(connection, "hasten", "the agent only observes", now)
+        else:
+            wish = Wish(
+                job_id=hasten.job_id,
+                uid=None if uid == ROOT else uid,
+                restart_count=hasten.restart_count,
+                exclude=None if hasten.exclude is None else tuple(dict.fromkeys(hasten.exclude)),
+            )
+            if not self._hastener.add(wish):
+                self._refuse(connection, "hasten", "busy with other jobs", now)
+                return
+            self._log.info("hasten_accepted", job=hasten.job_id, uid=uid, exclude=wish.exclude)
+            self._server.send(connection.number, Accepted())
+
+    def _refuse(self, connection: Connection, what: str, why: str, now: float) -> None:
+        self._refusals.refused(now, uid=connection.peer.uid, what=what, why=why, pid=connection.peer.pid)
+        self._server.send(connection.number, Refused(what=what, why=why))

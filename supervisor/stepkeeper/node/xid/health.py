@@ -1,0 +1,103 @@
+"""From what NVML says of GPUs to faults.  Pure.  Only a change, or the first reading, makes a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from stepkeeper.node.sensors.readings import GpuHealth, NvmlState, NvmlStatus
+from stepkeeper.node.xid import payload
+from stepkeeper.node.xid.catalogue import Catalogue
+from stepkeeper.node.xid.judge import lost
+from stepkeeper.node.xid.model import Action, Domain, Fault, Kind, Source
+from stepkeeper.node.xid.parse import canonical
+from stepkeeper.node.xid.payload import Decoded
+
+# During XID 119 every NVML call blocks, up to 45 s, and there are dozens in a row; loading the driver or resetting a
+# GPU blocks for a minute too.  All of these end by themselves, and 119 has a line of its own that drains much sooner.
+# So silence alone is believed only after a time that none of them takes.  The remedy is then that of 119, for it is
+# the same hang without its line: a reset, and a reboot where the hanging driver refuses that.
+STUCK_LOG_AFTER_S: Final = 60.0
+STUCK_DRAIN_AFTER_S: Final = 600.0
+# At boot, and while an administrator changes it, the driver is away for a while: then no GPU is missing yet.
+ABSENT_BELIEVED_AFTER_S: Final = 120.0
+
+
+def judge_health(health: GpuHealth, before: GpuHealth | None, *, catalogue: Catalogue) -> list[Fault]:
+    """Return what is new in the health of one GPU since the reading `before`."""
+    if health.lost:  # nothing else that is said of it can be trusted
+        if before is not None and before.lost:
+            return []
+        return [_fault(health, Kind.LOST, lost(catalogue, "NVML says that the GPU is lost"))]
+    return [_fault(health, Kind.HEALTH, each) for each in _news(health, before)]
+
+
+def missing(expected: int, found: int, *, at: float, catalogue: Catalogue) -> Fault | None:
+    """Return the fault of a node that shows fewer GPUs than it should; None where none is missing.
+
+    A GPU can be gone without a line in the log: it may never have come up.
+    """
+    if found >= expected:
+        return None
+    decided = lost(catalogue, f"{found} of {expected} GPUs are there")
+    return Fault(
+        at=at,
+        source=Source.NVML,
+        kind=Kind.LOST,
+        action=decided.action,
+        domain=Domain.HARDWARE,
+        why=decided.why,
+    )
+
+
+def stuck(status: NvmlStatus) -> Fault | None:
+    """Return the fault of an NVML that does not answer; None as long as that is nothing unusual.
+
+    It is not certain: NVML may answer the next moment.
+    """
+    if status.state is not NvmlState.STUCK or status.stuck_s < STUCK_LOG_AFTER_S:
+        return None
+    drain = status.stuck_s >= STUCK_DRAIN_AFTER_S
+    call = f" in {status.call}" if status.call else ""
+    return Fault(
+        at=status.at,
+        source=Source.NVML,
+        kind=Kind.STUCK,
+        action=Action.DRAIN_RESET if drain else Action.LOG,
+        domain=Domain.DRIVER_FIRMWARE,
+        why=f"NVML has not answered{call} for {status.stuck_s:.0f} s" + ("" if drain else ": it may come back"),
+    )
+
+
+def _news(health: GpuHealth, before: GpuHealth | None) -> Iterator[Decoded]:
+    if before is None or health.recovery_action != before.recovery_action:
+        advice = payload.recovery(health.recovery_action or payload.RECOVERY_NONE)
+        if advice is not None:
+            yield advice
+    if health.rows_failed and not (before is not None and before.rows_failed):
+        why = "NVML: a memory row could not be remapped"
+        yield Decoded(action=Action.DRAIN_RMA, why=why, certain=True)
+    if health.sram_threshold_exceeded and not (before is not None and before.sram_threshold_exceeded):
+        why = "NVML: more uncorrectable SRAM errors than the GPU may have"
+        yield Decoded(action=Action.DRAIN_RMA, why=why, certain=True)
+    if health.rows_pending and not (before is not None and before.rows_pending):
+        yield Decoded(action=Action.DEFER_RESET, why="NVML: a memory row waits for a reset to be remapped")
+    errors = health.ecc_uncorrected or 0
+    errors_before = before.ecc_uncorrected or 0 if before is not None else 0
+    if errors > errors_before:  # a smaller number means that the GPU was reset
+        why = f"NVML: {errors - errors_before} new uncorrectable memory errors: XID 48, 94 or 95 would tell more"
+        yield Decoded(action=Action.LOG, why=why)
+
+
+def _fault(health: GpuHealth, kind: Kind, decided: Decoded) -> Fault:
+    return Fault(
+        at=health.at,
+        source=Source.NVML,
+        kind=kind,
+        action=decided.action,
+        domain=decided.domain or Domain.HARDWARE,
+        why=decided.why,
+        certain=decided.certain,
+        pci=canonical(health.pci),
+        gpu=health.uuid,
+    )

@@ -1,0 +1,229 @@
+"""From a report to a fault: what should be done, and which rule says so.  Pure.
+
+The order: the GPU's own recovery action, then what the text of the report says, then the catalogue.  A code that nobody
+knows is logged and never drained on.  13, 31, 43 and 45 come from programs: alone they never drain.  Two exceptions to
+the order: what a recovery action cannot say (only a person can mend it) it cannot lower, and of a GPU that is gone
+NVML knows only what was before.
+
+`Fault.certain` is set exactly where nothing that may follow in the burst could lower the action, so that the agent need
+not wait for the rest: recovery actions 1 and 2, a GPU that is gone, a fault that only a person can mend, an uncontained
+error whose line asks for the reset, and a fatal report of a switch about its whole fabric.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from stepkeeper.node.sensors.readings import NvmlXid
+from stepkeeper.node.xid import payload
+from stepkeeper.node.xid.catalogue import Catalogue, Row, Severity
+from stepkeeper.node.xid.model import TEXT_CHARACTERS_MAX, Action, Domain, Fault, Kind, Source
+from stepkeeper.node.xid.parse import Report, canonical
+from stepkeeper.node.xid.payload import Decoded
+
+OFF_THE_BUS: Final = 79
+CLEAN_UP: Final = 45
+RECOVERY_CHANGED: Final = 154
+KEY_ROTATION: Final = 144  # what the number stood for before drivers with NVLink 5
+NVLINK5_DRIVER_MIN: Final = 560
+NO_INSTANCE: Final = 0xFFFFFFFF  # NVML's word for "not of MIG"
+
+
+def judge(
+    report: Report,
+    *,
+    at: float,
+    source: Source,
+    catalogue: Catalogue,
+    recovery_action: int | None = None,
+    driver: str = "",
+    gpu: str = "",
+    boot_id: str = "",
+    sequence: int | None = None,
+) -> Fault:
+    """Return the judged sighting of a kernel report.
+
+    `recovery_action` is NVML field 230 of this GPU; None where it is not known.
+    """
+    cause = None
+    if report.kind is Kind.SXID:
+        decided = _switch(report, catalogue)
+    elif report.kind is Kind.LOST or report.code is None:
+        decided = lost(catalogue, "the kernel says that the GPU fell off the bus")
+    else:
+        cause = payload.cause(report.payload) if report.code == CLEAN_UP else None
+        plain = _by_text(report.code, report.payload, cause, catalogue, driver)
+        decided = _with_recovery(report.code, report.payload, recovery_action, plain, catalogue.rows.get(report.code))
+    return Fault(
+        at=at,
+        source=source,
+        kind=report.kind,
+        action=decided.action,
+        domain=decided.domain or Domain.INFO,
+        why=decided.why,
+        certain=decided.certain,
+        code=report.code,
+        pci=report.pci,
+        gpu=gpu,
+        instance=report.instance,
+        cause=cause,
+        text=report.record[:TEXT_CHARACTERS_MAX],
+        boot_id=boot_id,
+        sequence=sequence,
+    )
+
+
+def judge_xid_event(
+    event: NvmlXid,
+    *,
+    catalogue: Catalogue,
+    recovery_action: int | None = None,
+    kernel_log: bool = True,
+) -> Fault:
+    """Return the judged sighting of an XID event of NVML, which has no text.
+
+    Where the text decides on a code, the mildest that it can say counts, for the kernel's line will raise it: unless
+    `kernel_log` says that nobody reads that.
+    """
+    row = catalogue.rows.get(event.code)
+    if event.code == OFF_THE_BUS:
+        decided = lost(catalogue, "XID 79: the GPU fell off the bus")
+    else:
+        plain = _without_text(event.code, row) if kernel_log else _by_catalogue(event.code, row)
+        decided = _over(payload.recovery(recovery_action or payload.RECOVERY_NONE), plain, row)
+    return Fault(
+        at=event.at,
+        source=Source.NVML,
+        kind=Kind.XID,
+        action=decided.action,
+        domain=decided.domain or Domain.INFO,
+        why=decided.why,
+        certain=decided.certain,
+        code=event.code,
+        pci=canonical(event.pci),
+        gpu=event.uuid,
+        instance=_instance(event),
+    )
+
+
+def lost(catalogue: Catalogue, why: str) -> Decoded:
+    """Return what a GPU that is gone asks for: whoever says it, the same as XID 79."""
+    row = catalogue.rows[OFF_THE_BUS]
+    return Decoded(action=row.action, why=why, certain=True, domain=row.domain)
+
+
+def _with_recovery(code: int, text: str, recovery_action: int | None, plain: Decoded, row: Row | None) -> Decoded:
+    """Return the recovery action's word, be it NVML's or that of a 154, over what text and catalogue say."""
+    if code == OFF_THE_BUS:
+        return plain  # what NVML says of a GPU that is gone, it said before
+    advice = payload.recovery(recovery_action or payload.RECOVERY_NONE)
+    if code == RECOVERY_CHANGED and not (row is not None and row.site):
+        told = payload.changed_recovery(text)
+        if told == payload.RECOVERY_NONE and advice is None:
+            why = "the GPU's recovery action went back to none"
+            return Decoded(action=Action.LOG, why=why, domain=_blamed(row))
+        from_text = payload.recovery(told or payload.RECOVERY_NONE)
+        advice = max(
+            (each for each in (from_text, advice) if each is not None),
+            key=lambda each: each.action.severity,
+            default=None,
+        )
+    return _over(advice, plain, row)
+
+
+def _over(advice: Decoded | None, plain: Decoded, row: Row | None) -> Decoded:
+    """Return the recovery action's word where there is one; "a person has to look" is beyond what it can say."""
+    if advice is None or plain.action is Action.DRAIN_RMA:
+        return plain
+    return Decoded(action=advice.action, why=advice.why, certain=advice.certain, domain=_blamed(row))
+
+
+def _blamed(row: Row | None) -> Domain:
+    """Return whose fault it is when the GPU itself asks for recovery: no program can make it do so."""
+    if row is None:
+        return Domain.INFO
+    return Domain.HARDWARE if row.domain is Domain.APPLICATION else row.domain
+
+
+def _by_text(code: int, text: str, cause: int | None, catalogue: Catalogue, driver: str) -> Decoded:
+    row = catalogue.rows.get(code)
+    if code == OFF_THE_BUS:
+        return lost(catalogue, "XID 79: the GPU fell off the bus")
+    if row is not None and row.site:
+        return _by_catalogue(code, row)
+    if cause is not None and cause != CLEAN_UP:
+        return _by_cause(cause, catalogue)
+    if code == KEY_ROTATION and 0 < _branch(driver) < NVLINK5_DRIVER_MIN:
+        why = f"driver {driver} means a key rotation by 144, not NVLink"
+        return Decoded(action=Action.LOG, why=why, domain=Domain.DRIVER_FIRMWARE)
+    decoded = payload.decode(code, text)
+    if decoded is None:
+        return _by_catalogue(code, row)
+    domain = decoded.domain or (row.domain if row is not None else None)
+    return Decoded(action=decoded.action, why=decoded.why, certain=decoded.certain, domain=domain)
+
+
+def _by_cause(cause: int, catalogue: Catalogue) -> Decoded:
+    """Judge a 45 by the code that it names.  A channel is gone, so the job's program is lost at the least."""
+    row = catalogue.rows.get(cause)
+    if cause == OFF_THE_BUS:
+        return lost(catalogue, "45 says that XID 79 caused it")
+    if row is None:
+        return Decoded(action=Action.LOG, why=f"45 says that XID {cause} caused it, which is unknown: logged")
+    plain = _without_text(cause, row)
+    action = plain.action if plain.action.severity > Action.RESTART_JOB.severity else Action.RESTART_JOB
+    why = f"45 says that XID {cause} caused it: {row.meaning}"
+    return Decoded(action=action, why=why, certain=plain.certain, domain=row.domain)
+
+
+def _by_catalogue(code: int, row: Row | None) -> Decoded:
+    if row is None:
+        return Decoded(action=Action.LOG, why=f"code {code} is unknown: logged, never drained on")
+    certain = row.action is Action.DRAIN_RMA and code not in payload.MILDEST
+    whose = "the site's catalogue" if row.site else "catalogue"
+    return Decoded(action=row.action, why=f"{whose}: {row.meaning}", certain=certain, domain=row.domain)
+
+
+def _without_text(code: int, row: Row | None) -> Decoded:
+    plain = _by_catalogue(code, row)
+    mildest = payload.MILDEST.get(code)
+    if row is None or row.site or mildest is None or mildest.severity >= plain.action.severity:
+        return plain
+    why = f"{row.meaning}: the kernel's line, which tells more, may raise it"
+    return Decoded(action=mildest, why=why, domain=row.domain)
+
+
+def _switch(report: Report, catalogue: Catalogue) -> Decoded:
+    """Judge a switch's report: the word in the line counts, then the list."""
+    row = catalogue.switch_rows.get(report.code or 0)
+    what = f"SXID {report.code}" + (f" ({row.meaning})" if row is not None else "")
+    always = row is not None and row.severity is Severity.ALWAYS_FATAL
+    word = report.payload.partition(",")[0].strip().lower()
+    if word == "fatal" and always:
+        return _fabric(Action.DRAIN_REBOOT, f"{what}: fatal for the whole fabric", certain=True)
+    if word == "fatal":
+        return _fabric(Action.DRAIN_RESET, f"{what}: fatal for the GPUs on its link")
+    if word in ("non-fatal", "nonfatal"):
+        return _fabric(Action.LOG, f"{what}: not fatal")
+    if always:
+        return _fabric(Action.DRAIN_REBOOT, f"{what}: without a word on its severity, but always fatal")
+    return _fabric(Action.LOG, f"{what}: without a word on its severity")
+
+
+def _fabric(action: Action, why: str, *, certain: bool = False) -> Decoded:
+    return Decoded(action=action, why=why, certain=certain, domain=Domain.NVLINK_FABRIC)
+
+
+def _branch(driver: str) -> int:
+    """Return 570 for `570.86.15`; 0 where the version is not known."""
+    branch = driver.partition(".")[0]
+    return int(branch) if branch.isascii() and branch.isdecimal() else 0
+
+
+def _instance(event: NvmlXid) -> str:
+    parts = []
+    for name, number in (("GI", event.gpu_instance), ("CI", event.compute_instance)):
+        if number is None or number == NO_INSTANCE:
+            break
+        parts.append(f"{name} {number}")
+    return " ".join(parts)

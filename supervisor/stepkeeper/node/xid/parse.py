@@ -1,0 +1,153 @@
+r"""One record of the kernel log: is it a fault report?
+
+Every pattern is anchored at the start of the *record*, never searched for and never multi-line: any local user can put
+text of his choice into the middle of a genuine kernel record (the name of a program that crashes, the path of one that
+is started), but not at its start.  The code stands before the process name, so that cannot change it; and the name is
+cut off so that no part of it is ever taken for the driver's text.
+
+Drivers wrote the report in these ways, oldest first; the function number is in the tracepoint's and the switches'.
+
+    NVRM: Xid (0000:01:00): 31, Ch 0000000b
+    NVRM: Xid (PCI:0000:02:00): 79, GPU has
+    NVRM: Xid (PCI:0000:02:00): 79, pid=1896, GPU has
+    NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', name=<unknown>, GPU has
+    NVRM: Xid (PCI:0000:01:00 GPU-I:05 GPU-CI:00): 94, pid=7194, name=python3, Contained
+    Xid (PCI:0000:3b:00.0): 79, GPU has
+    nvidia-nvswitch1: SXid (PCI:0000:06:00.0): 20034, Fatal, Link 48 LTSSM Fault Up
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from stepkeeper.node.xid.model import TEXT_CHARACTERS_MAX, Kind
+
+RECORD_CHARACTERS_MAX = 16_384  # the kernel's own limit is far below
+NAME_CHARACTERS_MAX = 15  # of a process, as the kernel keeps it
+
+_PCI = r"(?P<domain>[0-9a-fA-F]{4}(?:[0-9a-fA-F]{4})?):(?P<bus>[0-9a-fA-F]{2}):(?P<device>[0-9a-fA-F]{2})"
+_XID = re.compile(
+    rf"(?:NVRM: )?Xid \((?:PCI:)?{_PCI}(?:\.(?P<function>[0-7]))?"
+    r"(?: GPU-I:(?P<gi>[0-9]{1,3}))?(?: GPU-CI:(?P<ci>[0-9]{1,3}))?\): (?P<code>[0-9]{1,5})(?:,[ ]?|\Z)"
+)
+_SXID = re.compile(
+    rf"nvidia-nvswitch[0-9]{{1,4}}: SXid \(PCI:{_PCI}(?:\.(?P<function>[0-7]))?\): (?P<code>[0-9]{{1,5}})(?:,[ ]?|\Z)"
+)
+_SXID_DETAIL = re.compile(r"Severity [0-9]|Data \{")  # lines that belong to a report that was printed before
+_OFF_THE_BUS = re.compile(rf"NVRM: GPU {_PCI}\.(?P<function>[0-7]): GPU has fallen off the bus")
+# one record of three lines, printed where the driver meets the GPU for the first time; no XID comes with it
+_LOST_AT_PROBE = re.compile(
+    rf"NVRM: The NVIDIA GPU {_PCI}(?:\.(?P<function>[0-7]))?\s+(?:NVRM:\s+)?"
+    r"\(PCI ID: [0-9a-fA-F]{4}:[0-9a-fA-F]{4}\)\s+(?:NVRM:\s+)?installed in this system has\s+"
+    r"(?:NVRM:\s+)?fallen off the bus"
+)
+_ANNOUNCEMENT = re.compile(rf"NVRM: GPU at PCI:{_PCI}(?:\.(?P<function>[0-7]))?: (?P<uuid>GPU-[0-9a-fA-F-]{{36}})\s*\Z")
+_PID = re.compile(r"pid=(?:[0-9]{1,10}|'?<unknown>'?)(?:,[ ]?|\Z)")
+_ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What one record says, without a judgement."""
+
+    kind: Kind  # XID, SXID or LOST
+    pci: str  # `0000:3b:00.0`
+    code: int | None = None  # None where the GPU was lost and the driver gave no number
+    instance: str = ""  # of MIG: `GI 5`, `GI 5 CI 0`
+    payload: str = ""  # the driver's text, behind code and process
+    record: str = ""  # the whole, at most TEXT_CHARACTERS_MAX
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """The driver says which GPU sits where, in front of a GPU's first XID."""
+
+    pci: str
+    uuid: str
+
+
+def parse(record: str) -> Report | None:
+    """Return what a kernel record reports; None for all others.  Never raises.
+
+    `record` is the text alone: without priority, time stamp or `kernel:`, and with the kernel's escapes undone.
+    """
+    if len(record) > RECORD_CHARACTERS_MAX:
+        return None
+    if match := _XID.match(record):
+        return Report(
+            kind=Kind.XID,
+            code=int(match["code"]),
+            pci=_address(match),
+            instance=_instance(match["gi"], match["ci"]),
+            payload=_without_process(record[match.end() :]),
+            record=record[:TEXT_CHARACTERS_MAX],
+        )
+    if match := _SXID.match(record):
+        payload = record[match.end() :].strip()
+        if _SXID_DETAIL.match(payload):
+            return None
+        return Report(
+            kind=Kind.SXID,
+            code=int(match["code"]),
+            pci=_address(match),
+            payload=payload,
+            record=record[:TEXT_CHARACTERS_MAX],
+        )
+    if match := _OFF_THE_BUS.match(record) or _LOST_AT_PROBE.match(record):
+        return Report(kind=Kind.LOST, pci=_address(match), record=record[:TEXT_CHARACTERS_MAX])
+    return None
+
+
+def announcement(record: str) -> Announcement | None:
+    """Return which GPU a record says is where; None for all others."""
+    match = _ANNOUNCEMENT.match(record) if len(record) <= RECORD_CHARACTERS_MAX else None
+    return Announcement(_address(match), match["uuid"]) if match else None
+
+
+def canonical(pci: str) -> str:
+    """Return an address as this program writes it: `0000:3b:00.0`.  NVML writes `00000000:3B:00.0`.
+
+    Text that is no address comes back in lower case.
+
+    >>> canonical("00000000:3B:00.0"), canonical("0009:01:00")
+    ('0000:3b:00.0', '0009:01:00.0')
+    """
+    match = re.fullmatch(rf"{_PCI}(?:\.(?P<function>[0-7]))?", pci)
+    return _address(match) if match else pci.lower()
+
+
+def unescaped(text: str) -> str:
+    r"""Return text with the escapes of /dev/kmsg undone.  Split records first: `\x0a` is a line feed *in* a record.
+
+    >>> unescaped(r"has\x0aNVRM: fallen")
+    'has\nNVRM: fallen'
+    """
+    if "\\x" not in text:
+        return text
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
+
+
+def _address(match: re.Match[str]) -> str:
+    domain, bus, device = (int(match[part], 16) for part in ("domain", "bus", "device"))
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{match['function'] or 0}"
+
+
+def _instance(gi: str | None, ci: str | None) -> str:
+    if gi is None:
+        return ""
+    return f"GI {int(gi)}" if ci is None else f"GI {int(gi)} CI {int(ci)}"
+
+
+def _without_process(text: str) -> str:
+    """Return the driver's text behind `pid=` and `name=`.
+
+    A name may hold ", " itself.  The last one that a name of full length leaves room for is taken for its end: so the
+    result may lack the beginning of the driver's text, but never holds a character of the name.
+    """
+    if match := _PID.match(text):
+        text = text[match.end() :]
+    if not text.startswith("name="):
+        return text.strip()
+    behind = text[len("name=") :]
+    end = behind.rfind(", ", 0, NAME_CHARACTERS_MAX + len(", "))
+    return behind[end + len(", ") :].strip() if end >= 0 else ""

@@ -1,0 +1,82 @@
+"""Requeueing our own job: away from faulty nodes, and eligible at once where a node agent helps.
+
+Used by the supervisor and, when that is gone, by the watcher that rescues the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from stepkeeper import __version__
+from stepkeeper.node.client import AgentError, connect
+from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.environment import node_name
+from stepkeeper.watcher.assignment import Assignment
+
+AGENT_WITHIN_S = 2.0  # of the time that Slurm leaves us
+
+
+def requeue(
+    client: SlurmClient, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
+) -> str:
+    """Requeue the job; return what did not succeed besides, in words.
+
+    Args:
+        client: Slurm's.
+        assignment: names the job and the attempt that ends.
+        exclude: nodes to add to those on which the job may not run.
+        readmit: nodes to take off that list.
+
+    Raises:
+        SlurmError: it is not requeued.
+    """
+    job = assignment.slurm_name
+    listed: tuple[str, ...] | None = None  # None: as it is
+    trouble = []
+    if exclude or readmit:
+        try:
+            listed = _merged(client, job, len(assignment.nodes), exclude, readmit)
+        except SlurmError as error:
+            trouble.append(f"the job's excluded nodes are not changed: {error}")
+    try:
+        _hasten(assignment, listed)
+    except AgentError as error:
+        trouble.append(f"the node agent does not make the job eligible at once: {error}")
+    client.requeue(job)
+    if listed is not None:
+        try:
+            client.exclude(job, listed)
+        except SlurmError as error:
+            trouble.append(f"the excluded nodes could not be set: {error}")
+    return "; ".join(trouble)
+
+
+def _hasten(assignment: Assignment, excluded: tuple[str, ...] | None) -> None:
+    """Have this node's agent, if there is one, end Slurm's delay after the requeue.  Raises AgentError."""
+    agent = connect(os.environ, node_name())
+    if agent is None:
+        return
+    with agent:
+        agent.join(assignment.job_id, assignment.restart_count, version=__version__, within_s=AGENT_WITHIN_S)
+        agent.hasten(assignment.job_id, assignment.restart_count, excluded, within_s=AGENT_WITHIN_S)
+
+
+def _merged(
+    client: SlurmClient, job: str, nodes_wanted: int, exclude: Sequence[str], readmit: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the job's whole list: an update replaces it.
+
+    Raises:
+        SlurmError: it is not known, or would leave the job too few nodes: it would wait until a person helps.
+    """
+    known = client.job(job).excluded
+    before = client.hostnames(known) if known else ()
+    kept = [node for node in before if node not in readmit]
+    merged = tuple(dict.fromkeys([*kept, *exclude]))
+    left = set(client.usable_nodes(job)).difference(merged)
+    if exclude and len(left) < nodes_wanted:
+        raise SlurmError(
+            f"without {', '.join(exclude)} the partition has {len(left)} usable nodes, and the job wants {nodes_wanted}"
+        )
+    return merged

@@ -1,0 +1,232 @@
+"""The node client over scontrol.  Each method is one call with a time limit; `jobs_here` asks no controller."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.nodes import NodeFacts, OwnedJob
+
+CALL_WITHIN_S = 10.0
+DELAYS = ("unable to contact", "connection refused", "timed out", "communication", "configuration source")
+# base states and flags as Slurm 22.05 to 26.05 print them; a trailing sign says how the node answers
+_SIGNS = "*~#!%$@^-"
+_OWNER = re.compile(r" UserId=[^=]*\((\d+)\) GroupId=")
+_REASON = re.compile(r" Reason=(.*?) \[[^\[\]@\s]*@([^\]\s]*)\](?= [A-Z][A-Za-z]*=|\s*$)")
+_REASON_ALONE = re.compile(r" Reason=(.*?)(?= [A-Z][A-Za-z]*=|\s*$)")
+_HOSTLIST = re.compile(r"((?:[^,\[\]]|\[[^\]]*\])+)")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCommands:
+    """Calls scontrol.  `environment` goes on top of our own: SLURM_CONF, where the site's is elsewhere."""
+
+    environment: Mapping[str, str]
+    call_within_s: float = CALL_WITHIN_S
+
+    def node(self, name: str) -> NodeFacts:
+        """See `NodeClient`."""
+        found = parse_nodes(self._call("-a", "-o", "show", "node", name))
+        if len(found) != 1:
+            raise SlurmError(f"scontrol show node {name}: {len(found)} nodes in the answer")
+        return found[0]
+
+    def peers(self, name: str) -> tuple[NodeFacts, ...]:
+        """See `NodeClient`.  One call, for all nodes: Slurm cannot be asked for those of some partitions."""
+        found = parse_nodes(self._call("-a", "-o", "show", "nodes"))
+        own = next((each for each in found if each.name == name), None)
+        if own is None:
+            raise SlurmError(f"scontrol show nodes: no node {name}; is `node_name` right?")
+        ours = set(own.partitions)
+        return tuple(each for each in found if each is own or ours & set(each.partitions))
+
+    def drain(self, name: str, reason: str) -> None:
+        """See `NodeClient`."""
+        self._call("update", f"NodeName={name}", "State=DRAIN", f"Reason={reason}")
+
+    def resume(self, name: str) -> None:
+        """See `NodeClient`."""
+        self._call("update", f"NodeName={name}", "State=RESUME")
+
+    def reboot(self, name: str, reason: str) -> None:
+        """See `NodeClient`."""
+        self._call("reboot", "ASAP", "nextstate=RESUME", f"reason={reason}", name)
+
+    def owned_job(self, job_id: int) -> OwnedJob:
+        """See `NodeClient`."""
+        return parse_owned_job(self._call("-o", "show", "job", str(job_id)), job_id)
+
+    def hasten(self, job_id: int, exclude: str | None, after_s: int) -> None:
+        """See `NodeClient`."""
+        listed = [] if exclude is None else [f"ExcNodeList={exclude}"]
+        self._call("update", f"JobId={job_id}", *listed, f"StartTime=now+{after_s}")
+
+    def requeue(self, job_id: int) -> None:
+        """See `NodeClient`."""
+        self._call("requeue", str(job_id))
+
+    def jobs_here(self, name: str) -> tuple[int, ...]:
+        """Return the jobs that run on this node, asked of the node's own slurmstepds.
+
+        Raises:
+            SlurmError: they did not answer.
+        """
+        try:
+            return parse_pids(self._call("listpids", "*", name))
+        except SlurmError as error:
+            if "no job steps exist" in str(error).lower():
+                return ()
+            raise
+
+    def _call(self, *arguments: str) -> str:
+        what = f"scontrol {' '.join(arguments[:4])}"
+        try:
+            done = subprocess.run(
+                ["scontrol", *arguments],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self.call_within_s,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self.environment, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"},
+                check=False,
+                start_new_session=True,  # a signal to our process group must not end a call half-way
+            )
+        except subprocess.TimeoutExpired:
+            raise SlurmError(f"{what}: no answer in {self.call_within_s:g} s", unreachable=True) from None
+        except OSError as error:
+            raise SlurmError(f"{what}: {error.strerror}; are Slurm's commands on PATH?") from error
+        if done.returncode:
+            said = " ".join((done.stderr or done.stdout).split())[:300]
+            unreachable = any(word in said.lower() for word in DELAYS)
+            raise SlurmError(f"{what}: {said or f'exit code {done.returncode}'}", unreachable=unreachable)
+        return done.stdout
+
+
+def parse_nodes(text: str) -> tuple[NodeFacts, ...]:
+    """Parse `scontrol -o show nodes`, with times printed as Unix seconds.
+
+    >>> (one,) = parse_nodes("NodeName=a Arch=x State=MIXED+DRAIN* Partitions=p,q  CfgTRES=cpu=8 "
+    ...                      "Reason=stepkeeper: XID 79 State=IDLE [a.1] [root@1790000000]")
+    >>> sorted(one.states), one.reason, one.reason_at, one.partitions
+    (['DRAIN', 'MIXED'], 'stepkeeper: XID 79 State=IDLE [a.1]', 1790000000.0, ('p', 'q'))
+    """
+    return tuple(_node(line) for line in text.splitlines() if line.startswith("NodeName="))
+
+
+def _node(line: str) -> NodeFacts:
+    name = line.split(maxsplit=1)[0].removeprefix("NodeName=")
+    head = line.split(" Reason=", 1)[0]  # a reason may look like anything; all that we read stands before it
+    states = re.search(r"\sState=(\S+)", head)
+    if states is None:
+        raise SlurmError(f"scontrol show nodes: unexpected answer about {name}: {line[:200]!r}")
+    partitions = re.search(r"\sPartitions=(\S+)", head)
+    reason, reason_at = _reason(line)
+    return NodeFacts(
+        name=name,
+        states=frozenset(word.strip(_SIGNS) for word in states.group(1).upper().split("+")),
+        reason=reason,
+        reason_at=reason_at,
+        partitions=tuple(partitions.group(1).split(",")) if partitions else (),
+    )
+
+
+def _reason(line: str) -> tuple[str, float | None]:
+    if match := _REASON.search(line):
+        return match.group(1), float(match.group(2)) if match.group(2).isdigit() else None
+    match = _REASON_ALONE.search(line)
+    return (match.group(1) if match else ""), None
+
+
+def parse_owned_job(text: str, job_id: int) -> OwnedJob:
+    """Parse the line of one job in `scontrol -o show job`, which shows a whole array for its leader.
+
+    A job's name, directory and comment are its user's, and may look like any field.  The name stands before all that
+    is read here, the others behind it: a line that tells of two owners is refused.
+
+    >>> parse_owned_job("JobId=7 JobName=x UserId=me(1000) GroupId=g(1) JobState=PENDING Reason=None Restarts=1 "
+    ...                 "EligibleTime=1790000000 ExcNodeList=a NodeList=(null)", 7).uid
+    1000
+
+    Raises:
+        SlurmError: no such job in it, or nobody can tell whose it is.
+    """
+    line = next((line for line in text.splitlines() if re.match(rf"JobId={job_id}\s", line)), None)
+    if line is None:
+        raise SlurmError(f"scontrol show job {job_id}: the answer is about another job: {text[:100]!r}")
+    owners = list(_OWNER.finditer(line))
+    if len(owners) != 1:
+        raise SlurmError(
+            f"scontrol show job {job_id}: it names {len(owners)} owners: do name and paths look like fields?"
+        )
+    (start,) = owners
+    rest = line[start.end() :]
+    state = _field(rest, "JobState")
+    eligible = _field(rest, "EligibleTime")
+    nodes = _field(rest, "NodeList")
+    exclude = _field(rest, "ExcNodeList")
+    reason = _field(rest, "Reason")
+    return OwnedJob(
+        job_id=job_id,
+        uid=int(start.group(1)),
+        state=state,
+        restarts=int(_field(rest, "Restarts") or 0),
+        nodes=() if nodes in ("", "(null)") else expand(nodes),
+        exclude="" if exclude == "(null)" else exclude,
+        eligible_at=float(eligible) if eligible.isdigit() else None,
+        held=_field(rest, "Priority") == "0" or "held" in reason.lower(),
+        reason=reason,
+        exit_code=_field(rest, "ExitCode"),
+        ran_s=_ran_s(_field(rest, "StartTime"), _field(rest, "EndTime")),
+    )
+
+
+def _ran_s(start: str, end: str) -> float | None:
+    return max(0.0, float(end) - float(start)) if start.isdigit() and end.isdigit() else None
+
+
+def _field(text: str, name: str) -> str:
+    match = re.search(rf"(?:^|\s){name}=(\S*)", text)
+    return match.group(1) if match else ""
+
+
+def parse_pids(text: str) -> tuple[int, ...]:
+    r"""Parse `scontrol listpids`.
+
+    >>> parse_pids("PID      JOBID    STEPID\n22926    12       batch\n22927    7        0\n")
+    (7, 12)
+    """
+    rows = (line.split() for line in text.splitlines())
+    return tuple(sorted({int(row[1]) for row in rows if len(row) > 1 and row[0].isdigit() and row[1].isdigit()}))
+
+
+def expand(hostlist: str) -> tuple[str, ...]:
+    """Expand a host list as Slurm prints it: without a call.
+
+    >>> expand("gpu[08-10,12],login1")
+    ('gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1')
+    >>> expand("r[1-2]n[1-2]")
+    ('r1n1', 'r1n2', 'r2n1', 'r2n2')
+    """
+    names: list[str] = []
+    for word in _HOSTLIST.findall(hostlist):
+        expanded = [""]
+        for text, numbers in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", word):
+            parts = [text] if text else _numbers(numbers)
+            expanded = [before + part for before in expanded for part in parts]
+        names += expanded
+    return tuple(names)
+
+
+def _numbers(text: str) -> list[str]:
+    found: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdigit() and (not last or last.isdigit())):
+            raise SlurmError(f"a node list that cannot be read: [{text}]")
+        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return found

@@ -1,0 +1,242 @@
+"""The Slurm client over pyslurm, which lives in a child process.
+
+In ours it would hold the GIL while it waits for the controller, and end us where it finds no slurm.conf.
+
+What pyslurm cannot do as it must be done is left to Slurm's commands: `cancel` (it judges by an errno that the call
+before may have left), `keep` (it cannot change the nodes of a running job), `hostnames`, and the tasks of an array.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from stepkeeper.core.events import JobFacts, JobState
+from stepkeeper.slurm import pyslurm_child
+from stepkeeper.slurm.client import ClusterSettings, SlurmClient, SlurmError
+from stepkeeper.slurm.commands import CALL_WITHIN_S, SlurmCommands, job_state
+
+ENDS_WITHIN_S = 1.0  # after SIGKILL
+WORDS_MAX = 300
+_READ_BYTES = 65_536
+_ORDERS = frozenset(("requeue", "exclude"))
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    result: Any = None
+    error: str | None = None
+    unreachable: bool = False
+    no_such_job: bool = False
+
+
+class _NoSuchJobError(SlurmError):
+    """Slurm has forgotten the job, or never knew it."""
+
+
+class _ChildDiedError(SlurmError):
+    """The process ended instead of answering: whether an order was carried out is not known."""
+
+
+class _Child:
+    """The process and its pipes; one question at a time."""
+
+    def __init__(self, python: str) -> None:
+        """Start it.  Raises OSError."""
+        self.process = subprocess.Popen(
+            [python, "-I", os.path.abspath(pyslurm_child.__file__)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # a signal to our process group must not end a call half-way
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self._in, self._out, self._err = self.process.stdin, self.process.stdout, self.process.stderr
+        self.words = b""
+
+    def ask(self, question: bytes, until: float) -> bytes | None:
+        """Return the line of the answer, empty where the process ended, None where there is none in time."""
+        try:
+            self._in.write(question + b"\n")
+        except BrokenPipeError:
+            return self._last_words(until)
+        line = b""
+        open_streams = {self._out.fileno(), self._err.fileno()}
+        while self._out.fileno() in open_streams:
+            poll = select.poll()
+            for descriptor in open_streams:
+                poll.register(descriptor, select.POLLIN)
+            ready = poll.poll(max(0.0, until - time.monotonic()) * 1000)
+            if not ready:
+                return None
+            for descriptor, _ in ready:
+                data = os.read(descriptor, _READ_BYTES)
+                if not data:
+                    open_streams.discard(descriptor)
+                elif descriptor == self._err.fileno():
+                    self.words = (self.words + data)[-WORDS_MAX:]
+                else:
+                    line += data
+            if line.endswith(b"\n"):
+                return line
+        return self._last_words(until)
+
+    def _last_words(self, until: float) -> bytes:
+        """Read what it said on standard error before it ended."""
+        while select.select([self._err], [], [], max(0.0, until - time.monotonic()))[0]:
+            data = os.read(self._err.fileno(), _READ_BYTES)
+            if not data:
+                break
+            self.words = (self.words + data)[-WORDS_MAX:]
+        return b""
+
+    def end(self) -> int | None:
+        """Kill it, give the pipes back, and return its exit code; None where not even SIGKILL ends it."""
+        try:
+            code = self.process.wait(0.0 if self.process.poll() is not None else 0.05)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            try:
+                code = self.process.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                return None
+        finally:
+            for stream in (self._in, self._out, self._err):
+                stream.close()
+        return code
+
+
+class PyslurmClient:
+    """Asks pyslurm in a child process, which is started at the first call, and again after it died."""
+
+    def __init__(
+        self,
+        *,
+        python: str = sys.executable,
+        call_within_s: float = CALL_WITHIN_S,
+        commands: SlurmClient | None = None,
+    ) -> None:
+        """Describe it; nothing starts yet.
+
+        Args:
+            python: An interpreter that finds pyslurm (`python -I`): ours, or another one.
+            call_within_s: The time limit of each call.
+            commands: For what pyslurm cannot do.
+        """
+        self._python = python
+        self._call_within_s = call_within_s
+        self._commands = commands or SlurmCommands(call_within_s=call_within_s)
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The child process; None where none was started, or the last one was ended."""
+        return self._child.process.pid if self._child is not None else None
+
+    def job(self, job: str) -> JobFacts:
+        """See `SlurmClient`."""
+        if not job.isdigit():
+            return self._commands.job(job)
+        told = self._call("job", int(job))
+        if told.pop("id") != int(job):  # the leader of an array stands for all its tasks
+            return self._commands.job(job)
+        return JobFacts(state=job_state(told["slurm_state"]), **told)
+
+    def job_runs(self, job: str) -> bool:
+        """See `SlurmClient`."""
+        try:
+            facts = self.job(job)
+        except _NoSuchJobError:
+            return False
+        return facts.state not in (JobState.PENDING, JobState.ENDED)
+
+    def settings(self) -> ClusterSettings:
+        """See `SlurmClient`."""
+        return ClusterSettings(**self._call("settings"))
+
+    def hostnames(self, node_list: str) -> tuple[str, ...]:
+        """See `SlurmClient`."""
+        return self._commands.hostnames(node_list)
+
+    def requeue(self, job: str) -> None:
+        """See `SlurmClient`."""
+        if job.isdigit():
+            self._call("requeue", int(job))
+        else:
+            self._commands.requeue(job)
+
+    def exclude(self, job: str, nodes: Sequence[str]) -> None:
+        """See `SlurmClient`."""
+        if job.isdigit() and nodes:  # pyslurm takes an empty list for no change
+            self._call("exclude", int(job), list(nodes))
+        else:
+            self._commands.exclude(job, nodes)
+
+    def usable_nodes(self, job: str) -> tuple[str, ...]:
+        """See `SlurmClient`."""
+        return self._commands.usable_nodes(job)
+
+    def keep(self, job: str, nodes: Sequence[str]) -> None:
+        """See `SlurmClient`."""
+        self._commands.keep(job, nodes)
+
+    def cancel(self, job: str) -> None:
+        """See `SlurmClient`."""
+        self._commands.cancel(job)
+
+    def close(self) -> None:
+        """End the child process."""
+        with self._lock:
+            if self._child is not None:
+                self._child.end()
+                self._child = None
+
+    def _call(self, what: str, *arguments: object) -> Any:
+        """Ask the child, and return its answer.  A question whose child died is asked again, once; an order never."""
+        name = f"pyslurm {what} {' '.join(map(str, arguments))}".strip()
+        until = time.monotonic() + self._call_within_s
+        if not self._lock.acquire(timeout=self._call_within_s):
+            raise SlurmError(f"{name}: another call took {self._call_within_s:g} s", unreachable=True)
+        try:
+            question = msgspec.json.encode([what, *arguments])
+            try:
+                return self._ask(name, question, until)
+            except _ChildDiedError:
+                if what in _ORDERS:
+                    raise
+                return self._ask(name, question, until)
+        finally:
+            self._lock.release()
+
+    def _ask(self, name: str, question: bytes, until: float) -> Any:
+        if self._child is not None and self._child.process.poll() is not None:
+            self._child.end()
+            self._child = None
+        try:
+            self._child = self._child or _Child(self._python)
+        except OSError as error:
+            raise SlurmError(f"{name}: {self._python}: {error.strerror}") from error
+        line = self._child.ask(question, until)
+        if not line:
+            child, self._child = self._child, None
+            code = child.end()
+            if line is None:
+                raise SlurmError(f"{name}: no answer in {self._call_within_s:g} s", unreachable=True)
+            said = " ".join(child.words.decode(errors="replace").split())
+            raise _ChildDiedError(f"{name}: its process ended with {code}: {said}", unreachable=True)
+        answer = msgspec.json.decode(line, type=_Answer)
+        if answer.error is None:
+            return answer.result
+        kind = _NoSuchJobError if answer.no_such_job else SlurmError
+        raise kind(f"{name}: {answer.error}", unreachable=answer.unreachable)

@@ -1,0 +1,166 @@
+"""A run directory -> the evidence of one launch: its journal, its ranks' logs, torch's error files.
+
+Reads only.  What is torn or missing is passed over: the evidence that is there counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from stepkeeper.core import events as on
+from stepkeeper.core.events import JobFacts, NodeFaulted, RankExited
+from stepkeeper.store import journal, lines
+from stepkeeper.store.logs import FAILED_NAME
+from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.verdict import errorfiles, logs, planes, reading
+from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
+
+FILES_MAX = 4096  # logs of one launch that are read
+FAULTS_BEFORE_S = 120.0  # the kernel logs a fault before the rank that it kills has ended
+ANSWERS_AFTER_S = 120.0  # Slurm is asked after a launch ended
+SRUN_NAME = "srun.log"
+
+
+class Launch(NamedTuple):
+    """One launch of a run, as the journal tells of it."""
+
+    attempt: int
+    launch: int
+    ended: on.LaunchEnded | None  # None: nobody wrote its end
+    events: tuple[on.Event, ...]  # of its time, in their order
+    restarts: int  # the job's, when it ran
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than by finishing or by stopping on request."""
+        return self.ended is None or not (self.ended.finished or self.ended.stopped)
+
+
+def launches(run: RunDirectory) -> list[Launch]:
+    """Return the launches of a run, oldest first.
+
+    Raises:
+        OSError: the journal cannot be read.
+    """
+    found: dict[tuple[int, int], list[on.Event]] = {}
+    restarts: dict[tuple[int, int], int] = {}
+    between: list[on.Event] = []
+    current: tuple[int, int] | None = None
+    for record in journal.read(run.journal):
+        key = (record.attempt, record.launch)
+        event = record.event
+        named = getattr(event, "launch", None)
+        if isinstance(named, int) and isinstance(event, on.LaunchBegan | on.RankHello | on.RankExited | on.Progressed):
+            key = (record.attempt, named)
+            if key != current:
+                current = key
+                found.setdefault(key, []).extend(_faults(between))
+                between = []
+        elif isinstance(event, on.LaunchEnded):
+            key = (record.attempt, event.launch)
+            current = key
+        restarts[key] = record.restart_count
+        if current is not None and current[0] == record.attempt:
+            found.setdefault(current, []).append(event)
+        else:
+            between.append(event)
+            current = None
+    return [
+        Launch(
+            attempt,
+            launch,
+            next((event for event in events if isinstance(event, on.LaunchEnded) and event.launch == launch), None),
+            tuple(events),
+            restarts.get((attempt, launch), 0),
+        )
+        for (attempt, launch), events in sorted(found.items())
+    ]
+
+
+def _faults(events: Iterable[on.Event]) -> list[on.Event]:
+    return [event for event in events if isinstance(event, NodeFaulted)]
+
+
+def of_launch(run: RunDirectory, launch: Launch) -> list[Evidence]:
+    """Return all evidence of a launch.
+
+    Raises:
+        OSError: its logs are there and cannot be read.
+    """
+    return [*of_journal(launch), *of_logs(run.logs(launch.attempt, launch.launch))]
+
+
+def of_journal(launch: Launch) -> list[Evidence]:
+    """Return what the journal tells of a launch."""
+    end = launch.ended.at if launch.ended is not None else float("inf")
+    exits = [event for event in launch.events if isinstance(event, RankExited) and event.launch == launch.launch]
+    faults = [event for event in launch.events if isinstance(event, NodeFaulted) and event.at <= end + FAULTS_BEFORE_S]
+    answers = [(event.at, event.job) for event in launch.events if isinstance(event, on.SlurmAnswered) and event.job]
+    facts: list[tuple[float, JobFacts]] = [(at, job) for at, job in answers if job and at <= end + ANSWERS_AFTER_S]
+    silent = [event for event in launch.events if isinstance(event, on.WatcherLost) and event.at <= end]
+    ready = {(event.node, event.bus) for event in launch.events if isinstance(event, on.WatcherReady)}
+    found = [
+        *planes.exits(exits),
+        *planes.faults(faults),
+        *planes.slurm(facts, restarts=launch.restarts),
+    ]
+    for event in silent:
+        if all(node != event.node or bus <= event.bus for node, bus in ready):
+            found += planes.lost([event.node], at=event.at, why=f"the watcher of {event.node} is gone: {event.why}")
+    if launch.ended is not None and launch.ended.finished:
+        found.append(_word(launch.ended, Cause.FINISHED, "ended-finished", "rank 0 says that the work is finished"))
+    elif launch.ended is not None and launch.ended.stopped:
+        found.append(_word(launch.ended, Cause.CANCELLED, "ended-stopped", "the ranks left on request, state saved"))
+    return found
+
+
+def _word(ended: on.LaunchEnded, cause: Cause, rule: str, text: str) -> Evidence:
+    return Evidence(
+        plane=Plane.APPLICATION, rule=rule, cause=cause, role=Role.ROOT, confidence=0.97, text=text, at=ended.at
+    )
+
+
+def of_logs(directory: Path) -> list[Evidence]:
+    """Return what the logs and torch's error files of a launch tell; nothing where there are none.
+
+    Raises:
+        OSError: one of them is there and cannot be read.
+    """
+    found: list[Evidence] = []
+    for path in _files(directory):
+        if path.suffix == ".json":
+            rank = path.stem.rpartition("-")[2]
+            said = errorfiles.sight(lines.read_small(path), rank=int(rank) if rank.isdigit() else None)
+            found += [said] if said is not None else []
+        else:
+            found += of_log(path)
+    return found
+
+
+def of_log(path: Path) -> list[Evidence]:
+    """Return what one log tells: srun's own, or that of a node, whose name it has.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with lines.open_plain(path) as file:
+        log = reading.read(file)
+    node = "" if path.name == SRUN_NAME else path.stem
+    return [msgspec.structs.replace(each, node=node) for each in logs.sight(log)]
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """Yield the logs and error files (`error-RANK.json`, `errors/**/error.json`) of a launch, in a fixed order."""
+    try:
+        with os.scandir(directory) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+    except FileNotFoundError:
+        return
+    wanted = [name for name in names if name.endswith((".log", ".json")) and name != FAILED_NAME]
+    for name in wanted[:FILES_MAX]:
+        yield directory / name

@@ -1,0 +1,119 @@
+"""A log, line by line, as evidence.  Pure but for the rules, which are read once."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from stepkeeper.verdict import rules, tracebacks
+from stepkeeper.verdict.causes import Evidence, Role
+from stepkeeper.verdict.reading import Line, Log
+from stepkeeper.verdict.tracebacks import Raised
+
+TEXT_CHARACTERS_MAX = 400
+EVIDENCE_MAX = 200  # of one log; the first of each rule and rank
+END_LINES = 20
+SURVIVED_AFTER_LINES = 5  # of progress behind an error: training went on
+_GENERIC = frozenset({"python-exception", "exception-without-traceback"})
+_PROGRESS = re.compile(
+    r"(?i)\bloss\w*['\"]?\s*[:=|]?\s*\d|\d(?:it/s|s/it)\b|\biter(?:ation)?s?\W{1,3}\d|\b(?:global_)?step\W{1,3}\d+\b"
+)
+
+
+def sight(log: Log, *, node: str = "") -> list[Evidence]:
+    """Return what the rules make of a log, in its order; the same rule for the same rank once, with a count."""
+    table = rules.load()
+    raised = tracebacks.find(log.lines)
+    inside = _inside(raised)
+    last = len(log.lines) - END_LINES
+    found = [each for each in (_of_exception(one, table, node) for one in raised) if each is not None]
+    for index, line in enumerate(log.lines):
+        if (line.rank, line.number) in inside or not line.text:
+            continue
+        row = table.of_line(line.text, end=index >= last)
+        if row is not None:
+            found.append(_evidence(row, line.text, line.rank, node, line.number))
+    found = _unchain(sorted(found, key=lambda each: each.line or 0), raised)
+    return _survived(_once(found), log.lines, table)
+
+
+def _inside(raised: list[Raised]) -> set[tuple[int | None, int]]:
+    """Return the lines of tracebacks: only their last ones speak, through the exception."""
+    return {(one.rank, number) for one in raised for number in range(one.first_line, one.last_line + 1)}
+
+
+def _of_exception(one: Raised, table: rules.Rules, node: str) -> Evidence | None:
+    row = table.of_exception(one.statement, [f"{frame.path}:{frame.function}" for frame in one.frames])
+    if row is None:
+        return None
+    return msgspec.structs.replace(
+        _evidence(row, one.statement, one.rank, node, one.last_line), location=one.location if one.frames else ""
+    )
+
+
+def _evidence(row: rules.Row, text: str, rank: int | None, node: str, line: int) -> Evidence:
+    return Evidence(
+        plane=row.plane,
+        rule=row.id,
+        cause=row.cause,
+        role=row.role,
+        confidence=row.confidence,
+        text=shorten(text),
+        rank=rank,
+        node=node,
+        line=line,
+    )
+
+
+def shorten(text: str) -> str:
+    """Return a text in one line, at most so long as a person reads it."""
+    words = " ".join(text.split())
+    return words if len(words) <= TEXT_CHARACTERS_MAX else words[:TEXT_CHARACTERS_MAX] + "..."
+
+
+def _unchain(found: list[Evidence], raised: list[Raised]) -> list[Evidence]:
+    """Of exceptions raised one from another, drop the ones that say less.
+
+    Where the first was named as the cause it is kept; else the last, which is the one that nobody handled.
+    """
+    lines = {one.last_line: one for one in raised}
+    dropped: set[int] = set()
+    before: dict[int | None, Raised] = {}
+    for one in sorted(raised, key=lambda each: each.last_line):
+        previous = before.get(one.rank)
+        if one.chained and previous is not None:
+            dropped.add(one.last_line if one.direct else previous.last_line)
+        before[one.rank] = one
+    return [
+        each
+        for each in found
+        if not (each.line in dropped and each.rule in _GENERIC and lines[each.line].rank == each.rank)
+    ]
+
+
+def _once(found: list[Evidence]) -> list[Evidence]:
+    first: dict[tuple[str, int | None], Evidence] = {}
+    for each in found:
+        key = (each.rule, each.rank)
+        known = first.get(key)
+        if known is not None:
+            first[key] = msgspec.structs.replace(known, count=known.count + 1, location=known.location or each.location)
+        elif len(first) < EVIDENCE_MAX:
+            first[key] = each
+    return list(first.values())
+
+
+def _survived(found: list[Evidence], lines: tuple[Line, ...], table: rules.Rules) -> list[Evidence]:
+    """Make errors that training went on after confirmations: they did not end it."""
+    progress = [line.number for line in lines if _PROGRESS.search(line.text)]
+    persists = {rule.row.id for rule in table.rules if rule.row.persists}
+    result = []
+    for each in found:
+        after = sum(number > (each.line or 0) for number in progress)
+        survived = each.role is not Role.CONFIRMATION and each.rule not in persists and each.count == 1
+        if survived and after >= SURVIVED_AFTER_LINES:
+            result.append(msgspec.structs.replace(each, role=Role.CONFIRMATION, confidence=0.3 * each.confidence))
+        else:
+            result.append(each)
+    return result

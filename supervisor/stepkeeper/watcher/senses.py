@@ -1,0 +1,196 @@
+"""What the watcher learns of its node: the agent's incidents, or its own where there is no agent, and the checks.
+
+Everything here may block, so each works on a thread of its own; what it has to say comes through a queue into the
+watcher's loop, which sees a readable pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper import __version__
+from stepkeeper.node import protocol
+from stepkeeper.node.client import AgentClient, AgentError, connect
+from stepkeeper.watcher import messages as bus
+from stepkeeper.watcher.assignment import Assignment
+from stepkeeper_trainer.formats.messages import shorten
+
+AGENT_AGAIN_S = 30.0  # an agent that is absent, or was restarted, is looked for again
+CHECKS_WITHIN_S = 20.0  # all of them together; the supervisor waits for 60 s
+CLOCK_OFFSET_MAX_S = 30.0  # between this node and the supervisor's: more confuses leases, logs and deadlines
+LOOKS_MAX = 8
+
+
+class Fitness(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a launch may start on this node: empty if so, else why not."""
+
+    launch: int
+    number: int  # of the request
+    unfit: str
+    shared: bool = False  # the cause may be common to all nodes
+
+
+Word = bus.FromWatcher | Fitness
+
+
+class Senses:
+    """Threads that watch the node.  `fileno` is readable when `take` has something."""
+
+    def __init__(self, assignment: Assignment, node: str) -> None:
+        self._assignment = assignment
+        self._node = node
+        self._words: queue.SimpleQueue[Word] = queue.SimpleQueue()
+        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._looks: queue.Queue[str] = queue.Queue(LOOKS_MAX)
+        self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # of the thread that listens to the agent
+        self._closed = threading.Event()
+        self._stop_own: Callable[[], None] | None = None
+        self._noted = ""
+
+    def fileno(self) -> int:
+        """For select."""
+        return self._reader
+
+    def start(self) -> None:
+        """Begin to watch."""
+        threading.Thread(target=self._attend, name="agent", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop watching; what a thread still waits for ends with the process."""
+        self._closed.set()
+        with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
+            os.write(self._waker, b"\0")
+        if self._stop_own is not None:
+            self._stop_own()
+
+    def take(self) -> list[Word]:
+        """Return what there is to say."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reader, 4096)
+        words = []
+        while not self._words.empty():
+            words.append(self._words.get())
+        return words
+
+    def check(self, wanted: bus.Clear) -> None:
+        """Look whether a launch may start here; `Fitness` comes."""
+        threading.Thread(target=self._check, args=(wanted, time.time()), name="checks", daemon=True).start()
+
+    def look(self, why: str) -> None:
+        """Have the agent look; without one the next checks do."""
+        with contextlib.suppress(queue.Full, BlockingIOError):  # it looks already
+            self._looks.put_nowait(why)
+            os.write(self._waker, b"\0")
+
+    def _put(self, word: Word) -> None:
+        self._words.put(word)
+        with contextlib.suppress(BlockingIOError):  # full: the loop wakes anyway
+            os.write(self._writer, b"\0")
+
+    # --- the checks -------------------------------------------------------------------------------
+
+    def _check(self, wanted: bus.Clear, now: float) -> None:
+        # imported now: a watcher that checks nothing stays small
+        from stepkeeper.node import checks  # noqa: PLC0415
+
+        if wanted.at is None:  # a supervisor of a version that asks for none
+            self._put(Fitness(launch=wanted.launch, number=wanted.number, unfit=""))
+            return
+        try:
+            report = checks.run_checks(
+                checks.Wanted(
+                    gpus_min=wanted.gpus or 0,
+                    writable=(Path(self._assignment.run_directory),),
+                    free_bytes=wanted.free_bytes,
+                    reference_time=wanted.at + (time.time() - now),
+                    clock_offset_s=CLOCK_OFFSET_MAX_S,
+                ),
+                within_s=CHECKS_WITHIN_S,
+            )
+        except Exception as error:  # noqa: BLE001 - a mistake of ours must not keep a launch from starting
+            self._put(bus.Note(node=self._node, text=shorten(f"the checks themselves failed: {error!r}")))
+            report = checks.Report()
+        for warning in report.warnings:
+            self._put(bus.Note(node=self._node, text=shorten(f"checks: {warning}")))
+        shared = not any(problem.startswith("GPU") for problem in report.problems)
+        unfit = "; ".join(report.problems)
+        self._put(Fitness(launch=wanted.launch, number=wanted.number, unfit=unfit, shared=shared))
+
+    # --- the agent --------------------------------------------------------------------------------
+
+    def _attend(self) -> None:
+        """Listen to the node's agent; sense for ourselves while there is none."""
+        while not self._closed.is_set():
+            try:
+                client = connect(os.environ, self._node)
+                if client is not None:
+                    with client:
+                        self._listen(client)
+                self._sense()
+            except AgentError as error:
+                self._note(f"node agent: {error}")
+            except Exception as error:  # noqa: BLE001 - told, and tried again: without this thread nobody hears of faults
+                self._note(f"hardware faults of this node are not heard of: {error!r}")
+            self._closed.wait(AGENT_AGAIN_S)
+
+    def _note(self, text: str) -> None:
+        """Say something for the log, once until something else is to be said."""
+        if text != self._noted:
+            self._noted = text
+            self._put(bus.Note(node=self._node, text=shorten(text)))
+
+    def _listen(self, client: AgentClient) -> None:
+        client.join(self._assignment.job_id, self._assignment.restart_count, version=__version__)
+        self._rest()
+        while not self._closed.is_set():
+            for message in client.receive():
+                self._on_message(message)
+            select.select([client.fileno(), self._wake], [], [])
+            with contextlib.suppress(BlockingIOError, queue.Empty):
+                os.read(self._wake, 64)
+                client.send(protocol.Look(job_id=self._assignment.job_id, why=self._looks.get_nowait()))
+
+    def _on_message(self, message: protocol.FromAgent) -> None:
+        match message:
+            case protocol.Seen():
+                gpu = " ".join(part for part in (message.pci, message.gpu) if part)
+                self._put(
+                    bus.Faulted(
+                        node=self._node,
+                        incident=message.incident,
+                        name=shorten(message.name),
+                        action=message.action.value,
+                        leave=message.action.drains,
+                        why=shorten(message.why),
+                        gpu=shorten(gpu),
+                        drained=message.drained,
+                    )
+                )
+            case protocol.Refused():
+                self._put(bus.Note(node=self._node, text=shorten(f"node agent: {message.what}: {message.why}")))
+            case _:
+                pass  # answers to what was asked
+
+    # --- without an agent -------------------------------------------------------------------------
+
+    def _sense(self) -> None:
+        """Watch NVML and the kernel log ourselves, as far as an ordinary user may."""
+        if self._stop_own is None:
+            from stepkeeper.watcher.own_senses import OwnSenses  # noqa: PLC0415 - not where there is an agent
+
+            own = OwnSenses(self._node, self._put, since=self._assignment.started_at)
+            self._stop_own = own.close
+
+    def _rest(self) -> None:
+        if self._stop_own is not None:
+            self._stop_own()
+            self._stop_own = None

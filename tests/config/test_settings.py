@@ -1,0 +1,172 @@
+"""The declaration itself: every setting can be set, is described, and its default is allowed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepkeeper.config import environment, flags
+from stepkeeper.config.settings import ORDERED, SETTINGS, RunSettings, Setting, build
+from stepkeeper.config.values import checked, from_text, shown
+from stepkeeper.core.policy import Policy
+from stepkeeper.errors import StepkeeperError
+
+ROOT = Path(__file__).parents[2]
+EVERY = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+NUMBERS = [setting for setting in SETTINGS.values() if setting.kind in {int, float}]
+
+
+def other_value(setting: Setting) -> bool | int | float | str:
+    """Return an allowed value that is not the default."""
+    if setting.kind is bool:
+        return not setting.default
+    if setting.kind is str:
+        return "elsewhere"
+    assert setting.about.least is not None
+    number = setting.about.least + 1
+    return setting.kind(number if number != setting.default else number + 1)
+
+
+def test_every_field_of_the_policy_is_a_setting() -> None:
+    fields = {f"policy.{field.name}" for field in msgspec.structs.fields(Policy)}
+
+    assert fields == {key for key in SETTINGS if key.startswith("policy.")}
+
+
+def test_the_defaults_are_what_the_core_has() -> None:
+    assert build({key: setting.default for key, setting in SETTINGS.items()}) == RunSettings()
+    assert RunSettings().policy == Policy()
+
+
+@EVERY
+def test_every_setting_is_described_and_allows_its_default(setting: Setting) -> None:
+    assert setting.help.endswith(".")
+    assert setting.default is None or checked(setting, setting.default, "default") == setting.default
+    if setting.key.endswith("_s"):
+        assert setting.about.unit == "s"
+
+
+@EVERY
+def test_every_setting_reaches_the_program_from_text(setting: Setting) -> None:
+    value = other_value(setting)
+
+    parsed = from_text(setting, shown(value), "here")
+    built = build({**{key: each.default for key, each in SETTINGS.items()}, setting.key: parsed})
+
+    group, _, name = setting.key.rpartition(".")
+    assert getattr(built.policy if group else built, name) == value
+    assert setting.default != value
+
+
+@pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.key)
+def test_what_is_out_of_range_is_refused_with_the_range(setting: Setting) -> None:
+    least, most = setting.about.least, setting.about.most
+    assert least is not None
+    assert most is not None
+    for wrong in (least - 1, most + 1):
+        with pytest.raises(StepkeeperError, match=rf"here: {re.escape(setting.key)} = .* from {least:g} to"):
+            checked(setting, setting.kind(wrong), "here")
+
+
+@EVERY
+def test_text_that_is_no_value_is_refused_and_not_repeated_to_the_terminal(setting: Setting) -> None:
+    for wrong in ("", "nan", "inf", "-inf", "1e400", "\x1b[31m", "1.5.2", "9" * 5000):
+        if setting.kind is str and wrong and wrong.isprintable():
+            assert from_text(setting, wrong, "here") == wrong
+            continue
+        with pytest.raises(StepkeeperError) as refused:
+            from_text(setting, wrong, "here")
+
+        assert str(refused.value).startswith("here: ")
+        assert str(refused.value).isprintable()
+        assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [("spares", True), ("spares", 1.0), ("torchrun", 1), ("free_gib_min", "1"), ("run_dir", 3), ("spares", [1])],
+)
+def test_a_value_of_another_kind_is_refused(key: str, wrong: object) -> None:
+    with pytest.raises(StepkeeperError, match=f"{key} = .* is wanted"):
+        checked(SETTINGS[key], wrong, "here")
+
+
+def test_a_whole_number_will_do_for_a_number() -> None:
+    value = checked(SETTINGS["free_gib_min"], 5, "here")
+
+    assert (value, type(value)) == (5.0, float)
+
+
+def test_names_are_unique() -> None:
+    for names in (
+        [setting.flag for setting in SETTINGS.values() if setting.flag],
+        [setting.variable for setting in SETTINGS.values() if setting.variable],
+    ):
+        assert len(names) == len(set(names))
+    variables = {setting.variable for setting in SETTINGS.values()}
+    assert not variables & (environment.TOLD | environment.MODULES)
+
+
+def test_an_order_is_between_numbers() -> None:
+    assert all(SETTINGS[key].kind is float for pair in ORDERED for key in pair)
+
+
+def test_every_variable_of_the_programs_is_a_setting_or_told_to_ranks() -> None:
+    """Whoever adds one must say which: else a run started inside a rank would refuse to start."""
+    known = {setting.variable for setting in SETTINGS.values()} | environment.TOLD
+    found = {
+        name
+        for below in ("supervisor", "trainer")
+        for path in (ROOT / below).rglob("*.py")
+        for name in re.findall(r"[\"'](STEPKEEPER_[A-Z_]+[A-Z])[\"']", path.read_text())
+    }
+
+    assert {"STEPKEEPER_RUN_DIR", "STEPKEEPER_SOCKET"} <= found
+    assert found - known == set()
+
+
+def test_options_keep_their_names() -> None:
+    """Batch scripts that were written for an earlier version use them."""
+    command = argparse.ArgumentParser()
+    flags.declare(command)
+
+    words = (
+        "--run-dir=r --torchrun --tasks-per-node=2 --spares=1 --min-nodes=3 --free-gib-min=0.5 --group-readable "
+        "--failures-max=4 --save-margin-s=5 --progress-log-every-s=6"
+    )
+    given = command.parse_args(words.split())
+
+    assert {key: entry.value for key, entry in flags.read(given).items()} == {
+        "run_dir": "r",
+        "torchrun": True,
+        "tasks_per_node": 2,
+        "spares": 1,
+        "min_nodes": 3,
+        "free_gib_min": 0.5,
+        "group_readable": True,
+        "policy.failures_max": 4,
+        "policy.save_margin_s": 5.0,
+        "progress_log_every_s": 6.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--set", "spares"], "--set KEY=VALUE"),
+        (["--set", "spare=1"], "did you mean `spares`"),
+        (["--set", "spares=1", "--spares", "1"], "twice"),
+        (["--set", "spares=1", "--set", "spares=1"], "twice"),
+        (["--set", "policy.failures_max=0"], "from 1 to"),
+    ],
+)
+def test_an_assignment_that_is_wrong_says_why(words: list[str], wrong: str) -> None:
+    command = argparse.ArgumentParser()
+    flags.declare(command)
+
+    with pytest.raises(StepkeeperError, match=wrong):
+        flags.read(command.parse_args(words))

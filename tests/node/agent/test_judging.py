@@ -1,0 +1,64 @@
+"""From readings to events, with what was read before."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepkeeper.node.core import events as on
+from stepkeeper.node.judging import FRESH_S, Judging
+from stepkeeper.node.sensors.readings import GpuHealth, KernelRecord, NvmlState, NvmlStatus, NvmlXid, Reading
+from stepkeeper.node.xid import catalogue
+from stepkeeper.node.xid.model import Action, Fault
+
+T = 1_790_000_000.0
+PCI = "0000:3b:00.0"
+
+
+def judging(expected_gpus: int = 0) -> Judging:
+    return Judging(catalogue.packaged(), expected_gpus=expected_gpus)
+
+
+def faults(judging: Judging, reading: Reading) -> list[Fault]:
+    return [each.fault for each in judging.events(reading, reading.at) if isinstance(each, on.FaultSeen)]
+
+
+def line(code: int, at: float) -> KernelRecord:
+    return KernelRecord(at=at, boot_id="b", sequence=1, text=f"NVRM: Xid (PCI:0000:3b:00): {code}, pid=1, name=x, Ch 0")
+
+
+@pytest.mark.parametrize("code", [109, 143])
+@pytest.mark.parametrize("source", ["kernel", "nvml"])
+def test_what_the_gpu_itself_asks_for_stands_before_the_catalogue(code: int, source: str) -> None:
+    """109 would end the job only, 143 would reboot the node: the GPU says that a reset is what it takes."""
+    judge = judging()
+    faults(judge, GpuHealth(at=T, pci=PCI, recovery_action=1))
+    event = line(code, T + 5) if source == "kernel" else NvmlXid(at=T + 5, code=code, pci=PCI)
+
+    (fault,) = faults(judge, event)
+
+    assert (fault.action, fault.certain) == (Action.DRAIN_RESET, True)
+    assert "recovery action 1" in fault.why
+
+
+def test_a_recovery_action_that_was_read_long_ago_or_of_another_gpu_decides_nothing() -> None:
+    judge = judging()
+    faults(judge, GpuHealth(at=T, pci=PCI, recovery_action=1))
+    faults(judge, GpuHealth(at=T + FRESH_S, pci="0000:5e:00.0", recovery_action=2))
+
+    (fault,) = faults(judge, line(109, T + FRESH_S + 1))
+
+    assert fault.action is Action.RESTART_JOB
+
+
+def test_a_driver_that_is_away_for_a_moment_loses_no_gpu() -> None:
+    """At boot it may come later than we do, and none of the GPUs is broken."""
+    judge = judging(expected_gpus=8)
+
+    def absent(for_s: float) -> NvmlStatus:
+        return NvmlStatus(at=T + for_s, state=NvmlState.ABSENT, detail="Driver Not Loaded", stuck_s=for_s)
+
+    assert not faults(judge, absent(0.0))
+    assert not faults(judge, absent(100.0))
+    (fault,) = faults(judge, absent(121.0))
+    assert "0 of 8 GPUs" in fault.why
+    assert not faults(judging(), absent(121.0))

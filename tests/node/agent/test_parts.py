@@ -1,0 +1,281 @@
+"""The agent's own parts: configuration, ledger, verdict, systemd's socket, the queue."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.node import config, ledger, verdict
+from stepkeeper.node.core.policy import Mode, Policy
+from stepkeeper.node.core.state import Drain, Incident, Outcome, State
+from stepkeeper.node.notify import Systemd
+from stepkeeper.node.xid.model import Action, Domain, Kind
+
+ACT = Policy(mode=Mode.ACT)
+T = 1_790_000_000.0
+
+
+def incident(number: int = 1, **changes: object) -> Incident:
+    values: dict[str, object] = {
+        "id": f"a.{number}",
+        "first_at": T + number,
+        "last_at": T + number,
+        "action": Action.DRAIN_REBOOT,
+        "domain": Domain.HARDWARE,
+        "kind": Kind.XID,
+        "name": "XID 79",
+        "why": "gone",
+        "settle_at": T,
+        "pci": "0000:3b:00.0",
+        "boot_id": "b1",
+        "sequence": number,
+    }
+    return Incident(**{**values, **changes})  # type: ignore[arg-type]
+
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+def wrong(text: str) -> str:
+    with pytest.raises(StepkeeperError) as caught:
+        config.parse(text.encode(), "node.toml")
+    return str(caught.value)
+
+
+def test_an_unknown_key_is_refused_with_those_that_are_known() -> None:
+    said = wrong('mod = "act"')
+
+    assert said.startswith("node.toml: `mod` is not known; known are ")
+    assert " mode," in said
+
+
+def test_an_unknown_key_of_a_table_names_the_table() -> None:
+    assert "`undrian` is not known in [remedies]" in wrong("[remedies]\nundrian = true")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['mode = "always"', "expected_gpus = true", "= 3", "[remedies]\nreboot = true", "remedies = 3", "mode = \xff"],
+)
+def test_a_wrong_value_is_one_line(text: str) -> None:
+    assert "\n" not in wrong(text)
+
+
+def test_a_file_that_others_may_change_is_refused(tmp_path: Path) -> None:
+    """It decides about drains."""
+    path = tmp_path / "node.toml"
+    path.write_text('mode = "act"\n')
+    path.chmod(0o664)
+    with pytest.raises(StepkeeperError, match="others may change it"):
+        config.load(path)
+
+    path.chmod(0o644)
+    tmp_path.chmod(0o777)
+    with pytest.raises(StepkeeperError, match="others may change it"):
+        config.load(path)
+
+    tmp_path.chmod(0o755)
+    assert config.load(path).mode is Mode.ACT
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text('mode = "act"\n')
+    path.chmod(0o644)
+    os.chown(path, 1, 1)
+
+    with pytest.raises(StepkeeperError, match="others may change it"):
+        config.load(path)
+
+
+def test_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text('mode = "act"\n')
+    (tmp_path / "node.toml").symlink_to(tmp_path / "real")
+
+    with pytest.raises(StepkeeperError, match=r"others may change it|symbolic"):
+        config.load(tmp_path / "node.toml")
+
+
+def test_the_nodes_name_stands_in_paths() -> None:
+    found = config.parse(b'node_name = "gpu17"\nsocket = "/run/sk/%N.sock"\n', "x")
+
+    assert str(found.socket_path) == "/run/sk/gpu17.sock"
+
+
+# --- ledger ---------------------------------------------------------------------------------------
+
+
+def opened(path: Path) -> ledger.Ledger:
+    return ledger.Ledger(path, ledger.read(path), ACT)
+
+
+def test_a_ledger_tells_what_it_was_told(tmp_path: Path) -> None:
+    path = tmp_path / ledger.NAME
+    book = opened(path)
+    drain = Drain(reason="stepkeeper: x", action=Action.DRAIN_REBOOT, at=T, boot_id="b1")
+    book.append(ledger.IncidentLine(incident=incident()))
+    book.append(ledger.IncidentLine(incident=incident(outcome=Outcome.DRAINED)))
+    book.append(ledger.DrainLine(drain=drain))
+    book.append(ledger.GpusLine(boot_id="b1", gpus=(("0000:3b:00.0", "GPU-1"),), driver="580.1"))
+    assert book.flush(5.0)
+
+    state = ledger.read(path).state("a", "b1")
+
+    assert [each.outcome for each in state.incidents] == [Outcome.DRAINED]
+    assert (state.drain, state.known_sequence, state.driver) == (drain, 1, "580.1")
+    assert state.gpus == (("0000:3b:00.0", "GPU-1"),)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_numbers_and_gpus_of_another_boot_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / ledger.NAME
+    book = opened(path)
+    book.append(ledger.IncidentLine(incident=incident(sequence=4000)))
+    book.append(ledger.GpusLine(boot_id="b1", gpus=(("0000:3b:00.0", "GPU-1"),)))
+    assert book.flush(5.0)
+
+    state = ledger.read(path).state("a", "b2")
+
+    assert (state.known_sequence, state.gpus, len(state.incidents)) == (-1, (), 1)
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_torn_last_line_costs_that_line_alone(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / ledger.NAME
+    book = opened(path)
+    book.append(ledger.IncidentLine(incident=incident(1)))
+    book.append(ledger.IncidentLine(incident=incident(2)))
+    assert book.flush(5.0)
+    path.write_bytes(path.read_bytes()[:-cut])
+
+    again = opened(path)
+    again.append(ledger.IncidentLine(incident=incident(3)))
+    assert again.flush(5.0)
+
+    read = ledger.read(path)
+    assert {"a.1", "a.3"} <= set(read.incidents)
+    assert read.unreadable == (1 if cut > 1 else 0)
+
+
+def test_a_ledger_that_has_grown_keeps_what_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "BYTES_MAX", 20_000)
+    path = tmp_path / ledger.NAME
+    policy = msgspec.structs.replace(ACT, incidents_max=20)
+    book = ledger.Ledger(path, ledger.Book(), policy)
+    book.append(ledger.IncidentLine(incident=incident(0, outcome=Outcome.DRAINED)))
+    book.append(ledger.DrainLine(drain=Drain(reason="r", action=Action.DRAIN_REBOOT, at=T, boot_id="b1")))
+    book.append(ledger.GpusLine(boot_id="b1", gpus=(("0000:3b:00.0", "GPU-1"),)))
+    book.append(ledger.IncidentLine(incident=incident(-5, sequence=9000, outcome=Outcome.NOTED)))
+    for number in range(1, 400):
+        book.append(ledger.IncidentLine(incident=incident(number, outcome=Outcome.NOTED)))
+    assert book.flush(20.0)
+
+    read = ledger.read(path)
+    assert path.stat().st_size < 25_000
+    assert {"a.0", "a.399"} <= set(read.incidents)
+    assert "a.-5" not in read.incidents
+    assert read.state("a", "b1").known_sequence == 9000  # its records are not taken for new ones
+    assert read.drain is not None
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_ledger_that_cannot_be_written_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "RETRY_S", 0.05)
+    path = tmp_path / "missing" / ledger.NAME
+    book = opened(path)
+    book.append(ledger.IncidentLine(incident=incident()))
+    assert not book.flush(5.0)
+    assert book.failed
+
+    path.parent.mkdir()
+    until = time.monotonic() + 10
+    while book.failed and time.monotonic() < until:
+        time.sleep(0.01)
+
+    assert set(ledger.read(path).incidents) == {"a.1"}
+
+
+def test_a_link_in_place_of_the_ledger_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine\n")
+    path = tmp_path / ledger.NAME
+    path.symlink_to(victim)
+
+    with pytest.raises(OSError, match="symbolic"):
+        ledger.read(path)
+    book = ledger.Ledger(path, ledger.Book(), ACT)
+    book.append(ledger.IncidentLine(incident=incident()))
+    assert not book.flush(5.0)
+
+    assert victim.read_text() == "mine\n"
+
+
+def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(StepkeeperError, match="writable by nobody else"):
+        ledger.own_directory(tmp_path)
+
+    tmp_path.chmod(0o755)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(StepkeeperError, match="no link"):
+        ledger.own_directory(tmp_path / "link")
+
+
+# --- verdict --------------------------------------------------------------------------------------
+
+
+def judged(*incidents: Incident, policy: Policy = ACT, drain: Drain | None = None) -> verdict.Verdict:
+    return verdict.verdict(State(node="a", boot_id="b1", incidents=incidents, drain=drain), T, policy)
+
+
+def test_a_node_is_unfit_from_the_decision_on() -> None:
+    """Slurm may be away for minutes: the prolog must not wait for it."""
+    found = judged(incident(settled=True))
+
+    assert not found.fit
+    assert found.why == "XID 79 GPU 0000:3b:00.0: gone"
+
+
+@pytest.mark.parametrize("outcome", [Outcome.REFUSED, Outcome.TAKEN_BACK, Outcome.FOREIGN, Outcome.OBSERVED])
+def test_a_node_that_we_must_not_drain_is_fit(outcome: Outcome) -> None:
+    """A failing prolog has Slurm drain the node: past the breaker."""
+    assert judged(incident(settled=True, outcome=outcome)).fit
+
+
+def test_an_observers_verdict_is_fit() -> None:
+    assert judged(incident(settled=True), policy=Policy()).fit
+
+
+# --- systemd --------------------------------------------------------------------------------------
+
+
+def test_systemd_hears_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "60000000")
+        monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+        systemd = Systemd()
+
+        systemd.say(READY="1", STATUS="observe:\nno faults")
+
+        assert listener.recv(1000) == b"READY=1\nSTATUS=observe: no faults"
+        assert systemd.watchdog_every_s == 20.0
+
+
+def test_without_systemd_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC"):
+        monkeypatch.delenv(name, raising=False)
+    systemd = Systemd()
+
+    systemd.say(READY="1")
+
+    assert systemd.watchdog_every_s is None

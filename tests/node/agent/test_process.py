@@ -1,0 +1,279 @@
+"""The agent as a process: systemd's words, the journal's priorities, a Slurm that hangs, remedies; without a lab."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fake_nvml import FakeNvml
+
+WITHIN_S = 30.0
+BOOT = "11111111-2222-3333-4444-555555555555"
+PCI = "0000:3b:00"
+SCONTROL = """#!/bin/sh
+# A Slurm of one node, in a directory: what is drained, and every call.
+cd {directory} || exit 1
+echo "$*" >> calls
+[ -e hang ] && exec sleep 60
+case "$*" in
+*"show nodes") reason=$(cat reason 2>/dev/null)
+    [ -n "$reason" ] && echo "NodeName=n1 State=IDLE+DRAIN Partitions=p Reason=$reason [root@$(date +%s)]" \
+        || echo "NodeName=n1 State=IDLE Partitions=p" ;;
+*State=DRAIN*) for word; do case $word in Reason=*) echo "${{word#Reason=}}" > reason;; esac; done ;;
+*State=RESUME*) rm -f reason ;;
+*listpids*) echo "No job steps exist on this node." >&2; exit 1 ;;
+esac
+"""
+NVIDIA_SMI = """#!/bin/sh
+cd {directory} || exit 1
+echo "nvidia-smi $*" >> calls
+[ ! -e reset_fails ] || {{ echo "In use by another client" >&2; exit 1; }}
+"""
+
+
+class Process:
+    """An agent on a node of its own, with stand-ins for the kernel log, Slurm's commands and systemd."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.bin = directory / "bin"
+        self.bin.mkdir()
+        for name, text in (("scontrol", SCONTROL), ("nvidia-smi", NVIDIA_SMI)):
+            (self.bin / name).write_text(text.format(directory=directory))
+            (self.bin / name).chmod(0o755)
+        os.mkfifo(directory / "kmsg")
+        (directory / "boot_id").write_text(BOOT)
+        self.kmsg = os.open(directory / "kmsg", os.O_RDWR)
+        self.notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.notify.bind(str(directory / "notify"))
+        self.notify.settimeout(0)
+        self.words = ""
+        self.sequence = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.settings = 'mode = "act"\n'
+        self.tables = "[limits]\ngather_s = 0.2\nretry_s = 0.1\nretry_max_s = 0.2\nwatch_s = 0.5\nidle_poll_s = 0.2\n"
+        self.environment: dict[str, str] = {}
+
+    def start(self) -> None:
+        config = self.directory / "node.toml"
+        config.write_text(
+            f'node_name = "n1"\nsocket = "{self.directory}/run/agent.sock"\nstate_dir = "{self.directory}/state"\n'
+            f'run_dir = "{self.directory}/run"\nkernel_log = "{self.directory}/kmsg"\nslurm_bin = "{self.bin}"\n'
+            f"{'' if 'nvml =' in self.settings else 'nvml = false'}\n{self.settings}\n{self.tables}\n"
+            f'[test]\nboot_id_file = "{self.directory}/boot_id"\n'
+        )
+        config.chmod(0o644)
+        with (self.directory / "log").open("ab") as log:
+            status = os.fstat(log.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "stepkeeper", "node", "agent", "--config", config],
+                env={
+                    "PATH": f"{self.bin}:/usr/bin:/bin",
+                    "NOTIFY_SOCKET": str(self.directory / "notify"),
+                    "WATCHDOG_USEC": "600000",
+                    "JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}",
+                    **self.environment,
+                },
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        self.until(lambda: "READY=1" in self.heard(), "READY=1")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(WITHIN_S)
+        self.process = None
+        return code
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(WITHIN_S)
+        os.close(self.kmsg)
+        self.notify.close()
+
+    def say(self, text: str, *, facility: int = 0) -> None:
+        """Have the kernel (facility 0), or a program, write a line."""
+        self.sequence += 1
+        usec = int(time.monotonic() * 1e6)
+        os.write(self.kmsg, f"{facility << 3 | 4},{self.sequence},{usec},-;{text}\n".encode())
+
+    def heard(self) -> str:
+        """Return all that systemd was told."""
+        while True:
+            try:
+                self.words += self.notify.recv(4096).decode() + "\n"
+            except BlockingIOError:
+                return self.words
+
+    def log(self) -> list[tuple[str, dict[str, object]]]:
+        """Return (priority, line) of the log."""
+        lines = (self.directory / "log").read_text().splitlines()
+        return [(line[:3], json.loads(line[3:])) for line in lines]
+
+    def calls(self) -> list[str]:
+        path = self.directory / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def reason(self) -> str:
+        path = self.directory / "reason"
+        return path.read_text().strip() if path.exists() else ""
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        limit = time.monotonic() + WITHIN_S
+        while not condition():
+            assert self.process is None or self.process.poll() is None, (self.directory / "log").read_text()
+            assert time.monotonic() < limit, f"not in time: {what}\n{(self.directory / 'log').read_text()[-3000:]}"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path)
+    yield process
+    process.close()
+
+
+def test_systemd_is_told_and_the_journal_gets_priorities(agent: Process) -> None:
+    agent.start()
+    agent.until(lambda: agent.heard().count("WATCHDOG=1") > 3, "the watchdog's food")
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.")
+    agent.until(agent.reason, "the drain")
+    agent.until(lambda: "drained: stepkeeper: XID 79" in agent.heard(), "the status")
+
+    code = agent.stop()
+
+    assert code == 0
+    assert "STOPPING=1" in agent.heard()
+    priorities = {str(line["event"]): priority for priority, line in agent.log()}
+    assert (priorities["agent_ready"], priorities["incident"]) == ("<6>", "<4>")
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.0005, 0.001, 0.003, 0.01])
+def test_a_signal_in_the_moment_of_falling_asleep_is_heard(agent: Process, after_s: float) -> None:
+    """It was lost until the next look at the clock, a minute later: systemd would have killed the agent."""
+    agent.environment["WATCHDOG_USEC"] = ""
+    agent.start()
+    time.sleep(after_s)
+    began = time.monotonic()
+
+    assert agent.stop() == 0
+
+    assert time.monotonic() - began < WITHIN_S / 2
+
+
+def test_what_a_program_writes_into_the_kernel_log_is_nothing(agent: Process) -> None:
+    agent.start()
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.", facility=1)
+    agent.say(f"a.out[7]: segfault NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.")
+    agent.say("usb 1-1: new device")
+    time.sleep(1.0)
+
+    assert agent.calls() == []
+
+
+def test_a_slurm_that_hangs_stops_neither_loop_nor_watchdog(agent: Process) -> None:
+    agent.tables += "call_within_s = 0.5\n"
+    (agent.directory / "hang").touch()
+    agent.start()
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.")
+    agent.until(lambda: len(agent.calls()) > 3, "more tries")
+    before = agent.heard().count("WATCHDOG=1")
+    agent.until(lambda: agent.heard().count("WATCHDOG=1") > before + 3, "the watchdog's food")
+    verdict = json.loads((agent.directory / "run" / "verdict.json").read_text())
+    (agent.directory / "hang").unlink()
+    agent.until(agent.reason, "the drain")
+
+    assert verdict["fit"] is False
+    assert any(line["event"] == "alarm" for priority, line in agent.log() if priority == "<3>")
+
+
+def test_a_systemd_that_does_not_listen_stops_nothing(agent: Process) -> None:
+    """Its socket's queue fills up in seconds."""
+    agent.start()
+    time.sleep(5.0)
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.")
+
+    agent.until(agent.reason, "the drain")
+
+
+def test_a_kernel_log_of_another_boot_is_new(agent: Process) -> None:
+    """The numbers begin anew: a low one is no old one."""
+    agent.start()
+    agent.sequence = 500
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 31, Ch 1")
+    agent.until(lambda: any(line["event"] == "incident" for _, line in agent.log()), "the incident")
+    agent.stop()
+    (agent.directory / "boot_id").write_text(BOOT.replace("1", "9"))
+    agent.sequence = 0
+    agent.start()
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.")
+
+    agent.until(agent.reason, "the drain")
+
+
+def test_a_second_agent_on_the_node_is_refused(agent: Process) -> None:
+    agent.start()
+    config = agent.directory / "node.toml"
+
+    done = subprocess.run(
+        [sys.executable, "-m", "stepkeeper", "node", "agent", "--config", config],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+
+    assert done.returncode == 2
+    assert "another agent serves it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def curing(agent: Process) -> Process:
+    nvml = FakeNvml(agent.directory / "nvml", gpus=1)
+    nvml.place(0, pci=PCI, uuid="GPU-1")
+    agent.environment = nvml.environment()
+    agent.settings += "nvml = true\nexpected_gpus = 1\nhealth_every_s = 0.5\n"
+    agent.tables += "[remedies]\nundrain = true\nreset_gpus = true\nreboot = true\n"
+    return agent
+
+
+def test_a_gpu_is_reset_checked_and_the_node_returned(curing: Process) -> None:
+    """While nvidia-smi resets, our own NVML process is gone: it would keep the GPU busy."""
+    curing.start()
+    curing.say(f"NVRM: Xid (PCI:{PCI}): 48, DBE (double bit error) ECC Error encountered")
+    curing.until(lambda: any("State=RESUME" in each for each in curing.calls()), "the node's return")
+
+    calls = [
+        each.split(" Reason=")[0] for each in curing.calls() if "show nodes" not in each and "listpids" not in each
+    ]
+    assert calls == [
+        "update NodeName=n1 State=DRAIN",
+        f"nvidia-smi --gpu-reset -i {PCI}.0",
+        "update NodeName=n1 State=RESUME",
+    ]
+
+
+def test_a_reset_in_vain_is_followed_by_a_reboot(curing: Process) -> None:
+    (curing.directory / "reset_fails").touch()
+    curing.start()
+    curing.say(f"NVRM: Xid (PCI:{PCI}): 48, DBE (double bit error) ECC Error encountered")
+
+    curing.until(lambda: any(each.startswith("reboot ASAP nextstate=RESUME reason=") for each in curing.calls()), "it")
+
+    assert not any("State=RESUME" in each for each in curing.calls())

@@ -1,0 +1,107 @@
+"""A process that serves the agent's socket before a Slurm of its own making: attacked, measured and killed by tests.
+
+    python -m tests.node.socket.agent PATH LIMITS_JSON
+
+Reads one command a line: `jobs`, `delay_s`, `publish`.  Prints one JSON object a line: the log, looks and calls.
+"""
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+import structlog
+
+from stepkeeper.node.protocol import Seen
+from stepkeeper.node.socket.limits import Limits
+from stepkeeper.node.socket.requests import LookRequest
+from stepkeeper.node.socket.server import AgentSocket
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.nodes import NodeFacts, OwnedJob
+
+NODE = "n1"
+FOUND = 1
+
+
+class SmallSlurm:
+    """Keeps jobs in memory; answers as late as it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, OwnedJob] = {}
+        self.delay_s = 0.0
+
+    def owned_job(self, job_id: int) -> OwnedJob:
+        say(call="owned_job", job=job_id)
+        time.sleep(self.delay_s)
+        if job_id not in self.jobs:
+            raise SlurmError(f"slurm_load_jobs error: Invalid job id specified: {job_id}")
+        return self.jobs[job_id]
+
+    def hasten(self, job_id: int, exclude: str, after_s: int) -> None:
+        say(call="hasten", job=job_id, exclude=exclude, after_s=after_s)
+
+    def requeue(self, job_id: int) -> None:
+        say(call="requeue", job=job_id)
+
+    def node(self, name: str) -> NodeFacts:
+        raise AssertionError(f"the socket asked about node {name}")
+
+    def peers(self, name: str) -> tuple[NodeFacts, ...]:
+        raise AssertionError(f"the socket asked about the peers of {name}")
+
+    def drain(self, name: str, reason: str) -> None:
+        raise AssertionError(f"the socket drained {name}: {reason}")
+
+    def resume(self, name: str) -> None:
+        raise AssertionError(f"the socket resumed {name}")
+
+    def reboot(self, name: str, reason: str) -> None:
+        raise AssertionError(f"the socket rebooted {name}: {reason}")
+
+
+def say(**words: Any) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def main() -> int:
+    path, limits = sys.argv[1], msgspec.json.decode(sys.argv[2], type=Limits)
+    structlog.configure(processors=[structlog.processors.add_log_level, structlog.processors.JSONRenderer()])
+    slurm = SmallSlurm()
+    open_incidents: list[Seen] = []
+
+    def look(request: LookRequest) -> None:
+        say(look=msgspec.to_builtins(request))
+        # the answer comes from another thread, as the agent's does
+        threading.Timer(0.01, agent.answer_look, (request, FOUND)).start()
+
+    agent = AgentSocket(
+        path,
+        node=NODE,
+        acts=True,
+        client=slurm,
+        on_look=look,
+        open_incidents=lambda: open_incidents,
+        log=structlog.get_logger(),
+        limits=limits,
+        version="1",
+    )
+    agent.start()
+    for line in sys.stdin:
+        command = json.loads(line)
+        for job in command.get("jobs", ()):
+            slurm.jobs[job["job_id"]] = msgspec.convert(job, OwnedJob)
+        slurm.delay_s = command.get("delay_s", slurm.delay_s)
+        if "publish" in command:
+            seen = msgspec.convert(command["publish"], Seen)
+            open_incidents.append(seen)
+            agent.publish(seen)
+        say(done=command["number"], alive=agent.alive)
+    agent.close()
+    say(closed=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

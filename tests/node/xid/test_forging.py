@@ -1,0 +1,127 @@
+"""What a user can put into the kernel's own records must never be believed.
+
+The templates are records that the kernel writes when a user's program crashes, is killed, or is started.
+"""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from stepkeeper.node.xid.aer import parse_aer
+from stepkeeper.node.xid.logfile import record_of, scan
+from stepkeeper.node.xid.parse import announcement, parse
+
+SETTINGS = settings(max_examples=60, phases=(Phase.explicit, Phase.generate), deadline=None)
+COMM_BYTES = 15
+
+LOST = (
+    "NVRM: The NVIDIA GPU 0000:b3:00.0\nNVRM: (PCI ID: 10de:26b5) installed in this system has\n"
+    "NVRM: fallen off the bus and is not responding to commands."
+)
+FAKES = (
+    "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
+    "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, name=a, GPU has fallen off the bus.",
+    "Xid (PCI:0000:3b:00.0): 79, x",
+    "nvidia-nvswitch0: SXid (PCI:0000:06:00.0): 20034, Fatal, Link 48",
+    "NVRM: GPU 0000:06:00.0: GPU has fallen off the bus.",
+    LOST,
+    "NVRM: GPU at PCI:0000:9b:00: GPU-509665ad-b600-ac93-3616-d754b23d636d",
+    "pcieport 0000:00:03.0: AER: device recovery failed",
+)
+PIECES = (
+    *FAKES,
+    "\n", "\r", "\\x0a", "\\x5cx0a", "\x00", "\x1b[2K", "]: ", "[ 1.000000] ", "kernel: ", "<3>", "3,1,1,-;",
+    "Nov 22 18:29:55 host kernel: ", "NVRM: ", "Xid (", ", RST: Yes", "caused by previous Xid 79",
+)  # fmt: skip
+TEMPLATES = (
+    "{comm}[27591]: segfault at 0 ip 000055f6 sp 00007fff error 6 in {text}[1132,55f68a478000+1000] likely on CPU 1",
+    "traps: {comm}[27591] general protection fault ip:55f6 sp:7fff error:0 in {text}[55f6+1000]",
+    "process '{text}' started with executable stack",
+    "Out of memory: Killed process 4242 ({comm}) total-vm:1kB, anon-rss:1kB, UID:1000 pgtables:1kB oom_score_adj:0",
+    "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset={text},task_memcg=/{text},task={comm},pid=1,uid=1000",
+    "{comm} invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
+    'audit: type=1326 audit(1.0:2): auid=1000 uid=1000 pid=1 comm="{comm}" exe="{text}" sig=31 code=0x80000000',
+    "{comm}: page allocation failure: order:0, mode:0xcc0(GFP_KERNEL)",
+    "{comm} (4242): drop_caches: 3",
+    "{comm}: renamed from eth0",
+    "INFO: task {comm}:4242 blocked for more than 120 seconds.",
+    "CPU: 1 PID: 4242 Comm: {comm} Not tainted 6.18.0",
+    "usb 1-1: Product: {text}",
+    "overlayfs: missing 'lowerdir': {text}",
+)
+nasty = st.lists(st.sampled_from(PIECES) | st.text(max_size=20), max_size=12).map("".join)
+
+
+def as_comm(text: str) -> str:
+    """Return a process name as the kernel keeps it."""
+    cut = text.replace("\x00", "").encode("utf-8", "surrogatepass")[:COMM_BYTES]
+    return cut.decode("latin-1")
+
+
+def as_kmsg(record: str) -> bytes:
+    """Return a record as /dev/kmsg shows it."""
+    shown = b"".join(
+        bytes([byte]) if 32 <= byte < 127 and byte != ord("\\") else b"\\x%02x" % byte
+        for byte in record.encode("utf-8", "surrogatepass")
+    )
+    return b"4,6410,1242183175,-;" + shown + b"\n SUBSYSTEM=x\n"
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@given(name=nasty, text=nasty)
+@example(name=FAKES[0], text=FAKES[0])
+@example(name="NVRM: Xid (PCI:", text="\n" + FAKES[0] + "\n")
+@example(name="kernel", text="x\\x0a" + FAKES[0])
+@example(name="\n" + FAKES[2], text="\n" + FAKES[5])
+@example(name="a", text=FAKES[0] * 50)
+@SETTINGS
+def test_no_name_or_path_of_a_users_makes_a_report(template: str, name: str, text: str) -> None:
+    record = template.format(comm=as_comm(name), text=text)
+
+    assert parse(record) is None
+    assert announcement(record) is None
+    assert parse_aer(record) is None
+    assert list(scan(io.BytesIO(as_kmsg(record)).read)) == []
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@given(name=nasty, text=nasty)
+@example(name=FAKES[0], text=FAKES[0])
+@example(name="kernel", text=FAKES[0])
+@SETTINGS
+def test_nor_in_a_line_of_dmesg_or_syslog(template: str, name: str, text: str) -> None:
+    """A line feed in a record makes two lines of it there, which nothing can tell apart: those are left out."""
+    record = template.format(comm=as_comm(name), text=text).replace("\n", " ")
+
+    for before in ("", "[ 2476.689778] ", "<4>[ 2476.689778] ", "Nov 22 18:29:55 host kernel: [ 2476.689778] "):
+        line = (before + record).encode("utf-8", "surrogatepass")
+        assert list(scan(io.BytesIO(line).read)) == []
+
+
+@given(name=nasty)
+@example(name="x, RST: Yes")
+@example(name=", RST: Yes, ")
+@example(name="a, caused by pr")
+@SETTINGS
+def test_a_process_name_changes_neither_the_code_nor_what_the_driver_said(name: str) -> None:
+    said = "Contained: SM (0x1). RST: No, D-RST: No"
+
+    report = parse(f"NVRM: Xid (PCI:0000:3b:00): 94, pid=1, name={as_comm(name)}, {said}")
+
+    assert report is not None
+    assert (report.code, report.pci) == (94, "0000:3b:00.0")
+    assert said.endswith(report.payload)
+
+
+@given(text=nasty)
+@SETTINGS
+def test_nothing_that_a_program_writes_to_dev_kmsg_counts(text: str) -> None:
+    """The kernel gives what programs write a facility of its own, whatever they claim."""
+    for priority in (8, 11, 15, 131, 191):
+        line = f"{priority},6410,1242183175,-;{FAKES[0]}{text}"
+        assert record_of(line) is None
+        assert record_of(f"<{priority}>[ 1.000000] {FAKES[0]}{text}") is None

@@ -1,0 +1,100 @@
+"""Requeueing our own job: what becomes of the list of nodes on which it may not run."""
+
+import pytest
+
+from stepkeeper import requeueing
+from stepkeeper.core import events as on
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.watcher.assignment import Assignment
+
+RUNNING = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, excluded="n8,n9")
+
+
+class Slurm:
+    """A controller with one job, and a partition of nine nodes."""
+
+    def __init__(self, facts=RUNNING, nodes=9, refuses=()):
+        self.facts, self.nodes, self.refuses, self.called = facts, nodes, refuses, []
+
+    def _called(self, *call):
+        if call[0] in self.refuses:
+            raise SlurmError(f"{call[0]}: refused")
+        self.called.append(call)
+
+    def job(self, job):
+        self._called("job", job)
+        return self.facts
+
+    def hostnames(self, node_list):
+        return tuple(node_list.split(","))
+
+    def usable_nodes(self, job):  # noqa: ARG002 - as the Protocol has it
+        return tuple(f"n{number}" for number in range(1, self.nodes + 1))
+
+    def requeue(self, job):
+        self._called("requeue", job)
+
+    def exclude(self, job, nodes):
+        self._called("exclude", job, tuple(nodes))
+
+
+@pytest.fixture
+def assignment(tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPKEEPER_AGENT_SOCKET", str(tmp_path / "no-agent"))
+    return Assignment(
+        run_directory=str(tmp_path),
+        run_id="r",
+        job_id=7,
+        slurm_name="7",
+        restart_count=0,
+        attempt=0,
+        nodes=("n1", "n2"),
+        kill_wait_s=30,
+        nonce="n",
+    )
+
+
+def test_without_a_fault_the_users_own_list_is_not_touched(assignment):
+    """`sbatch --exclude` is the user's: an ordinary preemption must not wipe it."""
+    slurm = Slurm()
+
+    said = requeueing.requeue(slurm, assignment)
+
+    assert slurm.called == [("requeue", "7")]
+    assert said == ""
+
+
+def test_a_faulty_node_is_added_and_one_whose_time_is_over_taken_off(assignment):
+    slurm = Slurm()
+
+    said = requeueing.requeue(slurm, assignment, exclude=["n2"], readmit=["n9"])
+
+    assert slurm.called[-2:] == [("requeue", "7"), ("exclude", "7", ("n8", "n2"))]
+    assert said == ""
+
+
+def test_where_too_few_nodes_would_be_left_none_is_excluded_and_that_is_said(assignment):
+    """An exclusion that nobody lifts would let the job wait for ever, without a word."""
+    slurm = Slurm(nodes=2)
+
+    said = requeueing.requeue(slurm, assignment, exclude=["n2"])
+
+    assert slurm.called == [("job", "7"), ("requeue", "7")]
+    assert "1 usable nodes, and the job wants 2" in said
+
+
+def test_the_job_is_requeued_though_its_list_cannot_be_read_or_set(assignment):
+    unread, unset = Slurm(refuses={"job"}), Slurm(refuses={"exclude"})
+
+    first = requeueing.requeue(unread, assignment, exclude=["n2"])
+    second = requeueing.requeue(unset, assignment, exclude=["n2"])
+
+    assert unread.called == [("requeue", "7")]
+    assert "not changed" in first
+    assert unset.called[-1] == ("requeue", "7")
+    assert "could not be set" in second
+
+
+def test_a_refused_requeue_is_the_callers_to_deal_with(assignment):
+    with pytest.raises(SlurmError):
+        requeueing.requeue(Slurm(refuses={"requeue"}), assignment)

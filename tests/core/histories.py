@@ -67,6 +67,7 @@ jobs = st.builds(
     requeue_allowed=st.sampled_from((True, True, True, False)),
 )
 _launch = {"launch": _small}
+_unfit = st.builds(on.Unfit, node=_nodes, why=st.just("clock"), shared=st.booleans())
 _save = {"step": _small, "save_id": st.sampled_from("xy"), "emergency": st.booleans()}
 _directory = st.sampled_from(("step_1", "step_2"))
 FIELDS = {
@@ -82,7 +83,7 @@ FIELDS = {
         **_launch,
         "address": st.just("a"),
         "port": st.just(1),
-        "unfit": st.lists(st.builds(on.Unfit, node=_nodes, why=st.just("clock"), shared=st.booleans()), max_size=2).map(tuple),
+        "unfit": st.lists(_unfit, max_size=2).map(tuple),
     },
     on.NodeFaulted: {
         "node": _nodes,

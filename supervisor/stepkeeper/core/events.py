@@ -293,6 +293,7 @@ class CheckpointCommitted(_RankEvent, frozen=True, kw_only=True, tag="checkpoint
     bytes: int
     seconds: float
     emergency: bool = False
+    drift: str = ""  # tensors whose copies differ between ranks: a device may compute wrongly
 
 
 class SaveGaveUp(_RankEvent, frozen=True, kw_only=True, tag="save_gave_up"):

@@ -66,6 +66,8 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
         return Decision(state)
     state = replace(state, saving=None, bus_restarts=0, node_losses=0)
     why = f"step {event.step} is committed"
+    if event.drift:
+        why += f"; copies differ between ranks, a device may compute wrongly: {event.drift}"
     emergency = state.phase is Phase.SAVING and event.emergency
     effects = (do.VerifyCheckpoint(directory=event.directory),) if emergency else ()
     if emergency:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from stepkeeper_trainer.formats.metadata import Contents, MetadataError, check_coverage, parse
 from stepkeeper_trainer.formats.verify import verify
@@ -235,3 +236,18 @@ def test_no_torch_is_needed(tmp_path: Path) -> None:
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+class _Member:
+    """The member of an enum, as Python 3.11.0 to 3.11.3 pickles it: Debian 12 has 3.11.2."""
+
+    def __reduce__(self):
+        return getattr, (_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+
+
+def test_the_member_of_an_enum_may_be_written_as_older_pythons_do():
+    """Without this every checkpoint of such a Python would be refused, and the run start anew."""
+    whole = pickle.loads(metadata({"a": [Piece((0,), (1,), "x")]}))  # noqa: S301  # our own
+    whole.planner_data = _Member()
+
+    assert set(parse(pickle.dumps(whole, protocol=4)).tensors) == {"a"}

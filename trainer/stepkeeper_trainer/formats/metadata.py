@@ -17,7 +17,7 @@ from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.pickles import OpcodeError, find_end
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 METADATA_NAME = ".metadata"
 METADATA_BYTES_MAX = 2 * 1024 * 1024 * 1024
@@ -137,8 +137,15 @@ class _Ignored(_Record):
         pass
 
 
+def _member(owner: object, _name: object) -> _Ignored:
+    """Stand for the member of an enum; nothing is looked up."""
+    if owner is not _Ignored:
+        raise MetadataError("looks up a name in what is no enum of a checkpoint: it was not loaded")
+    return _Ignored()
+
+
 _CHECKPOINT = "torch.distributed.checkpoint"
-_ALLOWED: dict[tuple[str, str], type] = {
+_ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
     (f"{_CHECKPOINT}.metadata", "Metadata"): _Metadata,
     (f"{_CHECKPOINT}.metadata", "TensorStorageMetadata"): _Tensor,
     (f"{_CHECKPOINT}.metadata", "BytesStorageMetadata"): _Object,
@@ -159,6 +166,7 @@ _ALLOWED: dict[tuple[str, str], type] = {
     ("pathlib", "PurePosixPath"): _Ignored,
     ("pathlib._local", "PosixPath"): _Ignored,  # Python 3.13's name of it
     ("collections", "OrderedDict"): dict,
+    ("builtins", "getattr"): _member,  # how Python 3.11.0 to 3.11.3 writes the member of an enum
 }
 
 

@@ -519,6 +519,44 @@ def test_faults_of_unknown_jobs_prove_nothing(node: Node) -> None:
     assert not node.cluster.held
 
 
+def test_three_jobs_of_one_user_blame_their_program(node: Node) -> None:
+    """Tasks of an array have job ids of their own, and one mistake in common."""
+    node.owners = dict.fromkeys(range(1, 10), 1000)
+    _restarts(node, *((job,) for job in range(1, 10)))
+    assert not node.cluster.held
+
+    node.owners = {}
+    node.jobs = (10,)
+    node.see(fault(31, T + 10 * 3600))
+    node.settle(T + 10 * 3600 + 60)
+    assert node.cluster.held == {"a"}  # another user's job dies there as well
+
+
+def test_a_user_who_was_there_each_time_may_be_the_culprit(node: Node) -> None:
+    node.owners = dict.fromkeys((1, 3, 5, 7), 1000)
+    _restarts(node, (1, 2), (3, 4), (5, 6), (7, 8))
+
+    assert not node.cluster.held
+
+
+def test_jobs_of_unknown_owners_prove_nothing(node: Node) -> None:
+    node.owners = dict.fromkeys(range(1, 10), 0)
+    _restarts(node, *((job,) for job in range(1, 10)))
+
+    assert not node.cluster.held
+
+
+def test_a_job_that_faults_on_all_its_gpus_blames_none_of_them(node: Node) -> None:
+    for index in range(5):
+        at = T + 3600 * index
+        node.jobs = (index,)
+        node.see(fault(31, at))
+        node.see(fault(31, at + 0.5, pci="0000:5e:00.0"))
+        node.settle(at + 60)
+
+    assert not node.cluster.held
+
+
 def test_43_never_counts_against_the_gpu(node: Node) -> None:
     _restarts(node, *((job,) for job in range(1, 12)), code=43)
 

@@ -116,7 +116,9 @@ def _on_gpus_listed(state: State, event: on.GpusListed) -> Decision:
 def _on_jobs_listed(state: State, event: on.JobsListed, policy: Policy) -> Decision:
     for incident in state.incidents:
         if incident.id == event.incident and not incident.jobs and event.jobs:
-            incident = replace(incident, jobs=event.jobs[:JOBS_MAX])  # noqa: PLW2901 - the same one, with its jobs
+            # a list that is cut short names too few who may be to blame: then none
+            uids = event.uids if max(len(event.jobs), len(event.uids)) <= JOBS_MAX else ()
+            incident = replace(incident, jobs=event.jobs[:JOBS_MAX], uids=uids)  # noqa: PLW2901 - the same one
             state = put(state, incident)
             if incident.settled and incident.outcome is Outcome.NOTED:
                 return _settle(state, incident, event.at, policy)

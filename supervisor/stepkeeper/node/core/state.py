@@ -49,6 +49,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str = ""  # the line that gave the action
     escalated: str = ""  # why it asks for more than its own rule says
     jobs: tuple[int, ...] = ()  # on the node when it began
+    uids: tuple[int, ...] = ()  # the owners of all these jobs; empty where they could not be told
     boot_id: str = ""
     sequence: int = -1  # of the newest kernel record in it
     driver: str = ""

@@ -13,7 +13,7 @@ import pytest
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node import config, ledger, verdict
 from stepkeeper.node.core.policy import Mode, Policy
-from stepkeeper.node.core.state import Drain, Incident, Outcome, State
+from stepkeeper.node.core.state import Drain, Incident, Outcome, Repair, State
 from stepkeeper.node.notify import Systemd
 from stepkeeper.node.xid.model import Action, Domain, Kind
 
@@ -247,6 +247,19 @@ def test_a_node_is_unfit_from_the_decision_on() -> None:
 def test_a_node_that_we_must_not_drain_is_fit(outcome: Outcome) -> None:
     """A failing prolog has Slurm drain the node: past the breaker."""
     assert judged(incident(settled=True, outcome=outcome)).fit
+
+
+def test_a_node_that_slurm_returned_after_our_reboot_is_fit_until_its_checks_fail() -> None:
+    """A prolog that failed meanwhile would have Slurm drain the node in its own name."""
+    held = Drain(reason="stepkeeper: x", action=Action.DRAIN_REBOOT, at=T, boot_id="b0")
+    asked = msgspec.structs.replace(held, reboot_asked=True)
+    rebooted = msgspec.structs.replace(asked, repair=Repair.REBOOT)
+
+    assert [judged(drain=each).fit for each in (held, asked, rebooted)] == [False, False, True]
+    assert "checks are under way" in judged(drain=rebooted).why
+    assert judged(drain=msgspec.structs.replace(rebooted, passed=True)).fit
+    assert not judged(drain=msgspec.structs.replace(rebooted, reboot_asked=False)).fit  # they have failed
+    assert not judged(incident(settled=True), drain=rebooted).fit  # a new fault
 
 
 def test_an_observers_verdict_is_fit() -> None:

@@ -36,6 +36,7 @@ HURRIED = (do.AskNodes, do.SetDrain)
 LEDGER_WITHIN_S = 3.0
 LOOK_WITHIN_S = 8.0
 IDLE_S = 60.0
+OVER = (Outcome.RESOLVED, Outcome.NOTED, Outcome.PASSED)
 
 
 class Agent:
@@ -291,17 +292,16 @@ class Agent:
 
 
 def _is_open(incident: Incident, state: State) -> bool:
-    over = incident.outcome in (Outcome.RESOLVED, Outcome.NOTED)
+    over = incident.outcome in OVER
     return incident.boot_id == state.boot_id and incident.settled and incident.action.drains and not over
 
 
 def _to_leave_for(state: State) -> list[Incident]:
     """Return the faults that a job should leave the node for: settled or not, drained or only observed."""
-    over = (Outcome.RESOLVED, Outcome.NOTED)
     return [
         each
         for each in state.incidents
-        if each.boot_id == state.boot_id and each.action.drains and each.outcome not in over
+        if each.boot_id == state.boot_id and each.action.drains and each.outcome not in OVER
     ]
 
 

@@ -28,8 +28,8 @@ def judge_health(health: GpuHealth, before: GpuHealth | None, *, catalogue: Cata
     if health.lost:  # nothing else that is said of it can be trusted
         if before is not None and before.lost:
             return []
-        return [_fault(health, Kind.LOST, lost(catalogue, "NVML says that the GPU is lost"))]
-    return [_fault(health, Kind.HEALTH, each) for each in _news(health, before)]
+        return [_fault(health, Kind.LOST, lost(catalogue, "NVML says that the GPU is lost"), before)]
+    return [_fault(health, Kind.HEALTH, each, before) for each in _news(health, before)]
 
 
 def missing(expected: int, found: int, *, at: float, catalogue: Catalogue) -> Fault | None:
@@ -47,6 +47,7 @@ def missing(expected: int, found: int, *, at: float, catalogue: Catalogue) -> Fa
         action=decided.action,
         domain=Domain.HARDWARE,
         why=decided.why,
+        standing=True,  # it is said at every listing
     )
 
 
@@ -89,7 +90,7 @@ def _news(health: GpuHealth, before: GpuHealth | None) -> Iterator[Decoded]:
         yield Decoded(action=Action.LOG, why=why)
 
 
-def _fault(health: GpuHealth, kind: Kind, decided: Decoded) -> Fault:
+def _fault(health: GpuHealth, kind: Kind, decided: Decoded, before: GpuHealth | None) -> Fault:
     return Fault(
         at=health.at,
         source=Source.NVML,
@@ -97,6 +98,7 @@ def _fault(health: GpuHealth, kind: Kind, decided: Decoded) -> Fault:
         action=decided.action,
         domain=decided.domain or Domain.HARDWARE,
         why=decided.why,
+        standing=before is None,
         certain=decided.certain,
         pci=canonical(health.pci),
         gpu=health.uuid,

@@ -28,6 +28,7 @@ from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, Ker
 from stepkeeper.node.socket.requests import LookRequest
 from stepkeeper.node.sources import Sources
 from stepkeeper.node.xid.catalogue import Catalogue
+from stepkeeper.node.xid.health import LISTED_AGAIN_AFTER_S
 from stepkeeper.sources.clock import Clock
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)
@@ -35,6 +36,7 @@ HURRIED = (do.AskNodes, do.SetDrain)
 """Begun before anything is noted: the ledger is written meanwhile, and says after a crash what was under way."""
 LEDGER_WITHIN_S = 3.0
 LOOK_WITHIN_S = 8.0
+LISTED_AGAIN_MARGIN_S = 0.5  # the two listings are timed by their own processes
 IDLE_S = 60.0
 OVER = (Outcome.RESOLVED, Outcome.NOTED, Outcome.PASSED)
 
@@ -70,6 +72,8 @@ class Agent:
         self._looking = threading.Lock()  # of the two that follow
         self._asked: list[LookRequest] = []
         self._look_runs = False
+        self._listing_runs = False
+        self._stopped = threading.Event()
         self._stopping = ""
         self._verdicts = verdict.Writer(
             config.run_path / verdict.NAME,
@@ -96,6 +100,7 @@ class Agent:
                 self._on_clock()
         finally:
             self._systemd.say(STOPPING="1")
+            self._stopped.set()
             self._sources.stop()
             if not self._book.flush(LEDGER_WITHIN_S):
                 self.log.warning("ledger_late", error=self._book.failed)
@@ -150,8 +155,21 @@ class Agent:
             self._log_reading(item)
             for event in self._judging.events(item, self.inbox.clock.now()):
                 self._feed(event)
+            if self._judging.wants_listing and not self._listing_runs:
+                self._listing_runs = True
+                self.inbox.run_thread("listing", self._list_again)
         else:
             self._feed(item)
+
+    def _list_again(self) -> None:
+        """Have the GPUs listed once more: NVML's process says only once which there are."""
+        self._stopped.wait(LISTED_AGAIN_AFTER_S + LISTED_AGAIN_MARGIN_S)
+        if not self._stopped.is_set():
+            self.inbox.put(nvml.once(LOOK_WITHIN_S).status)
+        self.inbox.put(Do(self._listed_again))
+
+    def _listed_again(self) -> None:
+        self._listing_runs = False
 
     def _log_reading(self, item: object) -> None:
         if isinstance(item, KernelGap):

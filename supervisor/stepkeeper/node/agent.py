@@ -24,7 +24,8 @@ from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.inbox import Do, Inbox, Item, Stop
 from stepkeeper.node.notify import Systemd
 from stepkeeper.node.sensors import nvml
-from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid
+from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid, Reading
+from stepkeeper.node.sight import KERNEL_LOG, Sight
 from stepkeeper.node.socket.requests import LookRequest
 from stepkeeper.node.sources import Sources
 from stepkeeper.node.xid.catalogue import Catalogue
@@ -69,6 +70,7 @@ class Agent:
         )
         self._acts = Acts(config.name, client, self.inbox, check=self._check, reset=self._reset)
         self._sources = Sources(config, state, client=client, jobs=self, inbox=self.inbox, log=log)
+        self._sight = Sight()
         self._looking = threading.Lock()  # of the two that follow
         self._asked: list[LookRequest] = []
         self._look_runs = False
@@ -153,6 +155,7 @@ class Agent:
             item.what()
         elif isinstance(item, READINGS):
             self._log_reading(item)
+            self._note_sight(item)
             for event in self._judging.events(item, self.inbox.clock.now()):
                 self._feed(event)
             if self._judging.wants_listing and not self._listing_runs:
@@ -170,6 +173,17 @@ class Agent:
 
     def _listed_again(self) -> None:
         self._listing_runs = False
+
+    def _note_sight(self, item: Reading) -> None:
+        """Say aloud that a sensor sees nothing: no news of it is no good news then."""
+        if not (sensor := self._sight.take(item)):
+            return
+        if (why := self._sight.blind.get(sensor)) is not None:
+            self.log.error("alarm", text=f"{sensor}: {why}; faults that it would show are not seen", incident="")
+        else:
+            self.log.warning("sensor_sees_again", sensor=sensor)
+        self._judging.kernel_log = KERNEL_LOG not in self._sight.blind
+        self._systemd.say(STATUS=self._status())
 
     def _log_reading(self, item: object) -> None:
         if isinstance(item, KernelGap):
@@ -306,7 +320,8 @@ class Agent:
     def _status(self) -> str:
         bad = len(_to_leave_for(self.state))
         drained = f"; drained: {self.state.drain.reason}" if self.state.drain is not None else ""
-        return f"{self.policy.mode.value}: {bad} open faults{drained}"
+        blind = "".join(f"; BLIND: {why}" for why in self._sight.blind.values())
+        return f"{self.policy.mode.value}: {bad} open faults{blind}{drained}"
 
 
 def _is_open(incident: Incident, state: State) -> bool:

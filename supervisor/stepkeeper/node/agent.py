@@ -63,6 +63,7 @@ class Agent:
         self.log = log
         self.inbox = Inbox(clock or Clock())
         self._book = book
+        book.on_failure = self.inbox.fail
         self._systemd = systemd
         self._catalogue = catalogue
         self._judging = judging.Judging(
@@ -80,6 +81,7 @@ class Agent:
         self._verdicts = verdict.Writer(
             config.run_path / verdict.NAME,
             on_error=lambda error: log.warning("verdict_not_written", error=str(error)),
+            on_failure=self.inbox.fail,
         )
         self._shown: verdict.Verdict | None = None
         self._verdict_at = 0.0

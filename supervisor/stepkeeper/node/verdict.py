@@ -64,9 +64,13 @@ def _comes_back(drain: Drain) -> str:
 class Writer:
     """Writes the newest verdict on a thread of its own: a slow disk delays no drain."""
 
-    def __init__(self, path: Path, *, on_error: Callable[[OSError], None]) -> None:
+    def __init__(
+        self, path: Path, *, on_error: Callable[[OSError], None], on_failure: Callable[[BaseException], None]
+    ) -> None:
+        """`on_failure` hears of a mistake of ours: the thread ends with it."""
         self._path = path
         self._on_error = on_error
+        self._on_failure = on_failure
         self._changed = threading.Event()
         self._newest: Verdict | None = None
         threading.Thread(target=self._write, name="verdict", daemon=True).start()
@@ -77,6 +81,12 @@ class Writer:
         self._changed.set()
 
     def _write(self) -> None:
+        try:
+            self._write_on()
+        except BaseException as error:  # noqa: BLE001 - handed to the loop, which raises it
+            self._on_failure(error)
+
+    def _write_on(self) -> None:
         while True:
             self._changed.wait()
             self._changed.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import time
 from pathlib import Path
@@ -103,6 +104,31 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
         config.load(tmp_path / "node.toml")
 
 
+@pytest.mark.parametrize("key", ["catalogue", "slurm_bin"])
+def test_what_the_configuration_points_at_is_trusted_no_more_than_itself(tmp_path: Path, key: str) -> None:
+    used = tmp_path / "own" / "used"
+    used.parent.mkdir()
+    if key == "catalogue":
+        used.touch(0o644)
+    else:
+        used.mkdir()
+        (used / "scontrol").touch(0o755)
+    path = tmp_path / "node.toml"
+    path.write_text(f'{key} = "{used}"\n')
+    path.chmod(0o644)
+
+    assert getattr(config.load(path), key) == str(used)
+    for changeable in {used, used.parent, used / "scontrol" if used.is_dir() else used}:
+        mode = changeable.stat().st_mode
+        changeable.chmod(0o777)
+        with pytest.raises(StepkeeperError, match=f"{changeable}: others may change it"):
+            config.load(path)
+        changeable.chmod(mode)
+    used.rename(tmp_path / "gone")
+    with pytest.raises(StepkeeperError, match=f"{key}: .*No such file"):
+        config.load(path)
+
+
 def test_the_nodes_name_stands_in_paths() -> None:
     found = config.parse(b'node_name = "gpu17"\nsocket = "/run/sk/%N.sock"\n', "x")
 
@@ -200,6 +226,18 @@ def test_a_ledger_that_cannot_be_written_is_tried_again(tmp_path: Path, monkeypa
         time.sleep(0.01)
 
     assert set(ledger.read(path).incidents) == {"a.1"}
+
+
+def test_a_mistake_of_ours_in_the_writing_threads_reaches_the_loop(tmp_path: Path) -> None:
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    book = opened(tmp_path / "ledger")
+    book.on_failure = failures.put
+    book.append(object())  # type: ignore[arg-type]
+    assert isinstance(failures.get(timeout=10), TypeError)
+
+    writer = verdict.Writer(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
+    writer.show(object())  # type: ignore[arg-type]
+    assert isinstance(failures.get(timeout=10), TypeError)
 
 
 def test_a_link_in_place_of_the_ledger_is_not_followed(tmp_path: Path) -> None:

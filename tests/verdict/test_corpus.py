@@ -5,7 +5,7 @@ import pytest
 from stepkeeper.verdict.causes import Cause
 from tests.verdict.corpus import Case, cases, verdict
 
-LEARNED = ("known", "second", "third")  # the rules were written with these in sight
+LEARNED = ("known", "second", "third", "fourth")  # the rules were written with these in sight
 HELD_OUT_AT_LEAST = 0.75  # of logs that no rule was written for; the number itself is printed
 
 

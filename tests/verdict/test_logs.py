@@ -33,6 +33,14 @@ def test_the_end_of_a_huge_log_is_found_with_little_memory(tmp_path: Path) -> No
     assert [each.cause for each in logs.sight(log)] == [Cause.GPU_MEMORY]
 
 
+def test_numbers_that_tell_are_read_in_every_line_of_progress() -> None:
+    healthy = "".join(f"step {step} loss 2.{step} loss scale: 1.0e-0\n" for step in range(30))
+
+    assert verdict(healthy).cause is Cause.UNKNOWN
+    assert verdict(healthy + "step 31 loss 2.5 loss scale: 1.0e-30\n" + healthy).cause is Cause.NUMERICAL
+    assert verdict(healthy + "step 31 loss nan\n" + healthy).cause is Cause.NUMERICAL
+
+
 def test_the_end_of_a_pipe_is_found_too() -> None:
     readable, writable = os.pipe()
 

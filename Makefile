@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign bench bench-checkpoint lint clean
+.PHONY: help setup system demo test campaign bench bench-checkpoint lint clean test-slurm-newest
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -40,10 +40,13 @@ demo: setup  ## a training job on a real Slurm is preempted and loses nothing
 	$(AS_ROOT) $(V)/python -m tests.demo
 
 test: setup lint  ## all tests, the stories on a real Slurm included
-	$(AS_ROOT) $(V)/python -m pytest -m 'not campaign' $(PYTEST)
+	$(AS_ROOT) $(V)/python -m pytest -m 'not campaign and not newest' $(PYTEST)
 
 campaign: setup  ## the long ones: each thing that can befall a run, at each moment
-	$(AS_ROOT) $(V)/python -m pytest -m campaign $(PYTEST)
+	$(AS_ROOT) $(V)/python -m pytest -m 'campaign and not newest' $(PYTEST)
+
+test-slurm-newest: setup  ## the Slurm client and a preemption on the newest Slurm; skipped loudly where it cannot be built
+	$(AS_ROOT) $(V)/python -m tests.lab.newest_or_skip $(V)/python -m pytest -m newest $(PYTEST)
 
 bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption

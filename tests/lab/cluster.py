@@ -79,7 +79,7 @@ class Lab(Jobs, Nodes):
             self._start_guardian()
             self._spawn("munged", self._munged())
             self.until(self.place.munge_socket.exists, "munged's socket", UP_S)
-            self._spawn("slurmctld", ["slurmctld", "-D", "-f", str(self.place.conf)])
+            self._spawn("slurmctld", self._slurmctld())
             for node in self.node_names:
                 self._start_slurmd(node)
             self.until(self._all_up, "idle nodes", UP_S)
@@ -191,6 +191,21 @@ class Lab(Jobs, Nodes):
         }
         (self.directory / "lab.json").write_text(json.dumps(note))
         self.until((self.directory / "guardian.sock").exists, "the guardian's socket", UP_S)
+
+    def _slurmctld(self) -> list[str]:
+        """Return its command line.
+
+        It looks up the host of each srun, which is the node's own name, and a newer one waits 10 s with its locks held
+        for a name that it does not find: it sees a hosts file of its own, in a mount namespace that ends with it.
+        """
+        argv = ["slurmctld", "-D", "-f", str(self.place.conf)]
+        if not self.place.newest:
+            return argv
+        hosts = self.directory / "etc" / "hosts"
+        known = Path("/etc/hosts").read_text()
+        hosts.write_text("\n".join([known, *(f"127.0.0.1 {node}" for node in self.node_names), ""]))
+        start = 'mount --bind "$0" /etc/hosts && exec "$@"'
+        return ["unshare", "--mount", "sh", "-c", start, str(hosts), *argv]
 
     def _munged(self) -> list[str]:
         munge = self.directory / "munge"

@@ -24,6 +24,7 @@ MIRROR = "http://deb.debian.org/debian"
 BUILD_S = 1500.0
 APT_S = 300.0
 LOG_LINES = 12
+NOT_BUILT = "the newest Slurm is not here: `make test-slurm-newest` builds it"
 
 
 class UnavailableError(LabError):

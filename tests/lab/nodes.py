@@ -109,7 +109,7 @@ class Nodes:
 
     def start_slurmctld(self: "Lab") -> None:
         """Start slurmctld again and wait until it answers."""
-        self._spawn("slurmctld", ["slurmctld", "-D", "-f", str(self.place.conf)])
+        self._spawn("slurmctld", self._slurmctld())
         self.until(
             lambda: " is UP" in self.run("scontrol", "ping", check=False).stdout,
             "slurmctld to answer",

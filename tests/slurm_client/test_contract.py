@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -16,7 +17,7 @@ import pytest
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.slurm.client import ClusterSettings, SlurmError
 from tests.lab import USERS, Lab
-from tests.lab.newest import UnavailableError, newest
+from tests.lab.newest import NOT_BUILT, found
 from tests.lab.site import supervisor_python
 
 pytestmark = pytest.mark.slurm
@@ -83,11 +84,8 @@ KINDS = [
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request) -> tuple[str, str]:
-    if request.param[0] == "newest":
-        try:
-            newest()
-        except UnavailableError as error:
-            pytest.skip(f"the newest Slurm cannot be built here: {error}")
+    if request.param[0] == "newest" and found() is None:
+        pytest.skip(NOT_BUILT)
     return request.param
 
 
@@ -411,3 +409,36 @@ def test_pyslurms_process_is_started_again_after_it_died(client: ClientOfUser) -
 
     assert client.settings() == settings
     assert client.children() != [child]
+
+
+CHOOSE = """
+import sys
+from stepkeeper.slurm.choose import ClientKind, choose
+
+choice = choose(ClientKind.PYSLURM, job=sys.argv[1], python=sys.argv[2])
+print(choice.kind, choice.why)
+getattr(choice.client, "close", int)()
+"""
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("flavour", ["installed", "newest"])
+def test_pyslurm_is_chosen_on_its_own_slurm_and_left_on_another_with_the_reason(lab_factory, flavour: str) -> None:
+    """Asked in the job that it is about, as the supervisor would."""
+    built = found()
+    if built is None:
+        pytest.skip(NOT_BUILT)
+    lab = lab_factory(slurm=flavour, nodes=3, grace_time_s=GRACE_S, kill_wait_s=KILL_WAIT_S)
+    script = lab.workdir(ME) / "choose.py"
+    script.write_text(CHOOSE)
+    script.chmod(0o644)
+    line = shlex.join([str(supervisor_python()), str(script)])
+    job = lab.submit(f"{line} $SLURM_JOB_ID {built.python}", sbatch_args=["-N1"], user=ME)
+
+    done = lab.wait_ended(job)
+
+    said = lab.output(job)
+    assert done.state == "COMPLETED", said
+    assert said.startswith("pyslurm" if flavour == "newest" else "commands"), said
+    if flavour == "installed":
+        assert "pyslurm does not fit: pyslurm settings" in said

@@ -82,7 +82,7 @@ def _of_run(run: RunDirectory, attempt: int | None, launch: int | None) -> tuple
     ]
     if not wanted:
         raise StepkeeperError(_nothing(run, known, attempt, launch), ExitCode.NOTHING_FOUND)
-    failed = [each for each in wanted if each.failed and each.ended is not None]
+    failed = [each for each in wanted if each.failed]
     chosen = (failed or wanted)[-1]
     return judge(gathering.of_launch(run, chosen)), {
         "run": str(run.path),

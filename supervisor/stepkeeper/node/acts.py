@@ -11,7 +11,7 @@ from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
 from stepkeeper.node.inbox import Inbox
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.nodes import NodeClient
+from stepkeeper.slurm.nodes import JobsHere, NodeClient
 
 WRONG = (SlurmError, ValueError)  # ValueError: an answer that this version cannot read
 
@@ -19,8 +19,8 @@ WRONG = (SlurmError, ValueError)  # ValueError: an answer that this version cann
 class LocalClient(NodeClient, Protocol):
     """What the agent asks of Slurm, the node's own slurmstepds included."""
 
-    def jobs_here(self, name: str) -> tuple[int, ...]:
-        """Return the jobs on this node, without a call to the controller."""
+    def jobs_here(self, name: str) -> JobsHere:
+        """Return the jobs on this node and their owners, without a call to the controller."""
         ...
 
 
@@ -47,10 +47,12 @@ class Acts:
 
         def work() -> None:
             try:
-                jobs, error = self._client.jobs_here(self._node), ""
+                here, error = self._client.jobs_here(self._node), ""
             except WRONG as failure:
-                jobs, error = (), str(failure)
-            self._inbox.put(on.JobsListed(at=self._now(), incident=effect.incident, jobs=jobs, error=error))
+                here, error = JobsHere(), str(failure)
+            self._inbox.put(
+                on.JobsListed(at=self._now(), incident=effect.incident, jobs=here.jobs, uids=here.uids, error=error)
+            )
 
         self._inbox.run_thread("jobs", work)
 

@@ -24,10 +24,12 @@ from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.inbox import Do, Inbox, Item, Stop
 from stepkeeper.node.notify import Systemd
 from stepkeeper.node.sensors import nvml
-from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid
+from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid, Reading
+from stepkeeper.node.sight import KERNEL_LOG, Sight
 from stepkeeper.node.socket.requests import LookRequest
 from stepkeeper.node.sources import Sources
 from stepkeeper.node.xid.catalogue import Catalogue
+from stepkeeper.node.xid.health import LISTED_AGAIN_AFTER_S
 from stepkeeper.sources.clock import Clock
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)
@@ -35,7 +37,9 @@ HURRIED = (do.AskNodes, do.SetDrain)
 """Begun before anything is noted: the ledger is written meanwhile, and says after a crash what was under way."""
 LEDGER_WITHIN_S = 3.0
 LOOK_WITHIN_S = 8.0
+LISTED_AGAIN_MARGIN_S = 0.5  # the two listings are timed by their own processes
 IDLE_S = 60.0
+OVER = (Outcome.RESOLVED, Outcome.NOTED, Outcome.PASSED)
 
 
 class Agent:
@@ -59,6 +63,7 @@ class Agent:
         self.log = log
         self.inbox = Inbox(clock or Clock())
         self._book = book
+        book.on_failure = self.inbox.fail
         self._systemd = systemd
         self._catalogue = catalogue
         self._judging = judging.Judging(
@@ -66,13 +71,17 @@ class Agent:
         )
         self._acts = Acts(config.name, client, self.inbox, check=self._check, reset=self._reset)
         self._sources = Sources(config, state, client=client, jobs=self, inbox=self.inbox, log=log)
+        self._sight = Sight()
         self._looking = threading.Lock()  # of the two that follow
         self._asked: list[LookRequest] = []
         self._look_runs = False
+        self._listing_runs = False
+        self._stopped = threading.Event()
         self._stopping = ""
         self._verdicts = verdict.Writer(
             config.run_path / verdict.NAME,
             on_error=lambda error: log.warning("verdict_not_written", error=str(error)),
+            on_failure=self.inbox.fail,
         )
         self._shown: verdict.Verdict | None = None
         self._verdict_at = 0.0
@@ -95,6 +104,7 @@ class Agent:
                 self._on_clock()
         finally:
             self._systemd.say(STOPPING="1")
+            self._stopped.set()
             self._sources.stop()
             if not self._book.flush(LEDGER_WITHIN_S):
                 self.log.warning("ledger_late", error=self._book.failed)
@@ -147,10 +157,35 @@ class Agent:
             item.what()
         elif isinstance(item, READINGS):
             self._log_reading(item)
+            self._note_sight(item)
             for event in self._judging.events(item, self.inbox.clock.now()):
                 self._feed(event)
+            if self._judging.wants_listing and not self._listing_runs:
+                self._listing_runs = True
+                self.inbox.run_thread("listing", self._list_again)
         else:
             self._feed(item)
+
+    def _list_again(self) -> None:
+        """Have the GPUs listed once more: NVML's process says only once which there are."""
+        self._stopped.wait(LISTED_AGAIN_AFTER_S + LISTED_AGAIN_MARGIN_S)
+        if not self._stopped.is_set():
+            self.inbox.put(nvml.once(LOOK_WITHIN_S).status)
+        self.inbox.put(Do(self._listed_again))
+
+    def _listed_again(self) -> None:
+        self._listing_runs = False
+
+    def _note_sight(self, item: Reading) -> None:
+        """Say aloud that a sensor sees nothing: no news of it is no good news then."""
+        if not (sensor := self._sight.take(item)):
+            return
+        if (why := self._sight.blind.get(sensor)) is not None:
+            self.log.error("alarm", text=f"{sensor}: {why}; faults that it would show are not seen", incident="")
+        else:
+            self.log.warning("sensor_sees_again", sensor=sensor)
+        self._judging.kernel_log = KERNEL_LOG not in self._sight.blind
+        self._systemd.say(STATUS=self._status())
 
     def _log_reading(self, item: object) -> None:
         if isinstance(item, KernelGap):
@@ -287,21 +322,21 @@ class Agent:
     def _status(self) -> str:
         bad = len(_to_leave_for(self.state))
         drained = f"; drained: {self.state.drain.reason}" if self.state.drain is not None else ""
-        return f"{self.policy.mode.value}: {bad} open faults{drained}"
+        blind = "".join(f"; BLIND: {why}" for why in self._sight.blind.values())
+        return f"{self.policy.mode.value}: {bad} open faults{blind}{drained}"
 
 
 def _is_open(incident: Incident, state: State) -> bool:
-    over = incident.outcome in (Outcome.RESOLVED, Outcome.NOTED)
+    over = incident.outcome in OVER
     return incident.boot_id == state.boot_id and incident.settled and incident.action.drains and not over
 
 
 def _to_leave_for(state: State) -> list[Incident]:
     """Return the faults that a job should leave the node for: settled or not, drained or only observed."""
-    over = (Outcome.RESOLVED, Outcome.NOTED)
     return [
         each
         for each in state.incidents
-        if each.boot_id == state.boot_id and each.action.drains and each.outcome not in over
+        if each.boot_id == state.boot_id and each.action.drains and each.outcome not in OVER
     ]
 
 

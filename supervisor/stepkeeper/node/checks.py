@@ -214,7 +214,7 @@ def _gpu(found: _Findings, health: GpuHealth, wanted: Wanted) -> None:
     if health.lost:
         found.problems.append(f"{name}: lost")
         return
-    if health.errors and health.temperature_c is None:  # some drivers say "unknown error" of a GPU that is gone
+    if health.silent:
         found.problems.append(f"{name}: does not answer: {'; '.join(health.errors)}")
         return
     if health.recovery_action:

@@ -158,18 +158,41 @@ def load(path: Path | None) -> NodeConfig:
         raise StepkeeperError(f"{path}: no such file", ExitCode.USAGE) from error
     except OSError as error:
         raise StepkeeperError(f"{path or DEFAULT_PATH}: {error.strerror}", ExitCode.USAGE) from error
-    return parse(data, str(path or DEFAULT_PATH))
+    config = parse(data, str(path or DEFAULT_PATH))
+    for name, used in (("catalogue", config.catalogue), ("slurm_bin", config.slurm_bin)):
+        if used:
+            _trust(name, Path(used))
+    return config
+
+
+def _trust(name: str, path: Path) -> None:
+    """Refuse a file that decides about drains, or a directory whose programs run as root, where others may change it.
+
+    Raises:
+        StepkeeperError: it is missing, or not only root or we ourselves can change it.
+    """
+    try:
+        _refuse_changeable(path.parent, path)
+        if path.is_dir():
+            _refuse_changeable(*(each for each in (path / "scontrol",) if each.exists()))
+    except OSError as error:
+        raise StepkeeperError(f"{name}: {path}: {error.strerror}", ExitCode.USAGE) from error
 
 
 def _trusted(path: Path) -> bytes:
     """Return what stands in a file that only root, or we ourselves, can change.  Raises OSError, StepkeeperError."""
-    for checked in (path.parent, path):
-        status = os.stat(checked) if checked == path.parent else os.lstat(checked)
+    _refuse_changeable(path.parent, path, follow=False)
+    return lines.read_small(path)
+
+
+def _refuse_changeable(*paths: Path, follow: bool = True) -> None:
+    """Raises OSError, StepkeeperError.  Not to `follow`: the last one may be no link."""
+    for checked in paths:
+        status = os.stat(checked) if follow or checked != paths[-1] else os.lstat(checked)
         if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise StepkeeperError(
                 f"{checked}: others may change it, and it decides about drains: chown root, chmod go-w", ExitCode.USAGE
             )
-    return lines.read_small(path)
 
 
 def parse(data: bytes, name: str) -> NodeConfig:

@@ -26,7 +26,7 @@ def unfit(catalogue: Catalogue, expected_gpus: int, within_s: float = LOOK_WITHI
     if len(look.health) < len(status.gpus):
         problems.append(f"only {len(look.health)} of {len(status.gpus)} GPUs told how they are")
     for each in look.health:
-        if each.errors and each.temperature_c is None:  # some drivers say "unknown error" of a GPU that is gone
+        if each.silent:
             problems.append(f"GPU {each.pci} does not answer: {'; '.join(each.errors)}")
         found = health.judge_health(each, None, catalogue=catalogue)
         problems += [f"GPU {each.pci}: {fault.why}" for fault in found if fault.action is not Action.LOG]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from stepkeeper.node.core import events as on
 from stepkeeper.node.sensors.readings import (
     Gpu,
@@ -28,6 +30,15 @@ def concerns(reading: Reading) -> bool:
     return parse(reading.text) is not None or announcement(reading.text) is not None
 
 
+class _Silence(msgspec.Struct):
+    """The looks in a row at which a GPU did not answer."""
+
+    since: float
+    standing: bool  # from the first look on
+    looks: int = 0
+    told: bool = False
+
+
 class Judging:
     """Remembers the newest health of each GPU and the driver's version.  Used on the loop's thread only."""
 
@@ -37,9 +48,17 @@ class Judging:
         self.catalogue = catalogue
         self.health: dict[str, GpuHealth] = {}
         self.driver = ""
+        self.kernel_log = kernel_log  # somebody reads it: what it tells may come later than NVML's word
+        self._silent: dict[str, _Silence] = {}
+        self._short_since: float | None = None  # the first of the listings in a row that were too short
+        self._short_told = False
         self._expected_gpus = expected_gpus
         self._prefix = only_pci_prefix
-        self._kernel_log = kernel_log
+
+    @property
+    def wants_listing(self) -> bool:
+        """Whether a listing was too short, and the next one, `LISTED_AGAIN_AFTER_S` later, shall confirm it."""
+        return self._short_since is not None and not self._short_told
 
     def events(self, reading: Reading, at: float) -> list[on.Event]:
         """Return what a reading means."""
@@ -49,9 +68,11 @@ class Judging:
             case NvmlXid():
                 faults = [self._of_event(reading)]
             case GpuHealth():
-                before = self.health.get(reading.pci)
-                self.health[reading.pci] = reading  # which NVML's process writes as `canonical` does
+                name = reading.pci or f"#{reading.index}"  # NVML's process writes an address as `canonical` does
+                before = self.health.get(name)
+                self.health[name] = reading
                 faults = nvml_health.judge_health(reading, before, catalogue=self.catalogue)
+                faults += self._of_silence(name, reading, standing=before is None)
             case NvmlStatus():
                 return self._of_status(reading, at)
             case _:
@@ -63,7 +84,7 @@ class Judging:
             event,
             catalogue=self.catalogue,
             recovery_action=self._recovery_action(event.pci, event.at),
-            kernel_log=self._kernel_log,
+            kernel_log=self.kernel_log,
         )
 
     def _recovery_action(self, pci: str, at: float) -> int | None:
@@ -98,11 +119,37 @@ class Judging:
         if status.state is NvmlState.READY:
             self.driver = status.driver or self.driver
             found.append(on.GpusListed(at=at, gpus=status.gpus, driver=status.driver))
-            faults.append(self._missing(len(status.gpus), status.at))
+            faults.append(self._of_listing(len(status.gpus), status.at))
         elif status.state is NvmlState.ABSENT and status.stuck_s >= nvml_health.ABSENT_BELIEVED_AFTER_S:
             faults.append(self._missing(0, status.at))
         faults.append(nvml_health.stuck(status))
         return found + [on.FaultSeen(at=at, fault=fault) for fault in faults if fault is not None]
+
+    def _of_silence(self, name: str, health: GpuHealth, *, standing: bool) -> list[Fault]:
+        """Return the fault of a GPU that has been silent for long enough, once."""
+        if not health.silent:
+            self._silent.pop(name, None)
+            return []
+        silence = self._silent.setdefault(name, _Silence(since=health.at, standing=standing))
+        silence.looks += 1
+        long = health.at >= silence.since + nvml_health.SILENT_BELIEVED_AFTER_S
+        if silence.told or not long or silence.looks < nvml_health.SILENT_LOOKS:
+            return []
+        silence.told = True
+        return [nvml_health.silent(health, standing=silence.standing, catalogue=self.catalogue)]
+
+    def _of_listing(self, count: int, at: float) -> Fault | None:
+        """Return the fault of a list that is too short, and was before."""
+        fault = self._missing(count, at)
+        if fault is None:
+            self._short_since, self._short_told = None, False
+        elif self._short_since is None:
+            self._short_since = at
+            return None
+        elif at < self._short_since + nvml_health.LISTED_AGAIN_AFTER_S:
+            return None
+        self._short_told = fault is not None
+        return fault
 
     def _missing(self, count: int, at: float) -> Fault | None:
         return nvml_health.missing(self._expected_gpus, count, at=at, catalogue=self.catalogue)

@@ -11,6 +11,7 @@ import os
 import stat
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -151,6 +152,7 @@ class Ledger:
         self._changed = threading.Condition()
         self._waiting: deque[Line] = deque(maxlen=WAITING_MAX)
         self._busy = False
+        self.on_failure: Callable[[BaseException], None] | None = None  # of a mistake of ours: the thread ends with it
         self.failed = ""  # why the newest write failed; empty when it did not
         threading.Thread(target=self._write, name="ledger", daemon=True).start()
 
@@ -167,6 +169,14 @@ class Ledger:
             return not (self._waiting or self._busy)
 
     def _write(self) -> None:
+        try:
+            self._write_on()
+        except BaseException as error:
+            if self.on_failure is None:
+                raise
+            self.on_failure(error)
+
+    def _write_on(self) -> None:
         while True:
             with self._changed:
                 if self.failed:

@@ -1,7 +1,8 @@
 """`verdict.json`: whether the node is fit for jobs, for Slurm's hooks, which read this file and ask nobody.
 
 Unfit is only what the agent drains, or will as soon as Slurm answers: a hook that failed where the circuit breaker
-forbids a drain would make Slurm itself drain the node.
+forbids a drain would make Slurm itself drain the node.  For the same reason a node that Slurm returned after the reboot
+that we asked for is fit until its checks say otherwise, and one that has passed them is fit before it is returned.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 
 from stepkeeper.node.core.plan import pending
 from stepkeeper.node.core.policy import Mode, Policy
-from stepkeeper.node.core.state import State
+from stepkeeper.node.core.state import Drain, Repair, State
 from stepkeeper_trainer.formats.durable import write_atomically
 
 NAME = "verdict.json"
@@ -37,21 +38,39 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def verdict(state: State, at: float, policy: Policy) -> Verdict:
     """Return what the hooks shall read."""
     wanted = pending(state)
-    why, incident = "", ""
+    fit, why, incident = True, "", ""
     if policy.mode is Mode.ACT:
+        if wanted:
+            why, incident = f"{wanted[0].name} {wanted[0].gpu_label}: {wanted[0].why}", wanted[0].id
+            fit = False
         if state.drain is not None:
             why = state.drain.reason
-        elif wanted:
-            why, incident = f"{wanted[0].name} {wanted[0].gpu_label}: {wanted[0].why}", wanted[0].id
-    return Verdict(fit=not why, updated_at=int(at), node=state.node, mode=policy.mode, why=why, incident=incident)
+            if fit and (comes_back := _comes_back(state.drain)):
+                why = f"{comes_back}: {why}"
+            else:
+                fit = False
+    return Verdict(fit=fit, updated_at=int(at), node=state.node, mode=policy.mode, why=why, incident=incident)
+
+
+def _comes_back(drain: Drain) -> str:
+    """Say why a node that we hold may take jobs any moment; "" where it may not."""
+    if drain.passed:
+        return "the checks have passed"
+    if drain.reboot_asked and drain.repair is Repair.REBOOT:
+        return "rebooted, and returned by Slurm itself; the checks are under way"
+    return ""
 
 
 class Writer:
     """Writes the newest verdict on a thread of its own: a slow disk delays no drain."""
 
-    def __init__(self, path: Path, *, on_error: Callable[[OSError], None]) -> None:
+    def __init__(
+        self, path: Path, *, on_error: Callable[[OSError], None], on_failure: Callable[[BaseException], None]
+    ) -> None:
+        """`on_failure` hears of a mistake of ours: the thread ends with it."""
         self._path = path
         self._on_error = on_error
+        self._on_failure = on_failure
         self._changed = threading.Event()
         self._newest: Verdict | None = None
         threading.Thread(target=self._write, name="verdict", daemon=True).start()
@@ -62,6 +81,12 @@ class Writer:
         self._changed.set()
 
     def _write(self) -> None:
+        try:
+            self._write_on()
+        except BaseException as error:  # noqa: BLE001 - handed to the loop, which raises it
+            self._on_failure(error)
+
+    def _write_on(self) -> None:
         while True:
             self._changed.wait()
             self._changed.clear()

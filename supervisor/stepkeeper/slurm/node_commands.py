@@ -7,11 +7,13 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.nodes import NodeFacts, OwnedJob
+from stepkeeper.slurm.nodes import JobsHere, NodeFacts, OwnedJob
 
 CALL_WITHIN_S = 10.0
+ROOT = 0
 DELAYS = ("unable to contact", "connection refused", "timed out", "communication", "configuration source")
 # base states and flags as Slurm 22.05 to 26.05 print them; a trailing sign says how the node answers
 _SIGNS = "*~#!%$@^-"
@@ -69,18 +71,19 @@ class NodeCommands:
         """See `NodeClient`."""
         self._call("requeue", str(job_id))
 
-    def jobs_here(self, name: str) -> tuple[int, ...]:
-        """Return the jobs that run on this node, asked of the node's own slurmstepds.
+    def jobs_here(self, name: str) -> JobsHere:
+        """Return the jobs that run on this node and their owners, asked of the node's own slurmstepds.
 
         Raises:
             SlurmError: they did not answer.
         """
         try:
-            return parse_pids(self._call("listpids", "*", name))
+            pids = parse_pids(self._call("listpids", "*", name))
         except SlurmError as error:
             if "no job steps exist" in str(error).lower():
-                return ()
+                return JobsHere()
             raise
+        return JobsHere(jobs=tuple(sorted(pids)), uids=owners(pids))
 
     def _call(self, *arguments: str) -> str:
         what = f"scontrol {' '.join(arguments[:4])}"
@@ -194,14 +197,41 @@ def _field(text: str, name: str) -> str:
     return match.group(1) if match else ""
 
 
-def parse_pids(text: str) -> tuple[int, ...]:
-    r"""Parse `scontrol listpids`.
+def parse_pids(text: str) -> dict[int, tuple[int, ...]]:
+    r"""Parse `scontrol listpids`: each job with its processes.
 
     >>> parse_pids("PID      JOBID    STEPID\n22926    12       batch\n22927    7        0\n")
-    (7, 12)
+    {12: (22926,), 7: (22927,)}
     """
-    rows = (line.split() for line in text.splitlines())
-    return tuple(sorted({int(row[1]) for row in rows if len(row) > 1 and row[0].isdigit() and row[1].isdigit()}))
+    found: dict[int, tuple[int, ...]] = {}
+    for row in (line.split() for line in text.splitlines()):
+        if len(row) > 1 and row[1].isdigit() and re.fullmatch(r"-?\d+", row[0]):
+            own = (int(row[0]),) if row[0].isdigit() else ()  # a step without processes has -1
+            found[int(row[1])] = found.get(int(row[1]), ()) + own
+    return {job: pids for job, pids in found.items() if pids}
+
+
+def owners(pids: Mapping[int, tuple[int, ...]], *, proc: Path = Path("/proc")) -> tuple[int, ...]:
+    """Return the users whom the jobs' processes belong to; () where that cannot be told of every job.
+
+    Root's processes say nothing: Slurm keeps one of its own in a job.
+    """
+    found: set[int] = set()
+    for of_job in pids.values():
+        uids = {uid for pid in of_job if (uid := _real_uid(proc / str(pid) / "status")) is not None} - {ROOT}
+        if not uids:
+            return ()
+        found |= uids
+    return tuple(sorted(found))
+
+
+def _real_uid(status: Path) -> int | None:
+    """Return who started a process: the owner of its directory is root where it may not be traced."""
+    try:
+        match = re.search(r"^Uid:\s+(\d+)", status.read_text(errors="replace"), re.MULTILINE)
+    except OSError:  # it has ended
+        return None
+    return int(match.group(1)) if match else None
 
 
 def expand(hostlist: str) -> tuple[str, ...]:

@@ -29,6 +29,13 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.reason.startswith(REASON_PREFIX)
 
 
+class JobsHere(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is on a node now, as the node itself tells."""
+
+    jobs: tuple[int, ...] = ()
+    uids: tuple[int, ...] = ()  # the jobs' owners; empty where the owner of any of them cannot be told
+
+
 class OwnedJob(msgspec.Struct, frozen=True, kw_only=True):
     """What decides whether a caller may have a job hastened."""
 

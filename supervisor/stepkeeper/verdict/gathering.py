@@ -34,11 +34,17 @@ class Launch(NamedTuple):
     ended: on.LaunchEnded | None  # None: nobody wrote its end
     events: tuple[on.Event, ...]  # of its time, in their order
     restarts: int  # the job's, when it ran
+    newest: bool  # of the run
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than by finishing or by stopping on request."""
-        return self.ended is None or not (self.ended.finished or self.ended.stopped)
+        """Whether it ended otherwise than by finishing or by stopping on request.
+
+        One without an end runs, where it is the newest; else its supervisor was lost before it could say more.
+        """
+        if self.ended is None:
+            return not self.newest or any(isinstance(event, on.LaunchRefused) for event in self.events)
+        return not (self.ended.finished or self.ended.stopped)
 
 
 def launches(run: RunDirectory) -> list[Launch]:
@@ -61,7 +67,7 @@ def launches(run: RunDirectory) -> list[Launch]:
                 current = key
                 found.setdefault(key, []).extend(_faults(between))
                 between = []
-        elif isinstance(event, on.LaunchEnded):
+        elif isinstance(event, on.LaunchEnded | on.LaunchRefused):
             key = (record.attempt, event.launch)
             current = key
         restarts[key] = record.restart_count
@@ -77,6 +83,7 @@ def launches(run: RunDirectory) -> list[Launch]:
             next((event for event in events if isinstance(event, on.LaunchEnded) and event.launch == launch), None),
             tuple(events),
             restarts.get((attempt, launch), 0),
+            newest=(attempt, launch) == max(found),
         )
         for (attempt, launch), events in sorted(found.items())
     ]
@@ -112,17 +119,27 @@ def of_journal(launch: Launch) -> list[Evidence]:
     for event in silent:
         if all(node != event.node or bus <= event.bus for node, bus in ready):
             found += planes.lost([event.node], at=event.at, why=f"the watcher of {event.node} is gone: {event.why}")
-    if launch.ended is not None and launch.ended.finished:
-        found.append(_word(launch.ended, Cause.FINISHED, "ended-finished", "rank 0 says that the work is finished"))
-    elif launch.ended is not None and launch.ended.stopped:
-        found.append(_word(launch.ended, Cause.CANCELLED, "ended-stopped", "the ranks left on request, state saved"))
-    return found
+    return [*found, *_words(launch)]
 
 
-def _word(ended: on.LaunchEnded, cause: Cause, rule: str, text: str) -> Evidence:
-    return Evidence(
-        plane=Plane.APPLICATION, rule=rule, cause=cause, role=Role.ROOT, confidence=0.97, text=text, at=ended.at
-    )
+def _words(launch: Launch) -> list[Evidence]:
+    """Return what the end of the launch itself tells."""
+    words: list[tuple[float, str, Cause, Role, float, str]] = []
+    for event in launch.events:
+        match event:
+            case on.LaunchEnded(finished=True):
+                text = "rank 0 says that the work is finished"
+                words.append((event.at, "ended-finished", Cause.FINISHED, Role.ROOT, 0.97, text))
+            case on.LaunchEnded(stopped=True):
+                text = "the ranks left on request, with their state saved"
+                words.append((event.at, "ended-stopped", Cause.CANCELLED, Role.CONFIRMATION, 0.5, text))
+            case on.LaunchRefused(error=error):
+                text = f"the Slurm step could not be started: {error}"
+                words.append((event.at, "launch-refused", Cause.CONFIGURATION, Role.ROOT, 0.85, text))
+    return [
+        Evidence(plane=Plane.APPLICATION, rule=rule, cause=cause, role=role, confidence=confidence, text=text, at=at)
+        for at, rule, cause, role, confidence, text in words
+    ]
 
 
 def of_logs(directory: Path) -> list[Evidence]:

@@ -96,6 +96,10 @@ def _ordered(evidence: Iterable[Evidence]) -> list[Evidence]:
             each.node,
             each.rule,
             each.text,
+            each.cause,
+            each.at if each.at is not None else math.inf,
+            each.location,
+            each.count,
         )
 
     return sorted(pieces, key=key)

@@ -16,6 +16,8 @@ EVIDENCE_MAX = 200  # of one log; the first of each rule and rank
 END_LINES = 20
 SURVIVED_AFTER_LINES = 5  # of progress behind an error: training went on
 _GENERIC = frozenset({"python-exception", "exception-without-traceback"})
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
+_TELLING_NUMBER = re.compile(r"(?i)scale|errno|exit|code|signal|xid|status")
 _PROGRESS = re.compile(
     r"(?i)\bloss\w*['\"]?\s*[:=|]?\s*\d|\d(?:it/s|s/it)\b|\biter(?:ation)?s?\W{1,3}\d|\b(?:global_)?step\W{1,3}\d+\b"
 )
@@ -28,14 +30,27 @@ def sight(log: Log, *, node: str = "") -> list[Evidence]:
     inside = _inside(raised)
     last = len(log.lines) - END_LINES
     found = [each for each in (_of_exception(one, table, node) for one in raised) if each is not None]
+    progress: set[str] = set()  # shapes of progress lines that no rule matches: a log has a million of few shapes
     for index, line in enumerate(log.lines):
         if (line.rank, line.number) in inside or not line.text:
             continue
+        shape = _shape(line.text)
+        if shape in progress and index < last:
+            continue
         row = table.of_line(line.text, end=index >= last)
+        if row is None and shape:
+            progress.add(shape)
         if row is not None:
             found.append(_evidence(row, line.text, line.rank, node, line.number))
     found = _unchain(sorted(found, key=lambda each: each.line or 0), raised)
     return _survived(_once(found), log.lines, table)
+
+
+def _shape(text: str) -> str:
+    """Return a line of progress or chatter without its numbers; nothing of any other, nor where a number may matter."""
+    if "NCCL INFO" not in text and (_PROGRESS.search(text) is None or _TELLING_NUMBER.search(text)):
+        return ""
+    return _NUMBER.sub("0", text)
 
 
 def _inside(raised: list[Raised]) -> set[tuple[int | None, int]]:

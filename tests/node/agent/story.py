@@ -87,6 +87,7 @@ class Node:
         self.ledger: dict[str, Incident] = {}
         self.fit = ""  # what the checks say
         self.jobs: tuple[int, ...] = ()
+        self.owners: dict[int, int] = {}  # of jobs; another user for each that is not in it
         self.reset = ""  # what a reset says
         self.now = 0.0
 
@@ -116,7 +117,9 @@ class Node:
         self.cluster.calls += not isinstance(effect, (do.ListJobs, do.CheckNode, do.ResetGpus))
         match effect:
             case do.ListJobs():
-                self.feed(on.JobsListed(at=at, incident=effect.incident, jobs=self.jobs))
+                uids = tuple(sorted({self.owners.get(job, 1000 + job) for job in self.jobs}))
+                uids = uids if all(uids) else ()
+                self.feed(on.JobsListed(at=at, incident=effect.incident, jobs=self.jobs, uids=uids))
             case do.AskNodes():
                 nodes = () if error else tuple(self.cluster.nodes.values())
                 self.feed(on.NodesAnswered(at=at, call=effect.call, nodes=nodes, error=error))

@@ -342,13 +342,13 @@ def test_the_capabilities_of_the_unit_are_enough(cluster: Lab, agents: Agents) -
 
 
 def test_jobs_are_noted_and_three_of_them_blame_the_gpu(cluster: Lab, agents: Agents) -> None:
-    """XID 31 is a program's mistake, until three programs make it on one GPU and on no other."""
+    """XID 31 is a program's mistake, until the programs of two users make it on one GPU and on no other."""
     node = cluster.node_names[0]
     agents.configure(node, limits={"join_s": 0.1})
     agents.start(node)
     jobs = []
     for number in range(3):
-        job = cluster.submit("sleep 60", sbatch_args=[f"-w{node}"], user=USERS[0])
+        job = cluster.submit("sleep 60", sbatch_args=[f"-w{node}"], user=USERS[number % 2])
         cluster.wait_job(job, "RUNNING")
         jobs.append(job)
         assert not is_drained(cluster, node)

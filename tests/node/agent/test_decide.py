@@ -301,6 +301,94 @@ def test_a_drain_that_was_taken_over_is_let_go(node: Node) -> None:
     assert node.cluster.nodes["a"].reason == "mine now"
 
 
+def test_a_bad_gpu_on_a_node_that_others_returned_is_drained(node: Node) -> None:
+    """Slurm had drained it for something else: whoever returned it may not have known of the GPU."""
+    node.cluster.drain("a", "Kill task failed", T)
+    node.see(fault(79, T))
+    node.settle(T + 1000)
+    assert node.incident.outcome is Outcome.FOREIGN
+    assert not node.acts(do.CheckNode)
+    asked = node.cluster.calls
+
+    node.cluster.resume("a")
+    node.fit = "GPU 0000:3b:00.0: NVML says that the GPU is lost"
+    node.settle(T + 1400)
+
+    assert asked <= 1 + 1000 / node.policy.watch_s
+    assert node.cluster.held == {"a"}
+    assert node.incident.outcome is Outcome.DRAINED
+
+
+def test_a_gpu_that_was_mended_under_somebody_elses_drain_is_left_in_peace(node: Node) -> None:
+    node.cluster.drain("a", "maintenance", T)
+    node.see(fault(79, T))
+    node.settle(T + 10)
+    node.cluster.resume("a")
+    node.settle(T + 1000)
+    calls = node.cluster.calls
+    node.settle(T + DAY)
+
+    assert node.incident.outcome is Outcome.PASSED
+    assert not node.cluster.held
+    assert node.cluster.calls == calls  # over: Slurm is asked no more
+
+    node.see(fault(None, T + DAY, source=Source.NVML))
+    node.settle(T + DAY + 60)
+    assert node.cluster.held == {"a"}
+
+
+def test_what_the_breaker_refused_is_drained_when_it_may_be(cluster: Cluster) -> None:
+    for name in ("b", "c"):
+        cluster.drain(name, "stepkeeper: before", T - DAY)
+    node = Node(cluster, "a")
+    node.fit = "lost"
+    node.see(fault(79, T))
+    node.settle(T + 3600)
+    assert node.incident.outcome is Outcome.REFUSED
+    assert len(node.acts(do.Alarm)) == 1
+
+    cluster.resume("b")
+    node.restart(T + 3700)  # the watch outlives the agent
+    node.settle(T + 4100)
+    assert cluster.held == {"a", "c"}
+
+
+def test_who_observes_watches_nothing_that_was_left_alone(node: Node) -> None:
+    node.cluster.drain("a", "maintenance", T)
+    node.see(fault(79, T))
+    node.settle(T + 10)
+    calls = node.cluster.calls
+    node.restart(T + 100, policy=Policy())
+    node.settle(T + DAY)
+
+    assert node.cluster.calls == calls
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_a_node_that_somebody_returned_with_its_fault_is_not_drained_by_a_restart(
+    node: Node, *, taken_over: bool
+) -> None:
+    lasts = fault(None, T, source=Source.NVML, standing=True)
+    node.see(lasts)
+    node.settle(T + 60)
+    if taken_over:
+        node.cluster.drain("a", "I look at it", T + 100)
+        node.settle(T + 1000)
+    node.cluster.resume("a")
+    node.settle(T + 2000)
+    alarms = len(node.acts(do.Alarm))
+
+    node.restart(T + 3000)
+    node.see(replace(lasts, at=T + 3001, action=Action.DRAIN_REBOOT))
+    node.settle(T + 5000)
+    assert not node.cluster.held
+    assert len(node.acts(do.Alarm)) == alarms + 1
+
+    node.see(replace(lasts, at=T + 6000, standing=False))  # it was well in between
+    node.settle(T + 6060)
+    assert node.cluster.held == {"a"}
+
+
 # --- the breaker ----------------------------------------------------------------------------------
 
 
@@ -515,6 +603,44 @@ def test_who_was_there_each_time_may_be_the_culprit(node: Node) -> None:
 
 def test_faults_of_unknown_jobs_prove_nothing(node: Node) -> None:
     _restarts(node, (), (), (), (), ())
+
+    assert not node.cluster.held
+
+
+def test_three_jobs_of_one_user_blame_their_program(node: Node) -> None:
+    """Tasks of an array have job ids of their own, and one mistake in common."""
+    node.owners = dict.fromkeys(range(1, 10), 1000)
+    _restarts(node, *((job,) for job in range(1, 10)))
+    assert not node.cluster.held
+
+    node.owners = {}
+    node.jobs = (10,)
+    node.see(fault(31, T + 10 * 3600))
+    node.settle(T + 10 * 3600 + 60)
+    assert node.cluster.held == {"a"}  # another user's job dies there as well
+
+
+def test_a_user_who_was_there_each_time_may_be_the_culprit(node: Node) -> None:
+    node.owners = dict.fromkeys((1, 3, 5, 7), 1000)
+    _restarts(node, (1, 2), (3, 4), (5, 6), (7, 8))
+
+    assert not node.cluster.held
+
+
+def test_jobs_of_unknown_owners_prove_nothing(node: Node) -> None:
+    node.owners = dict.fromkeys(range(1, 10), 0)
+    _restarts(node, *((job,) for job in range(1, 10)))
+
+    assert not node.cluster.held
+
+
+def test_a_job_that_faults_on_all_its_gpus_blames_none_of_them(node: Node) -> None:
+    for index in range(5):
+        at = T + 3600 * index
+        node.jobs = (index,)
+        node.see(fault(31, at))
+        node.see(fault(31, at + 0.5, pci="0000:5e:00.0"))
+        node.settle(at + 60)
 
     assert not node.cluster.held
 

@@ -6,7 +6,7 @@ import pytest
 
 from stepkeeper.node.core import events as on
 from stepkeeper.node.judging import FRESH_S, Judging
-from stepkeeper.node.sensors.readings import GpuHealth, KernelRecord, NvmlState, NvmlStatus, NvmlXid, Reading
+from stepkeeper.node.sensors.readings import Gpu, GpuHealth, KernelRecord, NvmlState, NvmlStatus, NvmlXid, Reading
 from stepkeeper.node.xid import catalogue
 from stepkeeper.node.xid.model import Action, Fault
 
@@ -62,3 +62,53 @@ def test_a_driver_that_is_away_for_a_moment_loses_no_gpu() -> None:
     (fault,) = faults(judge, absent(121.0))
     assert "0 of 8 GPUs" in fault.why
     assert not faults(judging(), absent(121.0))
+
+
+def ready(count: int, at: float) -> NvmlStatus:
+    gpus = tuple(Gpu(index=index, pci=f"0000:{index:02x}:00.0") for index in range(count))
+    return NvmlStatus(at=at, state=NvmlState.READY, gpus=gpus)
+
+
+def test_one_listing_that_is_too_short_loses_no_gpu() -> None:
+    judge = judging(expected_gpus=8)
+
+    assert not faults(judge, ready(7, T))
+    assert judge.wants_listing
+    assert not faults(judge, ready(7, T + 1))  # a job had it look: too soon to be another word
+    assert not faults(judge, ready(8, T + 6))
+    assert not judge.wants_listing
+    assert not faults(judge, ready(7, T + 20))  # the first one again
+
+    (fault,) = faults(judge, ready(7, T + 26))
+    assert "7 of 8 GPUs" in fault.why
+    assert not judge.wants_listing
+
+
+@pytest.mark.parametrize("error", ["listing: Unknown Error", "temperature: Unknown Error"])
+@pytest.mark.parametrize("pci", [PCI, ""])
+def test_a_gpu_that_stays_silent_is_as_good_as_lost(pci: str, error: str) -> None:
+    judge = judging()
+
+    def look(at: float, *errors: str, index: int = 1) -> list[Fault]:
+        return faults(judge, GpuHealth(at=T + at, pci=pci, index=index, errors=errors))
+
+    assert not any(look(at, error) for at in (0, 1, 2, 3))  # many looks, in a moment
+    assert not look(14)  # it answers
+    assert not any(look(at, error) for at in (20, 30))
+    (fault,) = look(40, error)
+    assert (fault.action, fault.pci or "") == (Action.DRAIN_REBOOT, pci)
+    assert not look(50, error)  # said once
+
+
+def test_a_gpu_that_answers_with_an_error_now_and_then_is_not_silent() -> None:
+    judge = judging()
+
+    assert not any(faults(judge, GpuHealth(at=T + at, pci=PCI, errors=("ecc: Unknown Error",))) for at in range(100))
+
+
+def test_a_gpu_that_cannot_be_listed_before_a_reset_asks_for_one() -> None:
+    health = GpuHealth(at=T, pci=PCI, recovery_action=1, errors=("listing: GPU requires reset",))
+
+    (fault,) = faults(judging(), health)
+
+    assert (fault.action, health.silent) == (Action.DRAIN_RESET, False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.node_commands import NodeCommands, expand, parse_nodes, parse_owned_job, parse_pids
+from stepkeeper.slurm.node_commands import NodeCommands, expand, owners, parse_nodes, parse_owned_job, parse_pids
 from tests.lab import USERS, Lab
 
 HEAD = (
@@ -125,7 +125,21 @@ def test_host_lists() -> None:
 
 
 def test_pids() -> None:
-    assert parse_pids("PID      JOBID    STEPID\n1 12 batch 0 0\n-1 12 4294967292 - -\n2 9 0 0 0\n") == (9, 12)
+    assert parse_pids("PID      JOBID    STEPID\n1 12 batch 0 0\n-1 12 4294967292 - -\n2 9 0 0 0\n") == {
+        12: (1,),
+        9: (2,),
+    }
+
+
+def test_a_jobs_owner_is_who_started_its_processes(tmp_path: Path) -> None:
+    for pid, uid in ((1, 1000), (2, 0), (3, 1001), (4, 0)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "status").write_text(f"Name:\tx\nUid:\t{uid}\t0\t0\t0\n")
+
+    assert owners({7: (1, 2), 8: (3,)}, proc=tmp_path) == (1000, 1001)
+    assert owners({7: (1,), 8: (4,)}, proc=tmp_path) == ()  # only Slurm's own is left of job 8
+    assert owners({7: (1,), 8: (5,)}, proc=tmp_path) == ()  # it has ended
+    assert owners({7: (os.getpid(),)}) == ((os.getuid(),) if os.getuid() else ())
 
 
 def test_a_call_has_a_limit(tmp_path: Path) -> None:
@@ -185,12 +199,12 @@ def test_the_jobs_of_one_node_are_told_without_the_controller(lab: Lab, client: 
     mine, other = lab.node_names[:2]
     job = lab.submit("sleep 60", sbatch_args=[f"-w{mine}"], user=USERS[0])
     lab.wait_job(job, "RUNNING")
-    lab.until(lambda: client.jobs_here(mine) == (job,), "the job's processes", 10)
+    lab.until(lambda: client.jobs_here(mine).jobs == (job,), "the job's processes", 10)
     owned = client.owned_job(job)
     lab.stop_slurmctld()
     try:
-        assert client.jobs_here(mine) == (job,)
-        assert client.jobs_here(other) == ()
+        assert client.jobs_here(mine).jobs == (job,)
+        assert client.jobs_here(other).jobs == ()
         with pytest.raises(SlurmError) as caught:
             NodeCommands({"SLURM_CONF": str(lab.place.conf)}, 4.0).node(mine)
         assert caught.value.unreachable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node import config, ledger, verdict
 from stepkeeper.node.core.policy import Mode, Policy
-from stepkeeper.node.core.state import Drain, Incident, Outcome, State
+from stepkeeper.node.core.state import Drain, Incident, Outcome, Repair, State
 from stepkeeper.node.notify import Systemd
 from stepkeeper.node.xid.model import Action, Domain, Kind
 
@@ -101,6 +102,31 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(StepkeeperError, match=r"others may change it|symbolic"):
         config.load(tmp_path / "node.toml")
+
+
+@pytest.mark.parametrize("key", ["catalogue", "slurm_bin"])
+def test_what_the_configuration_points_at_is_trusted_no_more_than_itself(tmp_path: Path, key: str) -> None:
+    used = tmp_path / "own" / "used"
+    used.parent.mkdir()
+    if key == "catalogue":
+        used.touch(0o644)
+    else:
+        used.mkdir()
+        (used / "scontrol").touch(0o755)
+    path = tmp_path / "node.toml"
+    path.write_text(f'{key} = "{used}"\n')
+    path.chmod(0o644)
+
+    assert getattr(config.load(path), key) == str(used)
+    for changeable in {used, used.parent, used / "scontrol" if used.is_dir() else used}:
+        mode = changeable.stat().st_mode
+        changeable.chmod(0o777)
+        with pytest.raises(StepkeeperError, match=f"{changeable}: others may change it"):
+            config.load(path)
+        changeable.chmod(mode)
+    used.rename(tmp_path / "gone")
+    with pytest.raises(StepkeeperError, match=f"{key}: .*No such file"):
+        config.load(path)
 
 
 def test_the_nodes_name_stands_in_paths() -> None:
@@ -202,6 +228,18 @@ def test_a_ledger_that_cannot_be_written_is_tried_again(tmp_path: Path, monkeypa
     assert set(ledger.read(path).incidents) == {"a.1"}
 
 
+def test_a_mistake_of_ours_in_the_writing_threads_reaches_the_loop(tmp_path: Path) -> None:
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    book = opened(tmp_path / "ledger")
+    book.on_failure = failures.put
+    book.append(object())  # type: ignore[arg-type]
+    assert isinstance(failures.get(timeout=10), TypeError)
+
+    writer = verdict.Writer(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
+    writer.show(object())  # type: ignore[arg-type]
+    assert isinstance(failures.get(timeout=10), TypeError)
+
+
 def test_a_link_in_place_of_the_ledger_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine\n")
@@ -247,6 +285,19 @@ def test_a_node_is_unfit_from_the_decision_on() -> None:
 def test_a_node_that_we_must_not_drain_is_fit(outcome: Outcome) -> None:
     """A failing prolog has Slurm drain the node: past the breaker."""
     assert judged(incident(settled=True, outcome=outcome)).fit
+
+
+def test_a_node_that_slurm_returned_after_our_reboot_is_fit_until_its_checks_fail() -> None:
+    """A prolog that failed meanwhile would have Slurm drain the node in its own name."""
+    held = Drain(reason="stepkeeper: x", action=Action.DRAIN_REBOOT, at=T, boot_id="b0")
+    asked = msgspec.structs.replace(held, reboot_asked=True)
+    rebooted = msgspec.structs.replace(asked, repair=Repair.REBOOT)
+
+    assert [judged(drain=each).fit for each in (held, asked, rebooted)] == [False, False, True]
+    assert "checks are under way" in judged(drain=rebooted).why
+    assert judged(drain=msgspec.structs.replace(rebooted, passed=True)).fit
+    assert not judged(drain=msgspec.structs.replace(rebooted, reboot_asked=False)).fit  # they have failed
+    assert not judged(incident(settled=True), drain=rebooted).fit  # a new fault
 
 
 def test_an_observers_verdict_is_fit() -> None:

@@ -253,6 +253,26 @@ def curing(agent: Process) -> Process:
     return agent
 
 
+def test_an_agent_that_cannot_read_the_kernel_log_says_so_aloud(agent: Process) -> None:
+    (agent.directory / "kmsg").rename(agent.directory / "gone")
+    agent.start()
+    agent.until(lambda: "BLIND: cannot read" in agent.heard(), "the status")
+
+    (alarm,) = [(priority, line) for priority, line in agent.log() if line["event"] == "alarm"]
+    assert alarm[0] == "<3>"
+    assert "kernel log: cannot read" in str(alarm[1]["text"])
+
+
+def test_a_list_that_is_too_short_is_made_again_before_it_counts(curing: Process) -> None:
+    curing.settings = curing.settings.replace("expected_gpus = 1", "expected_gpus = 2")
+    curing.tables = curing.tables.partition("[remedies]")[0]
+    curing.start()
+    curing.until(lambda: "1 of 2 GPUs are there" in curing.reason(), "the drain")
+
+    listings = [line for _, line in curing.log() if line["event"] == "nvml" and line["state"] == "ready"]
+    assert len(listings) == 2
+
+
 def test_a_gpu_is_reset_checked_and_the_node_returned(curing: Process) -> None:
     """While nvidia-smi resets, our own NVML process is gone: it would keep the GPU busy."""
     curing.start()

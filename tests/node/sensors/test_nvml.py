@@ -127,6 +127,16 @@ def test_a_gpu_that_is_lost_when_listed_is_reported_by_its_index(nvml: FakeNvml,
     watch.seen.wait_for(NvmlStatus, lambda status: len(status.gpus) == 4)
 
 
+@pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetTemperature"])
+def test_a_gpu_that_wants_a_reset_before_it_answers_says_so(nvml: FakeNvml, start: Start, function: str) -> None:
+    reset_required = 16
+    nvml.answer(function, reset_required, gpu=1)
+    watch = start()
+    health = watch.seen.wait_for(GpuHealth, lambda health: health.index == 1)
+    assert (health.recovery_action, health.lost, health.silent) == (1, False, False)
+    assert health.errors
+
+
 def test_a_gpu_that_this_process_may_not_see_is_none_of_ours(nvml: FakeNvml, start: Start) -> None:
     nvml.answer("nvmlDeviceGetHandleByIndex_v2", fake_nvml.NO_PERMISSION, gpu=0)
     watch = start()

@@ -20,6 +20,7 @@ from stepkeeper.node.core.plan import (
     answered,
     call,
     failed,
+    left_alone,
     may_return,
     next_watch,
     pending,
@@ -73,8 +74,9 @@ def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Poli
         )
     if own.drained or own.states & TAKEN:
         why = f"the node is {'+'.join(sorted(own.states))} already, by somebody else: {own.reason or 'no reason given'}"
-        return _end(state, wanted, Outcome.FOREIGN, why)
+        return _end(_watching(state, event.at, policy), wanted, Outcome.FOREIGN, why)
     if why := breaker.refuses(own, event.nodes, event.at, policy):
+        state = _watching(state, event.at, policy)
         return _end(state, wanted, Outcome.REFUSED, f"circuit breaker: {why}; look for a common cause")
     note = own.reason if own.reason and not own.ours else ""
     return _set_drain(state, event.at, wanted, reason_for(worst, note), policy)
@@ -116,13 +118,19 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
 
 
 def _end(state: State, incidents: Iterable[Incident], outcome: Outcome, why: str) -> Decision:
-    """Close incidents without a drain, and say it loudly."""
+    """Close incidents without a drain, and say it loudly, once."""
     effects: tuple[do.Effect, ...] = ()
-    for incident in incidents:
-        incident = replace(incident, outcome=outcome, outcome_why=why)  # noqa: PLW2901 - the same one, closed
+    for before in incidents:
+        incident = replace(before, outcome=outcome, outcome_why=why)
         state = put(state, incident)
-        effects += (do.Record(incident=incident), do.Alarm(text=why, incident=incident.id))
+        effects += (do.Record(incident=incident),)
+        if before.outcome_why != why:
+            effects += (do.Alarm(text=why, incident=incident.id),)
     return Decision(state, effects, why)
+
+
+def _watching(state: State, at: float, policy: Policy) -> State:
+    return state if state.drain is not None else replace(state, watch_at=at + policy.watch_s)
 
 
 def _held(state: State) -> list[Incident]:
@@ -143,7 +151,8 @@ def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Po
 
 def _watched(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
     drain = state.drain
-    assert drain is not None, "only a drain that we hold is watched"
+    if drain is None:
+        return _look_again(state, at, own, policy)
     state = replace(state, watch_at=next_watch(drain, at, policy))
     if not own.drained or own.reason != drain.reason:
         if drain.reboot_asked and not drain.passed and drain.repair is Repair.NONE and not own.drained:
@@ -162,6 +171,29 @@ def _watched(state: State, at: float, own: NodeFacts, policy: Policy) -> Decisio
     return Decision(state, effects, f"no job uses the node: {cure.value}")
 
 
+def _look_again(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
+    """Have the node checked where it has a fault that was left alone, and nobody holds it any more."""
+    state = replace(state, watch_at=at + policy.watch_s)
+    if own.drained or own.states & TAKEN or not left_alone(state):
+        return Decision(state)
+    state, effects = call(state, Call.CHECK, at, policy)
+    return Decision(state, effects, "nobody holds the node, and it has a fault that was left alone: checks")
+
+
+def _looked_again(state: State, event: on.CallAnswered) -> Decision:
+    effects: tuple[do.Effect, ...] = ()
+    why = f"the node is in service and has not passed its checks: {event.error}" if event.error else ""
+    for incident in left_alone(state):
+        if event.error:
+            incident = replace(incident, outcome=Outcome.OPEN)  # noqa: PLW2901 - the drain is asked for anew
+        else:
+            why = "the node has passed its checks"
+            incident = replace(incident, outcome=Outcome.PASSED, outcome_why=why)  # noqa: PLW2901 - it is over
+        state = put(state, incident)
+        effects += (do.Record(incident=incident),)
+    return Decision(state, effects, why if effects else "")
+
+
 def _lost(state: State, own: NodeFacts) -> Decision:
     """Let go of a drain that somebody else took away or took over."""
     drain = state.drain
@@ -173,7 +205,7 @@ def _lost(state: State, own: NodeFacts) -> Decision:
     state = replace(state, drain=None)
     effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=None),)
     for incident in _held(state):
-        incident = replace(incident, outcome=outcome, outcome_why=why)  # noqa: PLW2901 - the same one, closed
+        incident = replace(incident, outcome=outcome, outcome_why=why, returned=True)  # noqa: PLW2901 - closed
         state = put(state, incident)
         effects += (do.Record(incident=incident),)
     return Decision(state, effects, why)
@@ -192,7 +224,7 @@ def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> De
             wanted = [each for each in state.incidents if each.id in state.call_incidents]
             return _drained(state, event.at, wanted, state.call_reason, policy=policy)
         case Call.TAKE_BACK:
-            return _taken_back(state)
+            return _taken_back(_watching(replace(state, drain=None), event.at, policy))
         case Call.RESUME:
             return _returned(state)
         case Call.CHECK:
@@ -209,7 +241,7 @@ def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> De
 
 def _taken_back(state: State) -> Decision:
     why = f"circuit breaker: {state.call_reason}; look for a common cause"
-    ended = _end(replace(state, drain=None), _held(state), Outcome.TAKEN_BACK, why)
+    ended = _end(state, _held(state), Outcome.TAKEN_BACK, why)
     return Decision(ended.state, (do.RecordDrain(drain=None), *ended.effects), why)
 
 
@@ -230,7 +262,7 @@ def _resolve(state: State, why: str) -> tuple[State, tuple[do.Effect, ...]]:
 def _checked(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
     drain = state.drain
     if drain is None:
-        return Decision(state)
+        return _looked_again(state, event)
     if event.error:
         return _check_failed(state, event, drain, policy)
     drain = replace(drain, passed=True)

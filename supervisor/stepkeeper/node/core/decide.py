@@ -13,8 +13,8 @@ from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
 from stepkeeper.node.core.answers import on_call_answered, on_nodes_answered
 from stepkeeper.node.core.escalation import escalate
-from stepkeeper.node.core.incidents import find, forget, is_pending, joined, opened, place, put, says_more
-from stepkeeper.node.core.plan import Decision, proceed
+from stepkeeper.node.core.incidents import find, forget, is_pending, joined, opened, place, put, says_more, stands
+from stepkeeper.node.core.plan import LEFT_ALONE, Decision, proceed
 from stepkeeper.node.core.policy import Mode, Policy
 from stepkeeper.node.core.state import JOBS_MAX, Incident, Outcome, Repair, State
 from stepkeeper.node.xid.model import Action, Fault, Kind, Source
@@ -49,6 +49,7 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:
 
 def _on_started(state: State, event: on.Started, policy: Policy) -> Decision:
     """Take up what is left: a held drain after a reboot needs its checks; a drain that was wanted is wanted still."""
+    state = replace(state, observing=policy.mode is Mode.OBSERVE)
     effects: tuple[do.Effect, ...] = ()
     if policy.mode is Mode.OBSERVE:
         for incident in filter(is_pending, state.incidents):
@@ -82,6 +83,8 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
         if incident.action is not Action.LOG:
             effects += (do.ListJobs(incident=incident.id),)
         return Decision(state, effects, f"{incident.name} {incident.gpu_label}".strip() + f": {incident.why}")
+    if stands(before, fault):
+        return _left_in_service(state, before, fault, policy)
     incident = joined(before, fault)
     if before.settled and (incident.action is not before.action or _still_there(before, fault, policy)):
         incident = replace(incident, settled=False, outcome=Outcome.OPEN, outcome_why="")  # it is settled anew
@@ -95,9 +98,19 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
     return Decision(state, effects, f"{incident.id} raised to {incident.action}: {incident.why}" if raised else "")
 
 
+def _left_in_service(state: State, before: Incident, fault: Fault, policy: Policy) -> Decision:
+    """Note that a node was returned, by somebody who knows of the fault, with it: his decision, and said aloud."""
+    incident = replace(before, last_at=max(before.last_at, fault.at), count=before.count + 1)
+    state = put(state, incident)
+    if fault.at <= before.last_at + policy.join_s or not fault.action.drains:
+        return Decision(state)
+    text = f"still there, and somebody returned the node with it: left in service: {fault.why}"
+    return Decision(state, (do.Record(incident=incident), do.Alarm(text=text, incident=incident.id)), text)
+
+
 def _still_there(before: Incident, fault: Fault, policy: Policy) -> bool:
     """Tell whether a fault that was left alone is seen to last: circumstances may have changed, so ask anew."""
-    left_alone = before.outcome in (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
+    left_alone = before.outcome in LEFT_ALONE
     left_alone = left_alone or (before.outcome is Outcome.OBSERVED and policy.mode is Mode.ACT)
     seen_now = fault.kind in (Kind.HEALTH, Kind.LOST) and fault.action.drains
     return left_alone and seen_now and fault.at > before.last_at + policy.join_s
@@ -116,7 +129,9 @@ def _on_gpus_listed(state: State, event: on.GpusListed) -> Decision:
 def _on_jobs_listed(state: State, event: on.JobsListed, policy: Policy) -> Decision:
     for incident in state.incidents:
         if incident.id == event.incident and not incident.jobs and event.jobs:
-            incident = replace(incident, jobs=event.jobs[:JOBS_MAX])  # noqa: PLW2901 - the same one, with its jobs
+            # a list that is cut short names too few who may be to blame: then none
+            uids = event.uids if max(len(event.jobs), len(event.uids)) <= JOBS_MAX else ()
+            incident = replace(incident, jobs=event.jobs[:JOBS_MAX], uids=uids)  # noqa: PLW2901 - the same one
             state = put(state, incident)
             if incident.settled and incident.outcome is Outcome.NOTED:
                 return _settle(state, incident, event.at, policy)

@@ -1,7 +1,7 @@
 """What comes back is more than it says it is.  Pure.
 
 The same GPU in need of a reset or a reboot a second time is broken.  Faults that programs cause (13, 31) are the
-GPU's own where they follow it from job to job.
+GPU's own where they follow it from user to user: the many jobs of one user may have one mistake in common.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ def escalate(
 
     `repaired`: the node that we hold has been, since it was drained.
     """
+    others = list(others)
     before = [each for each in others if each.id != incident.id and _same(each, incident)]
     before = [each for each in before if each.first_at <= incident.first_at]
     action, why = incident.action, ""
-    if action is Action.RESTART_JOB and (why := _restarts(incident, before, policy)):
+    if action is Action.RESTART_JOB and (why := _restarts(incident, before, others, policy)):
         action = Action.DRAIN_RESET
     if action in (Action.DRAIN_RESET, Action.DRAIN_REBOOT):
         since = incident.first_at - policy.repeat_within_s
@@ -40,15 +41,21 @@ def escalate(
     return action, why
 
 
-def _restarts(incident: Incident, before: list[Incident], policy: Policy) -> str:
-    """Say that a GPU cost several jobs their lives and none was there each time; "" where that is not so."""
+def _restarts(incident: Incident, before: list[Incident], others: list[Incident], policy: Policy) -> str:
+    """Say that a GPU cost several jobs their lives, and no job and no user was there each time; "" where not so."""
     since = incident.first_at - policy.restarts_within_s
-    counted = [each for each in [*before, incident] if _counts(each) and each.first_at >= since]
+    counted = [
+        each
+        for each in [*before, incident]
+        if each.first_at >= since and _counts(each) and not any(_same_cause(each, other, policy) for other in others)
+    ]
     if len(counted) < policy.restarts_max or incident not in counted:
         return ""
     always_there = set.intersection(*(set(each.jobs) for each in counted))
     if always_there:
         return ""  # one job explains them all
+    if set.intersection(*(set(each.uids) for each in counted)):
+        return ""  # so does one user's program, in however many jobs
     jobs = {job for each in counted for job in each.jobs}
     names = ", ".join(sorted({each.name for each in counted}))
     return f"{len(counted)} faults ({names}) on this GPU in a day, over {len(jobs)} jobs"
@@ -56,7 +63,16 @@ def _restarts(incident: Incident, before: list[Incident], policy: Policy) -> str
 
 def _counts(incident: Incident) -> bool:
     own = frozenset(incident.codes) <= PROGRAMS_OWN and bool(incident.codes)
-    return incident.action is Action.RESTART_JOB and bool(incident.jobs) and not own
+    return incident.action is Action.RESTART_JOB and bool(incident.jobs and incident.uids) and not own
+
+
+def _same_cause(incident: Incident, other: Incident, policy: Policy) -> bool:
+    """Tell whether the jobs of an incident had a fault on another GPU at that time: then it is not this GPU's."""
+    if other.id == incident.id or not other.codes or other.boot_id != incident.boot_id or _same(other, incident):
+        return False
+    if other.jobs and not set(other.jobs) & set(incident.jobs):
+        return False
+    return other.first_at <= incident.last_at + policy.join_s and incident.first_at <= other.last_at + policy.join_s
 
 
 def _mended(earlier: Incident, incident: Incident, *, repaired: bool) -> bool:

@@ -35,6 +35,7 @@ class JobsListed(_Event, frozen=True, kw_only=True, tag="jobs_listed"):
 
     incident: str
     jobs: tuple[int, ...] = ()
+    uids: tuple[int, ...] = ()  # the owners of all of them, or nothing
     error: str = ""
 
 

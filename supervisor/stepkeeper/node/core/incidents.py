@@ -53,9 +53,16 @@ def same_gpu(incident: Incident, other: Fault | Incident) -> bool:
 
 def _lasts(incident: Incident, fault: Fault) -> bool:
     """Tell whether a condition is the one that the incident is about, whenever it is looked at again."""
-    if fault.kind not in LASTING or incident.outcome is Outcome.RESOLVED:
+    if fault.kind not in LASTING or incident.outcome is Outcome.PASSED:
+        return False
+    if (incident.outcome is Outcome.RESOLVED or incident.returned) and not stands(incident, fault):
         return False
     return incident.kind is fault.kind or (incident.action.drains and incident.outcome is not Outcome.NOTED)
+
+
+def stands(incident: Incident, fault: Fault) -> bool:
+    """Tell whether a fault is what somebody returned the node with: nothing says that it began after that."""
+    return incident.returned and fault.standing
 
 
 def opened(state: State, fault: Fault, at: float, policy: Policy) -> Incident:

@@ -2,6 +2,7 @@
 
 a drain that is wanted        COUNT, then DRAIN, at once; RECOUNT a moment later
 a drain that we hold          WATCH, from time to time: has a person taken it away, may a remedy begin?
+a fault that was left alone   WATCH, from time to time; where nobody holds the node any more: CHECK, then COUNT as above
 after a reset or a reboot     CHECK, and where it passed and we may: WATCH, then RESUME
 """
 
@@ -21,6 +22,7 @@ from stepkeeper.slurm.nodes import REASON_PREFIX
 
 replace = msgspec.structs.replace
 REASON_CHARACTERS_MAX = 240
+LEFT_ALONE = (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
 RECOUNT_AFTER_S = 1.5
 """Slurm's times are whole seconds, and within one the name decides: wait until nobody can drain in ours any more."""
 
@@ -36,6 +38,17 @@ class Decision(msgspec.Struct, frozen=True):
 def pending(state: State) -> list[Incident]:
     """Return the incidents that the node has to be drained for, the most severe first."""
     return sorted(filter(is_pending, state.incidents), key=lambda each: -each.action.severity)
+
+
+def left_alone(state: State) -> list[Incident]:
+    """Return the faults of this boot that asked for a drain which somebody, or the breaker, forbade."""
+    if state.observing or state.drain is not None:
+        return []
+    return [
+        each
+        for each in state.incidents
+        if each.outcome in LEFT_ALONE and each.boot_id == state.boot_id and each.action.drains and not each.returned
+    ]
 
 
 def proceed(decision: Decision, at: float, policy: Policy) -> Decision:
@@ -56,6 +69,8 @@ def proceed(decision: Decision, at: float, policy: Policy) -> Decision:
     elif state.drain is not None and at >= state.watch_at:
         first = Call.CHECK if _checks_first(state.drain) else Call.WATCH
         state, effects = call(state, first, at, policy)
+    elif at >= state.watch_at and left_alone(state):
+        state, effects = call(state, Call.WATCH, at, policy)
     else:
         return decision
     return Decision(state, decision.effects + effects, decision.why)
@@ -70,7 +85,7 @@ def due_at(state: State) -> float | None:
         dues.append(state.retry_at)
     elif state.drain is not None and not state.drain.counted:
         dues.append(max(state.retry_at, state.drain.at + RECOUNT_AFTER_S))
-    elif state.drain is not None:
+    elif state.drain is not None or left_alone(state):
         dues.append(max(state.watch_at, state.retry_at))
     return min(dues, default=None)
 

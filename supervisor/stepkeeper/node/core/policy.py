@@ -54,7 +54,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Faults that cost a GPU's job its life count together for this long."""
 
     restarts_max: int = 3
-    """So many of those on one GPU, with no job there each time, and it is the GPU."""
+    """So many of those on one GPU, with no job and no user there each time, and it is the GPU."""
 
     keep_s: float = 8 * 86400.0
     """Incidents are remembered this long: longer than anything above looks back."""

@@ -23,6 +23,7 @@ class Outcome(StrEnum):
     REFUSED = "refused"  # the circuit breaker is open
     TAKEN_BACK = "taken_back"  # two agents passed the breaker at once, and we were the later one
     RESOLVED = "resolved"  # drained by us, and back in service
+    PASSED = "passed"  # left alone, and the node has passed its checks since
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -38,6 +39,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     why: str  # which rule gave the action
     settle_at: float  # when its action counts, whatever may follow
     settled: bool = False
+    returned: bool = False  # somebody took our drain over or away: he knows, and what is still there is his decision
     outcome: Outcome = Outcome.OPEN
     outcome_why: str = ""
     codes: tuple[int, ...] = ()  # every XID and SXID, in the order of their first sighting
@@ -49,6 +51,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str = ""  # the line that gave the action
     escalated: str = ""  # why it asks for more than its own rule says
     jobs: tuple[int, ...] = ()  # on the node when it began
+    uids: tuple[int, ...] = ()  # the owners of all these jobs; empty where they could not be told
     boot_id: str = ""
     sequence: int = -1  # of the newest kernel record in it
     driver: str = ""
@@ -117,6 +120,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     tries: int = 0  # in a row that failed
     retry_at: float = 0.0  # no call before
     watch_at: float = 0.0  # the next unhurried one
+    observing: bool = False  # mode observe, known from the start
 
     @property
     def free(self) -> bool:

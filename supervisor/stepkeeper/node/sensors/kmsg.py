@@ -24,6 +24,7 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 RECORD_BYTES_MAX = 16384  # the kernel writes at most 8192
 FACILITY_SHIFT = 3
 KERNEL = 0
+READABLE = "readable"  # in the values of `Evidence` about the device itself
 TRY_AGAIN_S = 60.0  # a device that is missing or not ours to read: that may change
 RECORDS_AT_ONCE = 1000  # then look whether to stop
 
@@ -212,10 +213,14 @@ class KernelLog:
         if error.errno == errno.EPERM:
             problem += " (kernel.dmesg_restrict is on: CAP_SYSLOG is needed)"
         if problem != self._problem:
-            self._callback(Evidence(at=time.time(), what="sensor", where=self._path, text=problem))
+            self._tell(problem, readable=False)
         self._problem = problem
 
     def _recovered(self) -> None:
         if self._problem:
             self._problem = ""
-            self._callback(Evidence(at=time.time(), what="sensor", where=self._path, text="can be read again"))
+            self._tell("can be read again", readable=True)
+
+    def _tell(self, text: str, *, readable: bool) -> None:
+        values = {READABLE: float(readable)}
+        self._callback(Evidence(at=time.time(), what="sensor", where=self._path, text=text, values=values))

@@ -23,7 +23,7 @@ import pynvml
 
 from stepkeeper.node.sensors.evidence import Roots, gpu_addresses
 from stepkeeper.node.sensors.nvml_wire import ENDS_ABSENT, ENDS_TO_BEGIN_ANEW, HEALTH, REST, Begins, FromChild, encode
-from stepkeeper.node.sensors.readings import Evidence, Gpu, GpuHealth, NvmlState, NvmlStatus, NvmlXid
+from stepkeeper.node.sensors.readings import LISTING, Evidence, Gpu, GpuHealth, NvmlState, NvmlStatus, NvmlXid
 
 # by number: older versions of pynvml lack the names
 FIELD_RECOVERY_ACTION = 230
@@ -40,6 +40,8 @@ NO_PERMISSION = 4
 TIMEOUT = 10
 FUNCTION_NOT_FOUND = 13
 GPU_IS_LOST = 15
+RESET_REQUIRED = 16
+RECOVERY_RESET = 1  # what field 230 would say then, and this GPU cannot be asked
 UNTOLD = (NOT_SUPPORTED, FUNCTION_NOT_FOUND)
 
 EVENT_WORDS = {
@@ -144,7 +146,8 @@ class Listing:
                 pci=where.get(index, ""),
                 index=index,
                 lost=error.value == GPU_IS_LOST,
-                errors=(f"listing: {error}",),
+                recovery_action=RECOVERY_RESET if error.value == RESET_REQUIRED else None,
+                errors=(f"{LISTING}: {error}",),
             )
             for index, error in self.silent.items()
         ]
@@ -217,7 +220,10 @@ def look(lane: Lane, device: Device) -> GpuHealth:
     lost = False
     try:
         for question in QUESTIONS:
-            told.update(_ask(lane, device, question, errors))
+            answer = _ask(lane, device, question, errors)
+            if told.get("recovery_action"):
+                answer.pop("recovery_action", None)  # what the GPU itself asks for says more than an error
+            told.update(answer)
     except _Lost:
         lost = True
     gpu = device.gpu
@@ -237,7 +243,7 @@ def _ask(
         errors.append(f"{question.__name__.strip('_')}: {error}")
         if error.value == GPU_IS_LOST:
             raise _Lost from error
-        return {}
+        return {"recovery_action": RECOVERY_RESET} if error.value == RESET_REQUIRED else {}
     except AttributeError:
         return {}  # this version of pynvml does not have the function
 

@@ -64,6 +64,10 @@ class NvmlXid(_Reading, frozen=True, kw_only=True, tag="nvml_xid"):
     compute_instance: int | None = None
 
 
+LISTING = "listing"
+TEMPERATURE = "temperature"
+
+
 class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
     """What NVML says of one GPU; None where this GPU or driver does not tell."""
 
@@ -81,6 +85,15 @@ class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
     temperature_c: int | None = None
     throttled: tuple[str, ...] = ()  # reasons, in words: evidence only
     errors: tuple[str, ...] = ()  # calls that failed, and how
+
+    @property
+    def silent(self) -> bool:
+        """Whether the GPU does not answer: it cannot be listed, or not even its temperature read.
+
+        Some drivers say "unknown error" of a GPU that is gone.
+        """
+        mute = any(error.partition(":")[0] in (LISTING, TEMPERATURE) for error in self.errors)
+        return mute and not self.lost and not self.recovery_action
 
 
 class Evidence(_Reading, frozen=True, kw_only=True, tag="evidence"):

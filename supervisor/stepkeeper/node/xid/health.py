@@ -21,6 +21,12 @@ STUCK_LOG_AFTER_S: Final = 60.0
 STUCK_DRAIN_AFTER_S: Final = 600.0
 # At boot, and while an administrator changes it, the driver is away for a while: then no GPU is missing yet.
 ABSENT_BELIEVED_AFTER_S: Final = 120.0
+# A GPU that answers with errors: a driver that is being loaded, or a GPU that is gone.  Looks come on request too, so
+# their number alone says nothing.
+SILENT_LOOKS: Final = 3
+SILENT_BELIEVED_AFTER_S: Final = 15.0
+# A list that is too short, while the driver brings its GPUs up: a second one has to say the same.
+LISTED_AGAIN_AFTER_S: Final = 5.0
 
 
 def judge_health(health: GpuHealth, before: GpuHealth | None, *, catalogue: Catalogue) -> list[Fault]:
@@ -28,8 +34,14 @@ def judge_health(health: GpuHealth, before: GpuHealth | None, *, catalogue: Cata
     if health.lost:  # nothing else that is said of it can be trusted
         if before is not None and before.lost:
             return []
-        return [_fault(health, Kind.LOST, lost(catalogue, "NVML says that the GPU is lost"))]
-    return [_fault(health, Kind.HEALTH, each) for each in _news(health, before)]
+        return [_fault(health, Kind.LOST, lost(catalogue, "NVML says that the GPU is lost"), standing=before is None)]
+    return [_fault(health, Kind.HEALTH, each, standing=before is None) for each in _news(health, before)]
+
+
+def silent(health: GpuHealth, *, standing: bool, catalogue: Catalogue) -> Fault:
+    """Return the fault of a GPU that has not answered for several looks in a row: as good as lost."""
+    decided = lost(catalogue, f"the GPU does not answer: {'; '.join(health.errors)}")
+    return _fault(health, Kind.LOST, decided, standing=standing)
 
 
 def missing(expected: int, found: int, *, at: float, catalogue: Catalogue) -> Fault | None:
@@ -47,6 +59,7 @@ def missing(expected: int, found: int, *, at: float, catalogue: Catalogue) -> Fa
         action=decided.action,
         domain=Domain.HARDWARE,
         why=decided.why,
+        standing=True,  # it is said at every listing
     )
 
 
@@ -89,7 +102,7 @@ def _news(health: GpuHealth, before: GpuHealth | None) -> Iterator[Decoded]:
         yield Decoded(action=Action.LOG, why=why)
 
 
-def _fault(health: GpuHealth, kind: Kind, decided: Decoded) -> Fault:
+def _fault(health: GpuHealth, kind: Kind, decided: Decoded, *, standing: bool) -> Fault:
     return Fault(
         at=health.at,
         source=Source.NVML,
@@ -97,6 +110,7 @@ def _fault(health: GpuHealth, kind: Kind, decided: Decoded) -> Fault:
         action=decided.action,
         domain=decided.domain or Domain.HARDWARE,
         why=decided.why,
+        standing=standing,
         certain=decided.certain,
         pci=canonical(health.pci),
         gpu=health.uuid,

@@ -71,6 +71,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     action: Action
     domain: Domain
     why: str  # one clause: which rule gave the action
+    standing: bool = False  # a condition that was there at the first look: nobody can tell since when
     certain: bool = False  # nothing that follows in its burst could explain it away: do not wait for the rest
     code: int | None = None  # XID or SXID
     pci: str | None = None  # `0000:3b:00.0`, lower case, with function; of the GPU or the switch

@@ -1,0 +1,85 @@
+"""`python -m stepkeeper.verdict.page docs/verdicts.md`: write the page that is made from the rules."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.verdict import planes, rules
+from stepkeeper.verdict.causes import Cause, Role
+from stepkeeper.verdict.joining import LIKELY
+
+MADE = "<!-- Made by `python -m stepkeeper.verdict.page docs/verdicts.md` from the rules.  Change them there. -->"
+LEAD = f"""
+`stepkeeper explain RUN` tells why the newest failed launch of a run failed (`--attempt`, `--launch` name another),
+`stepkeeper explain --log FILE ...` what log files say on their own (one a node; `-` is stdin; torch's error files too).
+`--json` prints one object: `cause`, `rule`, `confidence`, `role`, `evidence`, `location`, `rank`, `node`, `otherwise`,
+`happened`, `todo`.  `otherwise` is what would have been decided without the strongest piece of evidence.
+
+The rules are data: `supervisor/stepkeeper/verdict/rules.toml`.  The logs that they are measured by are in
+`tests/verdict/corpus`.
+
+## How evidence is joined
+
+1. A root says what went wrong, a cascade follows from it elsewhere, a confirmation supports.  Roots beat cascades: a
+   collective's timeout is the verdict only where no rank says more, and `role` is `cascade` then.
+2. A root below {LIKELY:g} gives way to any other.
+3. A fault of a node is the verdict where it explains what the ranks say; it does not explain a program's own error.
+4. Slurm's word is the verdict where it alone says why, or where it came before any rank failed.
+5. Of several roots, that of the rank that failed first; within one log the more certain one, then the earlier one.
+6. An error that training went on after did not end it.
+
+A log is read at both ends (0.5 MiB and 4 MiB), lines beyond 4,096 characters without their middle.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Write the page."""
+    if len(argv) != 2:  # noqa: PLR2004 - the program and the file
+        sys.stderr.write("stepkeeper.verdict.page: name the file: python -m stepkeeper.verdict.page docs/verdicts.md\n")
+        return int(ExitCode.USAGE)
+    Path(argv[1]).write_text(page(), encoding="utf-8")
+    return int(ExitCode.FINISHED)
+
+
+def page() -> str:
+    """Return the page."""
+    table = rules.load()
+    out = ["# Why a launch failed", "", MADE, "", LEAD.strip(), "", "## Causes", ""]
+    out += _table(
+        ("cause", "what happened", "what to do"),
+        [(f"`{cause.value}`", table.meanings[cause].happened, table.meanings[cause].todo) for cause in Cause],
+    )
+    out += ["", "## Rules for logs and error files", "", "The first that matches a line or an exception decides.", ""]
+    out += _table(
+        ("rule", "cause", "role", "confidence", "plane", "says"),
+        [
+            (f"`{row.id}`", row.cause.value, row.role.value, f"{row.confidence:.2f}", row.plane.value, row.says)
+            for row in (rule.row for rule in table.rules)
+        ],
+    )
+    out += ["", "## Exits of ranks", "", "Only the first rank that failed is a root; those after it follow.", ""]
+    exits = [(f"signal {number}", *row) for number, row in planes.SIGNALS.items()]
+    exits += [(f"code {number}", *row) for number, row in planes.CODES.items()]
+    out += _table(
+        ("exit", "rule", "cause", "role", "confidence", "says"),
+        [
+            (name, f"`{rule}`", cause.value, _role(role), f"{confidence:.2f}", says)
+            for name, rule, cause, role, confidence, says in exits
+        ],
+    )
+    return "\n".join([*out, ""])
+
+
+def _role(role: Role) -> str:
+    return role.value
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

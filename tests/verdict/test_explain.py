@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from stepkeeper.core import events as on
+from stepkeeper.core.state import Phase
+from stepkeeper.store.rundir import RunDirectory
+from tests.reading import build
+from tests.reading.conftest import Command, command, run
+from tests.verdict.test_logs import STACK
+
+__all__ = ["command", "run"]  # fixtures of the reading commands
+START = build.START
+
+
+def failing(run: RunDirectory, *, attempt: int = 0, launch: int = 0, code: int | None = 1, at: float = START) -> None:
+    """Write a launch of two ranks on two nodes, of which rank 1 dies first."""
+    started = on.AttemptStarted(
+        at=at,
+        job_id=12,
+        restart_count=attempt,
+        attempt=attempt,
+        nodes=("n1", "n2"),
+        batch_node="n1",
+        kill_wait_s=30.0,
+    )
+    signal = None if code is not None else 9
+    events: list[on.Event] = [
+        started,
+        on.LaunchBegan(at=at + 1, launch=launch),
+        on.RankExited(at=at + 9, launch=launch, rank=1, node="n2", code=code, signal=signal),
+        on.RankExited(at=at + 12, launch=launch, rank=0, node="n1", signal=9),
+        on.LaunchEnded(at=at + 13, launch=launch, code=1, error="srun: error: n2: task 1: Exited with exit code 1"),
+    ]
+    write(run, events, attempt=attempt, launch=launch)
+
+
+def write(run: RunDirectory, events: list[on.Event], *, attempt: int = 0, launch: int = 0) -> None:
+    build.write_journal(
+        run, [build.record(event, phase=Phase.TRAINING, attempt=attempt, launch=launch) for event in events]
+    )
+
+
+def labelled(rank: int, text: str) -> bytes:
+    return "".join(f"{rank}: {line}\n" for line in text.splitlines()).encode()
+
+
+def explained(command: Command, *argv: object) -> dict[str, object]:
+    said = command("explain", *argv, "--json")
+    assert said.code == 0, said.err
+    document: dict[str, object] = json.loads(said.out)
+    return document
+
+
+def test_the_newest_failed_launch_is_explained_from_journal_and_logs(command: Command, run: RunDirectory) -> None:
+    failing(run)
+    build.write_log(run, "n1", b"0: step 1 loss 2.5\n0: RuntimeError: Connection reset by peer\n")
+    build.write_log(run, "n2", labelled(1, STACK))
+
+    document = explained(command, run.path)
+
+    assert (document["cause"], document["rank"], document["node"]) == ("gpu_memory", 1, "n2")
+    assert document["location"] == "OutOfMemoryError at /w/train.py:61 in main"
+    assert (document["attempt"], document["launch"]) == (0, 0)
+    assert {"confidence", "evidence", "otherwise", "rule", "happened", "todo"} <= set(document)
+    rules = [piece["rule"] for piece in document["evidence"]]  # type: ignore[attr-defined]
+    assert {"cuda-out-of-memory", "peer-gone", "exit-error", "exit-killed"} <= set(rules)
+
+
+def test_people_read_what_happened_why_and_what_to_do(command: Command, run: RunDirectory) -> None:
+    failing(run)
+    build.write_log(run, "n2", labelled(1, STACK))
+
+    said = command("explain", run.path)
+
+    assert said.code == 0
+    for words in ("gpu_memory", "A GPU ran out of memory", "train.py:61", "because", "to do"):
+        assert words in said.out
+
+
+def test_without_logs_the_exits_are_what_is_left(command: Command, run: RunDirectory) -> None:
+    failing(run, code=None)
+
+    document = explained(command, run.path)
+
+    assert (document["cause"], document["rule"], document["rank"]) == ("host_memory", "exit-killed", 1)
+    assert float(str(document["confidence"])) < 0.7
+
+
+def test_a_fault_of_the_node_outweighs_what_its_ranks_say(command: Command, run: RunDirectory) -> None:
+    fault = on.NodeFaulted(
+        at=START + 8, node="n2", incident="i", name="XID 79", action="drain_reboot", leave=True, why="off the bus"
+    )
+    write(run, [on.LaunchBegan(at=START + 1, launch=0), fault])
+    failing(run)
+    build.write_log(run, "n2", b"1: RuntimeError: CUDA error: unspecified launch failure\n")
+
+    assert explained(command, run.path)["cause"] == "node_fault"
+
+
+def test_a_preemption_before_the_ranks_fell_is_the_reason(command: Command, run: RunDirectory) -> None:
+    facts = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, preempt_at=START + 3)
+    write(run, [on.LaunchBegan(at=START + 1, launch=0), on.SlurmAnswered(at=START + 4, job=facts)])
+    failing(run)
+    build.write_log(run, "n2", labelled(1, 'Traceback (most recent call last):\n  File "t.py", line 3\nOSError: x'))
+
+    assert explained(command, run.path)["cause"] == "preempted"
+
+
+def test_earlier_launches_are_named_by_attempt_and_launch(command: Command, run: RunDirectory) -> None:
+    failing(run, attempt=0, launch=0)
+    failing(run, attempt=1, launch=2, at=START + 100)
+    build.write_log(run, "n2", labelled(1, STACK), 0, 0)
+    build.write_log(run, "n2", b"1: OSError: [Errno 28] No space left on device\n", 1, 2)
+
+    assert explained(command, run.path)["cause"] == "storage"
+    assert explained(command, run.path, "--attempt", 0)["cause"] == "gpu_memory"
+    assert explained(command, run.path, "--launch", 2)["attempt"] == 1
+    said = command("explain", run.path, "--attempt", 7)
+    assert (said.code, "0.0, 1.2" in said.err) == (40, True)
+
+
+def test_a_finished_launch_is_no_failure(command: Command, run: RunDirectory) -> None:
+    ended = on.LaunchEnded(at=START + 9, launch=0, code=0, finished=True)
+    write(run, [on.LaunchBegan(at=START + 1, launch=0), ended])
+
+    assert explained(command, run.path)["cause"] == "finished"
+
+
+def test_logs_are_judged_on_their_own(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "n1.log").write_text("0: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
+    (tmp_path / "n2.log").write_bytes(labelled(1, STACK))
+    (tmp_path / "error.json").write_text(json.dumps({"message": {"message": "ValueError: bad", "extraInfo": {}}}))
+
+    together = explained(command, "--log", tmp_path / "n1.log", tmp_path / "n2.log")
+
+    assert (together["cause"], together["node"]) == ("gpu_memory", "n2")
+    assert explained(command, "--log", tmp_path / "n1.log")["cause"] == "collective_timeout"
+    assert explained(command, "--log", tmp_path / "error.json")["cause"] == "exception"
+
+
+def test_secrets_in_a_log_are_not_shown(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("RuntimeError: login failed, api_key=abcdef123456\n")
+
+    for options in ((), ("--json",)):
+        assert "abcdef123456" not in command("explain", "--log", tmp_path / "log", *options).out
+
+
+def test_wrong_use_is_said_in_one_line(command: Command, run: RunDirectory, tmp_path: Path) -> None:
+    for argv, code in (
+        ((), 2),
+        ((run.path, "--log", "x"), 2),
+        (("--log", tmp_path / "missing"), 40),
+        (("--log", tmp_path), 40),
+        ((run.path,), 40),
+        (("999",), 40),
+    ):
+        said = command("explain", *argv)
+
+        assert (said.code, said.err.count("\n")) == (code, 1), argv

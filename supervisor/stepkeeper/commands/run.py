@@ -91,6 +91,7 @@ def execute(arguments: argparse.Namespace) -> int:
         nodes=allocation.nodes,
         kill_wait_s=cluster.kill_wait_s,
         nonce=secrets.token_hex(8),
+        started_at=clock.now(),
     )
     setting = Setting(
         directory=directory,

@@ -5,6 +5,7 @@
 # machine as it is: each program names its own loader and libraries there, so no chroot is needed to run them, and what
 # they start (jobs, shells, Python) is this machine's.
 set -eu
+umask 022
 ROOT=$1 OUT=$2 MIRROR=$3
 PYSLURM=25.11.2  # the newest; made for Slurm 25.11, the macros below bridge what 26.05 renamed
 
@@ -23,6 +24,7 @@ cp /etc/resolv.conf "$ROOT/etc/resolv.conf"
 
 cat >"$ROOT/inside.sh" <<'INSIDE'
 set -eu
+umask 022
 OUT=$1 PYSLURM=$2
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C HOME=/root
 unset PIP_FIND_LINKS  # a directory of this machine
@@ -46,13 +48,14 @@ export CFLAGS="$CFLAGS -DESLURM_ERROR_ON_DESC_TO_RECORD_COPY=2007"
 pip wheel --quiet --no-deps --no-build-isolation -w /wheels "pyslurm==$PYSLURM"
 
 mkdir -p "$OUT/bin" "$OUT/lib" "$OUT/plugins" "$OUT/python/bin" "$OUT/python/lib/python3/dist-packages"
-for name in sbatch scancel scontrol sinfo squeue srun slurmctld slurmd slurmstepd; do
+for name in sacct salloc sbatch scancel scontrol sinfo squeue srun slurmctld slurmd slurmstepd; do
     cp -L "$(command -v "$name")" "$OUT/bin/$name"
 done
 cp -L "/usr/lib/$triplet/slurm-wlm"/*.so "$OUT/plugins/"
 python=$(readlink -f /usr/bin/python3)
 cp "$python" "$OUT/python/bin/python3"
 cp -r "/usr/lib/${python##*/}" "$OUT/python/lib/"
+rm -rf "$OUT/python/lib/${python##*/}/test" "$OUT/python/lib/${python##*/}"/config-*
 pip install --quiet --no-deps --no-index --target "$OUT/python/lib/python3/dist-packages" /wheels/pyslurm-*.whl
 
 find "$OUT/bin" "$OUT/plugins" "$OUT/python" -type f \( -perm -1 -o -name '*.so' \) | while read -r file; do

@@ -16,7 +16,7 @@ import pytest
 
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.slurm.client import ClusterSettings, SlurmError
-from tests.lab import USERS, Lab
+from tests.lab import USERS, Lab, processes
 from tests.lab.newest import NOT_BUILT, found
 from tests.lab.site import supervisor_python
 
@@ -72,7 +72,13 @@ class ClientOfUser:
         return [int(pid) for pid in path.read_text().split()]
 
     def close(self) -> None:
+        """End it; what it has started must end by itself."""
+        started = self.children()
         self._process.communicate(timeout=20)
+        limit = time.monotonic() + CALL_TAKES_MAX_S
+        while left := [pid for pid in started if processes.alive(pid)]:
+            assert time.monotonic() < limit, f"processes {left} outlive the client"
+            time.sleep(0.05)
 
 
 KINDS = [

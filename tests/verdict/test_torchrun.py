@@ -1,0 +1,82 @@
+"""What torch itself writes when a rank fails under torchrun: the words that the rules are about, from the source."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.verdict import errorfiles
+from stepkeeper.verdict.causes import Cause
+from tests.verdict.corpus import verdict
+
+pytest.importorskip("torch")
+WITHIN_S = 120.0
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def read_batch():
+    raise ValueError("bad batch 17")
+
+@record
+def main():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        how = sys.argv[1]
+        if how == "raise":
+            read_batch()
+        elif how == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif how == "memory":
+            torch.empty(2**60, dtype=torch.uint8)
+        elif how == "load":
+            torch.nn.Linear(2, 2).load_state_dict(torch.nn.Linear(3, 3).state_dict())
+    dist.all_reduce(torch.ones(1))
+    time.sleep(60)
+
+main()
+"""
+
+
+def torchrun(tmp_path: Path, how: str) -> tuple[str, list[bytes]]:
+    """Run two ranks, of which rank 1 fails; return what they printed, and their error files."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    logs = tmp_path / "logs"
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--log-dir={logs}"]
+    ended = subprocess.run(
+        [*line, str(tmp_path / "train.py"), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=WITHIN_S,
+        check=False,
+    )
+    assert ended.returncode != 0
+    return ended.stdout.decode(errors="replace"), [path.read_bytes() for path in sorted(logs.rglob("error.json"))]
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("raise", Cause.EXCEPTION),
+        pytest.param("segfault", Cause.SEGFAULT, marks=pytest.mark.campaign),
+        pytest.param("memory", Cause.HOST_MEMORY, marks=pytest.mark.campaign),
+        pytest.param("load", Cause.CHECKPOINT, marks=pytest.mark.campaign),
+    ],
+)
+def test_the_rank_that_failed_is_told_from_those_that_lost_their_peer(tmp_path: Path, how: str, cause: Cause) -> None:
+    printed, error_files = torchrun(tmp_path, how)
+
+    judged = verdict(printed)
+
+    assert judged.cause is cause, printed
+    if how == "raise":
+        where = f"ValueError at {tmp_path / 'train.py'}:8 in read_batch"
+        assert judged.location == where
+        assert where in {said.location for data in error_files if (said := errorfiles.sight(data))}

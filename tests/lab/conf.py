@@ -46,10 +46,16 @@ def files(place: Place, options: LabOptions) -> dict[str, str]:
     return {
         "slurm.conf": _slurm_conf(place, options, nodes),
         "gres.conf": gres,
-        "cgroup.conf": f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nCgroupMountpoint={place.cgroup_mountpoint}\n"
-        if place.cgroup_mountpoint
-        else "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n",
+        "cgroup.conf": _cgroup_conf(place),
     }
+
+
+def _cgroup_conf(place: Place) -> str:
+    if place.cgroup_mountpoint:
+        return f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nCgroupMountpoint={place.cgroup_mountpoint}\n"
+    if place.newest:
+        return "CgroupPlugin=disabled\n"
+    return "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
 
 
 def _slurm_conf(place: Place, options: LabOptions, nodes: str) -> str:
@@ -96,7 +102,8 @@ def _slurm_conf(place: Place, options: LabOptions, nodes: str) -> str:
         "GresTypes=gpu",
     ]
     if options.send_user_signal:
-        lines.append("SlurmctldParameters=preempt_send_user_signal")
+        newer = "PreemptParameters=send_user_signal"
+        lines.append(newer if place.newest else "SlurmctldParameters=preempt_send_user_signal")
     if place.newest:
         lines.append(f"PluginDir={place.newest.plugins}")
     gres = f" Gres=gpu:{options.gpus}" if options.gpus else ""

@@ -67,3 +67,18 @@ def test_an_administrators_requeue_is_not_requeued_again(lab: Lab, reference: Tr
 
     assert lab.job(training.job_id).restarts == 1, training.story()
     assert_complete(training, reference)
+
+
+def test_the_batch_process_alone_is_told_by_a_user_signal(lab_factory, reference: Training) -> None:
+    """The parameter has another name there than on 22.05."""
+    told_by_signal = lab_factory(slurm="newest", nodes=2, grace_time_s=GRACE_S, kill_wait_s=10, send_user_signal=True)
+    training = Training(told_by_signal, name="user-signal").submit()
+    training.wait_step(13)
+
+    told_by_signal.preempt(training.job_id)
+    training.wait_event(on.CheckpointCommitted)
+    release_urgent_jobs(told_by_signal)
+    training.wait_end()
+
+    assert [r.event.signal for r in training.events(on.SignalReceived)][:1] == ["USR1"], training.story()
+    assert_complete(training, reference)

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import threading
-import timeit
 from pathlib import Path
 
 import pytest
@@ -174,17 +173,3 @@ def test_the_same_rule_for_the_same_rank_is_told_once_with_a_count() -> None:
     log = reading.read(io.BytesIO(b"3: CUDA out of memory\n" * 40 + b"4: CUDA out of memory\n"))
 
     assert [(each.rank, each.count, each.line) for each in logs.sight(log)] == [(3, 40, 1), (4, 1, 41)]
-
-
-@pytest.mark.parametrize(
-    "unit", ["loss", "a", "_", "/", "Aa_", "loss_norm/", "ImportError: requires ", "x.Error", "NaN "]
-)
-def test_no_line_keeps_a_rule_busy(unit: str) -> None:
-    """A rule that takes time quadratic in a line's length would let one odd log hold up the supervisor."""
-    whole, half = ((unit * count)[:count].encode() for count in (4000, 1000))
-
-    def seconds(line: bytes) -> float:
-        log = reading.read(io.BytesIO(b"\n".join([line] * 5)))
-        return min(timeit.repeat(lambda: logs.sight(log), number=1, repeat=3))
-
-    assert seconds(whole) < 12 * seconds(half)  # four times the length: sixteen times would be quadratic

@@ -9,6 +9,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.verdict import planes, rules
 from stepkeeper.verdict.causes import Cause, Role
 from stepkeeper.verdict.joining import LIKELY
+from stepkeeper.verdict.reading import LINE_CHARACTERS_MAX
 
 MADE = "<!-- Made by `python -m stepkeeper.verdict.page docs/verdicts.md` from the rules.  Change them there. -->"
 LEAD = f"""
@@ -30,7 +31,7 @@ The rules are data: `supervisor/stepkeeper/verdict/rules.toml`.  The logs that t
 5. Of several roots, that of the rank that failed first; within one log the more certain one, then the earlier one.
 6. An error that training went on after did not end it.
 
-A log is read at both ends (0.5 MiB and 4 MiB), lines beyond 4,096 characters without their middle.
+A log is read at both ends (0.5 MiB and 4 MiB), lines beyond {LINE_CHARACTERS_MAX:,} characters without their middle.
 """
 
 

@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 HEAD_BYTES_MAX = 512 * 1024
 TAIL_BYTES_MAX = 4 * 1024 * 1024
-LINE_CHARACTERS_MAX = 4096  # of one longer than that, both ends are kept
+LINE_CHARACTERS_MAX = 2048  # of one longer than that, both ends are kept: no line keeps a rule busy for long
 STATES_MAX = 4  # of a progress bar: it overwrites its line by carriage returns
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")

@@ -71,6 +71,8 @@ def launches(run: RunDirectory) -> list[Launch]:
             key = (record.attempt, event.launch)
             current = key
         restarts[key] = record.restart_count
+        if isinstance(event, on.Progressed):
+            continue  # says nothing of the end, and a long run has many
         if current is not None and current[0] == record.attempt:
             found.setdefault(current, []).append(event)
         else:

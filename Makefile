@@ -6,7 +6,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
 # slurmd starts jobs as other users, so a lab needs root; what runs as root leaves nothing in the checkout
 AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 STEPKEEPER_REQUIRE_SLURM=$(STEPKEEPER_REQUIRE_SLURM)
 # three at a time: stories mostly wait for Slurm
-PYTEST = -p no:cacheprovider -n 3 --dist worksteal
+PYTEST = -p no:cacheprovider -n 3 --dist worksteal --durations=30 --durations-min=5
 PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev
 V := .venv/bin
 

@@ -86,7 +86,7 @@ def test_what_is_carried_over_from_an_attempt_that_said_how_it_ended(tmp_path: P
     write(path, record(attempt=3, phase=Phase.DONE, why="requeued", failures=1, node_losses=2, best_step=500))
 
     assert journal.reconstruct(path) == journal.Carried(
-        attempt=4, failures=1, node_losses=2, best_step=500, previous="attempt 3 ended: requeued", ended=True
+        attempt=4, failures=1, node_losses=2, best_step=500, previous="attempt 3 ended: requeued", ended=True, at=1000.0
     )
 
 

@@ -50,6 +50,7 @@ def test_a_preemption_tells_the_tasks_at_once_and_the_batch_process_not(lab: Lab
     lab.release(urgent)
 
 
+@pytest.mark.campaign
 def test_a_node_and_the_controller_come_back(lab_factory) -> None:
     lab = lab_factory(nodes=2, slurmd_timeout_s=5)
     first, second = lab.node_names

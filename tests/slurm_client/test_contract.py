@@ -211,6 +211,7 @@ def test_a_requeued_job_counts_one_more_restart_at_once(lab: Lab, client: Client
     assert client.job(job).restarts == 1
 
 
+@pytest.mark.campaign
 def test_a_job_at_its_time_limit_says_so_while_it_completes(lab: Lab, client: ClientOfUser, submit) -> None:
     """Slurm's shortest limit is a minute; the administrator can move the end nearer."""
     job = running(lab, submit, "--time=1", script=STUBBORN)

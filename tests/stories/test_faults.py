@@ -135,6 +135,7 @@ def test_during_a_checkpoint_no_verified_step_is_lost(lab: Lab, agents: Agents, 
     assert bad not in training.launches()[1]
 
 
+@pytest.mark.campaign
 def test_an_observing_agent_makes_the_job_leave_and_exclude_the_node(
     lab: Lab, agents: Agents, reference: Training
 ) -> None:

@@ -49,6 +49,7 @@ def test_the_batch_process_alone_is_told_by_a_user_signal(lab_factory, reference
     assert_complete(training, reference)
 
 
+@pytest.mark.campaign
 def test_a_time_limit_is_met_with_a_checkpoint_and_another_attempt(lab: Lab, reference: Training) -> None:
     """One minute is Slurm's shortest limit, and it may signal up to a minute early: that is what this uses."""
     # slurmctld looks at time limits every half minute: the training must last longer than that
@@ -115,6 +116,7 @@ def test_a_signal_that_ends_nothing_saves_and_training_goes_on(lab: Lab, referen
     assert_complete(training, reference)
 
 
+@pytest.mark.campaign
 def test_a_controller_that_is_away_during_the_requeue_is_waited_for(lab: Lab, reference: Training) -> None:
     training = Training(lab, name="no-controller", steps=40, step_seconds=0.5).submit()
     training.wait_step(5)

@@ -81,6 +81,7 @@ def test_another_job_is_refused_while_a_run_is_alive(lab: Lab, reference: Traini
     assert_complete(training, reference)
 
 
+@pytest.mark.campaign
 def test_of_two_attempts_at_once_the_newer_one_wins(lab_factory, reference: Training) -> None:
     """Only slurmd of the batch node dies: Slurm gives the node up and requeues, and the old attempt lives on."""
     lab = lab_factory(slurmd_timeout_s=5, kill_wait_s=10)
@@ -177,6 +178,7 @@ def test_nothing_secret_is_written_and_nothing_is_asked_while_nothing_happens(la
         assert b"verysecret" not in path.read_bytes(), path
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("how", ["own-srun", "torchrun"])
 def test_other_launch_lines(lab: Lab, reference: Training, how: str) -> None:
     """The user's own srun line (without our wrapper around the ranks), and one torchrun a node: preempted alike."""

@@ -69,6 +69,7 @@ def stopped(tmp_path: Path, hits: list[tuple[int, str]]) -> None:
         assert check_disk(story, ended) == "step_00000006"
 
 
+@pytest.mark.campaign
 def test_a_rank_that_is_killed_costs_no_step_that_was_committed(tmp_path: Path) -> None:
     killed(tmp_path, SOME, resume_every=3)
 
@@ -113,6 +114,7 @@ def test_a_rank_that_stands_still_for_too_long_costs_one_save(tmp_path: Path, ra
     assert (said.outcome, said.step) == ("finished", 30)
 
 
+@pytest.mark.campaign
 def test_a_bit_that_differs_between_copies_is_said_with_the_name_of_the_tensor(tmp_path: Path) -> None:
     stories = [
         Story(run_dir=str(tmp_path / "checked"), drift_at=3, steps=4),

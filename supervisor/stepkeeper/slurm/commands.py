@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepkeeper.core.events import JobFacts, JobState
+from stepkeeper.slurm.calling import call
 from stepkeeper.slurm.client import ClusterSettings, SlurmError
 
 CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller does not answer
@@ -106,29 +105,7 @@ class SlurmCommands:
 
     def _call(self, *argv: str, directory: str | None = None) -> str:
         """Run one command and return what it prints."""
-        what = " ".join(argv)
-        try:
-            done = subprocess.run(
-                argv,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=self.call_within_s,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"},
-                check=False,
-                cwd=directory,
-                start_new_session=True,  # a signal to our process group must not end a call half-way
-            )
-        except subprocess.TimeoutExpired:
-            raise SlurmError(f"{what}: no answer in {self.call_within_s:g} s", unreachable=True) from None
-        except OSError as error:
-            raise SlurmError(f"{what}: {error.strerror}; are Slurm's commands on PATH?") from error
-        if done.returncode:
-            said = " ".join((done.stderr or done.stdout).split())[:300]
-            unreachable = any(word in said.lower() for word in _UNREACHABLE)
-            raise SlurmError(f"{what}: {said or f'exit code {done.returncode}'}", unreachable=unreachable)
-        return done.stdout
+        return call(argv, self.call_within_s, what=" ".join(argv), delays=_UNREACHABLE, directory=directory)
 
 
 def parse_job(text: str) -> JobFacts:

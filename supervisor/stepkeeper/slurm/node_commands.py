@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from stepkeeper.slurm.calling import call
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.nodes import JobsHere, NodeFacts, OwnedJob
 
@@ -86,28 +85,13 @@ class NodeCommands:
         return JobsHere(jobs=tuple(sorted(pids)), uids=owners(pids))
 
     def _call(self, *arguments: str) -> str:
-        what = f"scontrol {' '.join(arguments[:4])}"
-        try:
-            done = subprocess.run(
-                ["scontrol", *arguments],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=self.call_within_s,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **self.environment, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"},
-                check=False,
-                start_new_session=True,  # a signal to our process group must not end a call half-way
-            )
-        except subprocess.TimeoutExpired:
-            raise SlurmError(f"{what}: no answer in {self.call_within_s:g} s", unreachable=True) from None
-        except OSError as error:
-            raise SlurmError(f"{what}: {error.strerror}; are Slurm's commands on PATH?") from error
-        if done.returncode:
-            said = " ".join((done.stderr or done.stdout).split())[:300]
-            unreachable = any(word in said.lower() for word in DELAYS)
-            raise SlurmError(f"{what}: {said or f'exit code {done.returncode}'}", unreachable=unreachable)
-        return done.stdout
+        return call(
+            ["scontrol", *arguments],
+            self.call_within_s,
+            what=f"scontrol {' '.join(arguments[:4])}",
+            delays=DELAYS,
+            environment=self.environment,
+        )
 
 
 def parse_nodes(text: str) -> tuple[NodeFacts, ...]:

@@ -86,7 +86,7 @@ class ShareVerdict:
     problems: tuple[str, ...]
     bytes_read: int
     manifest: str  # its digest: equal for all shares of one step directory
-    seen: str  # digest over the state of every file; nodes may number the inodes of one file differently
+    seen: str  # digest over the state of its files; nodes may number the inodes of one file differently
     began_at: float  # Unix seconds
 
 
@@ -169,7 +169,7 @@ def verify(
     digest = manifest.manifest_xxh3_128
     known = cache.known(digest, facts.values()) if cache is not None else set()
     unread = [name for name in look.files if facts[name] not in known]
-    found = _read(directory, _tasks(manifest, unread, how.count_threads()), how)
+    found = _read(directory, _tasks(manifest.files, unread, how.count_threads()), how)
     problems = look.problems + found.lines(list(manifest.files))
     if cache is not None and unread and not how.should_stop():
         after = _look_at_files(directory, manifest, [])
@@ -198,21 +198,28 @@ def known_right(directory: Path, cache: Cache) -> bool:
 def verify_share(directory: Path, index: int, of: int, *, reading: Reading | None = None) -> ShareVerdict:
     """Read share `index` (from 0) of `of` nearly equal ones; all of them together are a deep verification.
 
-    Every share looks at the directory; so each is cheap to begin, and the first one to see a problem says it.
+    A share looks at its own files only, so that many readers do not ask the file system for all files each;
+    `join_shares` looks at the whole directory.
     """
     assert 0 <= index < of, f"share {index} of {of}"
     began_at = time.time()
-    look = _look(directory)
-    if look.manifest is None:
-        return ShareVerdict(index, of, tuple(look.problems), 0, "", "", began_at)
-    how, seen = reading or Reading(), _seen(look)
-    tasks = _share(_tasks(look.manifest, list(look.files), of * how.count_threads()), index, of)
-    found = _read(directory, tasks, how)
-    problems = look.problems + found.lines(list(look.manifest.files))
-    after = _seen(_Look(directory, look.manifest, [], _look_at_files(directory, look.manifest, [])))
-    if after != seen:
+    try:
+        manifest = read_manifest(directory)
+    except (ManifestError, OSError) as error:
+        return ShareVerdict(index, of, (str(error),), 0, "", "", began_at)
+    how = reading or Reading()
+    # a file without a list of chunks cannot be read: `join_shares` says so
+    files = {name: entry for name, entry in manifest.files.items() if _lists_chunks(entry)}
+    tasks = _share(_tasks(files, list(files), of * how.count_threads()), index, of)
+    names = list(dict.fromkeys(task.name for task in tasks))
+    before, problems = _facts_of(directory, files, names)
+    found = _read(directory, [task for task in tasks if task.name in before], how)
+    problems += found.lines(names)
+    after, _ = _facts_of(directory, files, names)
+    if after != before:
         problems.append(f"{directory}: its files changed while they were read")
-    return ShareVerdict(index, of, tuple(problems), found.bytes_read, look.manifest.manifest_xxh3_128, seen, began_at)
+    digest = manifest.manifest_xxh3_128
+    return ShareVerdict(index, of, tuple(problems), found.bytes_read, digest, _seen(before), began_at)
 
 
 def join_shares(directory: Path, shares: list[ShareVerdict], *, cache: Cache | None = None) -> Verdict:
@@ -228,10 +235,45 @@ def join_shares(directory: Path, shares: list[ShareVerdict], *, cache: Cache | N
         expected = sum(entry.bytes for entry in manifest.files.values())
         if not problems and (sorted((s.index, s.of) for s in shares) != whole or bytes_read != expected):
             problems.append(f"{directory}: {bytes_read} of {expected} bytes were read: a share is missing")
-        if cache is not None and not problems and {share.seen for share in shares} == {_seen(look)}:
+        if cache is not None and not problems and _saw_these_files(look, shares):
             began_at = min(share.began_at for share in shares)
             cache.remember(manifest.manifest_xxh3_128, look.facts(), read_at=began_at)
     return Verdict(directory, tuple(problems), bytes_read)
+
+
+def names_of_share(manifest: Manifest, index: int, of: int) -> tuple[str, ...]:
+    """Return the files that a share has bytes of."""
+    tasks = _share(_tasks(manifest.files, list(manifest.files)), index, of)
+    return tuple(dict.fromkeys(task.name for task in tasks))
+
+
+def _facts_of(directory: Path, files: dict[str, FileEntry], names: list[str]) -> tuple[dict[str, Fact], list[str]]:
+    """Return the state of some files that have the right size, and what is wrong with the others."""
+    facts, problems = {}, []
+    for name in names:
+        try:
+            status = os.stat(directory / name, follow_symlinks=False)
+        except OSError as error:
+            problems.append(f"{directory / name}: {'missing' if error.errno == errno.ENOENT else error.strerror}")
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            problems.append(f"{directory / name}: not a plain file (links are not followed)")
+        elif status.st_size != files[name].bytes:
+            said = files[name].bytes
+            problems.append(f"{directory / name}: has {status.st_size} bytes, the manifest says {said}")
+        else:
+            facts[name] = fact(status, files[name])
+    return facts, problems
+
+
+def _saw_these_files(look: _Look, shares: list[ShareVerdict]) -> bool:
+    """Whether each reader saw the files that are there now, by inode, size and times."""
+    assert look.manifest is not None
+    facts = look.facts()
+    return all(
+        share.seen == _seen({name: facts[name] for name in names_of_share(look.manifest, share.index, share.of)})
+        for share in shares
+    )
 
 
 # A look -----------------------------------------------------------------------------------------------------------
@@ -328,21 +370,21 @@ def _metadata_problems(directory: Path, manifest: Manifest) -> list[str]:
         return [f"{path}: {error}"]
 
 
-def _seen(look: _Look) -> str:
-    """Digest the state of every file."""
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(look.facts().items())))
+def _seen(facts: dict[str, Fact]) -> str:
+    """Digest the state of files."""
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(facts.items())))
 
 
 # Reading ----------------------------------------------------------------------------------------------------------
 
 
-def _tasks(manifest: Manifest, names: list[str], threads: int = 1) -> list[_Task]:
+def _tasks(files: dict[str, FileEntry], names: list[str], threads: int = 1) -> list[_Task]:
     """Cut files into tasks: long ones, and still several for each thread."""
-    total = sum(manifest.files[name].bytes for name in names)
+    total = sum(files[name].bytes for name in names)
     size = min(TASK_BYTES, total // (TASKS_PER_THREAD * threads))
     tasks = []
     for name in names:
-        entry = manifest.files[name]
+        entry = files[name]
         at_once = max(1, size // entry.chunk_bytes)
         tasks += [
             _Task(name, entry, first, min(first + at_once, len(entry.chunks)))

@@ -325,7 +325,7 @@ def test_a_late_copy_of_a_request_is_no_second_request() -> None:
         def ask(request_id: int) -> None:
             sock.sendto(messages.encode(messages.SaveRequest(request_id=request_id, stop=False)), address)
             requests.hear()
-            requests.agree(Agreement(None).read(requests.wish(busy=False, failed_save=0)))
+            requests.agree(Agreement(None).read(requests.wish(Wish())))
 
         ask(4)
         assert requests.save_agreed
@@ -349,7 +349,7 @@ def _step(link: Link, requests: Requests) -> bool:
     """Do what a rank does at a boundary; true if it wants to stop."""
     link.send(messages.Progress(rank=0, step=1, tokens=1))
     requests.hear()
-    return requests.wish(busy=False, failed_save=0).want is Want.STOP
+    return requests.wish(Wish()).want is Want.STOP
 
 
 @pytest.mark.usefixtures("one_process")

@@ -23,8 +23,9 @@ class Want(IntEnum):
     """What a rank was asked for; the larger one wins."""
 
     NOTHING = 0
-    SAVE = 1
-    STOP = 2
+    DUE = 1  # a periodic save, by rank 0's clock
+    SAVE = 2
+    STOP = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class Wish:
     failed_save: int = 0  # sequence number of a save that came to nothing on this rank
     sequence: int = 0  # of the newest save that was begun
     broken: bool = False  # the group that saves use has failed on this rank
+    committed: int = 0  # sequence number of the newest commit (rank 0 knows)
+    held: bool = False  # periodic saves wait: storage has failed on this rank
 
     def pack(self) -> list[int]:
         """Return the integers to reduce."""
@@ -50,12 +53,14 @@ class Wish:
             self.failed_save,
             self.sequence,
             int(self.broken),
+            self.committed,
+            int(self.held),
         ]
 
     @staticmethod
     def unpack(values: list[int]) -> Wish:
         """Read reduced integers."""
-        want, deadline, request_id, busy, failed_save, sequence, broken = values
+        want, deadline, request_id, busy, failed_save, sequence, broken, committed, held = values
         return Wish(
             want=Want(want),
             deadline_at=None if deadline == _NO_DEADLINE else -deadline / 1000,
@@ -64,6 +69,8 @@ class Wish:
             failed_save=failed_save,
             sequence=sequence,
             broken=bool(broken),
+            committed=committed,
+            held=bool(held),
         )
 
 
@@ -121,6 +128,14 @@ class Agreement:
         limit_at = time.monotonic() + within_s
         work.wait(timedelta(seconds=max(0.1, limit_at - time.monotonic())))
         return [int(value) for value in tensor.tolist()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value` on every rank (at start-up)."""
+        if self._group is None:
+            return [value]
+        box: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(box, value, group=self._group)
+        return box
 
     def share(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank (at start-up)."""

@@ -25,6 +25,7 @@ from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.later import whole
 from stepkeeper_trainer.leave import install_excepthook, leave
 from stepkeeper_trainer.link import Link
+from stepkeeper_trainer.listeners import Listeners
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.metrics import Metrics
 from stepkeeper_trainer.optimizers import OptimizerStates
@@ -107,6 +108,7 @@ class Keeper:
         self._commits = Commits(self.run_dir, self._environment)
         self._link = Link(self._environment.socket, self._environment.launch_name)
         self._requests = Requests(self._link)
+        self.listeners = Listeners()  # told of each commit
         self._metrics: Metrics | None = None  # on rank 0, as the records
         self._records: Records | None = None
         self._counters = Counters(seed=seed)
@@ -178,6 +180,7 @@ class Keeper:
             parent=resumed.parent,
             limit_s=self._save_within_s,
             before_commit=self._metrics.sync if self._metrics else lambda _limit_at: None,
+            listeners=self.listeners,
             check_replicas=self._replicas != "ignore",
             save_replicas=self._replicas == "save",
         )
@@ -278,6 +281,8 @@ class Keeper:
             agreement=self._agreement,
             link=self._link,
         )
+        saver.hear_committed(saver.sequence if code != outcomes.EXIT_UNSAVED else 0)
+        self.listeners.close(self._requests.limit_at(LAST_SECONDS_S))
         if self._metrics is not None:
             self._metrics.finish()
         if leave_process:
@@ -290,13 +295,20 @@ class Keeper:
         agreed = self._agreement.read(self._wish())
         self._requests.agree(agreed)
         self._ready().hear_failure(agreed.failed_save)
+        self._ready().hear_committed(agreed.committed)
         return agreed
 
     def _wish(self) -> Wish:
         saver = self._ready()
         busy = saver.busy  # asked first: what broke a save is known once it is over
         return self._requests.wish(
-            busy=busy, failed_save=saver.failed_save, sequence=saver.sequence, broken=saver.broken
+            Wish(
+                busy=busy,
+                failed_save=saver.failed_save,
+                sequence=saver.sequence,
+                broken=saver.broken,
+                committed=saver.committed,
+            )
         )
 
     def _save_as_agreed(self, saver: Saver, agreed: Wish) -> None:

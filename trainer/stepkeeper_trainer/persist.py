@@ -83,6 +83,7 @@ class Persister:
         self._before: tuple[int, str] | None = None  # step and save_id of the last save that this rank reported
         self._metadata: tuple[tuple[object, ...], bytes] | None = None  # what it was made from, and `.metadata`
         self.parent = parent
+        self.committed: tuple[Path, Manifest] | None = None  # the newest step directory of this launch (rank 0)
 
     def forget(self) -> None:
         """The arena was laid out anew: by the state's order, and not by file."""
@@ -282,11 +283,13 @@ class Persister:
             versions=versions(),
             conditions=conditions(),
             loss=summary.loss,
+            metrics=summary.metrics,
         )
         self._before_commit(save.limit_at)
         save.check()
         final = self._commits.commit(save.directory, manifest, self._world_size)
         self.parent = save.save_id
+        self.committed = (final, manifest)
         self._tell(save, final, sum(entry.bytes for entry in files.values()), drifts)
 
     def _tell(self, save: Save, final: Path, size: int, drifts: list[Drift]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.agreement import Want, Wish
@@ -87,26 +88,30 @@ class Requests:
             self._signal_done = heard
             say("signal_forgotten", signal=heard.signal.name, why="the supervisor is there, and did not ask to stop")
 
-    def wish(self, *, busy: bool, failed_save: int, sequence: int = 0, broken: bool = False) -> Wish:
-        """Return what this rank has to say to the others."""
-        want = Want.STOP if self._stop_asked else Want.SAVE if self._saves_asked else Want.NOTHING
-        return Wish(
+    def wish(self, rank: Wish, *, due: bool = False) -> Wish:
+        """Return what this rank has to say to the others: what it was asked for, besides how its saves are.
+
+        Args:
+            rank: how its saves are.
+            due: whether this rank's clock asks for a periodic save (rank 0's does).
+        """
+        idle = Want.DUE if due else Want.NOTHING
+        want = Want.STOP if self._stop_asked else Want.SAVE if self._saves_asked else idle
+        return replace(
+            rank,
             want=want,
             deadline_at=self._deadline_asked,
             request_id=max(self._saves_asked, default=0),
-            busy=busy,
-            failed_save=failed_save,
-            sequence=sequence,
-            broken=broken,
         )
 
     def agree(self, agreed: Wish) -> None:
         """Take over what all ranks said."""
-        if agreed.want is not Want.NOTHING:
+        asked = agreed.want >= Want.SAVE  # less is a clock's word, and nobody's request
+        if asked:
             self.deadline_at = agreed.deadline_at
         if agreed.want is Want.STOP:
             self.stop_agreed = True
-        if agreed.want is not Want.NOTHING and agreed.request_id not in self._saves_agreed:
+        if asked and agreed.request_id not in self._saves_agreed:
             self.save_agreed = True
             self._saves_agreed.add(agreed.request_id)
         self._saves_asked -= self._saves_agreed

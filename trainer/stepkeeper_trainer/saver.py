@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.messages import SaveFailed, SaveStarted, shorten
+from stepkeeper_trainer.listeners import CommittedStep, Listeners
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.persist import Persister
 from stepkeeper_trainer.planner import Planner
@@ -46,6 +47,8 @@ class Summary:
     tokens: int
     loss: float | None
     parts: dict[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)  # that the best step may be chosen by
+    epoch_end: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +62,7 @@ class Save:
     requested_at: float  # Unix seconds
     limit_at: float  # Unix seconds
     directory: Path
+    blocked_s: float = 0.0  # training stood still for
     settled: threading.Event = field(default_factory=threading.Event)
     error: str | None = None
     cancelled: str | None = None  # why nobody needs it any more
@@ -90,6 +94,7 @@ class Saver:
         parent: str | None,
         limit_s: float,
         before_commit: Callable[[float], object],
+        listeners: Listeners | None = None,
         check_replicas: bool = True,
         save_replicas: bool = False,
     ) -> None:
@@ -103,6 +108,9 @@ class Saver:
         self._link = link
         self._nonce = nonce
         self._limit_s = limit_s
+        self._listeners = listeners or Listeners()
+        self._told: int = 0  # sequence number of the newest save that the listeners know of
+        self.committed: int = 0  # sequence number of the newest commit (rank 0)
         self._planner = Planner(rank=rank, world_size=world_size, group=group, to_lowest=save_replicas)
         self._staging = Staging()
         self._persister = Persister(
@@ -158,6 +166,14 @@ class Saver:
     def hear_failure(self, sequence: int) -> None:
         """Take note that a save came to nothing on some rank, so that rank 0 does not wait for it."""
         self._failed_elsewhere = max(self._failed_elsewhere, sequence)
+
+    def hear_committed(self, sequence: int) -> None:
+        """Take note that rank 0 has committed a save, and have this rank's listeners told."""
+        last = self.last
+        if self._rank == 0 or last is None or last.sequence != sequence or self._told >= sequence:
+            return
+        self._told = sequence
+        self._do(lambda: self._listeners.tell(self._committed_step(last)))
 
     def cancel(self, why: str) -> None:
         """Have the save in flight end as soon as it can, unless it is committed by then.  All ranks call it."""
@@ -226,7 +242,7 @@ class Saver:
             self._staging.copy(tensors, early)
         except (Exception, CheckpointException) as error:  # noqa: BLE001  # training must go on
             problem = error
-        blocked_s = round(time.time() - now, 4)
+        save.blocked_s = blocked_s = round(time.time() - now, 4)
         self._do(lambda: self._work(save, tensors, changed=changed, problem=problem))
         if problem is None:
             say("save_started", step=summary.step, save_id=save_id, emergency=emergency, blocked_s=blocked_s)
@@ -272,9 +288,28 @@ class Saver:
                 self._make_directory(save)
                 self._persister.persist(save, tensors, changed=changed, given_up=lambda: self._given_up(save))
                 self.persist_s = time.time() - save.requested_at
+                if self._rank == 0:
+                    self.committed = self._told = save.sequence
+                    self._listeners.tell(self._committed_step(save))
         except BaseException as caught:  # noqa: BLE001  # DCP's own is a BaseException; any would be lost in a thread
             error = caught
         self._settle(save, error)
+
+    def _committed_step(self, save: Save) -> CommittedStep:
+        known = self._persister.committed
+        final, manifest = known if known is not None and known[1].save_id == save.save_id else (None, None)
+        return CommittedStep(
+            step=save.summary.step,
+            save_id=save.save_id,
+            checkpoints=self._commits.checkpoints,
+            emergency=save.emergency,
+            epoch_end=save.summary.epoch_end,
+            requested_at=save.requested_at,
+            blocked_s=save.blocked_s,
+            persist_s=self.persist_s if self._rank == 0 else None,
+            manifest=manifest,
+            name=final.name if final is not None else None,
+        )
 
     def _given_up(self, save: Save) -> str | None:
         if save.cancelled is not None:

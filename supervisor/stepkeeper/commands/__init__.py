@@ -6,6 +6,6 @@ returns the exit code.
 
 from __future__ import annotations
 
-from stepkeeper.commands import checkpoints, dev, events, explain, logs, node, plan, run, status, xid
+from stepkeeper.commands import checkpoints, dev, doctor, events, explain, logs, node, plan, run, status, xid
 
-COMMANDS = (run, status, events, logs, explain, checkpoints, plan, xid, node, dev)
+COMMANDS = (run, status, events, logs, explain, checkpoints, plan, doctor, xid, node, dev)

@@ -24,12 +24,14 @@ class ExitCode(IntEnum):
     NODES_LOST = 26, "nodes were lost or faulty again and again without new progress"
     STOPPED = 27, "all ranks left on their own request with a checkpoint: run again to go on"
     NODES_UNFIT = 28, "most nodes fail the checks before a launch, and did not recover"
+    CAUSE_STAYS = 29, "the training failed for a cause that another start does not change: a person is needed"
     NO_SLURM = 30, "not inside a Slurm job, or Slurm's commands are missing"
     NOT_BATCH_PROCESS = 31, "not the batch process: start it with `exec` in the batch script"
     RUN_DIRECTORY = 32, "the run directory cannot be used"
     RUN_BUSY = 33, "another job's live supervisor holds this run directory"
     NOTHING_FOUND = 40, "no such run, step directory or record"
     NOT_VERIFIED = 41, "a step directory is not what its manifest says"
+    SITE_UNFIT = 42, "the doctor found a problem, or the self-test did not pass"
 
     meaning: str
 
@@ -39,3 +41,23 @@ class ExitCode(IntEnum):
         member._value_ = value
         member.meaning = meaning
         return member
+
+    @property
+    def needs_person(self) -> bool:
+        """Whether the run goes on only when somebody has done something about it."""
+        return self in _NEEDS_PERSON
+
+
+_NEEDS_PERSON = frozenset(
+    (
+        ExitCode.TRAINING_FAILED,
+        ExitCode.TRAINING_GAVE_UP,
+        ExitCode.START_FAILED,
+        ExitCode.STORAGE,
+        ExitCode.REQUEUE_FAILED,
+        ExitCode.UNDECIDED,
+        ExitCode.NODES_LOST,
+        ExitCode.NODES_UNFIT,
+        ExitCode.CAUSE_STAYS,
+    )
+)

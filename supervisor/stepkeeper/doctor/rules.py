@@ -1,0 +1,363 @@
+"""What each setting of a cluster means for a run.  Pure: a site in, findings out; one function a subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.doctor.finding import Finding, Level
+from stepkeeper.doctor.site import Partition, Site
+from stepkeeper.printing import duration
+
+MARGIN_S = 5.0  # between the end of a save and the kill
+CREDENTIAL_S = 120.0  # Slurm's own, where AuthInfo does not say
+LOST_NODE_SLOW_S = 600.0
+UNKILLABLE_S = 120.0
+OLDEST = (22, 5)
+REQUEUE_DELAY_SINCE = (25, 11)
+NETWORKED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "wekafs", "vast", "panfs", "orangefs", "9p", "afs")
+SEALED = ("apptainer", "enroot")  # a user's container around the supervisor; docker may be what a node consists of
+CODES = {int(code): code.meaning for code in ExitCode}
+OURS = (
+    "#SBATCH --requeue",
+    "#SBATCH --open-mode=append",
+    "#SBATCH --signal=B:USR1@",
+)  # directives of the shipped batch script that remedies name
+
+Rule = Callable[[Site], Iterator[Finding]]
+
+
+def examine(site: Site) -> list[Finding]:
+    """Return all findings, the gravest first."""
+    found = [finding for rule in RULES for finding in rule(site)]
+    return sorted(found, key=lambda finding: -finding.level.weight)
+
+
+def _here(site: Site) -> Iterator[Finding]:
+    if site.missing_commands:
+        yield Finding(
+            level=Level.PROBLEM,
+            subject="Slurm's commands",
+            found=f"not on PATH: {', '.join(site.missing_commands)}",
+            means="the supervisor cannot start the training, ask why it is stopped, or requeue the job",
+            remedy="put Slurm's bin directory on PATH in the batch script, or load the site's slurm module",
+        )
+    if site.container in SEALED:
+        yield Finding(
+            level=Level.WARNING,
+            subject="container",
+            found=site.container,
+            means="a supervisor in a container is not the batch process, and may have another Slurm than the host",
+            remedy="run `stepkeeper run` outside, and start the container in its CMD: "
+            "exec stepkeeper run -- apptainer exec IMAGE python train.py",
+        )
+    local = site.python_file_system and not site.python_file_system.startswith(NETWORKED)
+    yield Finding(
+        level=Level.NOTE if local else Level.OK,
+        subject="stepkeeper's Python",
+        found=f"{site.python} ({site.python_file_system or 'file system unknown'})",
+        means="a local file system: the watchers need the same path on every node"
+        if local
+        else "on shared storage: every node sees it",
+        remedy="install it at the same path on every node, or in an environment on shared storage" if local else "",
+    )
+
+
+def _version(site: Site) -> Iterator[Finding]:
+    version = site.text("SLURM_VERSION") or "not told"
+    if site.version < OLDEST:
+        yield Finding(
+            level=Level.WARNING,
+            subject="SLURM_VERSION",
+            found=version,
+            means=f"older than {OLDEST[0]}.{OLDEST[1]:02d}, the oldest that is tested",
+            remedy="try `stepkeeper selftest` before you trust a week of training to it",
+        )
+    else:
+        yield Finding(level=Level.OK, subject="SLURM_VERSION", found=version, means="tested from 22.05 to 26.05")
+
+
+def _requeue(site: Site) -> Iterator[Finding]:
+    if site.text("JobRequeue") == "0":
+        yield Finding(
+            level=Level.WARNING,
+            subject="JobRequeue",
+            found="0",
+            means="Slurm puts no job back into the queue, and refuses it to us, unless the job asks for it",
+            remedy=f"keep `{OURS[0]}` in the batch script",
+        )
+    else:
+        yield Finding(level=Level.OK, subject="JobRequeue", found="1", means="jobs may be requeued")
+    if plugins := site.text("JobSubmitPlugins"):
+        yield Finding(
+            level=Level.NOTE,
+            subject="JobSubmitPlugins",
+            found=plugins,
+            means="the site's own rules may change what a job asks for, such as --requeue or --no-kill",
+            remedy="look at a submitted job: scontrol show job JOB | grep -E 'Requeue|KillO'",
+        )
+    for key, does in (("RequeueExit", "requeues"), ("RequeueExitHold", "requeues and holds")):
+        clash = sorted(set(_codes(site.text(key))) & CODES.keys())
+        if clash:
+            meanings = "; ".join(f"{code}: {CODES[code]}" for code in clash)
+            yield Finding(
+                level=Level.PROBLEM,
+                subject=key,
+                found=site.text(key),
+                means=f"Slurm {does} a job that ends with {', '.join(map(str, clash))}, which are exit codes of the "
+                f"supervisor ({meanings}): a run that is over would start again",
+                remedy=f"admin: take {', '.join(map(str, clash))} out of {key} in slurm.conf",
+            )
+    if batch := site.seconds("MaxBatchRequeue"):
+        yield Finding(
+            level=Level.NOTE,
+            subject="MaxBatchRequeue",
+            found=f"{batch:g}",
+            means=f"a job whose batch script fails to start {batch:g} times is held; requeues of ours do not count",
+        )
+
+
+def _codes(text: str) -> Iterator[int]:
+    for part in text.replace(" ", "").split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (not last or last.isdigit()):
+            yield from range(int(first), min(int(last or first), 255) + 1)
+
+
+def _requeue_delay(site: Site) -> Iterator[Finding]:
+    credential = site.option("AuthInfo", "cred_expire")
+    seconds = float(credential) if credential and credential.isdigit() else CREDENTIAL_S
+    told = site.option("SchedulerParameters", "requeue_delay")
+    if site.version >= REQUEUE_DELAY_SINCE and told and told.isdigit():
+        seconds = float(told)
+    if seconds <= 10:  # noqa: PLR2004 - nobody notices that
+        yield Finding(level=Level.OK, subject="requeue delay", found=f"{seconds:g} s", means="a requeue costs little")
+        return
+    where = (
+        "SchedulerParameters=requeue_delay=5"
+        if site.version >= REQUEUE_DELAY_SINCE
+        else "AuthInfo=cred_expire=30 (not below the clock differences between nodes)"
+    )
+    yield Finding(
+        level=Level.NOTE,
+        subject="requeue delay",
+        found=f"{seconds:g} s",
+        means=f"a requeued job cannot start for {seconds:g} s, even on free nodes",
+        remedy=f"admin: run the node agent, which shortens it to seconds, or set {where}",
+    )
+
+
+def _log(site: Site) -> Iterator[Finding]:
+    appends = site.text("JobFileAppend") == "1"
+    yield Finding(
+        level=Level.OK if appends else Level.NOTE,
+        subject="JobFileAppend",
+        found=site.text("JobFileAppend") or "0",
+        means="logs of earlier attempts are kept" if appends else "a requeued job truncates its log",
+        remedy="" if appends else f"keep `{OURS[1]}` in the batch script",
+    )
+
+
+def _kill_wait(site: Site) -> Iterator[Finding]:
+    wait = site.seconds("KillWait")
+    if wait is None:
+        return
+    sudden = [each.name for each in site.partitions if each.preemptible and each.grace_s == 0]
+    need = None if site.save_s is None else site.save_s + MARGIN_S
+    if not sudden:
+        means = "from SIGTERM to SIGKILL; preemption and time limit are announced earlier here"
+        yield Finding(level=Level.OK, subject="KillWait", found=f"{wait:g} s", means=means)
+    elif need is None:
+        yield Finding(
+            level=Level.NOTE,
+            subject="KillWait",
+            found=f"{wait:g} s",
+            means=f"all the time that a preempted job has in {', '.join(sudden)} (GraceTime 0), for its save too",
+            remedy="run `stepkeeper doctor RUN` with a run that has saved: it compares",
+        )
+    else:
+        short = need > wait
+        yield Finding(
+            level=Level.PROBLEM if short else Level.OK,
+            subject="KillWait",
+            found=f"{wait:g} s",
+            means=f"a preempted job in {', '.join(sudden)} is killed after it; a save takes {site.save_s:.3g} s"
+            + (": preemptions fall back to the last periodic save" if short else ""),
+            remedy=f"admin: KillWait={round(need + 1)} in slurm.conf, or GraceTime={round(need + 1)} for the "
+            "partition; else save more often"
+            if short
+            else "",
+        )
+
+
+def _preemption(site: Site) -> Iterator[Finding]:
+    user_signal = site.option("SlurmctldParameters", "preempt_send_user_signal") is not None or (
+        site.option("PreemptParameters", "send_user_signal") is not None
+    )
+    for partition in site.partitions:
+        if partition.preemptible:
+            yield from _preempted(site, partition, user_signal=user_signal)
+
+
+def _preempted(site: Site, partition: Partition, *, user_signal: bool) -> Iterator[Finding]:
+    mode = partition.preempt_mode
+    name = f"partition {partition.name}"
+    if "SUSPEND" in mode or "GANG" in mode:
+        yield Finding(
+            level=Level.WARNING,
+            subject="PreemptMode",
+            found=f"{name}: {mode}",
+            means="jobs are stopped in place: no save is made, GPUs keep their memory, and collectives may time out "
+            "when the job goes on",
+            remedy="submit to a partition with PreemptMode=REQUEUE, or ask the admin for one",
+        )
+        return
+    if "CANCEL" in mode:
+        yield Finding(
+            level=Level.NOTE if partition.grace_s else Level.WARNING,
+            subject="PreemptMode",
+            found=f"{name}: {mode}",
+            means="Slurm does not put a preempted job back into the queue; the supervisor does, within "
+            + (f"GraceTime ({partition.grace_s:g} s)" if partition.grace_s else "KillWait, if it is quick enough"),
+            remedy="" if partition.grace_s else f"admin: GraceTime=60 and PreemptMode=REQUEUE for {name}",
+        )
+    told = "the batch process by SIGUSR1" if user_signal else "the watchers by SIGTERM"
+    need = None if site.save_s is None else site.save_s + MARGIN_S
+    if partition.grace_s == 0:
+        yield Finding(
+            level=Level.NOTE if need is None or need <= (site.seconds("KillWait") or 0) else Level.WARNING,
+            subject="GraceTime",
+            found=f"{name}: 0 s",
+            means="a preemption is told together with the end: only KillWait is left",
+            remedy=f"admin: GraceTime={round((need or 55) + 5)} for {name}",
+        )
+    else:
+        short = need is not None and need > partition.grace_s + (site.seconds("KillWait") or 0)
+        yield Finding(
+            level=Level.PROBLEM if short else Level.OK,
+            subject="GraceTime",
+            found=f"{name}: {partition.grace_s:g} s",
+            means=f"a preemption is told to {told} {partition.grace_s:g} s before the end"
+            + (f", and a save takes {site.save_s:.3g} s: it would not be finished" if short else ""),
+            remedy=f"admin: GraceTime={round((need or 0) + 5)} for {name}; else save more often" if short else "",
+        )
+    if user_signal:
+        yield Finding(
+            level=Level.NOTE,
+            subject="send_user_signal",
+            found="set",
+            means="at a preemption only a job that asked for a signal is told",
+            remedy=f"keep `{OURS[2]}120` in the batch script",
+        )
+
+
+def _limits(site: Site) -> Iterator[Finding]:
+    for partition in site.partitions:
+        name = f"partition {partition.name}"
+        if not partition.up or partition.root_only:
+            yield Finding(
+                level=Level.PROBLEM if len(site.partitions) == 1 else Level.NOTE,
+                subject="partition",
+                found=f"{partition.name}: {'only root may submit' if partition.root_only else 'not UP'}",
+                means="jobs do not start there",
+                remedy="choose another partition: sbatch -p",
+            )
+        if partition.max_time_s is not None:
+            yield Finding(
+                level=Level.OK,
+                subject="MaxTime",
+                found=f"{name}: {duration(partition.max_time_s)}",
+                means="a longer training goes on as a chain of attempts, each saved and requeued before its limit",
+            )
+        if partition.forced_sharing:
+            yield Finding(
+                level=Level.WARNING,
+                subject="OverSubscribe",
+                found=f"{name}: FORCE",
+                means="other jobs may run on the same CPUs, or take turns with this one",
+                remedy="#SBATCH --exclusive, or another partition",
+            )
+
+
+def _processes(site: Site) -> Iterator[Finding]:
+    kind = site.text("ProctrackType")
+    if kind == "proctrack/cgroup":
+        yield Finding(level=Level.OK, subject="ProctrackType", found=kind, means="no process outlives its Slurm step")
+    else:
+        yield Finding(
+            level=Level.WARNING,
+            subject="ProctrackType",
+            found=kind or "not set",
+            means="processes can outlive their Slurm step and keep a GPU busy, and signals reach every child: a rank "
+            "may die at a notice instead of saving",
+            remedy="admin: ProctrackType=proctrack/cgroup in slurm.conf (slurmd must be restarted)",
+        )
+    if site.text("SignalChildrenProcesses").lower() == "yes":
+        yield Finding(
+            level=Level.WARNING,
+            subject="SignalChildrenProcesses",
+            found="yes",
+            means="Slurm's SIGTERM reaches every process of a rank: data loaders without a handler die at a notice, "
+            "and the rank with them",
+            remedy="admin: SignalChildrenProcesses=no in cgroup.conf; else ignore SIGTERM in worker processes "
+            "(DataLoader worker_init_fn)",
+        )
+    unkillable = site.seconds("UnkillableStepTimeout")
+    if unkillable is not None and unkillable < UNKILLABLE_S:
+        yield Finding(
+            level=Level.NOTE,
+            subject="UnkillableStepTimeout",
+            found=f"{unkillable:g} s",
+            means="a process that takes longer to die (a large host memory, a hung file system) gets its node drained "
+            'by Slurm ("Kill task failed")',
+            remedy=f"admin: UnkillableStepTimeout={UNKILLABLE_S:g} or more in slurm.conf",
+        )
+
+
+def _nodes(site: Site) -> Iterator[Finding]:
+    timeout = site.seconds("SlurmdTimeout")
+    if timeout == 0:
+        yield Finding(
+            level=Level.WARNING,
+            subject="SlurmdTimeout",
+            found="0",
+            means="Slurm never marks a silent node DOWN: a requeued job may be given the same dead node",
+            remedy="admin: SlurmdTimeout=300 in slurm.conf",
+        )
+    elif timeout is not None and timeout > LOST_NODE_SLOW_S:
+        yield Finding(
+            level=Level.NOTE,
+            subject="SlurmdTimeout",
+            found=f"{timeout:g} s",
+            means="so long Slurm may give a lost node to the next attempt; the supervisor notices within seconds",
+        )
+    inactive = site.seconds("InactiveLimit")
+    if inactive:
+        yield Finding(
+            level=Level.NOTE,
+            subject="InactiveLimit",
+            found=f"{inactive:g} s",
+            means="a job whose srun does not answer Slurm for so long is ended",
+        )
+    ports = site.text("SrunPortRange")
+    if ports and ports not in ("0", "0-0"):
+        yield Finding(
+            level=Level.NOTE,
+            subject="SrunPortRange",
+            found=ports,
+            means="each job of ours runs two srun beside each other, each with a few ports of this range",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _here,
+    _version,
+    _requeue,
+    _requeue_delay,
+    _log,
+    _kill_wait,
+    _preemption,
+    _limits,
+    _processes,
+    _nodes,
+)

@@ -1,0 +1,209 @@
+"""The facts that the rules judge: what Slurm says of itself, and what this place is like."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper.slurm.calling import call
+from stepkeeper.slurm.client import SlurmError
+
+CALL_WITHIN_S = 10.0
+COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
+_UNITS = {"sec": 1.0, "secs": 1.0, "usec": 1e-6, "min": 60.0, "mins": 60.0, "hour": 3600.0, "day": 86400.0}
+_UNSET = ("", "(null)", "N/A", "NONE", "None", "none")
+
+
+class Partition(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a partition's settings that a run depends on."""
+
+    name: str
+    default: bool
+    up: bool
+    root_only: bool
+    grace_s: float
+    max_time_s: float | None  # None: no limit
+    preempt_mode: str  # words joined by a comma, upper case
+    preemptible: bool  # another partition has a higher priority tier, or a quality of service decides
+    nodes: int
+    forced_sharing: bool
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster as seen from here."""
+
+    settings: Mapping[str, str]  # `scontrol show config`, cgroup.conf where it can be read
+    partitions: tuple[Partition, ...]
+    missing_commands: tuple[str, ...] = ()
+    container: str = ""  # the kind of container that we are in
+    python: str = ""
+    python_file_system: str = ""
+    save_s: float | None = None  # from the request of a save to durable, if it is known
+
+    def text(self, key: str) -> str:
+        """Return a setting; empty where it is not set."""
+        value = self.settings.get(key, "")
+        return "" if value in _UNSET else value
+
+    def words(self, key: str) -> list[str]:
+        """Return a list of words, such as `SlurmctldParameters`."""
+        return [word.strip() for word in self.text(key).split(",") if word.strip()]
+
+    def seconds(self, key: str) -> float | None:
+        """Return a span such as `30 sec`; None where it is not set or has no end."""
+        return parse_span(self.text(key))
+
+    def option(self, key: str, name: str) -> str | None:
+        """Return the value of `name=value` in a list of words; empty for the word alone, None where it is not there."""
+        for word in self.words(key):
+            head, _, tail = word.partition("=")
+            if head.lower() == name.lower():
+                return tail
+        return None
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Year and month of Slurm's release; (0, 0) where it does not say."""
+        match = re.match(r"(\d+)\.(\d+)", self.text("SLURM_VERSION"))
+        return (int(match.group(1)), int(match.group(2))) if match else (0, 0)
+
+
+def gather(*, partition: str | None = None, save_s: float | None = None) -> Site:
+    """Ask Slurm, and look around.
+
+    Args:
+        partition: the only one that matters; all by default.
+        save_s: from the request of a save to durable.
+
+    Raises:
+        SlurmError: Slurm does not answer, or knows no such partition.
+    """
+    missing = tuple(name for name in COMMANDS if shutil.which(name) is None)
+    settings = parse_config(_ask("scontrol", "show", "config"))
+    shown = _ask("scontrol", "-o", "show", "partition")
+    partitions = tuple(parse_partitions(shown, settings))
+    if partition is not None:
+        known = ", ".join(each.name for each in partitions)
+        partitions = tuple(each for each in partitions if each.name == partition)
+        if not partitions:
+            raise SlurmError(f"no partition {partition!r} here; there are: {known}")
+    return Site(
+        settings={**read_cgroup_conf(settings.get("SLURM_CONF", "")), **settings},
+        partitions=partitions,
+        missing_commands=missing,
+        container=container(os.environ),
+        python=f"{platform.python_version()} in {sys.prefix}",
+        python_file_system=file_system(Path(sys.prefix)),
+        save_s=save_s,
+    )
+
+
+def _ask(*argv: str) -> str:
+    return call(
+        argv, CALL_WITHIN_S, what=" ".join(argv), delays=("unable to contact", "connection refused", "timed out")
+    )
+
+
+def parse_config(text: str) -> dict[str, str]:
+    r"""Parse `scontrol show config`.
+
+    >>> parse_config("KillWait                = 30 sec\nJobRequeue = 1\n\nSlurmctld(primary) at a is UP\n")
+    {'KillWait': '30 sec', 'JobRequeue': '1'}
+    """
+    pairs = (line.partition("=") for line in text.splitlines() if re.match(r"\w[\w\[\]]*\s*=", line))
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def parse_partitions(text: str, settings: Mapping[str, str]) -> list[Partition]:
+    """Parse `scontrol -o show partition`."""
+    rows = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines() if line.startswith("PartitionName=")]
+    tiers = [int(row.get("PriorityTier", "1")) for row in rows]
+    kind = settings.get("PreemptType", "")
+    found = []
+    for row, tier in zip(rows, tiers, strict=True):
+        mode = row.get("PreemptMode", "") or settings.get("PreemptMode", "OFF")
+        above = "partition_prio" in kind and tier < max(tiers)
+        found.append(
+            Partition(
+                name=row["PartitionName"],
+                default=row.get("Default") == "YES",
+                up=row.get("State") == "UP",
+                root_only=row.get("RootOnly") == "YES",
+                grace_s=float(row.get("GraceTime", "0")),
+                max_time_s=parse_limit(row.get("MaxTime", "UNLIMITED")),
+                preempt_mode=mode.upper(),
+                preemptible=mode.upper() != "OFF" and (above or "qos" in kind),
+                nodes=int(row.get("TotalNodes", "0")),
+                forced_sharing=row.get("OverSubscribe", "NO").startswith("FORCE"),
+            )
+        )
+    return found
+
+
+def parse_span(text: str) -> float | None:
+    """Return seconds.
+
+    >>> parse_span("30 sec"), parse_span("2 min"), parse_span("INFINITE"), parse_span("65534")
+    (30.0, 120.0, None, 65534.0)
+    """
+    match = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip())
+    return float(match.group(1)) * _UNITS.get(match.group(2), 1.0) if match else None
+
+
+def parse_limit(text: str) -> float | None:
+    """Return seconds of a limit such as `7-00:00:00`; None without a limit.
+
+    >>> parse_limit("1-02:00:00"), parse_limit("00:30:00"), parse_limit("UNLIMITED")
+    (93600.0, 1800.0, None)
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def read_cgroup_conf(slurm_conf: str) -> dict[str, str]:
+    """Return what stands in cgroup.conf beside slurm.conf; nothing where it cannot be read."""
+    try:
+        text = Path(slurm_conf).with_name("cgroup.conf").read_text(errors="replace") if slurm_conf else ""
+    except OSError:
+        return {}  # not every site lets its users read it, and a cluster without cgroups has none
+    lines = (line.partition("#")[0].partition("=") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, sign, value in lines if sign}
+
+
+def container(environment: Mapping[str, str]) -> str:
+    """Return the kind of container that this process is in; empty outside."""
+    for name in ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"):
+        if environment.get(name):
+            return "apptainer"
+    if any(name.startswith("ENROOT_") for name in environment):
+        return "enroot"
+    if Path("/run/.containerenv").exists():
+        return "podman"
+    return "docker" if Path("/.dockerenv").exists() else ""
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that holds a path, as the kernel names it; empty where it does not say."""
+    try:
+        lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+        real = str(path.resolve())
+    except OSError:
+        return ""  # a kernel without /proc: nothing depends on it
+    best, kind = "", ""
+    for line in lines:
+        fields = line.split()
+        point = fields[1].encode().decode("unicode_escape") if len(fields) > 2 else ""  # noqa: PLR2004
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if point and inside and len(point) >= len(best):
+            best, kind = point, fields[2]
+    return kind

@@ -1,0 +1,89 @@
+"""The doctor on real clusters, as an ordinary user: one with every bad setting that a lab can have, one in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.lab.cluster import Lab
+from tests.lab.site import supervisor_python
+
+USER = "games"
+BAD = (
+    "RequeueExit=20,23",
+    "RequeueExitHold=26",
+    "UnkillableStepTimeout=30",
+    "SlurmdTimeout=0",
+    "InactiveLimit=900",
+    "SrunPortRange=50000-60000",
+)
+NAMED = {
+    "RequeueExit": "problem",
+    "RequeueExitHold": "problem",
+    "JobRequeue": "warning",
+    "SlurmdTimeout": "warning",
+    "KillWait": "problem",
+    "send_user_signal": "note",
+    "UnkillableStepTimeout": "note",
+    "InactiveLimit": "note",
+    "SrunPortRange": "note",
+    "JobFileAppend": "note",
+    "requeue delay": "note",
+}
+PROBLEMS_CODE = 42
+
+
+def doctor(lab: Lab, *options: str) -> tuple[int, dict[str, Any]]:
+    done = lab.run(supervisor_python(), "-m", "stepkeeper", "doctor", "--json", *options, user=USER, check=False)
+    return done.returncode, json.loads(done.stdout)
+
+
+def levels(answer: dict[str, Any]) -> dict[str, str]:
+    return {finding["subject"]: finding["level"] for finding in answer["findings"] if finding["level"] != "ok"}
+
+
+@pytest.mark.campaign
+def test_each_bad_setting_of_a_cluster_is_named(lab_factory: Callable[..., Lab]) -> None:
+    bad = lab_factory(
+        nodes=1, job_requeue=False, grace_time_s=0, send_user_signal=True, cred_expire_s=None, slurm_conf=BAD
+    )
+    code, answer = doctor(bad, "--save-s", "25")
+    assert code == PROBLEMS_CODE
+    assert levels(answer).items() >= NAMED.items(), answer
+
+
+def test_a_cluster_in_order_has_no_problem(lab: Lab) -> None:
+    code, answer = doctor(lab, "--save-s", "2")
+    assert code == 0, answer
+    assert set(levels(answer).values()) <= {"note"}, answer
+
+
+def test_inside_a_job_each_node_must_see_what_another_one_writes(lab: Lab) -> None:
+    shared = lab.directory / "users" / USER / "doctor"
+    program = f"{supervisor_python()} -m stepkeeper doctor --json --all --run-dir {shared} >{shared}/answer.json"
+    done = lab.run(
+        "sbatch",
+        "--wait",
+        "--nodes=2",
+        "--output=/dev/null",
+        "--wrap",
+        f"mkdir -p {shared} && {program}",
+        user=USER,
+        cwd=shared.parent,
+        timeout_s=90.0,
+        check=False,
+    )
+    answer = json.loads((shared / "answer.json").read_text())
+    (seen,) = [each for each in answer["findings"] if "2 nodes" in each["subject"]]
+    assert seen["level"] == "ok", (seen, done.stderr)
+    assert "seen everywhere" in seen["found"]
+    assert [path.name for path in shared.iterdir()] == ["answer.json"], "what it wrote is gone"
+
+
+def test_a_partition_that_does_not_exist_is_named_with_those_that_do(lab: Lab) -> None:
+    done = lab.run(supervisor_python(), "-m", "stepkeeper", "doctor", "-p", "nowhere", user=USER, check=False)
+    assert done.returncode != 0
+    assert "no partition 'nowhere' here; there are: train, urgent" in done.stderr

@@ -1,0 +1,124 @@
+"""What the doctor says of each setting."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.doctor import rules
+from stepkeeper.doctor.finding import Finding, Level
+from stepkeeper.doctor.site import Partition, Site, parse_partitions
+
+GOOD = {
+    "SLURM_VERSION": "24.11.5",
+    "JobRequeue": "1",
+    "JobFileAppend": "1",
+    "KillWait": "30 sec",
+    "AuthInfo": "socket=/run/munge/munge.socket.2,cred_expire=5",
+    "ProctrackType": "proctrack/cgroup",
+    "UnkillableStepTimeout": "180 sec",
+    "SlurmdTimeout": "300 sec",
+    "InactiveLimit": "0 sec",
+    "SrunPortRange": "0-0",
+    "RequeueExit": "(null)",
+    "JobSubmitPlugins": "(null)",
+    "SlurmctldParameters": "(null)",
+}
+PARTITION = Partition(
+    name="train",
+    default=True,
+    up=True,
+    root_only=False,
+    grace_s=60.0,
+    max_time_s=None,
+    preempt_mode="REQUEUE",
+    preemptible=True,
+    nodes=4,
+    forced_sharing=False,
+)
+
+
+def site(partition: Partition = PARTITION, *, save_s: float | None = None, **settings: str) -> Site:
+    return Site(
+        settings={**GOOD, **settings}, partitions=(partition,), python="3.11", python_file_system="nfs4", save_s=save_s
+    )
+
+
+def graver_than_ok(found: list[Finding]) -> list[tuple[Level, str]]:
+    return [(finding.level, finding.subject) for finding in found if finding.level is not Level.OK]
+
+
+def test_a_site_in_order_has_no_finding_that_needs_an_eye() -> None:
+    assert graver_than_ok(rules.examine(site(save_s=20.0))) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "subject", "remedy"),
+    [
+        ({"JobRequeue": "0"}, Level.WARNING, "JobRequeue", "#SBATCH --requeue"),
+        ({"JobFileAppend": "0"}, Level.NOTE, "JobFileAppend", "--open-mode=append"),
+        ({"AuthInfo": "(null)"}, Level.NOTE, "requeue delay", "node agent"),
+        ({"RequeueExit": "9-11,77"}, Level.PROBLEM, "RequeueExit", "take 10, 11 out of RequeueExit"),
+        ({"RequeueExitHold": "20"}, Level.PROBLEM, "RequeueExitHold", "take 20 out"),
+        ({"ProctrackType": "proctrack/linuxproc"}, Level.WARNING, "ProctrackType", "proctrack/cgroup"),
+        ({"SignalChildrenProcesses": "yes"}, Level.WARNING, "SignalChildrenProcesses", "cgroup.conf"),
+        ({"UnkillableStepTimeout": "60 sec"}, Level.NOTE, "UnkillableStepTimeout", "120"),
+        ({"SlurmdTimeout": "0 sec"}, Level.WARNING, "SlurmdTimeout", "300"),
+        ({"SlurmctldParameters": "preempt_send_user_signal"}, Level.NOTE, "send_user_signal", "B:USR1@120"),
+        ({"JobSubmitPlugins": "lua"}, Level.NOTE, "JobSubmitPlugins", "scontrol show job"),
+        ({"InactiveLimit": "600 sec"}, Level.NOTE, "InactiveLimit", ""),
+        ({"SrunPortRange": "60001-60100"}, Level.NOTE, "SrunPortRange", ""),
+        ({"MaxBatchRequeue": "5"}, Level.NOTE, "MaxBatchRequeue", ""),
+        ({"SLURM_VERSION": "20.11.9"}, Level.WARNING, "SLURM_VERSION", "selftest"),
+    ],
+)
+def test_each_bad_setting_is_named_with_its_remedy(
+    settings: dict[str, str], level: Level, subject: str, remedy: str
+) -> None:
+    found = [finding for finding in rules.examine(site(**settings)) if finding.level is not Level.OK]
+    assert [(finding.level, finding.subject) for finding in found] == [(level, subject)]
+    assert remedy in found[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "save_s", "expected"),
+    [
+        ({"grace_s": 20.0}, 100.0, (Level.PROBLEM, "GraceTime")),
+        ({"grace_s": 0.0}, 40.0, (Level.PROBLEM, "KillWait")),
+        ({"grace_s": 0.0}, None, (Level.NOTE, "KillWait")),
+        ({"preempt_mode": "GANG,SUSPEND"}, 10.0, (Level.WARNING, "PreemptMode")),
+        ({"preempt_mode": "CANCEL"}, 10.0, (Level.NOTE, "PreemptMode")),
+        ({"up": False}, 10.0, (Level.PROBLEM, "partition")),
+        ({"root_only": True}, 10.0, (Level.PROBLEM, "partition")),
+        ({"forced_sharing": True}, 10.0, (Level.WARNING, "OverSubscribe")),
+    ],
+)
+def test_a_partition_that_leaves_too_little_time_or_takes_turns_is_named(
+    changes: dict[str, object], save_s: float | None, expected: tuple[Level, str]
+) -> None:
+    partition = msgspec.structs.replace(PARTITION, **changes)
+    assert expected in graver_than_ok(rules.examine(site(partition, save_s=save_s)))
+
+
+def test_the_gravest_finding_comes_first() -> None:
+    found = rules.examine(site(JobFileAppend="0", RequeueExit="20", ProctrackType="proctrack/pgid"))
+    weights = [finding.level.weight for finding in found]
+    assert weights == sorted(weights, reverse=True)
+
+
+def test_every_exit_code_of_the_supervisor_clashes_with_a_site_that_requeues_on_all() -> None:
+    (clash,) = [each for each in rules.examine(site(RequeueExit="1-255")) if each.subject == "RequeueExit"]
+    assert all(f"{int(code)}" in clash.means for code in ExitCode if code)
+
+
+def test_who_preempts_whom_is_told_from_priority_tiers() -> None:
+    rows = (
+        "PartitionName=low PriorityTier=1 PreemptMode=REQUEUE GraceTime=20 State=UP Default=YES MaxTime=7-00:00:00\n"
+        "PartitionName=high PriorityTier=9 PreemptMode=OFF GraceTime=0 State=UP MaxTime=UNLIMITED\n"
+    )
+    low, high = parse_partitions(rows, {"PreemptType": "preempt/partition_prio"})
+    assert (low.preemptible, high.preemptible) == (True, False)
+    assert (low.max_time_s, high.max_time_s) == (7 * 86400.0, None)
+    low, high = parse_partitions(rows, {"PreemptType": "preempt/none"})
+    assert not low.preemptible

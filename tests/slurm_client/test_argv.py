@@ -140,6 +140,7 @@ def test_what_the_ranks_find_in_their_environment():
         "STEPKEEPER_ATTEMPT": "2",
         "STEPKEEPER_LAUNCH": "3",
         "STEPKEEPER_RESUME_FROM": "/c/step_1",
+        "STEPKEEPER_RESUME_NEWEST": "1",
         "STEPKEEPER_TASKS_PER_NODE": "4",
         "MASTER_ADDR": "n1",
         "MASTER_PORT": "29501",

@@ -50,6 +50,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     attempt: int
     socket: str  # with %N for the node
+    told: dict[str, str] = {}  # further variables for the ranks: those of tiers
 
     @property
     def wrapped(self) -> bool:
@@ -91,6 +92,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     port: int
     resume_from: str | None
+    newest: bool = True  # false: the run goes back on purpose, and what a tier has newer must not be taken
 
 
 def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
@@ -137,9 +139,11 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         "STEPKEEPER_ATTEMPT": str(job.attempt),
         "STEPKEEPER_LAUNCH": str(meeting.launch),
         "STEPKEEPER_RESUME_FROM": meeting.resume_from or "",
+        "STEPKEEPER_RESUME_NEWEST": "1" if meeting.newest else "",
         "STEPKEEPER_TASKS_PER_NODE": str(job.geometry.tasks_per_node),
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
+        **job.told,
         "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
     }
 

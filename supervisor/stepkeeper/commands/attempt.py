@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stepkeeper.actions.launch import Job
+from stepkeeper.config import tiers
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
@@ -57,4 +58,5 @@ def job(
         run_id=directory.run_id,
         attempt=attempt,
         socket=socket,
+        told=tiers.variables(settings),
     )

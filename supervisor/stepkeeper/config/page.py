@@ -49,8 +49,8 @@ policy.failures_max = 3
 """.strip()
 
 _TOLD = """
-`STEPKEEPER_SOCKET`, `STEPKEEPER_RUN_ID`, `STEPKEEPER_ATTEMPT`, `STEPKEEPER_LAUNCH`, `STEPKEEPER_RESUME_FROM` and
-`STEPKEEPER_TASKS_PER_NODE` are what Stepkeeper tells the ranks; they set nothing.
+`STEPKEEPER_SOCKET`, `STEPKEEPER_RUN_ID`, `STEPKEEPER_ATTEMPT`, `STEPKEEPER_LAUNCH`, `STEPKEEPER_RESUME_FROM`,
+`STEPKEEPER_RESUME_NEWEST` and `STEPKEEPER_TASKS_PER_NODE` are what Stepkeeper tells the ranks; they set nothing.
 """.strip()
 
 

@@ -72,6 +72,33 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     progress_log_every_s: Annotated[float, About(unit="s", metavar="SECONDS", least=0, most=YEAR_S)] = 10.0
     """A progress line in the log at most this often."""
 
+    local_tier: Annotated[str | None, About(metavar="DIR")] = None
+    """A directory on each node's own disk: steps are written there first, and copied to the run directory beside
+    training (docs/tiers.md)."""
+
+    cold_tier: Annotated[str | None, About(metavar="URL")] = None
+    """A directory or the URL of an object store, of this run alone (`s3://bucket/my-run`): steps are copied there too;
+    credentials come from the store's own variables, never from here."""
+
+    copy_rate: Annotated[float | None, About(unit="MB/s", metavar="MB", least=0.001, most=1e6)] = None
+    """Copies between tiers are no faster than this on each node."""
+
+    local_keep: Annotated[int, About(unit="steps", metavar="N", least=1, most=COUNT_MAX, has_flag=False)] = 2
+    """The newest steps that stay on a node's disk."""
+
+    cold_keep: Annotated[int | None, About(unit="steps", metavar="N", least=1, most=COUNT_MAX)] = None
+    """The newest steps that stay in the cold tier; where not set, all."""
+
+    cold_zstd: Annotated[int | None, About(metavar="LEVEL", least=1, most=22)] = None
+    """Compress files in the cold tier at this level of zstd; where not set, they stay as they are."""
+
+    peer_copies: Annotated[bool, About()] = False
+    """Each node's files of the local tier are also kept by the next node, so that a lost node loses none of them."""
+
+    notify_command: Annotated[str | None, About(metavar="COMMAND")] = None
+    """A shell command that tells a person; run only where the run stops and needs one, with `STEPKEEPER_REASON`,
+    `STEPKEEPER_EXIT_CODE`, `STEPKEEPER_CAUSE`, `STEPKEEPER_RUN_DIR` and `STEPKEEPER_JOB_ID` in its environment."""
+
     policy: Policy = Policy()
 
 
@@ -82,6 +109,7 @@ _POLICY = {
     "commit_grace_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "exclude_for_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "progress_every_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
+    "judged_from": About(least=0, most=1, has_flag=False),
     "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),
     "requeue_tries_max": About(unit="tries", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
     "node_losses_max": About(unit="nodes", metavar="N", least=1, most=COUNT_MAX, has_flag=False),

@@ -6,6 +6,6 @@ returns the exit code.
 
 from __future__ import annotations
 
-from stepkeeper.commands import checkpoints, dev, doctor, events, explain, logs, node, plan, run, status, xid
+from stepkeeper.commands import checkpoints, dev, doctor, events, explain, logs, node, plan, run, status, submit, xid
 
-COMMANDS = (run, status, events, logs, explain, checkpoints, plan, doctor, xid, node, dev)
+COMMANDS = (run, submit, status, events, logs, explain, checkpoints, plan, doctor, xid, node, dev)

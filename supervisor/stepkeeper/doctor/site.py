@@ -105,6 +105,12 @@ def gather(*, partition: str | None = None, save_s: float | None = None) -> Site
     )
 
 
+def only_default(here: Site) -> Site:
+    """Return a site as a job sees it that names no partition."""
+    chosen = tuple(each for each in here.partitions if each.default)
+    return msgspec.structs.replace(here, partitions=chosen or here.partitions)
+
+
 def _ask(*argv: str) -> str:
     return call(
         argv, CALL_WITHIN_S, what=" ".join(argv), delays=("unable to contact", "connection refused", "timed out")

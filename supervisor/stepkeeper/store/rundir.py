@@ -98,11 +98,7 @@ def prepare(path: Path, *, group_readable: bool, default: bool) -> RunDirectory:
     try:
         if default:
             path.parent.mkdir(mode=0o755, exist_ok=True)
-        if not path.parent.is_dir():
-            raise StepkeeperError(
-                f"--run-dir {path}: its parent {path.parent} does not exist; create it, or choose another place",
-                ExitCode.RUN_DIRECTORY,
-            )
+        require_parent(path)
         _make(path, mode)
         status = os.stat(path, follow_symlinks=False)
         if not stat.S_ISDIR(status.st_mode):
@@ -130,6 +126,19 @@ def prepare(path: Path, *, group_readable: bool, default: bool) -> RunDirectory:
             ExitCode.RUN_DIRECTORY,
         ) from error
     return RunDirectory(path.resolve())
+
+
+def require_parent(path: Path) -> None:
+    """Refuse a place whose directory is not there: a mistyped one must not be made.
+
+    Raises:
+        StepkeeperError: which directory is missing.
+    """
+    if not path.parent.is_dir():
+        raise StepkeeperError(
+            f"--run-dir {path}: its parent {path.parent} does not exist; create it, or choose another place",
+            ExitCode.RUN_DIRECTORY,
+        )
 
 
 def _make(path: Path, mode: int) -> None:

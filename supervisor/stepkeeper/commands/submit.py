@@ -1,0 +1,219 @@
+"""`stepkeeper submit [options] -- CMD ARGS...`: a batch script for this cluster, checked, then submitted."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from stepkeeper import printing
+from stepkeeper.config import flags, resolve
+from stepkeeper.config.resolve import Origin
+from stepkeeper.config.settings import SETTINGS
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.doctor import rules, site
+from stepkeeper.doctor.finding import Finding, Level
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.planning.measured import METRICS_NAME, measure
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.store import find, rundir
+from stepkeeper.submitting.script import Wanted, notice_s, render
+
+SBATCH_WITHIN_S = 60.0
+SAID_CHARACTERS_MAX = 500
+HANDLED = ("JobRequeue", "JobFileAppend", "send_user_signal")  # by the directives of our own script
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    command = subcommands.add_parser(
+        "submit",
+        help="render a batch script for this cluster, check it, and submit it",
+        description="Render a batch script for this cluster, have Slurm check it, and submit it: "
+        "stepkeeper submit -N 4 --gpus-per-node 8 -t 1-00:00:00 --setup 'module load cuda' -- python train.py",
+        allow_abbrev=False,
+    )
+    job = command.add_argument_group("job")
+    job.add_argument("-N", "--nodes", metavar="N", default="1", help="nodes, spares included (default: 1)")
+    job.add_argument("--gpus-per-node", metavar="N", help="GPUs a node, as sbatch reads them")
+    job.add_argument("-t", "--time", metavar="TIME", help="time limit of one attempt; a longer training is a chain")
+    job.add_argument("-p", "--partition", metavar="NAME", help="default: the cluster's")
+    job.add_argument("-A", "--account", metavar="NAME", help="who pays")
+    job.add_argument("-J", "--job-name", metavar="NAME", help="default: the script's name")
+    job.add_argument("-o", "--output", metavar="PATTERN", default="%x-%j.log", help="the log (default: %%x-%%j.log)")
+    job.add_argument(
+        "--sbatch", metavar="OPTION", action="append", default=[], help="any other option: --sbatch=--mem=0; repeat it"
+    )
+    job.add_argument(
+        "--setup", metavar="LINE", action="append", default=[], help="shell before the training: 'module load cuda'"
+    )
+    job.add_argument("--notice-s", metavar="S", type=int, help="seconds before the time limit to save and requeue")
+    job.add_argument("--like", metavar="RUN", help="a run that has saved: its save time sets --notice-s")
+    command.add_argument("--dry-run", action="store_true", help="print the script; submit nothing")
+    command.add_argument("--json", action="store_true", help="one JSON document")
+    flags.declare(command)
+    command.add_argument("cmd", nargs=argparse.REMAINDER, metavar="-- CMD ARGS...")
+    command.set_defaults(execute=execute)
+
+
+@printing.reading
+def execute(arguments: argparse.Namespace) -> int:
+    """Render, check, submit."""
+    wanted = _wanted(arguments)
+    script = render(wanted)
+    sources = resolve.gather(flags.read(arguments), dict(os.environ))
+    config = sources.resolve()  # refuses what the supervisor would refuse hours later
+    run_dir = config.settings.run_dir
+    if config.values["run_dir"].origin is not Origin.DEFAULT and "%" not in os.path.dirname(run_dir):
+        rundir.require_parent(Path(_where(run_dir, 0, wanted)))
+    findings = _look(wanted)
+    if arguments.dry_run:
+        if arguments.json:
+            printing.say_json({"script": script, "findings": [_line(each) for each in findings]}, indent=2)
+        else:
+            sys.stdout.write(script)
+            _warn(findings)
+        return ExitCode.FINISHED
+    _warn(findings)
+    _sbatch("--test-only", script=script)
+    job = _job_id(_sbatch("--parsable", script=script))
+    where = _where(run_dir, job, wanted)
+    if arguments.json:
+        printing.say_json({"job": job, "run_dir": where, "notice_s": notice_s(wanted), "script": script}, indent=2)
+    else:
+        printing.say(f"job {job} is submitted")
+        printing.say(f"  run directory  {where}")
+        printing.say(f"  see            stepkeeper status {shlex.quote(where)}")
+        printing.say(f"  stop           scancel {job}")
+    return ExitCode.FINISHED
+
+
+def _where(run_dir: str, job: int, wanted: Wanted) -> str:
+    """Return the run directory; of an array, where each task has its own, its pattern."""
+    named = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NAME": wanted.job_name or "", "SLURM_SUBMIT_DIR": os.getcwd()}
+    try:
+        return str(rundir.expand(run_dir, {**os.environ, **named}))
+    except StepkeeperError:
+        return run_dir
+
+
+def _wanted(arguments: argparse.Namespace) -> Wanted:
+    words = arguments.cmd[1:] if arguments.cmd[:1] == ["--"] else arguments.cmd
+    if not words or (arguments.cmd[:1] != ["--"] and words[0].startswith("-")):
+        raise StepkeeperError("no CMD: write `stepkeeper submit [options] -- CMD ARGS...`", ExitCode.USAGE)
+    save_s = None
+    if arguments.like is not None:
+        directory = find.find(arguments.like, os.environ)
+        save_s = measure(directory.journal, directory.path / METRICS_NAME).persist_s
+    return Wanted(
+        command=tuple(words),
+        program=_program(),
+        options=tuple(_options(arguments)),
+        nodes=arguments.nodes,
+        gpus_per_node=arguments.gpus_per_node,
+        time=arguments.time,
+        partition=arguments.partition,
+        account=arguments.account,
+        job_name=arguments.job_name or _name(words),
+        output=arguments.output,
+        sbatch=tuple(arguments.sbatch),
+        setup=tuple(arguments.setup),
+        save_s=save_s,
+        notice_s=arguments.notice_s,
+    )
+
+
+def _name(words: list[str]) -> str:
+    """Return the name of the script or module in a command: `train` of `python -u src/train.py`."""
+    scripts = [Path(word).stem for word in words if word.endswith(".py")]
+    modules = [word.rpartition(".")[2] for option, word in itertools.pairwise(words) if option == "-m"]
+    name = [*scripts, *modules, Path(words[0]).name][0]
+    return re.sub(r"[^\w.-]", "-", name) or "stepkeeper"
+
+
+def _program() -> tuple[str, ...]:
+    """Return the command of the environment that we run in: the job's PATH may have another."""
+    beside = Path(sys.executable).with_name("stepkeeper")
+    return (str(beside),) if beside.exists() else (sys.executable, "-m", "stepkeeper")
+
+
+def _options(arguments: argparse.Namespace) -> list[str]:
+    """Return the settings of the command line as options of `stepkeeper run`."""
+    words = []
+    for key, entry in flags.read(arguments).items():
+        setting = SETTINGS[key]
+        if not setting.flag:
+            words += ["--set", f"{key}={_plain(entry.value)}"]
+        elif isinstance(entry.value, bool):
+            words.append(setting.flag if entry.value else f"--no-{setting.flag[2:]}")
+        else:
+            words += [setting.flag, _plain(entry.value)]
+    return words
+
+
+def _plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _look(wanted: Wanted) -> list[Finding]:
+    """Return what the doctor says that this job should know."""
+    try:
+        here = site.gather(partition=wanted.partition, save_s=wanted.save_s)
+    except SlurmError as error:
+        raise StepkeeperError(str(error), ExitCode.NO_SLURM) from error
+    if wanted.partition is None:
+        here = site.only_default(here)
+    return [
+        finding
+        for finding in rules.examine(here)
+        if finding.level in (Level.PROBLEM, Level.WARNING) and finding.subject not in HANDLED
+    ]
+
+
+def _line(finding: Finding) -> str:
+    return f"{finding.subject}: {finding.found}: {finding.means}" + (f" -> {finding.remedy}" if finding.remedy else "")
+
+
+def _warn(findings: list[Finding]) -> None:
+    for finding in findings:
+        printing.warn(f"{finding.level.value}: {_line(finding)}")
+
+
+def _sbatch(option: str, *, script: str) -> str:
+    """Call sbatch with the script on its standard input.
+
+    Raises:
+        StepkeeperError: Slurm refuses it, with its own words.
+    """
+    try:
+        done = subprocess.run(
+            ["sbatch", option],
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=SBATCH_WITHIN_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise StepkeeperError(
+            f"sbatch {option} did not answer in {SBATCH_WITHIN_S:g} s; the job may be in the queue: see `squeue --me`",
+            ExitCode.NO_SLURM,
+        ) from None
+    except OSError as error:
+        raise StepkeeperError(f"sbatch: {error.strerror}; is Slurm installed here?", ExitCode.NO_SLURM) from error
+    if done.returncode:
+        said = " ".join(done.stderr.split())[:SAID_CHARACTERS_MAX]
+        raise StepkeeperError(f"Slurm refuses the job: {said or shlex.quote(option)}", ExitCode.START_FAILED)
+    return done.stdout
+
+
+def _job_id(answer: str) -> int:
+    match = re.match(r"\d+", answer.strip())
+    if match is None:
+        raise StepkeeperError(f"sbatch answered {answer[:SAID_CHARACTERS_MAX]!r}: no job id", ExitCode.START_FAILED)
+    return int(match.group())

@@ -1,0 +1,102 @@
+"""The batch script of a supervised training.  Pure: golden tests hold it."""
+
+from __future__ import annotations
+
+import shlex
+
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+
+NOTICE_S = 120
+NOTICE_MAX_S = 65535  # Slurm's own bound on --signal
+SLURM_LATE_S = 60  # Slurm may signal a minute early or late
+OURS = ("signal", "requeue", "no-requeue", "no-kill", "open-mode")
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user asks for."""
+
+    command: tuple[str, ...]
+    program: tuple[str, ...]  # that starts `stepkeeper`
+    options: tuple[str, ...] = ()  # of `stepkeeper run`
+    nodes: str = "1"
+    gpus_per_node: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    job_name: str | None = None
+    output: str = "%x-%j.log"
+    sbatch: tuple[str, ...] = ()  # more options of sbatch, each with its dashes
+    setup: tuple[str, ...] = ()  # lines of shell before the training, such as `module load cuda`
+    save_s: float | None = None  # from the request of a save to durable, if it is known
+    notice_s: int | None = None
+
+
+def notice_s(wanted: Wanted) -> int:
+    """Return how long before the time limit the supervisor is told: long enough for two saves, if it is known."""
+    if wanted.notice_s is not None:
+        return wanted.notice_s
+    if wanted.save_s is None:
+        return NOTICE_S
+    return min(NOTICE_MAX_S, max(NOTICE_S, round(2 * wanted.save_s + SLURM_LATE_S)))
+
+
+def render(wanted: Wanted) -> str:
+    """Return the script.
+
+    Raises:
+        StepkeeperError: an option of sbatch would undo what the supervisor stands on, or a line cannot stand in a
+            directive.
+    """
+    directives = [
+        ("partition", wanted.partition),
+        ("account", wanted.account),
+        ("job-name", wanted.job_name),
+        ("nodes", wanted.nodes),
+        ("gpus-per-node", wanted.gpus_per_node),
+        ("time", wanted.time),
+        ("output", wanted.output),
+    ]
+    own = [f"--{name}={value}" for name, value in directives if value is not None]
+    lines = [f"#SBATCH {option}" for option in [*own, *(_checked(option) for option in wanted.sbatch)]]
+    start = shlex.join([*wanted.program, "run", *wanted.options, "--", *wanted.command])
+    for line in lines:
+        if "\n" in line:
+            raise StepkeeperError(f"an option of sbatch has a line break: {line!r}", ExitCode.USAGE)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "# Slurm, and the supervisor, may put the job back into the queue.",
+            "#SBATCH --requeue",
+            "# A lost node does not end the job: the watchers on the others see to it that it goes on.",
+            "#SBATCH --no-kill",
+            "# Each attempt appends to the log of those before.",
+            "#SBATCH --open-mode=append",
+            "# The supervisor alone hears SIGUSR1 so many seconds before the time limit.",
+            f"#SBATCH --signal=B:USR1@{notice_s(wanted)}",
+            "set -eo pipefail",
+            *wanted.setup,
+            "trap '' USR1 TERM # until the supervisor hears them: by default they would end the job",
+            "# `exec`: Slurm signals only the batch process, and that must be the supervisor",
+            f"exec {start}",
+            "",
+        ]
+    )
+
+
+def _checked(option: str) -> str:
+    name = option.lstrip("-").partition("=")[0].split(" ")[0]
+    if not option.startswith("-"):
+        raise StepkeeperError(
+            f"--sbatch {option!r}: write the option with its dashes, --sbatch=--mem=0", ExitCode.USAGE
+        )
+    if name in OURS:
+        raise StepkeeperError(
+            f"--sbatch={option}: the supervisor stands on its own --{name}"
+            + ("; say --notice-s" if name == "signal" else ""),
+            ExitCode.USAGE,
+        )
+    return option

@@ -73,9 +73,21 @@ def push_files(
     The one that finds nothing missing any more may commit (`target.staging(held).commit()`).
     Raises as `copy_step`.
     """
-    staging = target.staging(held)
     chosen = held.manifest.files if files is None else files
-    pushed = _Push(source, held, pace or Pace(), should_stop).to(staging, chosen)
+    return push(source, held, target.staging(held), chosen, pace=pace, should_stop=should_stop)
+
+
+def push(
+    source: Tier,
+    held: Held,
+    staging: Staging,
+    files: Collection[str],
+    *,
+    pace: Pace | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Pushed:
+    """Copy files that `source` has into a step on its way.  Raises as `copy_step`."""
+    pushed = _Push(source, held, pace or Pace(), should_stop).to(staging, files)
     return Pushed(None, pushed.bytes_copied, pushed.bytes_there, tuple(staging.missing()))
 
 

@@ -86,38 +86,61 @@ class DirectoryTier:
         return removed
 
 
+def staging_directory(checkpoints: Path, step: int, save_id: str) -> Path:
+    """Return where a step stands on its way into a directory tier."""
+    return checkpoints / f"{_STAGING}{step_name(step)}.{save_id}"
+
+
+def write_file(path: Path, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:
+    """Write a file from chunk `first` on; it is durable when it has its name.  Raises OSError, or what `chunks` does."""
+    partial = path.with_name(path.name + PARTIAL)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        os.lseek(descriptor, first * entry.chunk_bytes, os.SEEK_SET)
+        for chunk in chunks:
+            write_all(descriptor, chunk)
+        os.ftruncate(descriptor, entry.bytes)  # an earlier try may have left more
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.rename(partial, path)
+
+
+def right_chunks(path: Path, entry: FileEntry) -> int:
+    """Return how many chunks, from its first, of a file that is not finished are there and right."""
+    right = 0
+    with suppress(FileNotFoundError, NotADirectoryError):  # nothing of it is there
+        for chunk in _read_chunks(path.with_name(path.name + PARTIAL), entry, 0):
+            if not is_right(chunk, entry, right):
+                break
+            right += 1
+    return right
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a file; -1 where there is none."""
+    try:
+        return path.lstat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return -1
+
+
 class _DirectoryStaging:
     def __init__(self, tier: DirectoryTier, held: Held, despite: frozenset[str]) -> None:
         self._tier, self._held, self._despite = tier, held, despite
-        self._directory = tier.checkpoints / f"{_STAGING}{step_name(held.manifest.step)}.{held.manifest.save_id}"
+        self._directory = staging_directory(tier.checkpoints, held.manifest.step, held.manifest.save_id)
         self._there = self._committed()
 
     def done(self, name: str, entry: FileEntry) -> bool:
-        return self._there is not None or _size(self._directory / name) == entry.bytes
+        return self._there is not None or file_size(self._directory / name) == entry.bytes
 
     def present(self, name: str, entry: FileEntry) -> int:
-        right = 0
-        with suppress(FileNotFoundError, NotADirectoryError):  # nothing of it is there
-            for chunk in _read_chunks(self._directory / (name + PARTIAL), entry, 0):
-                if not is_right(chunk, entry, right):
-                    break
-                right += 1
-        return right
+        return right_chunks(self._directory / name, entry)
 
     def write(self, name: str, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:
         path = self._directory / name
-        partial = path.with_name(path.name + PARTIAL)
         os.makedirs(path.parent, exist_ok=True)
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            os.lseek(descriptor, first * entry.chunk_bytes, os.SEEK_SET)
-            for chunk in chunks:
-                write_all(descriptor, chunk)
-            os.ftruncate(descriptor, entry.bytes)  # an earlier try may have left more
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.rename(partial, path)
+        write_file(path, entry, first, chunks)
 
     def missing(self) -> list[str]:
         return [name for name, entry in self._held.manifest.files.items() if not self.done(name, entry)]
@@ -131,6 +154,7 @@ class _DirectoryStaging:
         parents = {parent for name in self._held.manifest.files for parent in PurePosixPath(name).parents}
         for parent in parents:
             fsync_directory(self._directory / parent)
+        self._remove_strangers()
         self._write_manifest()
         fsync_directory(self._directory)
         if self._tier.read_back:
@@ -149,6 +173,14 @@ class _DirectoryStaging:
                 if self._tier.held(name).manifest.save_id == save_id:
                     return name
         return None
+
+    def _remove_strangers(self) -> None:
+        """Remove what the manifest does not name: parts of files, and what the writers of a save told each other."""
+        for directory, _, names in os.walk(self._directory):
+            for name in names:
+                path = Path(directory, name)
+                if str(path.relative_to(self._directory)) not in self._held.manifest.files:
+                    path.unlink(missing_ok=True)
 
     def _write_manifest(self) -> None:
         path = self._directory / MANIFEST_NAME
@@ -207,13 +239,6 @@ class _DirectoryStaging:
             return self._tier.held(commit.directory).manifest.created_at
         except (ManifestError, OSError):  # damaged or pruned: it leads nowhere
             return ""
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return -1
 
 
 def _read_small(path: Path) -> bytes:

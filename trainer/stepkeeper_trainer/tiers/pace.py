@@ -24,14 +24,20 @@ class Pace:
         self._rate, self._clock, self._sleep = bytes_per_s, clock, sleep
         self._lock = threading.Lock()
         self._free_at = clock()  # when all bytes so far have had their time
+        self.waited_s = 0.0  # by all together
+
+    def lift(self) -> None:
+        """Let bytes pass at once from now on: somebody waits for them."""
+        self._rate = None
 
     def take(self, count: int) -> None:
         """Wait until `count` bytes may pass."""
-        if self._rate is None:
-            return
         with self._lock:
+            if self._rate is None:
+                return
             now = self._clock()
             self._free_at = max(self._free_at, now - BURST_S) + count / self._rate
             wait_s = self._free_at - now
+            self.waited_s += max(0.0, wait_s)
         if wait_s > 0:
             self._sleep(wait_s)

@@ -10,6 +10,7 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.store import known
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lease
@@ -101,12 +102,16 @@ def _of_job(job_id: int, environment: Mapping[str, str]) -> RunDirectory:
     """Return the run that a job works on: one that says so itself outweighs one that is named after it."""
     below = _runs_below()
     named = environment.get("STEPKEEPER_RUN_DIR", "")
-    candidates = [*_expanded(named, job_id), *below]
+    candidates = [*_expanded(named, job_id), *below, *known.runs(environment)]
     saying = [run for run in candidates if job_id in _jobs(run)]
     called = [run for run in candidates if run.name.endswith(f"-{job_id}") and _is_run(run)]
     if found := saying or called:
         return RunDirectory(max(found, key=_changed_at).resolve())
-    searched = [f"{RUNS_NAME}/*-{job_id}", f"the job ids in {RUNS_NAME}/*/status.json ({len(below)} runs)"]
+    searched = [
+        f"{RUNS_NAME}/*-{job_id}",
+        f"the job ids in {RUNS_NAME}/*/status.json ({len(below)} runs)",
+        "the runs that this account has started",
+    ]
     if named:
         searched.insert(0, f"STEPKEEPER_RUN_DIR ({named})")
     raise StepkeeperError(

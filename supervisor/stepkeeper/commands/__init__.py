@@ -6,6 +6,36 @@ returns the exit code.
 
 from __future__ import annotations
 
-from stepkeeper.commands import checkpoints, dev, doctor, events, explain, logs, node, plan, run, status, submit, xid
+from stepkeeper.commands import (
+    checkpoints,
+    completion,
+    dev,
+    doctor,
+    events,
+    explain,
+    logs,
+    man,
+    node,
+    plan,
+    run,
+    status,
+    submit,
+    xid,
+)
 
-COMMANDS = (run, submit, status, events, logs, explain, checkpoints, plan, doctor, xid, node, dev)
+COMMANDS = (
+    run,
+    submit,
+    status,
+    events,
+    logs,
+    explain,
+    checkpoints,
+    plan,
+    doctor,
+    xid,
+    node,
+    completion,
+    man,
+    dev,
+)

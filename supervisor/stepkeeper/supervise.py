@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from stepkeeper.actions import checkpoints, launch, slurm
+from stepkeeper.actions.crew import Crew, Limits
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
@@ -58,6 +59,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     progress_log_every_s: float = PROGRESS_LOG_EVERY_S
     gpus_per_node: int | None = None  # that a node must have before a launch
     free_bytes_min: int = 0  # that the storage must have before a launch
+    reading: Limits = Limits()
 
 
 class Supervisor:
@@ -82,6 +84,9 @@ class Supervisor:
         self.state = State()
         self.bus: Bus | None = None
         self.launch: launch.Launch | None = None
+        self.writers: checkpoints.Writers | None = None  # of what the ranks save
+        assignment = setting.assignment
+        self.crew = Crew(setting.lease.node, len(assignment.nodes), setting.reading, self._note_node)
         self.requests = 0
         self.fenced = False
         self.journal_failed = ""
@@ -225,9 +230,9 @@ class Supervisor:
                 if self.bus is not None:
                     self.bus.close()
             case do.ChooseCheckpoint():
-                checkpoints.choose(setting.directory.checkpoints, inbox=self.inbox)
+                checkpoints.choose(setting.directory.checkpoints, crew=self.crew, inbox=self.inbox)
             case do.VerifyCheckpoint():
-                checkpoints.verify(setting.directory.checkpoints, effect.directory, inbox=self.inbox)
+                self._verify(effect)
             case do.ClearNodes():
                 if self.bus is not None:
                     self.bus.clear(effect, gpus=setting.gpus_per_node, free_bytes=setting.free_bytes_min)
@@ -271,10 +276,19 @@ class Supervisor:
             environment,
             inbox=self.inbox,
             attempt=self.setting.lease.attempt,
-            note=lambda node, text: self.log.info("watcher", node=node, said=text),
+            note=self._note_node,
+            on_share=self.crew.heard,
             after_s=effect.after_s,
         )
+        self.crew.use(self.bus)
         self._renew()
+
+    def _note_node(self, node: str, text: str) -> None:
+        self.log.info("watcher", node=node, said=text)
+
+    def _verify(self, effect: do.VerifyCheckpoint) -> None:
+        directory = self.setting.directory.checkpoints
+        checkpoints.verify_back(directory, effect.directory, writers=self.writers, crew=self.crew, inbox=self.inbox)
 
     def _renew(self) -> None:
         assert self.bus is not None, "the callers look"
@@ -284,6 +298,8 @@ class Supervisor:
         self._renew()
         if self.bus is not None:
             self.bus.expect(effect.launch, self.setting.job.tasks(effect.nodes))
+        job = self.setting.job
+        self.writers = checkpoints.Writers(effect.nodes, job.geometry.tasks_per_node) if job.wrapped else None
         meeting = launch.Meeting(
             launch=effect.launch,
             nodes=effect.nodes,
@@ -291,7 +307,7 @@ class Supervisor:
             port=effect.port,
             resume_from=effect.resume_from,
         )
-        self.launch = launch.Launch(self.setting.job, meeting, self.environment, inbox=self.inbox)
+        self.launch = launch.Launch(job, meeting, self.environment, inbox=self.inbox)
 
     def _request_save(self, effect: do.RequestSave) -> None:
         self.requests += 1

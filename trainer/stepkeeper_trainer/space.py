@@ -28,7 +28,7 @@ from stepkeeper_trainer.formats.durable import fsync_directory, write_all
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.formats.manifest import Manifest
-    from stepkeeper_trainer.formats.steps import Choice
+    from stepkeeper_trainer.formats.steps import Choice, StepDirectory
 
 ASK_WITHIN_S = 10.0
 TEST_WITHIN_S = 120.0
@@ -318,16 +318,20 @@ def _clear_old_tests(directory: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def damaged_in_a_row(choice: Choice) -> list[tuple[StepDirectory, tuple[str, ...]]]:
+    """Return the newest step directories that were committed and are not what they were, with what is wrong.
+
+    Not a save that never ended, nor a manifest that is damaged: that is no plain case.
+    """
+    return [(step, problems) for step, problems in choice.skipped if step.manifest is not None]
+
+
 def suspicion(choice: Choice) -> str | None:
     """Say why the storage itself is suspect: the newest step directories, several in a row, are not what they were."""
-    row = []
-    for step, problems in choice.skipped:
-        if step.manifest is None:  # a save that never ended, or a manifest that is damaged, which is no plain case
-            continue
-        row.append((step.path.name, problems[0]))
+    row = damaged_in_a_row(choice)
     if len(row) < SUSPECT_AFTER:
         return None
-    names = ", ".join(name for name, _ in row[:3])
+    names = ", ".join(step.path.name for step, _ in row[:3])
     return (
         f"{len(row)} committed step directories in a row are damaged ({names}): the storage is suspect; "
         "test it with `stepkeeper checkpoints test-storage`, and look at the logs of its servers"

@@ -2,29 +2,117 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from stepkeeper.actions.crew import Crew, Read, Wanted
 from stepkeeper.core import events as on
 from stepkeeper.sources.inbox import Inbox
+from stepkeeper_trainer import space
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
+from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
+from stepkeeper_trainer.formats.verify import Reading, Verdict, names_of_share, unread, verify
 
 PROBLEM_CHARACTERS_MAX = 500
+_WRITER = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote a file
 
 
-def choose(checkpoints: Path, *, inbox: Inbox) -> None:
+class Writers:
+    """Which node wrote a file of a step directory."""
+
+    def __init__(self, nodes: tuple[str, ...], ranks_per_node: int) -> None:
+        """Take the nodes of the launch that saved, in the order of its ranks."""
+        self._nodes = nodes
+        self._ranks_per_node = ranks_per_node
+
+    def node(self, name: str) -> str | None:
+        """Return the node; None where the name does not tell."""
+        match = _WRITER.fullmatch(name)
+        place = int(match[1]) // self._ranks_per_node if match else len(self._nodes)
+        return self._nodes[place] if place < len(self._nodes) else None
+
+    def of_shares(self, manifest: Manifest, of: int) -> Mapping[int, frozenset[str]]:
+        """Return for each share the nodes that wrote what is in it."""
+        found = {}
+        for index in range(of):
+            nodes = {self.node(name) for name in names_of_share(manifest, index, of)}
+            found[index] = frozenset(node for node in nodes if node is not None)
+        return found
+
+
+class Verification:
+    """Verifies step directories, large ones together with the watchers of the other nodes."""
+
+    def __init__(self, crew: Crew, number: int) -> None:
+        self.readers: set[str] = set()
+        self.bytes_read = 0
+        self._crew = crew
+        self._number = number
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self._began
+
+    def is_old(self) -> bool:
+        """Tell whether a newer verification has begun: what this one says is not wanted any more."""
+        return self._crew.is_old(self._number)
+
+    def check(
+        self, directory: Path, cache: Cache | None, *, from_disk: bool = False, writers: Writers | None = None
+    ) -> Verdict:
+        """Look at a step directory, and read what has not been found right before."""
+        looked = verify(directory, deep=False, cache=cache)
+        if not looked.ok:
+            return looked
+        size, left = unread(directory, cache or Cache(directory.parent, knows=False))
+        of = self._crew.limits.count_shares(size, self._crew.size)
+        if of > 1 and left > size // self._crew.size:  # else it is less to read alone what is not known yet
+            try:
+                avoid = writers.of_shares(read_manifest(directory), of) if writers else {}
+            except (OSError, ManifestError) as error:
+                return Verdict(directory, (str(error),), 0)
+            wanted = Wanted(directory=directory, of=of, from_disk=from_disk, avoid=avoid)
+            read = self._crew.read(wanted, self._number, cache) or Read(verdict=looked, readers=())
+            verdict, readers = read.verdict, read.readers
+        else:
+            reading = Reading(
+                bytes_per_s=self._crew.limits.bytes_per_s,
+                from_disk=from_disk,
+                first_only=True,
+                should_stop=self.is_old,
+            )
+            verdict = verify(directory, reading=reading, cache=cache)
+            readers = (self._crew.own_node,) if verdict.bytes_read else ()
+        self.readers.update(readers)
+        self.bytes_read += verdict.bytes_read
+        return verdict
+
+
+def choose(checkpoints: Path, *, crew: Crew, inbox: Inbox) -> None:
     """Find the newest verified step directory; `CheckpointChosen` or `ChoiceFailed` comes."""
+    verification = Verification(crew, crew.begin())
 
     def work() -> None:
         try:
-            choice = steps.newest_verified(checkpoints)
+            choice = steps.newest_verified(checkpoints, check=verification.check, should_stop=verification.is_old)
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
             inbox.put(on.ChoiceFailed(at=inbox.clock.now(), error=why))
             return
+        if verification.is_old():
+            return
+        damaged = {step.path for step, _ in space.damaged_in_a_row(choice)}
         skipped = tuple(
-            on.Skipped(directory=step.path.name, problem="; ".join(problems)[:PROBLEM_CHARACTERS_MAX])
+            on.Skipped(
+                directory=step.path.name,
+                problem="; ".join(problems)[:PROBLEM_CHARACTERS_MAX],
+                damaged=step.path in damaged,
+            )
             for step, problems in choice.skipped
         )
         chosen = choice.chosen
@@ -34,25 +122,34 @@ def choose(checkpoints: Path, *, inbox: Inbox) -> None:
                 directory=str(chosen.path) if chosen else None,
                 step=chosen.step if chosen else None,
                 skipped=skipped,
+                bytes_read=verification.bytes_read,
+                seconds=verification.seconds,
+                readers=tuple(sorted(verification.readers)),
             )
         )
 
     inbox.run_thread("choose-checkpoint", work)
 
 
-def verify(checkpoints: Path, name: str, *, inbox: Inbox) -> None:
-    """Read back one step directory; `CheckpointVerified` comes."""
+def verify_back(checkpoints: Path, name: str, *, writers: Writers | None, crew: Crew, inbox: Inbox) -> None:
+    """Read back one step directory, from the disk; `CheckpointVerified` comes, unless a newer one begins."""
+    verification = Verification(crew, crew.begin())
 
     def work() -> None:
-        started = time.monotonic()
-        verdict = steps.verify(checkpoints / name, cache=Cache(checkpoints, knows=False))
+        verdict = verification.check(
+            checkpoints / name, Cache(checkpoints, knows=False), from_disk=True, writers=writers
+        )
+        if verification.is_old():
+            return
         inbox.put(
             on.CheckpointVerified(
                 at=inbox.clock.now(),
                 directory=name,
                 ok=verdict.ok,
                 problem="; ".join(verdict.problems)[:PROBLEM_CHARACTERS_MAX],
-                seconds=time.monotonic() - started,
+                seconds=verification.seconds,
+                bytes_read=verification.bytes_read,
+                readers=tuple(sorted(verification.readers)),
             )
         )
 

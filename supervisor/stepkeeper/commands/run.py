@@ -15,6 +15,7 @@ from typing import TypeVar
 import structlog
 
 from stepkeeper import __version__, printing
+from stepkeeper.actions.crew import Limits
 from stepkeeper.commands import attempt, dry_run, print_config
 from stepkeeper.config import flags, record, resolve, shape
 from stepkeeper.config.resolve import Config, Origin, Sources
@@ -109,6 +110,7 @@ def execute(arguments: argparse.Namespace) -> int:
         progress_log_every_s=settings.progress_log_every_s,
         gpus_per_node=allocation.gpus_per_node,
         free_bytes_min=int(settings.free_gib_min * 2**30),
+        reading=Limits(mib_per_s=settings.verify_mib_per_s, shared_mib_min=settings.verify_shared_mib_min),
     )
     log.info(
         "attempt_started",

@@ -99,6 +99,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A shell command that tells a person; run only where the run stops and needs one, with `STEPKEEPER_REASON`,
     `STEPKEEPER_EXIT_CODE`, `STEPKEEPER_CAUSE`, `STEPKEEPER_RUN_DIR` and `STEPKEEPER_JOB_ID` in its environment."""
 
+    verify_mib_per_s: Annotated[float, About(unit="MiB/s", metavar="MIB/S", least=0, most=1e6)] = 0.0
+    """Each node reads step directories no faster than this when they are verified; 0: no limit."""
+
+    verify_shared_mib_min: Annotated[float, About(unit="MiB", metavar="MIB", least=0.001, most=1e9, has_flag=False)] = (
+        1024.0
+    )
+    """The watchers of all nodes share the verification of a step directory of at least this size."""
+
     policy: Policy = Policy()
 
 

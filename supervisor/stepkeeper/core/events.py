@@ -212,6 +212,7 @@ class Skipped(msgspec.Struct, frozen=True, kw_only=True):
 
     directory: str
     problem: str
+    damaged: bool = False  # it was committed, and is not what it was
 
 
 class CheckpointChosen(_Event, frozen=True, kw_only=True, tag="checkpoint_chosen"):
@@ -220,6 +221,9 @@ class CheckpointChosen(_Event, frozen=True, kw_only=True, tag="checkpoint_chosen
     directory: str | None
     step: int | None
     skipped: tuple[Skipped, ...] = ()
+    bytes_read: int = 0  # what was found right before, and is unchanged, is not read again
+    seconds: float = 0.0
+    readers: tuple[str, ...] = ()  # nodes that read
 
 
 class ChoiceFailed(_Event, frozen=True, kw_only=True, tag="choice_failed"):
@@ -235,6 +239,8 @@ class CheckpointVerified(_Event, frozen=True, kw_only=True, tag="checkpoint_veri
     ok: bool
     problem: str = ""
     seconds: float = 0.0
+    bytes_read: int = 0
+    readers: tuple[str, ...] = ()  # nodes that read
 
 
 # --- ranks ----------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class Bus:
         inbox: Inbox,
         attempt: int,
         note: Callable[[str, str], None],
+        on_share: Callable[[lines.ShareRead], None],
         after_s: float = 0.0,
     ) -> None:
         """Start srun, `after_s` seconds from now; `BusEnded` comes when it could not be started.
@@ -54,18 +55,21 @@ class Bus:
             inbox: where events go.
             attempt: words of other attempts are not taken for this one's.
             note: called with a node and what its watcher has for the log, on a thread of the bus.
+            on_share: called with what a watcher says of its share of a step directory, on a thread of the bus.
             after_s: a bus that failed is not tried again at once.
         """
         self.number = number
         self._inbox = inbox
         self._attempt = attempt
         self._note = note
+        self._on_share = on_share
         self._expected: tuple[int, int] = (-1, 0)  # launch and how many tasks it has
         self._started: tuple[int, set[int]] = (-1, set())  # launch and the ranks that were started in it
         self._cleared: dict[str, lines.Cleared] = {}
         self._clear_number = 0
         self._to_clear: do.ClearNodes | None = None
         self._heard: dict[str, float] = {}  # node -> monotonic seconds of its last word
+        self._reads: set[str] = set()  # nodes whose watcher can read shares of step directories
         self._output: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._error = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -87,6 +91,10 @@ class Bus:
         self._clear_number += 1
         number = self._clear_number
         self.say(lines.Clear(launch=wanted.launch, number=number, at=time.time(), gpus=gpus, free_bytes=free_bytes))
+
+    def readers(self) -> set[str]:
+        """Return the nodes whose watcher answers and can read shares of step directories."""
+        return self._reads & set(self._heard.copy())
 
     def report_uncleared(self, launch: int) -> None:
         """Emit `NodesNotCleared`: who has not confirmed."""
@@ -189,12 +197,14 @@ class Bus:
     def _now(self) -> float:
         return self._inbox.clock.now()
 
-    def _emit(self, message: lines.FromWatcher) -> None:  # noqa: C901 - one case a word
+    def _emit(self, message: lines.FromWatcher) -> None:  # noqa: C901, PLR0912 - one case a word
         if message.node in self._heard or isinstance(message, lines.Ready):
             self._heard[message.node] = time.monotonic()
         at = self._now()
         match message:
             case lines.Ready():
+                if message.reads:
+                    self._reads.add(message.node)
                 self._inbox.put(on.WatcherReady(at=at, node=message.node, bus=self.number))
             case lines.Signaled():
                 self._inbox.put(on.NodeSignaled(at=at, node=message.node, signal=message.signal))
@@ -211,6 +221,8 @@ class Bus:
             case lines.Faulted():
                 fields = {name: getattr(message, name) for name in message.__struct_fields__}
                 self._inbox.put(on.NodeFaulted(at=at, **fields))
+            case lines.ShareRead():
+                self._on_share(message)
             case lines.Note():
                 self._note(message.node, message.text)
             case lines.Alive():

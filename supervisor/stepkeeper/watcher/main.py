@@ -80,7 +80,7 @@ class Watcher:
         self.selector.register(self.ranks, selectors.EVENT_READ, self._on_rank)
         self.selector.register(self.senses, selectors.EVENT_READ, self._on_senses)
         self.selector.register(reader, selectors.EVENT_READ, lambda: self._on_signal(reader))
-        self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__))
+        self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__, reads=True))
         self.senses.start()
         while not self.quit:
             for key, _ in self.selector.select(self._wait_s()):
@@ -135,7 +135,7 @@ class Watcher:
             if message is not None:
                 self._obey(message)
 
-    def _obey(self, message: bus.ToWatcher) -> None:
+    def _obey(self, message: bus.ToWatcher) -> None:  # noqa: C901 - one case a word
         match message:
             case bus.Lease():
                 self.lease_until = time.monotonic() + message.seconds
@@ -164,6 +164,11 @@ class Watcher:
             case bus.Look():
                 if message.node == self.node:
                     self.senses.look(message.why)
+            case bus.Read():
+                if message.node == self.node:
+                    self.senses.read(message)
+            case bus.ReadNoMore():
+                self.senses.read_no_more(message.number)
             case bus.Quit():
                 self.quit = True
 

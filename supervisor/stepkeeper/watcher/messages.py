@@ -61,6 +61,27 @@ class Look(_Line, frozen=True, kw_only=True, tag="look"):
     why: str
 
 
+class Read(_Line, frozen=True, kw_only=True, tag="read"):
+    """For one node: read share `index` of `of` of a step directory and compare; answered by `ShareRead`.
+
+    Sent only to watchers whose `Ready` says that they know it.
+    """
+
+    node: str
+    number: int  # of the verification; what belongs to a lower one is dropped
+    directory: str  # its name, below the run's `checkpoints/`
+    index: int
+    of: int
+    mib_per_s: float = 0.0  # at most; 0: no limit
+    from_disk: bool = False  # past the page cache
+
+
+class ReadNoMore(_Line, frozen=True, kw_only=True, tag="read_no_more"):
+    """Every share of this verification and of those before is read, or nobody needs them any more."""
+
+    number: int
+
+
 class Quit(_Line, frozen=True, kw_only=True, tag="quit"):
     """Leave."""
 
@@ -74,6 +95,7 @@ class Ready(_Line, frozen=True, kw_only=True, tag="ready"):
     node: str
     pid: int
     version: str
+    reads: bool = False  # it knows `Read`: a version that did not never says so
 
 
 class Alive(_Line, frozen=True, kw_only=True, tag="alive"):
@@ -114,6 +136,23 @@ class Faulted(_Line, frozen=True, kw_only=True, tag="faulted"):
     drained: bool = False
 
 
+class ShareRead(_Line, frozen=True, kw_only=True, tag="share_read"):
+    """How far a share is, every second while it is read; then, with `done`, what was found."""
+
+    node: str
+    number: int
+    index: int
+    of: int
+    bytes_read: int
+    done: bool = False
+    error: str = ""  # why this watcher cannot read it; says nothing of the bytes
+    problem: str = ""  # the first one
+    problems: int = 0
+    manifest: str = ""  # digest of the manifest that this node sees
+    seen: str = ""  # digest over the state of the share's files
+    began_at: float = 0.0  # this node's clock, Unix seconds
+
+
 class Rank(_Line, frozen=True, kw_only=True, tag="rank"):
     """The word of a rank, passed on."""
 
@@ -136,8 +175,8 @@ class Note(_Line, frozen=True, kw_only=True, tag="note"):
     text: str
 
 
-ToWatcher = Lease | Save | Kill | Clear | Look | Quit
-FromWatcher = Ready | Alive | Signaled | Cleared | Faulted | Rank | Lost | Note
+ToWatcher = Lease | Save | Kill | Clear | Look | Read | ReadNoMore | Quit
+FromWatcher = Ready | Alive | Signaled | Cleared | Faulted | ShareRead | Rank | Lost | Note
 
 _encoder = msgspec.json.Encoder()
 _to_watcher: msgspec.json.Decoder[ToWatcher] = msgspec.json.Decoder(ToWatcher)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,6 +24,9 @@ from stepkeeper.node.client import AgentClient, AgentError, connect
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.messages import shorten
+
+if TYPE_CHECKING:
+    from stepkeeper.watcher.sharing import ShareReader
 
 AGENT_AGAIN_S = 30.0  # an agent that is absent, or was restarted, is looked for again
 CHECKS_WITHIN_S = 20.0  # all of them together; the supervisor waits for 60 s
@@ -54,6 +58,7 @@ class Senses:
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # of the thread that listens to the agent
         self._closed = threading.Event()
         self._stop_own: Callable[[], None] | None = None
+        self._share_reader: ShareReader | None = None
         self._noted = ""
 
     def fileno(self) -> int:
@@ -90,6 +95,21 @@ class Senses:
         with contextlib.suppress(queue.Full, BlockingIOError):  # it looks already
             self._looks.put_nowait(why)
             os.write(self._waker, b"\0")
+
+    def read(self, wanted: bus.Read) -> None:
+        """Read a share of a step directory; `ShareRead` comes, again and again."""
+        if self._share_reader is None:
+            # imported now: a watcher that reads nothing stays small
+            from stepkeeper.watcher.sharing import ShareReader  # noqa: PLC0415
+
+            checkpoints = Path(self._assignment.run_directory) / "checkpoints"
+            self._share_reader = ShareReader(checkpoints, self._node, self._put)
+        self._share_reader.read(wanted)
+
+    def read_no_more(self, number: int) -> None:
+        """Stop reading for a verification and for those before it."""
+        if self._share_reader is not None:
+            self._share_reader.drop(number)
 
     def _put(self, word: Word) -> None:
         self._words.put(word)

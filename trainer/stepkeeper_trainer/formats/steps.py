@@ -116,6 +116,7 @@ def newest_verified(
     should_stop: Callable[[], bool] = lambda: False,
     reading: Reading | None = None,
     cached: bool = True,
+    check: Callable[[Path, Cache | None], Verdict] | None = None,
 ) -> Choice:
     """Choose the newest step directory of the current lineage that is whole.
 
@@ -126,6 +127,7 @@ def newest_verified(
         should_stop: asked while reading; true ends the search with nothing chosen.
         reading: how to read.
         cached: bytes that were found right before, and have not been written to since, are not read again.
+        check: verifies one step directory instead of `verify`; `deep` and `reading` are its own affair then.
 
     Raises:
         OSError: the directory cannot be listed or the lineage not read.
@@ -140,7 +142,10 @@ def newest_verified(
         if entry.manifest is None:
             skipped.append((entry, (entry.problem or "no manifest",)))
             continue
-        verdict = verify(entry.path, deep=deep, should_stop=should_stop, reading=how, cache=cache)
+        if check is not None:
+            verdict = check(entry.path, cache)
+        else:
+            verdict = verify(entry.path, deep=deep, should_stop=should_stop, reading=how, cache=cache)
         if should_stop():
             return Choice(None, tuple(skipped))
         if verdict.ok:

@@ -45,6 +45,10 @@ def _never() -> bool:
     return False
 
 
+def _untold(_count: int) -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """How bytes are read."""
@@ -54,6 +58,7 @@ class Reading:
     from_disk: bool = False  # past the page cache: O_DIRECT where that works, else the cached pages are dropped first
     first_only: bool = False  # stop at the first problem
     should_stop: Callable[[], bool] = _never  # asked between pieces, by several threads
+    on_read: Callable[[int], None] = _untold  # told how many bytes were read, again and again, by several threads
 
     def count_threads(self) -> int:
         """Return how many threads read."""
@@ -193,6 +198,17 @@ def known_right(directory: Path, cache: Cache) -> bool:
         return False
     facts = set(look.facts().values())
     return cache.known(look.manifest.manifest_xxh3_128, facts) == facts
+
+
+def unread(directory: Path, cache: Cache) -> tuple[int, int]:
+    """Return how many bytes a step directory has, and how many of them `cache` does not know to be right."""
+    look = _look(directory, cache)
+    if look.manifest is None:
+        return 0, 0
+    facts = look.facts()
+    known = cache.known(look.manifest.manifest_xxh3_128, facts.values())
+    sizes = {name: status.st_size for name, status in look.files.items()}
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if facts[name] not in known)
 
 
 def verify_share(directory: Path, index: int, of: int, *, reading: Reading | None = None) -> ShareVerdict:
@@ -535,6 +551,7 @@ class _TaskReader:
                 return f"ends at byte {at} of {entry.bytes}", at - start
             digest.update(self._piece[:count])
             at += count
+            self._how.on_read(count)
         if digest.hexdigest() != entry.chunks[index]:
             return f"bytes of chunk {index} (from byte {start}) are wrong", end - start
         if len(entry.chunks) == 1 and entry.xxh3_128 != entry.chunks[0]:

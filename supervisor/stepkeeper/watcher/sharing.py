@@ -1,0 +1,125 @@
+"""The watcher's part of a shared verification: read what it is told to, say how far it is, and what was found."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from stepkeeper.watcher import messages as bus
+from stepkeeper_trainer.formats.messages import shorten
+from stepkeeper_trainer.formats.verify import Reading, verify_share
+
+SAY_EVERY_S = 1.0
+WAITING_MAX = 64  # shares that were asked for and not begun: far more than are ever sent at once
+MIB = 2**20
+
+
+class ShareReader:
+    """One thread that reads one share after the other."""
+
+    def __init__(self, checkpoints: Path, node: str, say: Callable[[bus.FromWatcher], None]) -> None:
+        """`say` is called on threads of this reader."""
+        self._checkpoints = checkpoints
+        self._node = node
+        self._say = say
+        self._wanted: queue.Queue[bus.Read] = queue.Queue(WAITING_MAX)
+        self._number = 0  # of the newest verification: what belongs to an older one is dropped
+        self._dropped = -1
+        threading.Thread(target=self._run, name="share-reader", daemon=True).start()
+
+    def read(self, wanted: bus.Read) -> None:
+        """Read a share, after those that were asked for before; what belongs to an older verification is dropped."""
+        self._number = max(self._number, wanted.number)
+        try:
+            self._wanted.put_nowait(wanted)
+        except queue.Full:
+            self._fail(wanted, "too many shares wait already")
+
+    def drop(self, number: int) -> None:
+        """Read no more for this verification and those before."""
+        self._dropped = max(self._dropped, number)
+
+    def _is_old(self, wanted: bus.Read) -> bool:
+        return wanted.number < self._number or wanted.number <= self._dropped
+
+    def _run(self) -> None:
+        while True:
+            wanted = self._wanted.get()
+            try:
+                if not self._is_old(wanted):
+                    self._read(wanted)
+            except Exception as error:  # noqa: BLE001 - told; the supervisor has the share read by another
+                self._fail(wanted, repr(error))
+
+    def _fail(self, wanted: bus.Read, error: str) -> None:
+        self._say(
+            bus.ShareRead(
+                node=self._node,
+                number=wanted.number,
+                index=wanted.index,
+                of=wanted.of,
+                bytes_read=0,
+                done=True,
+                error=shorten(error),
+            )
+        )
+
+    def _read(self, wanted: bus.Read) -> None:
+        far = _Far()
+        over = threading.Event()
+        reading = Reading(
+            bytes_per_s=wanted.mib_per_s * MIB or None,
+            from_disk=wanted.from_disk,
+            first_only=True,
+            should_stop=lambda: self._is_old(wanted),
+            on_read=far.add,
+        )
+        told = threading.Thread(target=self._say_how_far, args=(wanted, far, over), name="share-progress", daemon=True)
+        told.start()
+        try:
+            found = verify_share(self._checkpoints / wanted.directory, wanted.index, wanted.of, reading=reading)
+        finally:
+            over.set()
+            told.join()
+        if self._is_old(wanted):
+            return
+        self._say(
+            bus.ShareRead(
+                node=self._node,
+                number=wanted.number,
+                index=wanted.index,
+                of=wanted.of,
+                bytes_read=found.bytes_read,
+                done=True,
+                problem=shorten(found.problems[0]) if found.problems else "",
+                problems=len(found.problems),
+                manifest=found.manifest,
+                seen=found.seen,
+                began_at=found.began_at,
+            )
+        )
+
+    def _say_how_far(self, wanted: bus.Read, far: _Far, over: threading.Event) -> None:
+        """Say it at once, so that the supervisor knows that it was heard, and then every second."""
+        while True:
+            self._say(
+                bus.ShareRead(
+                    node=self._node, number=wanted.number, index=wanted.index, of=wanted.of, bytes_read=far.bytes
+                )
+            )
+            if over.wait(SAY_EVERY_S):
+                return
+
+
+class _Far:
+    """How many bytes all threads of a share have read."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self.bytes += count

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
-from stepkeeper_trainer.serialise import ALIGNMENT, Frame, crc32, fill_in, frame
+from stepkeeper_trainer import checksums
+from stepkeeper_trainer.serialise import ALIGNMENT, Frame, frame
 
 ID = "archive/.data/serialization_id"  # drawn by torch from the content, and read back by nobody
 TYPES = [
@@ -27,7 +28,8 @@ SHAPES = [(), (0,), (2, 0, 3), (1,), (3,), (2, 3), (1, 300, 1), (5000,), (70000,
 
 def filled(one: Frame, data: bytes) -> bytes:
     buffer = bytearray(one.head + data + one.tail)
-    fill_in(memoryview(buffer), len(one.head) + len(data), one, crc32(memoryview(data)))
+    tail = len(one.head) + len(data)
+    checksums.put_crc(memoryview(buffer), tail + one.crc_at[0], tail + one.crc_at[1], zlib.crc32(data))
     return bytes(buffer)
 
 
@@ -143,3 +145,12 @@ def test_the_private_names_of_torch_are_what_we_take_them_for(tmp_path_factory: 
         assert sharded._spec == DTensor.from_local(torch.rand(3), sharded.device_mesh, [Replicate()])._spec
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 100_000])
+def test_a_checksum_goes_on_from_one_part_to_the_next(size: int) -> None:
+    data = bytes(n * n % 251 for n in range(size))
+
+    first = checksums.crc32(memoryview(data)[: size // 3])
+
+    assert checksums.crc32(memoryview(data)[size // 3 :], first) == zlib.crc32(data)

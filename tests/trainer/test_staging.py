@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import itertools
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from stepkeeper_trainer.errors import StateError
 from stepkeeper_trainer.staging import MANY, PAGE_BYTES, Staging, lay_out
-from stepkeeper_trainer.writer import Sheet, extents, write_sheet
+from stepkeeper_trainer.writer import DIRECT_BYTES_MIN, SEAL_BYTES, WRITE_BYTES, Sheet, extents, seal, write_sheet
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -31,7 +36,7 @@ def state(seed: int = 0) -> dict[str, torch.Tensor]:
 def staged(staging: Staging, name: str) -> torch.Tensor:
     assert staging.layout is not None
     piece = staging.layout.pieces[name]
-    staging.seal([piece])
+    assert list(seal(staging.arena.view, [piece.mark], [])) == [piece.end]
     return torch.load(io.BytesIO(bytes(staging.arena.view[piece.start : piece.end])), weights_only=True)
 
 
@@ -140,17 +145,95 @@ def test_any_choice_of_tensors_is_written_as_a_file_of_whole_archives(
     pieces = tuple(staging.layout.pieces[name] for n, name in enumerate(names) if n in chosen)
     directory = tmp_path_factory.mktemp("sheet")
 
-    written = write_sheet(directory, staging, Sheet("f", pieces), lambda: None)
+    marks = tuple(piece.mark for piece in pieces)
+
+    written = write_sheet(directory, staging.arena.view, Sheet("f", marks), lambda: None)
 
     data = (directory / "f").read_bytes()
     assert written.entry.bytes == len(data)
-    assert written.extents == extents(pieces)
     end = 0
-    for piece, (start, length) in zip(pieces, written.extents, strict=True):
+    for piece, (start, length) in zip(pieces, extents(marks), strict=True):
         assert start >= end
         end = start + length
         assert torch.equal(torch.load(io.BytesIO(data[start:end]), weights_only=True), tensors[piece.name])
     assert end == len(data)
+
+
+@pytest.mark.parametrize("extra", [0, 1, PAGE_BYTES, WRITE_BYTES + 5])
+def test_what_goes_past_the_page_cache_is_the_same_file(
+    tmp_path: Path, extra: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(extra)
+    sizes = [*range(0, 2000, 13), SEAL_BYTES, SEAL_BYTES + 1, DIRECT_BYTES_MIN + extra]
+    tensors = {str(n): torch.randint(0, 256, (size,), dtype=torch.uint8) for n, size in enumerate(sizes)}
+    staging = taken(tensors, [["1"], [name for name in tensors if name != "1"]])
+    staging.copy(tensors)
+    assert staging.layout is not None
+    marks = tuple(piece.mark for piece in staging.layout.groups[1])
+    sync, direct = os.fsync, []
+
+    def watched(descriptor: int) -> None:
+        direct.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+
+    through = write_sheet(tmp_path, staging.arena.view, Sheet("through", marks), lambda: None)
+    past = write_sheet(tmp_path, staging.arena.view, Sheet("past", marks), lambda: None, direct=True)
+
+    assert direct == [False, has_direct(tmp_path)]
+    data = (tmp_path / "past").read_bytes()
+    assert data == (tmp_path / "through").read_bytes()
+    assert past.entry == through.entry
+    assert past.crcs == through.crcs
+    assert past.entry.xxh3_128 == xxhash.xxh3_128_hexdigest(data)
+
+
+def has_direct(directory: Path) -> bool:
+    try:
+        os.close(os.open(directory / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("refusal", ["open", "write", "short"])
+def test_where_direct_writes_are_refused_or_cut_short_ordinary_ones_follow(
+    tmp_path: Path, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"a": torch.randint(0, 256, (2 * WRITE_BYTES + 77,), dtype=torch.uint8)}
+    staging = taken(tensors)
+    staging.copy(tensors)
+    assert staging.layout is not None
+    sheet = Sheet("f", tuple(piece.mark for piece in staging.layout.groups[0]))
+    write, control = os.write, fcntl.fcntl
+    refused: list[int] = []
+
+    def refusing_write(descriptor: int, data: memoryview) -> int:
+        flags = control(descriptor, fcntl.F_GETFL)
+        if refusal == "open" or refused or not flags & os.O_DIRECT:
+            return write(descriptor, data)
+        refused.append(descriptor)
+        if refusal == "write":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        control(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        count = write(descriptor, data[: PAGE_BYTES + 100])
+        control(descriptor, fcntl.F_SETFL, flags)
+        return count
+
+    def refusing_control(descriptor: int, command: int, flags: int = 0) -> int:
+        if refusal == "open" and flags & os.O_DIRECT:
+            refused.append(descriptor)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return control(descriptor, command, flags)
+
+    monkeypatch.setattr(os, "write", refusing_write)
+    monkeypatch.setattr(fcntl, "fcntl", refusing_control)
+
+    written = write_sheet(tmp_path, staging.arena.view, sheet, lambda: None, direct=True)
+
+    assert refused
+    assert written.entry.xxh3_128 == xxhash.xxh3_128_hexdigest((tmp_path / "f").read_bytes())
 
 
 def test_each_group_begins_on_a_page_and_archives_are_aligned() -> None:

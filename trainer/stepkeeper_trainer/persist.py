@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.planner import Planner, Share
     from stepkeeper_trainer.saver import Save
-    from stepkeeper_trainer.staging import Staging
+    from stepkeeper_trainer.staging import Piece, Staging
 
 METADATA_NAME = ".metadata"
 FILES_MAX = 4  # hot ones of a rank, written beside each other
@@ -50,6 +51,7 @@ class _Sheets:
 
     share: Share
     sheets: tuple[Sheet, ...]
+    names: tuple[tuple[str, ...], ...]  # the tensors in each
     items: msgspec.Raw  # as reported
 
 
@@ -169,25 +171,29 @@ class Persister:
         cold = [tuple(group) for group in history.groups] if history is not None else []
         known = {number for group in cold for number in group}
         hot = [piece for number, piece in enumerate(pieces) if number not in known]
-        sheets: list[Sheet] = []
+        files: list[tuple[str, list[Piece], bool]] = []
         for number, names in enumerate(_split_evenly([piece.name for piece in hot], self._staging.size_of)):
-            own = sorted((pieces[place[name]] for name in names), key=lambda piece: piece.start)
-            sheets.append(Sheet(f"__{self._rank}_{number}.distcp", tuple(own)))
+            files.append((f"__{self._rank}_{number}.distcp", [pieces[place[name]] for name in names], False))
         for group in cold:
             number = self._cold_numbers.setdefault(group, _COLD_FIRST + len(self._cold_numbers))
-            own = sorted((pieces[n] for n in group), key=lambda piece: piece.start)
-            sheets.append(Sheet(f"__{self._rank}_{number}.distcp", tuple(own), cold=True))
+            files.append((f"__{self._rank}_{number}.distcp", [pieces[n] for n in group], True))
         indices = {index.fqn: index for index in share.items}
-        items = [
-            _item(indices[piece.name], sheet.name, start, length)
-            for sheet in sheets
-            for piece, (start, length) in zip(sheet.pieces, extents(sheet.pieces), strict=True)
-        ]
-        return _Sheets(share, tuple(sheets), encode_items(tuple(items)))
+        sheets: list[Sheet] = []
+        items: list[Item] = []
+        for file, own, is_cold in files:
+            own.sort(key=lambda piece: piece.start)
+            marks = tuple(piece.mark for piece in own)
+            sheets.append(Sheet(file, marks, is_cold))
+            lies = zip(own, extents(marks), strict=True)
+            items += [_item(indices[piece.name], file, start, length) for piece, (start, length) in lies]
+        told = tuple(tuple(piece.name for piece in own) for _, own, _ in files)
+        return _Sheets(share, tuple(sheets), told, encode_items(tuple(items)))
 
     def _learn(self, share: Share, written: list[Written]) -> None:
         """Take note of what changes, and lay the arena out by it while nobody uses it."""
-        crcs = {piece.name: crc for one in written for piece, crc in zip(one.sheet.pieces, one.crcs, strict=True)}
+        assert self._sheets is not None
+        names = itertools.chain.from_iterable(self._sheets.names)
+        crcs = dict(zip(names, itertools.chain.from_iterable(one.crcs for one in written), strict=True))
         if self._history is None:
             self._history = History([self._staging.size_of(name) for name in share.names])
         changed = self._history.observe([crcs[name] for name in share.names])
@@ -206,10 +212,11 @@ class Persister:
         source = self._source(sheet) if sheet.cold else None
         if source is not None:
             path, entry = source
-            own, crcs = digest_sheet(self._staging, sheet, save.check)
+            own, crcs = digest_sheet(self._staging.arena.view, sheet, save.check)
             if own == entry and self._links.link(path, save.directory / sheet.name, own):
-                return Written(sheet, own, extents(sheet.pieces), crcs, linked=True)
-        return write_sheet(save.directory, self._staging, sheet, save.check)
+                return Written(sheet, own, crcs, linked=True)
+        # In an emergency nothing trains beside, and what is read back soon is better in the page cache.
+        return write_sheet(save.directory, self._staging.arena.view, sheet, save.check, direct=not save.emergency)
 
     def _source(self, sheet: Sheet) -> tuple[Path, FileEntry] | None:
         """Return the file of that name in the step before, if this run has committed it."""

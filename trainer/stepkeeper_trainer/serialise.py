@@ -30,7 +30,6 @@ _END_64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _END = struct.Struct("<4sHHHHIIH")
 _UTF_8, _SIZES_FOLLOW = 0x0800, 0x0008
-_CRC = struct.Struct("<I")
 _SERIALIZATION_ID = b"0" * 40  # telemetry of torch's; nothing reads it back
 
 
@@ -52,18 +51,6 @@ class Frame:
 def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """Return the frame for a dense, contiguous tensor."""
     return _frame(dtype, tuple(shape))
-
-
-def crc32(data: memoryview) -> int:
-    """Return the CRC-32 of a tensor's bytes."""
-    return zlib.crc32(data)
-
-
-def fill_in(buffer: memoryview, tail_at: int, one: Frame, crc: int) -> None:
-    """Write a tensor's CRC-32 into its frame; `tail_at` is where the tail begins in `buffer`."""
-    first, second = one.crc_at
-    _CRC.pack_into(buffer, tail_at + first, crc)
-    _CRC.pack_into(buffer, tail_at + second, crc)
 
 
 @lru_cache(maxsize=65536)

@@ -18,10 +18,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.errors import StateError
-from stepkeeper_trainer.serialise import ALIGNMENT, Frame, crc32, fill_in, frame
+from stepkeeper_trainer.serialise import ALIGNMENT, Frame, frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from stepkeeper_trainer.writer import Mark
 
 PAGE_BYTES = 4096
 MANY = 1000  # tensors, from which on several threads go through the small ones
@@ -77,6 +79,13 @@ class Piece:
     def end(self) -> int:
         """Where the archive ends."""
         return self.start + self.frame.length
+
+    @property
+    def mark(self) -> Mark:
+        """All that writing it needs to know."""
+        tail = self.tail
+        first, second = self.frame.crc_at
+        return (self.start, self.data, tail, tail + first, tail + second, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,19 +319,6 @@ class Staging:
         copied = self._copied
         if copied is not None:
             copied.synchronize()
-
-    def seal(self, pieces: Iterable[Piece]) -> list[int]:
-        """Write the CRC-32 of tensors into their frames, and return them."""
-        view = self.arena.view
-        found: list[int] = []
-        for piece in pieces:
-            one = piece.frame
-            start = piece.start + len(one.head)
-            end = start + one.data_bytes
-            crc = crc32(view[start:end])
-            fill_in(view, end, one, crc)
-            found.append(crc)
-        return found
 
 
 def _split(

@@ -7,22 +7,28 @@ save.  A file whose bytes are those of the step before can be linked instead (se
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import xxhash
 
+from stepkeeper_trainer.checksums import crc32, put_crc
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from stepkeeper_trainer.staging import Piece, Staging
 
-SEAL_BYTES = 4 * 1024 * 1024  # CRCs are filled in so far ahead of the hashing and writing
+SEAL_BYTES = 4 * 1024 * 1024  # a CRC, hashes, and then the next: what is at hand in the cache is not fetched again
+DIRECT_BYTES_MIN = 4 * 1024 * 1024  # smaller files go through the page cache
+WRITE_BYTES = 16 * 1024 * 1024  # at once
+PAGE_BYTES = 4096
 
 
 class Digester:
@@ -61,24 +67,52 @@ class Digester:
 class HashingFile:
     """A new file, written front to back; `entry` is known once it is closed, and then it is durable."""
 
-    def __init__(self, path: Path) -> None:
-        """Create the file.  Raises FileExistsError where it is there already."""
+    def __init__(self, path: Path, *, direct: bool = False) -> None:
+        """Create the file; `direct`: past the page cache, where the file system has that.
+
+        Raises FileExistsError where it is there already.
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor: int | None = os.open(path, flags, 0o666)
         self._digester = Digester()
-        self._flushed = 0
+        self._written = self._flushed = 0
+        self._direct = direct and self._set_direct(on=True)
         self.entry: FileEntry | None = None
 
     def write(self, data: Any) -> int:
         """Write and hash.  Raises OSError."""
-        assert self._descriptor is not None, "closed"
         view = memoryview(data).cast("B")
-        rest = view
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
-        self._digester.update(view)
-        self._start_writeback()
+        self.put(view)
+        self.take_in(view)
         return len(view)
+
+    def take_in(self, view: memoryview) -> None:
+        """Hash the next bytes: they are put into the file apart from that."""
+        self._digester.update(view)
+
+    def put(self, view: memoryview) -> None:
+        """Put the next bytes into the file: of whole pages in memory, where it is direct.  Raises OSError."""
+        assert self._descriptor is not None, "closed"
+        while view:
+            try:
+                count = os.write(self._descriptor, view)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._direct = self._set_direct(on=False)  # opened so, and yet refused: some file systems do
+                continue
+            view = view[count:]
+            self._written += count
+            if self._direct and count % PAGE_BYTES:
+                self._direct = self._set_direct(on=False)  # the rest of a write that was cut short is not aligned
+        if not self._direct:
+            self._start_writeback()
+
+    def cut(self) -> None:
+        """Take away what was put beyond what was hashed.  Raises OSError."""
+        assert self._descriptor is not None, "closed"
+        if self._written > self._digester.bytes:
+            os.ftruncate(self._descriptor, self._digester.bytes)
 
     def close(self) -> None:
         """Make the file durable.  Raises OSError."""
@@ -98,101 +132,137 @@ class HashingFile:
             with contextlib.suppress(OSError):  # the error that brought us here is the one to report
                 os.close(descriptor)
 
+    def _set_direct(self, *, on: bool) -> bool:
+        assert self._descriptor is not None
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False  # this file system has no such thing
+        return on
+
     def _start_writeback(self) -> None:
         """Have the kernel begin to write what is complete: the disk works while we hash, and fsync waits less."""
         assert self._descriptor is not None
-        upto = self._digester.bytes // CHUNK_BYTES * CHUNK_BYTES
+        upto = self._written // CHUNK_BYTES * CHUNK_BYTES
         if upto > self._flushed:
             os.posix_fadvise(self._descriptor, self._flushed, upto - self._flushed, os.POSIX_FADV_DONTNEED)
             self._flushed = upto
 
 
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """A file to write: its tensors, in order."""
+Mark = tuple[int, int, int, int, int, int]
+"""One archive in the arena: where it begins, its data begins, its data ends, its CRC belongs (twice), it ends."""
+
+
+class Sheet(msgspec.Struct, frozen=True):
+    """A file to write: the archives in it, in order."""
 
     name: str
-    pieces: tuple[Piece, ...]
+    marks: tuple[Mark, ...]
     cold: bool = False  # its tensors have not changed lately: it may equal its like in the step before
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file that is durable: where each of its tensors lies, and their CRCs, in order."""
+    """A file that is durable, and the CRCs of its archives, in order."""
 
     sheet: Sheet
     entry: FileEntry
-    extents: tuple[tuple[int, int], ...]  # start and length in the file
     crcs: tuple[int, ...]
     linked: bool = False
-
-
-def stretches(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, list[Piece]]]:
-    """Yield what is to be written as parts of the arena, with the tensors that end in each part.
-
-    Neighbours in the arena go out together, gaps between them included.
-    """
-    batch: list[Piece] = []
-    at = pieces[0].start if pieces else 0
-    for before, piece in zip([None, *pieces], pieces, strict=False):
-        apart = before is not None and not 0 <= piece.start - before.end < PAD_MAX
-        if batch and (apart or batch[-1].end - at >= SEAL_BYTES):
-            yield at, batch[-1].end, batch
-            at = piece.start if apart else batch[-1].end
-            batch = []
-        batch.append(piece)
-    if batch:
-        yield at, batch[-1].end, batch
 
 
 PAD_MAX = 64  # a gap between neighbours is shorter
 
 
-def extents(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
-    """Return where each tensor's archive lies in a file of these."""
+def runs(marks: Sequence[Mark]) -> Iterator[tuple[int, int, Sequence[Mark]]]:
+    """Yield what lies together in the arena, gaps between neighbours included: begin, end, and the archives."""
+    first = 0
+    for number in range(1, len(marks) + 1):
+        if number == len(marks) or not 0 <= marks[number][0] - marks[number - 1][5] < PAD_MAX:
+            yield marks[first][0], marks[number - 1][5], marks[first:number]
+            first = number
+
+
+def extents(marks: Sequence[Mark]) -> tuple[tuple[int, int], ...]:
+    """Return where each archive lies in a file of these: begin and length."""
     found: list[tuple[int, int]] = []
-    shift = pieces[0].start if pieces else 0  # place in the arena less place in the file
-    for before, piece in zip([None, *pieces], pieces, strict=False):
-        if before is not None and not 0 <= piece.start - before.end < PAD_MAX:
-            shift = piece.start - (before.end - shift)
-        found.append((piece.start - shift, piece.frame.length))
+    at = 0
+    for begin, end, members in runs(marks):
+        found += [(at + mark[0] - begin, mark[5] - mark[0]) for mark in members]
+        at += end - begin
     return tuple(found)
 
 
-def digest_sheet(staging: Staging, sheet: Sheet, check: Callable[[], None]) -> tuple[FileEntry, tuple[int, ...]]:
+def seal(view: memoryview, marks: Sequence[Mark], crcs: list[int]) -> Iterator[int]:
+    """Fill in the CRCs of archives that lie together, and say now and then up to where the arena is complete."""
+    said = marks[0][0] if marks else 0
+    for _, data, tail, first, second, end in marks:
+        crc, at = 0, data
+        while tail - at > SEAL_BYTES:
+            crc = crc32(view[at : at + SEAL_BYTES], crc)
+            at += SEAL_BYTES
+            yield (said := at)
+        crc = crc32(view[at:tail], crc)
+        put_crc(view, first, second, crc)
+        crcs.append(crc)
+        if end - said >= SEAL_BYTES:
+            yield (said := end)
+    if marks and said < marks[-1][5]:
+        yield marks[-1][5]
+
+
+def digest_sheet(view: memoryview, sheet: Sheet, check: Callable[[], None]) -> tuple[FileEntry, tuple[int, ...]]:
     """Return what a file would hold, without writing it.  `check` raises where nobody needs it any more."""
     digester = Digester()
     crcs: list[int] = []
-    view = staging.arena.view
-    for start, end, batch in stretches(sheet.pieces):
-        check()
-        crcs += staging.seal(batch)
-        digester.update(view[start:end])
+    for begin, _, members in runs(sheet.marks):
+        at = begin
+        for upto in seal(view, members, crcs):
+            check()
+            digester.update(view[at:upto])
+            at = upto
     return digester.entry(), tuple(crcs)
 
 
-def write_sheet(directory: Path, staging: Staging, sheet: Sheet, check: Callable[[], None]) -> Written:
-    """Write one file.  `check` is called now and then, and raises where the save must end.
+def write_sheet(
+    directory: Path, view: memoryview, sheet: Sheet, check: Callable[[], None], *, direct: bool = False
+) -> Written:
+    """Write one file out of the arena.  `check` is called now and then, and raises where the save must end.
+
+    With `direct` it goes from the arena to the disk: nothing is copied into the page cache, so that training loses
+    neither time of its cores nor memory to it.
 
     Raises:
         OSError: the disk refuses; a part of the file may be there.
     """
-    file = HashingFile(directory / sheet.name)
+    parts = list(runs(sheet.marks))
+    size = sum(end - begin for begin, end, _ in parts)
+    direct = direct and size >= DIRECT_BYTES_MIN and len(parts) == 1 and parts[0][0] % PAGE_BYTES == 0
+    file = HashingFile(directory / sheet.name, direct=direct)
     crcs: list[int] = []
-    view = staging.arena.view
     try:
-        for start, end, batch in stretches(sheet.pieces):
-            crcs += staging.seal(batch)
-            for at in range(start, end, CHUNK_BYTES):
+        for begin, end, members in parts:
+            hashed = put = begin
+            for upto in seal(view, members, crcs):
                 check()
-                file.write(view[at : min(end, at + CHUNK_BYTES)])
+                file.take_in(view[hashed:upto])
+                hashed = upto
+                whole = upto // PAGE_BYTES * PAGE_BYTES if direct else upto
+                if whole - put >= WRITE_BYTES:
+                    file.put(view[put:whole])
+                    put = whole
+            file.put(view[put : -(-end // PAGE_BYTES) * PAGE_BYTES if direct else end])
         check()
+        file.cut()
         file.close()
     except BaseException:
         file.abandon()
         raise
     assert file.entry is not None
-    return Written(sheet, file.entry, extents(sheet.pieces), tuple(crcs))
+    return Written(sheet, file.entry, tuple(crcs))
 
 
 def in_threads(jobs: Sequence[Callable[[], Written]]) -> list[Written]:

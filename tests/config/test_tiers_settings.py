@@ -59,7 +59,7 @@ def test_a_variable_that_is_no_number_is_named() -> None:
 
 def test_each_run_has_a_place_of_its_own_on_a_disk_that_runs_share(tmp_path: Path) -> None:
     tiers = Tiers(local="/nvme")
-    places = {tiers.local_checkpoints(tmp_path / owner / "run") for owner in ("a", "b")}
-    assert len(places) == 2
+    places = {tiers.local_checkpoints(tmp_path / owner / "run", made) for owner in ("a", "b") for made in ("1", "2")}
+    assert len(places) == 4
     assert all(str(place).startswith("/nvme/run.") for place in places)
-    assert tiers.local_checkpoints(tmp_path / "a" / "run") in places
+    assert tiers.local_checkpoints(tmp_path / "a" / "run", "1") in places

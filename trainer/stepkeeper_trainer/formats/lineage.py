@@ -72,6 +72,7 @@ class Lineage:
     marks: dict[str, frozenset[str]]
     tells_steps: bool = True  # false: marks only, and nothing of which steps count
     damaged: int = 0  # lines that were there and are not what was written
+    rolled_back_at: float | None = None  # Unix seconds, where the newest line of commits is a rollback
 
     def chain(self, manifests: Mapping[str, str | None] | None = None) -> list[str]:
         """Return the save_ids that lead to the head, newest first, as far back as anything is known.
@@ -110,6 +111,7 @@ def read(checkpoints: Path) -> Lineage | None:
     marks: dict[str, frozenset[str]] = {}
     head: str | None = None
     tells_steps, damaged = False, 0
+    rolled_back_at: float | None = None
     for line in data.splitlines():
         if line[-_SUM_BYTES:].startswith(_SUM) and _summed(line[:-_SUM_BYTES]) != line:
             damaged += 1
@@ -121,13 +123,13 @@ def read(checkpoints: Path) -> Lineage | None:
         match record:
             case Commit():
                 commits[record.save_id] = record
-                head, tells_steps = record.save_id, True
+                head, tells_steps, rolled_back_at = record.save_id, True, None
             case Rollback():
-                head, tells_steps = record.save_id, True
+                head, tells_steps, rolled_back_at = record.save_id, True, record.at
             case Mark():
                 before = marks.get(record.save_id, frozenset())
                 marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
-    return Lineage(commits, head, marks, tells_steps, damaged)
+    return Lineage(commits, head, marks, tells_steps, damaged, rolled_back_at)
 
 
 def append(checkpoints: Path, record: LineageRecord) -> None:

@@ -56,12 +56,15 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
         """Whether there is a tier besides the run directory."""
         return self.local is not None or self.cold is not None
 
-    def local_checkpoints(self, run_directory: Path) -> Path | None:
-        """Return the local tier's place for the steps of one run: many runs may share a disk."""
+    def local_checkpoints(self, run_directory: Path, identity: str) -> Path | None:
+        """Return the local tier's place for the steps of one run: many runs may share a disk.
+
+        A run directory that was removed and made anew is another run, by its `identity`.
+        """
         if self.local is None:
             return None
         where = run_directory.resolve()
-        name = f"{where.name}.{xxhash.xxh3_64_hexdigest(str(where).encode())[:8]}"
+        name = f"{where.name}.{xxhash.xxh3_64_hexdigest(f'{where}/{identity}'.encode())[:12]}"
         return Path(os.path.expanduser(self.local)) / name / "checkpoints"
 
 

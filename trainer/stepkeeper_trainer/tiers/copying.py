@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stepkeeper_trainer.formats.manifest import FileEntry
 from stepkeeper_trainer.tiers.pace import Pace
-from stepkeeper_trainer.tiers.tier import Held, Staging, Tier, TierError, check_chunk, check_entry
+from stepkeeper_trainer.tiers.tier import Held, Receiving, Tier, TierError, check_chunk, check_entry
 
 
 class CopyStoppedError(TierError):
@@ -80,7 +80,7 @@ def push_files(
 def push(
     source: Tier,
     held: Held,
-    staging: Staging,
+    staging: Receiving,
     files: Collection[str],
     *,
     pace: Pace | None = None,
@@ -98,7 +98,7 @@ class _Push:
     pace: Pace
     should_stop: Callable[[], bool]
 
-    def to(self, staging: Staging, files: Collection[str]) -> Pushed:
+    def to(self, staging: Receiving, files: Collection[str]) -> Pushed:
         """Send what is not there."""
         copied = there = 0
         for name, entry in self.held.manifest.files.items():

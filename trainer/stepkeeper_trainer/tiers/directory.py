@@ -15,10 +15,11 @@ from stepkeeper_trainer.formats.durable import fsync_directory, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, FileEntry, ManifestError
 from stepkeeper_trainer.formats.names import step_name
 from stepkeeper_trainer.formats.verify import Reading, verify
-from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, is_right
+from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, check_file, is_right
 
 PARTIAL = ".part"
 _STAGING = ".copy-"
+_TRASH = ".trash-"
 
 
 class DirectoryTier:
@@ -75,6 +76,13 @@ class DirectoryTier:
         """Begin to take in a step, or go on."""
         return _DirectoryStaging(self, held, frozenset(despite))
 
+    def remove(self, held: Held) -> None:
+        """Remove a step: it has another name at once, and its bytes go afterwards.  Raises OSError."""
+        trash = self.checkpoints / f"{_TRASH}{held.directory}"
+        os.rename(self.checkpoints / held.directory, trash)
+        fsync_directory(self.checkpoints)
+        shutil.rmtree(trash, ignore_errors=True)
+
     def clear(self, keep: Callable[[str], bool]) -> list[str]:
         """Remove steps that were never copied in full, unless `keep` says so of their save_id; return their names."""
         removed = []
@@ -92,7 +100,7 @@ def staging_directory(checkpoints: Path, step: int, save_id: str) -> Path:
 
 
 def write_file(path: Path, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:
-    """Write a file from chunk `first` on; it is durable when it has its name.  Raises OSError, or what `chunks` does."""
+    """Write a file from chunk `first` on; what has its name is durable.  Raises OSError, or what `chunks` does."""
     partial = path.with_name(path.name + PARTIAL)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
@@ -104,6 +112,15 @@ def write_file(path: Path, entry: FileEntry, first: int, chunks: Iterator[bytes]
     finally:
         os.close(descriptor)
     os.rename(partial, path)
+
+
+def forget_pages(path: Path) -> None:
+    """Let the kernel forget a file's clean pages, so that it is read from the disk next.  Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def right_chunks(path: Path, entry: FileEntry) -> int:
@@ -144,6 +161,18 @@ class _DirectoryStaging:
 
     def missing(self) -> list[str]:
         return [name for name, entry in self._held.manifest.files.items() if not self.done(name, entry)]
+
+    def check(self, name: str, entry: FileEntry, should_stop: Callable[[], bool]) -> None:
+        path = (self._tier.checkpoints / self._there if self._there is not None else self._directory) / name
+        with suppress(OSError):  # a file system without it: the pages may be read from memory then
+            forget_pages(path)
+        held = Held(str(path.parent.relative_to(self._tier.checkpoints)), self._held.manifest, self._held.raw)
+        try:
+            check_file(self._tier, held, name, entry, should_stop)
+        except DamagedCopyError:
+            if self._there is None:  # a step's files never change, whatever is wrong with them
+                path.unlink(missing_ok=True)
+            raise
 
     def commit(self) -> str:
         if (there := self._committed()) is not None:

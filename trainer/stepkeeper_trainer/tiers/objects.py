@@ -18,7 +18,7 @@ from obstore.store import from_url
 
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, ManifestError
 from stepkeeper_trainer.formats.names import parse_step_name, step_name
-from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, check_chunk
+from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, check_chunk, check_file
 
 PART_BYTES = 16 * 1024 * 1024  # of a large object: sent, and sent again after an error, on its own
 PARTS_AT_ONCE = 4
@@ -130,6 +130,17 @@ class ObjectTier:
                 if not compressed or index >= first:
                     yield chunk
 
+    def remove(self, held: Held) -> None:
+        """Remove a step: its manifest first, so that it is none at once.  Raises TierError."""
+        for name in (MANIFEST_NAME, *held.manifest.files):
+            self.remove_file(held.directory, name)
+
+    def remove_file(self, directory: str, name: str) -> None:
+        """Remove one file of a step, under either name.  Raises TierError."""
+        for suffix in ("", _COMPRESSED):
+            with _told(self.name), _maybe():
+                obstore.delete(self.store, f"{directory}/{name}{suffix}")
+
     def staging(self, held: Held, *, despite: Collection[str] = ()) -> Staging:
         """Begin to take in a step, or go on: files that were sent in full are not sent again."""
         directory = f"{step_name(held.manifest.step)}.{held.manifest.save_id[:8]}"
@@ -178,6 +189,15 @@ class _ObjectStaging:
     def missing(self) -> list[str]:
         return [name for name, entry in self._held.manifest.files.items() if not self.done(name, entry)]
 
+    def check(self, name: str, entry: FileEntry, should_stop: Callable[[], bool]) -> None:
+        held = Held(self._directory, self._held.manifest, self._held.raw)
+        try:
+            check_file(self._tier, held, name, entry, should_stop)
+        except DamagedCopyError:
+            self._done.discard(name)
+            self._tier.remove_file(self._directory, name)
+            raise
+
     def commit(self) -> str:
         tier = self._tier
         key = f"{self._directory}/{MANIFEST_NAME}"
@@ -200,9 +220,7 @@ class _ObjectStaging:
     def _remove(self) -> None:
         """Remove what reads back otherwise, so that the next try sends all of it again."""
         for name in self._held.manifest.files:
-            for suffix in ("", _COMPRESSED):
-                with _told(self._tier.name), _maybe():
-                    obstore.delete(self._tier.store, f"{self._directory}/{name}{suffix}")
+            self._tier.remove_file(self._directory, name)
 
 
 class _Remembering:

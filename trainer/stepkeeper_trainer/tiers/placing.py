@@ -320,9 +320,6 @@ class _InFlight:
     def missing(self) -> list[str]:
         return _lacking(self._directory, self._held)
 
-    def commit(self) -> str:
-        raise AssertionError("the commit of a run is rank 0's: commit.py")
-
 
 def _lacking(directory: Path, held: Held) -> list[str]:
     return [name for name, entry in held.manifest.files.items() if file_size(directory / name) != entry.bytes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,8 +33,8 @@ class Held:
         return Held(directory, unseal(raw, source=source), raw)
 
 
-class Staging(Protocol):
-    """A step on its way into a tier.  Nobody takes it for a step before `commit`."""
+class Receiving(Protocol):
+    """Something that files of a step are copied into."""
 
     def done(self, name: str, entry: FileEntry) -> bool:
         """Whether a file is there in full: nothing is left to write."""
@@ -50,6 +50,19 @@ class Staging(Protocol):
 
     def missing(self) -> list[str]:
         """Return the files that are not there yet in full."""
+        ...
+
+
+class Staging(Receiving, Protocol):
+    """A step on its way into a tier.  Nobody takes it for a step before `commit`."""
+
+    def check(self, name: str, entry: FileEntry, should_stop: Callable[[], bool]) -> None:
+        """Read back a file that was written; one that reads back otherwise is removed, to be written again.
+
+        Raises:
+            DamagedCopyError: its bytes are not those that were sent.
+            TierError: the tier does not answer, or it was asked to stop.
+        """
         ...
 
     def commit(self) -> str:
@@ -87,6 +100,10 @@ class Tier(Protocol):
         """Whether a file of a step is here: a node's own disk has those of its own ranks only."""
         ...
 
+    def remove(self, held: Held) -> None:
+        """Remove a step, so that it is none at once.  Raises TierError or OSError."""
+        ...
+
     def staging(self, held: Held, *, despite: Collection[str] = ()) -> Staging:
         """Begin to take in a step, or go on where an earlier try ended.
 
@@ -112,3 +129,20 @@ def check_entry(entry: FileEntry, *, where: str) -> None:
     """Refuse a file whose chunks the manifest does not list.  Raises DamagedCopyError."""
     if entry.bytes < 0 or entry.chunk_bytes <= 0 or len(entry.chunks) != -(-entry.bytes // entry.chunk_bytes):
         raise DamagedCopyError(f"{where}: the manifest does not list its chunks")
+
+
+def check_file(tier: Tier, held: Held, name: str, entry: FileEntry, should_stop: Callable[[], bool]) -> None:
+    """Read every byte of a file and compare it with the manifest.
+
+    Raises:
+        DamagedCopyError: it is not what the manifest says.
+        TierError: the tier does not answer, or `should_stop` said so.
+    """
+    where = f"{tier.name}/{held.directory}/{name}"
+    index = 0
+    for index, chunk in enumerate(tier.chunks(held, name, entry, 0), 1):
+        if should_stop():
+            raise TierError(f"{where}: reading was stopped")
+        check_chunk(chunk, entry, index - 1, where=where)
+    if index != len(entry.chunks):
+        raise DamagedCopyError(f"{where}: ends after {index} of {len(entry.chunks)} chunks")

@@ -1,0 +1,253 @@
+"""From shared storage to the cold tier, beside training: every rank sends its own files, rank 0 the manifest last.
+
+Rank 0 says which step goes next, by a small directory beside the step directories (`.cold-step_….<save_id>`); each
+rank sends its files, reads them back, and lays a mark there.  The newest step goes first; those that waited behind it
+are left out.  What was sent is not sent again after a failure or a kill.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepkeeper_trainer.formats.manifest import ManifestError
+from stepkeeper_trainer.formats.names import step_name
+from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.tiers.copying import CopyStoppedError, push
+from stepkeeper_trainer.tiers.directory import DirectoryTier
+from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.pace import Pace
+from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError
+
+BOARD = ".cold-"
+DONE, FAILED = "done-", "failed-"  # and a rank
+RETRY_S, RETRY_MAX_S, TRIES_MAX = 5.0, 300.0, 6
+RANKS_WITHIN_S = 3600.0  # the slowest rank's share; then the next step is tried
+_PAUSE_S = 0.5
+_RANK = re.compile(r"__(\d+)_")
+
+
+@dataclass(frozen=True, slots=True)
+class Going:
+    """A committed step that is to go."""
+
+    step: int
+    save_id: str
+    directory: Path
+
+
+def share_of(held: Held, rank: int, world_size: int) -> list[str]:
+    """Return the files that a rank sends: its own, where it has written the step."""
+
+    def owner(name: str) -> int:
+        found = _RANK.match(name)
+        return int(found.group(1)) % world_size if found is not None else 0
+
+    return [name for name in held.manifest.files if owner(name) == rank]
+
+
+class ColdCopies:
+    """One a rank: `offer` returns at once."""
+
+    def __init__(
+        self,
+        cold: Tier,
+        *,
+        shared: DirectoryTier,
+        local: LocalTier | None,
+        rank: int,
+        world_size: int,
+        pace: Pace,
+        fence: Callable[[], object],
+        after: Callable[[], object] = lambda: None,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            cold: where steps go.
+            shared: the run's step directories.
+            local: this node's disk: files are read from there where they are.
+            rank: 0 chooses and commits.
+            world_size: how many send.
+            pace: of this rank's copies.
+            fence: raises where this attempt must not commit any more.
+            after: called on rank 0 when a step has arrived.
+            retry_s: after a failure; it doubles.
+        """
+        self._cold, self._shared, self._local = cold, shared, local
+        self._rank, self._world_size = rank, world_size
+        self._pace, self._fence, self._after, self._retry_s = pace, fence, after, retry_s
+        self._changed = threading.Condition()
+        self._waiting: list[Going] = []
+        self._in_hand = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name="stepkeeper-cold", daemon=True)
+        self._thread.start()
+
+    def offer(self, going: Going) -> None:
+        """Have a step of the run sent."""
+        with self._changed:
+            self._waiting.append(going)
+            self._changed.notify_all()
+
+    def close(self, limit_at: float) -> bool:
+        """Let what waits go until `limit_at` (Unix seconds), then stop between two chunks; true if all went."""
+        with self._changed:
+            through = self._changed.wait_for(
+                lambda: not (self._waiting or self._in_hand), max(0.0, limit_at - time.time())
+            )
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(max(0.0, limit_at - time.time()) + 1.0)
+        return through
+
+    # --- the thread ------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._in_hand = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting or self._stopping)
+                if self._stopping:
+                    return
+                self._in_hand = True
+            going = self._next()
+            if going is None:
+                self._pause(_PAUSE_S)
+                continue
+            try:
+                self._send(going)
+            except CopyStoppedError:
+                continue
+            except Exception as error:  # noqa: BLE001 - told; training must go on
+                self._tell_failure(going, error)
+
+    def _next(self) -> Going | None:
+        """Take the step that goes now: rank 0 takes the newest, the others what rank 0 has taken."""
+        with self._changed:
+            waiting = list(self._waiting)
+        chosen = next(
+            (each for each in reversed(waiting) if self._rank == 0 or self._board(each).is_dir()),
+            None,
+        )
+        if chosen is None:
+            return None
+        older = waiting[: waiting.index(chosen)]
+        with self._changed:
+            self._waiting = [each for each in self._waiting if each not in older and each is not chosen]
+        if self._rank == 0:
+            for each in older:
+                say("cold_copy_left_out", step=each.step, why="a newer step goes first")
+            self._open(chosen)
+        return chosen
+
+    def _open(self, going: Going) -> None:
+        with suppress(FileNotFoundError):  # the run's directory is there, or the copy fails and says so
+            for name in os.listdir(self._shared.checkpoints):
+                if name.startswith(BOARD):  # of an earlier launch, or given up
+                    shutil.rmtree(self._shared.checkpoints / name, ignore_errors=True)
+            os.mkdir(self._board(going))
+
+    def _board(self, going: Going) -> Path:
+        return self._shared.checkpoints / f"{BOARD}{step_name(going.step)}.{going.save_id}"
+
+    def _send(self, going: Going) -> None:
+        began = time.monotonic()
+        held = self._shared.held(going.directory.name)
+        own = share_of(held, self._rank, self._world_size)
+        copied = self._patiently(going, held, own)
+        if self._rank != 0:
+            (self._board(going) / f"{DONE}{self._rank}").touch()
+            return
+        self._wait_for_ranks(going)
+        self._fence()
+        self._cold.staging(held).commit()
+        shutil.rmtree(self._board(going), ignore_errors=True)
+        seconds = round(time.monotonic() - began, 3)
+        say("cold_copied", step=going.step, save_id=going.save_id, tier=self._cold.name, bytes=copied, seconds=seconds)
+        self._after()
+
+    def _patiently(self, going: Going, held: Held, own: list[str]) -> int:
+        """Send and read back this rank's files; a failure is told and tried again."""
+        delay_s = self._retry_s
+        for attempt in range(1, TRIES_MAX + 1):
+            try:
+                return self._push(going, held, own)
+            except CopyStoppedError:
+                raise
+            except (TierError, ManifestError, OSError) as error:
+                if self._dropped(going):
+                    raise CopyStoppedError(f"step {going.step}: given up") from error
+                if attempt == TRIES_MAX:
+                    raise
+                warn("cold_copy_failed", step=going.step, rank=self._rank, attempt=attempt, why=error)
+            self._pause(delay_s)
+            delay_s = min(2 * delay_s, RETRY_MAX_S)
+        raise AssertionError("the last try returns or raises")
+
+    def _push(self, going: Going, held: Held, own: list[str]) -> int:
+        staging = self._cold.staging(held)
+        sent = [name for name in own if not staging.done(name, held.manifest.files[name])]
+        copied = 0
+        local = self._local.find(held) if self._local is not None else None
+        if self._local is not None and local is not None:
+            part = Held(local, held.manifest, held.raw)
+            try:
+                copied += push(
+                    self._local.tier, part, staging, sent, pace=self._pace, should_stop=lambda: self._dropped(going)
+                ).bytes_copied
+            except DamagedCopyError as error:
+                warn("local_copy_damaged", step=going.step, rank=self._rank, why=error, instead="shared storage")
+        copied += push(
+            self._shared, held, staging, own, pace=self._pace, should_stop=lambda: self._dropped(going)
+        ).bytes_copied
+        for name in own:  # those of an earlier try too: it may have ended before it had read them
+            staging.check(name, held.manifest.files[name], lambda: self._dropped(going))
+        return copied
+
+    def _wait_for_ranks(self, going: Going) -> None:
+        """Wait for the marks of all others (rank 0)."""
+        wanted = {f"{DONE}{rank}" for rank in range(1, self._world_size)}
+        limit_at = time.monotonic() + RANKS_WITHIN_S
+        while True:
+            names = set(os.listdir(self._board(going)))
+            for name in names:
+                if name.startswith(FAILED):
+                    why = (self._board(going) / name).read_text(errors="replace")
+                    raise TierError(f"rank {name.removeprefix(FAILED)} could not send its files: {why}")
+            if wanted <= names:
+                return
+            if time.monotonic() > limit_at:
+                raise TierError(f"{min(wanted - names)} did not come within {RANKS_WITHIN_S:g} s")
+            self._pause(_PAUSE_S / 5)
+            if self._stopping:
+                raise CopyStoppedError("the process leaves")
+
+    def _tell_failure(self, going: Going, error: Exception) -> None:
+        text = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
+        warn("cold_copy_given_up", step=going.step, save_id=going.save_id, rank=self._rank, why=text)
+        board = self._board(going)
+        if self._rank == 0:
+            shutil.rmtree(board, ignore_errors=True)
+            return
+        with suppress(FileNotFoundError):  # given up already
+            try:
+                (board / f"{FAILED}{self._rank}").write_text(text, encoding="utf-8")
+            except OSError as unsaid:
+                warn("failure_unsaid", step=going.step, rank=self._rank, why=unsaid)
+
+    def _dropped(self, going: Going) -> bool:
+        return self._stopping or not self._board(going).is_dir()
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping, seconds)

@@ -1,0 +1,143 @@
+"""Torch's private names that the trainer library uses: all of them, what each is for, and what to do without it.
+
+How they behave is pinned by `test_serialise.test_the_private_names_of_torch_are_what_we_take_them_for`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "trainer/stepkeeper_trainer"
+
+
+@dataclass(frozen=True)
+class Private:
+    """One name, or one that is undocumented."""
+
+    name: str  # `module:attribute.attribute`
+    used_in: tuple[str, ...]
+    instead: str  # what to do when torch has renamed it
+
+
+DCP = "torch.distributed.checkpoint"
+PRIVATE = [
+    Private(
+        f"{DCP}.filesystem:_StorageInfo",
+        ("persist",),
+        "what `.metadata` says of a file's extent: find what FileSystemReader.read_data takes from storage_data, "
+        "write that, and add its name to formats/metadata.py",
+    ),
+    Private(
+        f"{DCP}.filesystem:CURRENT_DCP_VERSION",
+        ("persist",),
+        "the version in `.metadata`: see what FileSystemWriter.finish puts there",
+    ),
+    Private(
+        f"{DCP}.default_planner:create_default_local_save_plan",
+        ("planner",),
+        "DefaultSavePlanner().set_up_planner(state) and create_local_plan() give the same plan",
+    ),
+    Private(
+        "torch.storage:_dtype_to_storage_type_map",
+        ("serialise",),
+        "the storage class that torch.save names for a dtype: unpickle a torch.save of one and look",
+    ),
+    Private(
+        "torch.storage:_new_dtypes",
+        ("serialise",),
+        "dtypes that torch.save writes by _rebuild_tensor_v3: those whose untyped storage has no class of its own",
+    ),
+    Private(
+        "torch:_utils._rebuild_tensor_v2",
+        ("serialise",),
+        "the function that a saved tensor names: unpickle a torch.save and look; the frames must name the same",
+    ),
+    Private("torch:_utils._rebuild_tensor_v3", ("serialise",), "as _rebuild_tensor_v2, for the newer dtypes"),
+    Private(
+        "torch:_foreach_copy_",
+        ("staging",),
+        "copy_ in a loop: slower for many small tensors (bench-checkpoint tells by how much)",
+    ),
+    Private(
+        "torch.distributed.tensor:DTensor._local_tensor",
+        ("staging",),
+        "to_local() gives the same outside autograd, ten times slower for thousands of tensors",
+    ),
+    Private(
+        "torch.distributed.tensor:DTensor._spec",
+        ("staging",),
+        "(device_mesh, placements, shape, stride()) compared one by one",
+    ),
+    Private(
+        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+        ("safetensors_io",),
+        "where this rank's shard begins: sums of what torch.chunk gives the ranks before it",
+    ),
+]
+
+
+@pytest.mark.parametrize("private", PRIVATE, ids=lambda private: private.name)
+def test_a_private_name_is_where_it_was(private: Private) -> None:
+    module, _, path = private.name.partition(":")
+    try:
+        found = importlib.import_module(module)
+        if path.startswith("DTensor."):
+            assert path.split(".")[1] in {*found.DTensor.__slots__, *found.DTensor.__annotations__}, "no attribute"
+            return
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, AssertionError) as error:
+        pytest.fail(f"torch has no {private.name} ({error}). In {', '.join(private.used_in)}: {private.instead}")
+
+
+def test_no_other_private_name_of_torchs_is_used() -> None:
+    used = {(name, path.stem) for path in sorted(PACKAGE.rglob("*.py")) for name in _private_names(path)}
+    listed = {
+        (private.name.replace(":", ".").split(".")[-1], where) for private in PRIVATE for where in private.used_in
+    }
+    listed = {(name, where) for name, where in listed if name.startswith("_")}
+    listed |= {("torch.distributed.tensor._utils", "safetensors_io"), ("_utils", "serialise")}
+
+    assert used - listed == set(), "add it to PRIVATE, with what to do when it is gone"
+    assert listed - used == set(), "used no more: take it off PRIVATE"
+
+
+def _private_names(path: Path) -> Iterator[str]:
+    """Yield private names of others: in imports from torch, and attributes that nothing of ours has."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            if "._" in (node.module or ""):
+                yield str(node.module)
+            yield from (alias.name for alias in node.names if alias.name.startswith("_"))
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in ("self", "cls", "os"):
+                continue
+            if (isinstance(root, ast.Name) and root.id == "torch") or node.attr not in _own():
+                yield node.attr
+
+
+def _own() -> set[str]:
+    """Return all private names that the library gives itself."""
+    if not _OWN:
+        for path in PACKAGE.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    _OWN.add(node.name)
+                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    _OWN.add(node.attr)
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    _OWN.add(node.id)
+    return _OWN
+
+
+_OWN: set[str] = set()

@@ -7,13 +7,14 @@ looked at in every turn, so that no flood of events can put them off.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from typing import assert_never
 
 import msgspec
 import structlog
 
-from stepkeeper.actions import checkpoints, launch, slurm
+from stepkeeper.actions import calling, checkpoints, judging, launch, rollback, slurm
 from stepkeeper.actions.crew import Crew, Limits
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -38,9 +39,10 @@ from stepkeeper_trainer.formats.messages import shorten
 
 LEASE_SECONDS = 30.0
 STATUS_EVERY_S = 2.0
-EVIDENCE = (on.Progressed, on.RankExited, on.BusEnded)  # journaled also where they changed nothing
+EVIDENCE = (on.Progressed, on.RankExited, on.BusEnded, on.Judged)  # journaled also where they changed nothing
 STORAGE_WITHIN_S = 2.0
 PROGRESS_LOG_EVERY_S = 10.0
+CALL_ENDS_WITHIN_S = 5.0  # after its time limit
 
 
 def watcher_program() -> list[str]:
@@ -59,6 +61,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     progress_log_every_s: float = PROGRESS_LOG_EVERY_S
     gpus_per_node: int | None = None  # that a node must have before a launch
     free_bytes_min: int = 0  # that the storage must have before a launch
+    notify_command: str | None = None
     reading: Limits = Limits()
 
 
@@ -87,6 +90,8 @@ class Supervisor:
         self.writers: checkpoints.Writers | None = None  # of what the ranks save
         assignment = setting.assignment
         self.crew = Crew(setting.lease.node, len(assignment.nodes), setting.reading, self._note_node)
+        self.witness = judging.Witness(setting.lease.attempt, setting.lease.restart_count)
+        self.call: threading.Thread | None = None
         self.requests = 0
         self.fenced = False
         self.journal_failed = ""
@@ -126,6 +131,8 @@ class Supervisor:
         if not self.fenced:
             self.status_writer.close(self.status, STORAGE_WITHIN_S)
         self.journal.flush(STORAGE_WITHIN_S)
+        if self.call is not None:
+            self.call.join(self.setting.policy.notify_within_s + CALL_ENDS_WITHIN_S)
         return self.exit_code
 
     def _wait_s(self) -> float:
@@ -164,6 +171,7 @@ class Supervisor:
         before = self.state
         decision = decide(before, event, self.setting.policy)
         self.state = decision.state
+        self.witness.hear(event, decision.effects)
         self._note(event, decision, before)
         for effect in decision.effects:
             self._perform(effect)
@@ -218,6 +226,7 @@ class Supervisor:
                 best_step=state.best_step,
                 nodes=state.nodes,
                 excluded=state.excluded,
+                tried=state.tried,
             )
         )
 
@@ -248,6 +257,12 @@ class Supervisor:
             case do.Look():
                 if self.bus is not None:
                     self.bus.say(lines.Look(node=effect.node, why=shorten(effect.why)))
+            case do.JudgeLaunch():
+                judging.judge(setting.directory, self.witness.launch(effect), inbox=self.inbox)
+            case do.RollBack():
+                rollback.roll_back(setting.directory.checkpoints, effect, setting.lease, inbox=self.inbox)
+            case do.CallPerson():
+                self._call_person(effect)
             case do.ReleaseNodes():
                 slurm.release(self.client, setting.assignment.slurm_name, effect.keep, inbox=self.inbox)
             case do.AskSlurm():
@@ -289,6 +304,21 @@ class Supervisor:
     def _verify(self, effect: do.VerifyCheckpoint) -> None:
         directory = self.setting.directory.checkpoints
         checkpoints.verify_back(directory, effect.directory, writers=self.writers, crew=self.crew, inbox=self.inbox)
+
+    def _call_person(self, effect: do.CallPerson) -> None:
+        self.call = calling.call_person(
+            effect,
+            calling.Call(
+                job=self.setting.assignment.slurm_name,
+                run_directory=str(self.setting.directory.path),
+                command=self.setting.notify_command,
+                within_s=self.setting.policy.notify_within_s,
+            ),
+            client=self.client,
+            environment=self.environment,
+            inbox=self.inbox,
+            log=self.log,
+        )
 
     def _renew(self) -> None:
         assert self.bus is not None, "the callers look"

@@ -63,6 +63,10 @@ def rank_environment(environment: dict[str, str], *, agent: bool) -> dict[str, s
     """Add what torch expects of a launcher, from what Slurm says, and this node's socket."""
     node = environment.get("SLURMD_NODENAME", "")
     environment["STEPKEEPER_SOCKET"] = environment.get("STEPKEEPER_SOCKET", "").replace("%N", node)
+    directory = environment.get("STEPKEEPER_ERROR_DIR", "")
+    if directory:  # what torch's `record` writes there tells more than a log; a torchrun passes its workers' on
+        name = f"agent-of-{node}" if agent else f"rank-{environment['SLURM_PROCID']}"
+        environment.setdefault("TORCHELASTIC_ERROR_FILE", os.path.join(directory, f"{name}.json"))
     if agent:
         environment.setdefault("PET_LOCAL_ADDR", own_address(environment))  # torchrun's --local-addr
     else:

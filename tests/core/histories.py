@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
@@ -125,6 +126,16 @@ FIELDS = {
         "stopped": st.booleans(),
     },
     on.LaunchRefused: {**_launch, "error": st.just("no srun")},
+    on.Judged: {
+        **_launch,
+        "cause": st.sampled_from(Cause),
+        "rule": st.sampled_from(("rule-1", "rule-2")),
+        "confidence": st.sampled_from((0.3, 0.9)),
+        "location": st.sampled_from(("", "ValueError at train.py:1")),
+        "node": st.sampled_from(("", *NODES)),
+        "step": st.none() | _small,
+    },
+    on.RolledBack: {**_launch, "directory": _directory, "step": _small, "error": st.sampled_from(("", "", "full"))},
     on.Superseded: {"by_job_id": st.just(7), "by_restart_count": st.just(1)},
     on.AttemptStarted: {
         "job_id": st.just(7),
@@ -242,8 +253,14 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
         case do.AskUncleared():
             missing = draw(st.sampled_from(((), state.nodes[:1], state.nodes)))
             return on.NodesNotCleared(at=at, launch=effect.launch, nodes=missing), []
-        case do.Look():
+        case do.Look() | do.CallPerson():
             return None, []
+        case do.JudgeLaunch():
+            if draw(st.integers(0, 9)) == 0:
+                return None, []  # the storage hangs
+            return msgspec.structs.replace(draw(_word(on.Judged, effect.launch)), at=at), []
+        case do.RollBack():
+            return msgspec.structs.replace(draw(_word(on.RolledBack, effect.launch)), at=at), []
         case do.ReleaseNodes():
             return on.NodesReleased(at=at, ok=draw(st.booleans())), []
         case do.AskSlurm():

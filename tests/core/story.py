@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause, Tried
 from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
@@ -63,6 +64,8 @@ DEFAULTS = {
     on.SaveGaveUp: {"save_id": "s1", "error": "No space left on device"},
     on.LaunchEnded: {"code": 0},
     on.LaunchRefused: {"error": "srun: No such file or directory"},
+    on.Judged: {"cause": "unknown", "rule": "no-evidence", "confidence": 0.9},
+    on.RolledBack: {},
     on.Superseded: {"by_job_id": 7, "by_restart_count": 1},
 }
 GIVEN_TRAINING = """
@@ -135,6 +138,12 @@ def parse(line: str, state: State) -> on.Event:
     if "excluded" in fields:
         bad = [word.split(":") for word in fields["excluded"].split(",")]
         fields["excluded"] = tuple(on.Exclusion(node=node, why="XID 79", until=float(until)) for node, until in bad)
+    if kind is on.Judged:
+        fields = {**DEFAULTS[kind], "launch": state.launch - 1, **fields}  # of the launch before
+        fields["cause"] = Cause(fields["cause"])
+    if "tried" in fields:
+        cause, place, count, step = fields["tried"].split(":")
+        fields["tried"] = (Tried(cause=Cause(cause), place=place, count=int(count), step=int(step)),)
     names = kind.__struct_fields__
     known = {"launch": state.launch, "bus": state.bus}
     implied = {key: value for key, value in known.items() if key in names}
@@ -180,7 +189,7 @@ def describe(before: State, decision: Decision) -> Iterator[str]:
     yield " ".join([f"> {state.phase.value}", *words]) + why
     for effect in decision.effects:
         fields = msgspec.structs.asdict(effect)
-        told = [f"{name}={_show(value)}" for name, value in fields.items() if value not in (None, ())]
+        told = [f"{name}={_show(value)}" for name, value in fields.items() if value not in (None, ()) and value != ""]
         yield " ".join([">   ->", type(effect).__name__, *told])
 
 

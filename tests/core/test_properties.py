@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.phases import all_ready
@@ -20,7 +21,7 @@ from tests.core.histories import Turn, any_event, arbitrary, realistic, run
 
 POLICY = Policy()
 TICKS_MAX = 60  # from anywhere to DONE: 14 tries of a requeue, and a handful of phases before
-LAUNCHES_MAX = POLICY.failures_max
+STORAGE_MAX = len(POLICY.row(Cause.STORAGE)) - 1  # launches that wait for a file system, in no budget
 EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "100"))
 
 histories = arbitrary() | realistic(POLICY)
@@ -32,6 +33,7 @@ check = settings(
 
 
 INVARIANTS = []
+CODES = {int(code): code for code in ExitCode}
 
 
 def invariant(holds):
@@ -255,13 +257,53 @@ def test_words_of_older_launches_and_buses_change_nothing(events, event, age):
 
 @invariant
 def failures_bound_the_launches_without_progress(turns):
-    """A bug must not burn the allocation."""
-    launches = 0
+    """A bug must not burn the allocation; what nodes and storage did is bounded on its own."""
+    launches = taken_back = 0
     for turn in turns:
-        if isinstance(turn.event, on.CheckpointChosen) and turn.after.best_step != turn.before.best_step:
-            launches = 0
+        before, after = turn.before, turn.after
+        unseen = after.failures < before.failures and after.tried == () != before.tried
+        if after.best_step != before.best_step or unseen:
+            launches = taken_back = 0
+        taken_back += after.launched == before.launched and before.charged and not after.charged
         launches += len(turn.ordered(do.StartLaunch))
-        assert launches <= LAUNCHES_MAX
+        assert launches <= POLICY.failures_max + taken_back
+        assert taken_back <= POLICY.node_losses_max + STORAGE_MAX
+
+
+@invariant
+def what_was_tried_is_remembered_until_the_place_is_passed(turns):
+    """A budget that forgets is none: a failure counts until a step is verified beyond it, or hours have passed."""
+    for turn in turns:
+        before, after = turn.before, turn.after
+        known = {(each.cause, each.place): each for each in after.tried}
+        gone = [each for each in before.tried if (each.cause, each.place) not in known]
+        if not gone or isinstance(turn.event, on.AttemptStarted):
+            continue
+        passed = isinstance(turn.event, on.CheckpointChosen) and after.best_step != before.best_step
+        unseen = isinstance(turn.event, on.LaunchEnded | on.SlurmAnswered | on.Tick) and not before.heard
+        assert passed or unseen or after.node_losses > before.node_losses
+        if passed:
+            assert all(each.step is None or each.step < after.best_step for each in gone)
+
+
+@invariant
+def a_person_is_called_exactly_where_one_is_needed(turns):
+    """Once, at the end, and never for what goes on by itself."""
+    for turn in turns:
+        calls = turn.ordered(do.CallPerson)
+        exits = [exit_ for exit_ in turn.ordered(do.Exit) if CODES[exit_.code].needs_person]
+        assert [call.code for call in calls] == [exit_.code for exit_ in exits]
+
+
+@invariant
+def a_rollback_goes_back(turns):
+    """Never to the step that training came from, and never while ranks run."""
+    for turn in turns:
+        for effect in turn.ordered(do.RollBack):
+            assert effect.below_step <= turn.before.resume_step
+            assert not turn.after.running
+            assert turn.after.deadline_at is not None
+            assert not turn.after.chosen
 
 
 @invariant

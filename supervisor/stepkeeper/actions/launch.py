@@ -141,11 +141,17 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         "STEPKEEPER_RESUME_FROM": meeting.resume_from or "",
         "STEPKEEPER_RESUME_NEWEST": "1" if meeting.newest else "",
         "STEPKEEPER_TASKS_PER_NODE": str(job.geometry.tasks_per_node),
+        "STEPKEEPER_ERROR_DIR": str(errors_directory(job, meeting.launch)),
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
         **job.told,
         "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
     }
+
+
+def errors_directory(job: Job, launch: int) -> Path:
+    """Return where torch writes what ended a rank, in a script that records it."""
+    return RunDirectory(job.run_directory).logs(job.attempt, launch) / logs.ERRORS_NAME
 
 
 class Launch:
@@ -188,7 +194,8 @@ class Launch:
     def _run(self, environment: dict[str, str]) -> None:
         launch = self._meeting.launch
         try:
-            self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for path in (self._logs, errors_directory(self._job, launch)):
+                path.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._process = subprocess.Popen(
                 launch_argv(self._job, self._meeting, self._logs),
                 stdin=subprocess.DEVNULL,

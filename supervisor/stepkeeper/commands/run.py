@@ -110,6 +110,7 @@ def execute(arguments: argparse.Namespace) -> int:
         progress_log_every_s=settings.progress_log_every_s,
         gpus_per_node=allocation.gpus_per_node,
         free_bytes_min=int(settings.free_gib_min * 2**30),
+        notify_command=settings.notify_command,
         reading=Limits(mib_per_s=settings.verify_mib_per_s, shared_mib_min=settings.verify_shared_mib_min),
     )
     log.info(
@@ -146,6 +147,7 @@ def execute(arguments: argparse.Namespace) -> int:
             nodes_wanted=wanted,
             nodes_min=settings.min_nodes,
             excluded=carried.excluded,
+            tried=carried.tried,
         )
     )
     lease_source.watch(

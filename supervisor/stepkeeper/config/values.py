@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from stepkeeper.config.settings import SETTINGS, Setting, Value
+from stepkeeper.core import ladder
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import clean
@@ -63,7 +64,17 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
             _refuse(setting, value, where)
     if isinstance(value, str) and (not value or not value.isprintable()):
         _refuse(setting, value, where)
-    return value  # of `setting.kind`, as compared above
+    if isinstance(value, str) and setting.key.startswith("policy.on_"):
+        _refuse_row(setting, value, where)
+    found: Value = value  # of `setting.kind`, as compared above
+    return found
+
+
+def _refuse_row(setting: Setting, value: str, where: str) -> None:
+    try:
+        ladder.parse(value)
+    except ladder.LadderError as error:
+        raise StepkeeperError(f"{where}: {setting.key} = {shown(value)}: {error}", ExitCode.USAGE) from None
 
 
 def _refuse(setting: Setting, value: object, where: str) -> NoReturn:

@@ -25,6 +25,7 @@ from stepkeeper.core.phases import (
     wait_for_slurm,
 )
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.settling import on_judge_late
 from stepkeeper.core.state import Blame, Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
@@ -109,6 +110,10 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
     missing = [node for node in state.nodes if node not in state.ready]
     if not missing and state.phase is Phase.TRAINING:
         return _on_launch_late(state, at, policy)
+    if not missing and state.chosen and state.failure is not None:
+        return on_judge_late(state, at, policy)
+    if not missing and state.wait_until is not None:
+        return go_on_starting(state, at, policy, "the wait is over")
     if not missing and state.unfit_since is not None and not state.clearing:
         return go_on_starting(state, at, policy, "look again whether the nodes are fit")
     if not missing and state.clearing and not state.asked_uncleared:

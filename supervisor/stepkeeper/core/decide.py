@@ -1,7 +1,7 @@
 """The rules: `decide(state, event, policy)` returns the next state, what to do, and why.
 
 Pure, like the whole of `core`: no clock, no I/O, no log, no thread.  Time is `event.at`.  Read on in the
-order of a run: `starting`, `training`, `notices`, `faults`, `bus`, `deadlines`; all of them end in `phases`.
+order of a run: `starting`, `training`, `settling`, `notices`, `faults`, `bus`, `deadlines`; all end in `phases`.
 
 Every phase that waits has a deadline.  When it passes, the next rougher means is used.
 """
@@ -23,6 +23,7 @@ from stepkeeper.core.notices import (
 )
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.settling import on_judged, on_rolled_back
 from stepkeeper.core.starting import (
     on_attempt_started,
     on_checkpoint_chosen,
@@ -106,6 +107,10 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_launch_ended(state, event, policy)
         case on.LaunchRefused():
             return on_launch_refused(state, event, policy)
+        case on.Judged():
+            return on_judged(state, event, policy)
+        case on.RolledBack():
+            return on_rolled_back(state, event, policy)
         case on.Superseded():
             return on_superseded(state, event, policy)
         case _:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from stepkeeper.core.causes import Cause, Finding
+
 
 class _Effect(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="effect"):
     pass
@@ -80,6 +82,33 @@ class Look(_Effect, frozen=True, kw_only=True, tag="look"):
     why: str
 
 
+class JudgeLaunch(_Effect, frozen=True, kw_only=True, tag="judge_launch"):
+    """Gather the evidence of a launch that failed; answered by `Judged`, or its time runs out."""
+
+    launch: int
+    found: Finding | None = None  # what the rules themselves saw
+
+
+class RollBack(_Effect, frozen=True, kw_only=True, tag="roll_back"):
+    """Have the lineage lead to the newest verified step below one; later commits count no more.
+
+    Answered by `RolledBack`.
+    """
+
+    launch: int
+    below_step: int
+    why: str
+    suspect: bool = False  # mark the commits that are left behind: a loss had gone wrong
+
+
+class CallPerson(_Effect, frozen=True, kw_only=True, tag="call_person"):
+    """The run stops and a person is needed: Slurm's job comment, and the user's notify command.  Never fatal."""
+
+    code: int
+    reason: str
+    cause: Cause | None = None
+
+
 class ReleaseNodes(_Effect, frozen=True, kw_only=True, tag="release_nodes"):
     """Give the other nodes of the allocation back, so that they can be repaired; answered by `NodesReleased`."""
 
@@ -121,6 +150,9 @@ Effect = (
     | RequestSave
     | KillRanks
     | Look
+    | JudgeLaunch
+    | RollBack
+    | CallPerson
     | ReleaseNodes
     | AskSlurm
     | Requeue

@@ -27,6 +27,8 @@ Where each comes from, and what may be concluded from it:
                         the trainer library, for all ranks
     LaunchEnded         the training step's srun and `outcome.json` (`actions.launch`): it outweighs every word
     LaunchRefused       the operating system: srun could not be executed (`actions.launch`)
+    Judged              logs, error files, exits, faults and Slurm's answers, joined (`actions.judging`): an opinion
+    RolledBack          the lineage file (`actions.rollback`)
     Superseded          the lease file (`sources.lease`, and `actions.slurm` before a requeue)
 
 Words of ranks are datagrams through a watcher, the bus and a pipe: they come late, twice (the library repeats
@@ -39,6 +41,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 import msgspec
+
+from stepkeeper.core.causes import Cause, Tried
 
 
 class JobState(StrEnum):
@@ -102,6 +106,7 @@ class AttemptStarted(_Event, frozen=True, kw_only=True, tag="attempt_started"):
     nodes_wanted: int = 0  # by a launch; the others are spares.  0: all
     nodes_min: int = 0  # that a launch may shrink to.  0: never
     excluded: tuple[Exclusion, ...] = ()  # carried over
+    tried: tuple[Tried, ...] = ()  # carried over
 
 
 class Tick(_Event, frozen=True, kw_only=True, tag="tick"):
@@ -339,6 +344,31 @@ class LaunchRefused(_RankEvent, frozen=True, kw_only=True, tag="launch_refused")
     error: str
 
 
+# --- why it failed --------------------------------------------------------------------------------
+
+
+class Judged(_RankEvent, frozen=True, kw_only=True, tag="judged"):
+    """The answer to `JudgeLaunch`: why the launch failed, as far as the evidence tells."""
+
+    cause: Cause
+    rule: str  # `no-evidence` where nothing tells
+    confidence: float  # 0 to 1
+    text: str = ""  # the strongest piece of evidence, shortened
+    location: str = ""  # `ValueError at train.py:61 in main`
+    rank: int | None = None  # that failed first, where that is known
+    node: str = ""
+    step: int | None = None  # the last one of the launch; where a loss went wrong, the first such
+    otherwise: Cause = Cause.UNKNOWN  # what it would be without the strongest piece
+
+
+class RolledBack(_RankEvent, frozen=True, kw_only=True, tag="rolled_back"):
+    """The answer to `RollBack`: the lineage leads to an older step now, or `error` says why not."""
+
+    directory: str | None = None
+    step: int | None = None
+    error: str = ""
+
+
 # --- fencing --------------------------------------------------------------------------------------
 
 
@@ -377,5 +407,7 @@ Event = (
     | TrainingStopped
     | LaunchEnded
     | LaunchRefused
+    | Judged
+    | RolledBack
     | Superseded
 )

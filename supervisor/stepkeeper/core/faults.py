@@ -136,7 +136,26 @@ def _not_charged(state: State, left: Mapping[str, str]) -> State:
     """The launch before failed on such a node: that was no failure of the training."""
     if not state.charged or not set(left) & set(state.launched):
         return state
-    return replace(state, charged=False, failures=max(0, state.failures - 1))
+    if state.failure is None and state.tried:  # it is settled: take that back too
+        last = state.tried[-1]
+        fewer = (replace(last, count=last.count - 1),) if last.count > 1 else ()
+        state = replace(state, tried=(*state.tried[:-1], *fewer))
+    return replace(not_charged(state), failure=None)
+
+
+def not_charged(state: State) -> State:
+    """The launch before failed, and the training is not to blame."""
+    return replace(state, charged=False, failures=max(0, state.failures - state.charged))
+
+
+def leave_on_suspicion(state: State, at: float, node: str, why: str, policy: Policy) -> Decision:
+    """The launch before failed on this node, and again: the next one runs without it."""
+    return _leave(replace(state, charged=False), at, {node: why}, policy, exclude=True)
+
+
+def exclude(state: State, at: float, node: str, why: str, policy: Policy) -> State:
+    """Keep the next attempts away from a node."""
+    return _with_exclusions(state, at, {node: why}, policy)
 
 
 def _start_without(state: State, at: float, why: str, policy: Policy, *, lost: bool) -> Decision:

@@ -12,7 +12,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State
+from stepkeeper.core.state import NO_SIGNAL, Blame, Failure, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
 
@@ -108,10 +108,19 @@ def closed(state: State, at: float, policy: Policy, why: str) -> Decision:
 
 
 def relaunch(state: State, at: float, why: str, policy: Policy) -> Decision:
-    """Start again in the same allocation: whether the budget lasts is known with the newest checkpoint."""
+    """Start again in the same allocation, while it is found out why the launch failed.
+
+    What follows from that, and whether the budget lasts, is known with the newest checkpoint: `settling`.
+    """
     if not places(state):
         return close(state, at, Plan(next=Next.REQUEUE, why=f"{why}; {room(state)}", blame=Blame.NODE), policy)
     charged = state.plan is None or state.plan.blame is Blame.TRAINING
+    unseen = not state.heard and state.launched_at is not None and at - state.launched_at >= policy.unseen_progress_s
+    if unseen:  # unknown progress is not none
+        state = replace(state, failures=0, tried=())
+    judged = charged and (state.begun or not state.wrapped)  # else it says nothing of the training
+    failure = Failure(launch=state.launch, step=state.step, judge_by=at + policy.judge_within_s) if judged else None
+    judge = (do.JudgeLaunch(launch=state.launch, found=state.found),) if judged else ()
     released = release(state)
     state = released.state
     wait = policy.choose_within_s if all_ready(state) else policy.watcher_back_within_s
@@ -120,6 +129,7 @@ def relaunch(state: State, at: float, why: str, policy: Policy) -> Decision:
         phase=Phase.STARTING,
         failures=state.failures + charged,
         charged=charged,
+        failure=failure,
         launch=state.launch + 1,
         first_failure=why,
         plan=None,
@@ -128,7 +138,7 @@ def relaunch(state: State, at: float, why: str, policy: Policy) -> Decision:
         clearing=False,
         deadline_at=at + wait,
     )
-    return Decision(state, (*released.effects, do.ChooseCheckpoint()), f"relaunch: {why}")
+    return Decision(state, (*released.effects, do.ChooseCheckpoint(), *judge), f"relaunch: {why}")
 
 
 def wait_for_slurm(state: State, at: float, why: str, policy: Policy) -> Decision:
@@ -148,22 +158,30 @@ def release(state: State) -> Decision:
 
 
 def go_on_starting(state: State, at: float, policy: Policy, why: str) -> Decision:
-    """In STARTING, clear the nodes once watchers answer and the checkpoint is chosen."""
+    """In STARTING, clear the nodes once watchers answer, the checkpoint is chosen, and no failure is to be settled."""
     if state.phase is not Phase.STARTING:
         return Decision(state)
     if not all_ready(state):
         return Decision(state, (), why)
     if not state.chosen:
         return Decision(replace(state, deadline_at=at + policy.choose_within_s), (), why)
-    state = replace(state, clearing=True, asked_uncleared=False, deadline_at=at + policy.clear_within_s)
+    if state.failure is not None:
+        return Decision(replace(state, deadline_at=state.failure.judge_by), (), why)
+    if state.wait_until is not None and at < state.wait_until:
+        return Decision(replace(state, deadline_at=state.wait_until), (), why)
+    state = replace(
+        state, wait_until=None, clearing=True, asked_uncleared=False, deadline_at=at + policy.clear_within_s
+    )
     clear = do.ClearNodes(launch=state.launch, nodes=state.nodes, first=places(state)[0])
     return Decision(state, (clear,), why)
 
 
 def finish(state: State, plan: Plan) -> Decision:
-    """End the supervisor."""
+    """End the supervisor; where the run needs a person, call one."""
     state = replace(state, phase=Phase.DONE, plan=plan, deadline_at=None)
-    return Decision(state, (do.Exit(code=int(plan.code), reason=plan.why),), plan.why)
+    call = do.CallPerson(code=int(plan.code), reason=plan.why, cause=plan.cause)
+    calls = (call,) if plan.code.needs_person else ()
+    return Decision(state, (*calls, do.Exit(code=int(plan.code), reason=plan.why)), plan.why)
 
 
 def all_ready(state: State) -> bool:

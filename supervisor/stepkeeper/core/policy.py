@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from stepkeeper.core import ladder
+from stepkeeper.core.causes import Cause
+
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every limit that `decide` compares with.  Seconds unless the name says otherwise."""
@@ -98,3 +101,67 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     progress_every_s: float = 60.0
     """At most one progress record in this time reaches the journal (100 MB a week is the limit)."""
+
+    judge_within_s: float = 20.0
+    """Logs, exits and error files of a failed launch tell why it failed, while the next one is prepared; then its
+    cause counts as unknown."""
+
+    judged_from: float = 0.6
+    """A verdict of less confidence (0 to 1) decides as `unknown` does."""
+
+    unseen_progress_s: float = 3600.0
+    """A launch without the trainer library that ran so long has progressed, as far as anybody can know."""
+
+    notify_within_s: float = 30.0
+    """The notify command and Slurm's job comment together."""
+
+    on_exception: str = "relaunch, stop"
+    """What the first, the second, ... failure in the same way leads to, where the cause is an error of the program:
+    relaunch, leave (the node), rollback (to the verified step before), requeue, stop; `relaunch after 30 s` waits."""
+
+    on_gpu_memory: str = "relaunch, stop"
+    """The same where a GPU ran out of memory."""
+
+    on_host_memory: str = "relaunch, leave, stop"
+    """The same where a node ran out of memory."""
+
+    on_segfault: str = "relaunch, leave, stop"
+    """The same where a process crashed in native code."""
+
+    on_numerical: str = "rollback, stop"
+    """The same where the training went numerically wrong."""
+
+    on_checkpoint: str = "rollback, stop"
+    """The same where a checkpoint could not be loaded."""
+
+    on_configuration: str = "stop"
+    """The same where the program was started wrongly."""
+
+    on_version_mismatch: str = "stop"
+    """The same where libraries do not fit each other."""
+
+    on_storage: str = "relaunch after 10 s, relaunch after 30 s, relaunch after 120 s, relaunch after 600 s, stop"
+    """The same where a file system was full or did not answer: in no budget of the training."""
+
+    on_network: str = "relaunch, requeue, stop"
+    """The same where the network failed."""
+
+    on_hang: str = "relaunch, leave, requeue, stop"
+    """The same where the training stood still."""
+
+    on_collective_timeout: str = "relaunch"
+    """The same where ranks waited for others, and nothing says why."""
+
+    on_node_fault: str = "leave, requeue"
+    """The same where the hardware of a node failed: in no budget of the training."""
+
+    on_node_lost: str = "leave, requeue"
+    """The same where a node was lost: in no budget of the training."""
+
+    on_unknown: str = "relaunch"
+    """The same where nothing says why, and for causes without a row of their own."""
+
+    def row(self, cause: Cause) -> tuple[ladder.Try, ...]:
+        """Return what failures of a cause lead to, the first one first."""
+        text: str = getattr(self, f"on_{cause.value}", self.on_unknown)
+        return ladder.parse(text)

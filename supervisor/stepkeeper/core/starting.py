@@ -15,6 +15,7 @@ from stepkeeper.core.faults import lose_nodes, lost_in_words, on_unfit
 from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, finish, go_on_starting, request_save, stop
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.settling import past, settle
 from stepkeeper.core.state import Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
@@ -41,6 +42,7 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         nodes_wanted=event.nodes_wanted or len(event.nodes),
         nodes_min=event.nodes_min,
         excluded=event.excluded,
+        tried=event.tried,
         bus=1,
         bus_open=True,
         deadline_at=event.at + policy.start_within_s,
@@ -112,16 +114,18 @@ def _say_again(state: State, *, first: bool) -> Decision:
 
 def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Policy) -> Decision:
     """The newest verified step directory is known, and with it the progress since the last launch."""
-    if state.phase is not Phase.STARTING or state.chosen:
+    if state.phase is not Phase.STARTING or state.chosen or state.rolling_back:
         return Decision(state)
     progressed = event.step is not None and (state.best_step is None or event.step > state.best_step)
     state = replace(
         state,
         chosen=True,
         resume_from=event.directory,
+        resume_step=event.step,
         best_step=event.step if progressed else state.best_step,
         failures=0 if progressed else state.failures,
         node_losses=0 if progressed else state.node_losses,
+        tried=past(state.tried, event.step) if progressed else state.tried,
     )
     if event.directory is None:
         why = "no verified step directory: the training starts from the beginning"
@@ -129,7 +133,9 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
         why = f"newest verified step directory: {event.directory}"
     if event.skipped:
         why += "; passed over: " + ", ".join(f"{s.directory} ({s.problem})" for s in event.skipped)
-    if state.launch and state.failures >= policy.failures_max:
+    if state.failure is not None and state.failure.judged is not None:
+        return settle(state, event.at, why, policy)
+    if state.failure is None and state.launch and state.failures >= policy.failures_max:
         failed = f"{state.first_failure}; {state.failures} launches without a newly verified step"
         plan = Plan(next=Next.END, why=failed, code=ExitCode.TRAINING_FAILED)
         return stop(state, event.at, plan, policy)
@@ -160,6 +166,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         clearing=False,
         unfit_since=None,
         launched=nodes,
+        launched_at=event.at,
         charged=False,
         hints=(),
         running=True,
@@ -172,6 +179,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         saving=None,
         killed=False,
         first_failure="",
+        found=None,
         plan=None,
     )
     effect = do.StartLaunch(

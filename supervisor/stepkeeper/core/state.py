@@ -6,7 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
-from stepkeeper.core.events import Exclusion
+from stepkeeper.core.causes import Cause, Finding, Tried
+from stepkeeper.core.events import Exclusion, Judged
 from stepkeeper.core.exits import ExitCode
 
 NODE_TERM = "node TERM"  # a watcher got SIGTERM, and nobody else
@@ -57,6 +58,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     code: ExitCode = ExitCode.REQUEUED  # of the supervisor, where it ends
     blame: Blame = Blame.TRAINING
+    cause: Cause | None = None  # of the failure that led to it, where that is known
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A launch that failed: why is being found out while the next one is prepared."""
+
+    launch: int
+    step: int | None  # that it had completed, as far as we heard
+    judge_by: float  # Unix seconds: then its cause counts as unknown
+    judged: Judged | None = None
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +112,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     running: bool = False  # ranks may run: from StartLaunch to LaunchEnded
     chosen: bool = False  # the checkpoint for the next launch is known
     resume_from: str | None = None
+    resume_step: int | None = None
+    launched_at: float | None = None
+    wait_until: float | None = None  # the next launch waits: the cause may pass
     clearing: bool = False
     asked_uncleared: bool = False  # it takes too long: which nodes are missing?
     wrapped: bool = True  # every task says when it has started
@@ -111,6 +125,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     saving: str | None = None  # save_id in flight
     killed: bool = False
     first_failure: str = ""  # of the launch: what the first rank that failed said
+
+    # why it failed
+    found: Finding | None = None  # what we saw ourselves
+    failure: Failure | None = None  # of the launch before, until it is settled what follows
+    rolling_back: bool = False  # the lineage is being led to an older step
 
     # why it ends
     plan: Plan | None = None
@@ -127,5 +146,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     # budgets: carried over attempts through the journal
     failures: int = 0
     node_losses: int = 0
+    tried: tuple[Tried, ...] = ()
     best_step: int | None = None
     requeue_tries: int = 0

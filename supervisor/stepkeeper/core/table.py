@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import msgspec
 
 from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import Next, Phase, Plan, State
+from stepkeeper.core.state import Failure, Next, Phase, Plan, State
 
 AT = 1000.0
 LATE = AT + 1e6
@@ -44,6 +45,14 @@ def _states() -> dict[str, State]:
         deadline_at=AT + 60,
         asking=True,
     )
+    judging = replace(
+        starting,
+        asking=False,
+        ready=frozenset(NODES),
+        chosen=True,
+        failure=Failure(launch=-1, step=900, judge_by=AT + 20),
+        resume_step=800,
+    )
     clearing = replace(starting, ready=frozenset(NODES), chosen=True, clearing=True)
     training = replace(
         clearing,
@@ -63,6 +72,7 @@ def _states() -> dict[str, State]:
     done = replace(requeueing, phase=Phase.DONE, deadline_at=None)
     return {
         "starting": starting,
+        "starting, a failure is judged": judging,
         "starting, clearing the nodes": clearing,
         "training": training,
         "saving": saving,
@@ -119,6 +129,10 @@ def _samples() -> dict[str, on.Event]:
         "TrainingStopped": on.TrainingStopped(at=AT, launch=0, step=901),
         "LaunchEnded, finished": on.LaunchEnded(at=AT, launch=0, code=0, finished=True),
         "LaunchEnded 1": on.LaunchEnded(at=AT, launch=0, code=1),
+        "Judged, an exception": _judged(Cause.EXCEPTION),
+        "Judged, a wrong configuration": _judged(Cause.CONFIGURATION),
+        "Judged, a segfault": _judged(Cause.SEGFAULT),
+        "RolledBack": on.RolledBack(at=AT, launch=0, directory=STEP, step=901),
         "LaunchRefused": on.LaunchRefused(at=AT, launch=0, error="no srun"),
         "Superseded": on.Superseded(at=AT, by_job_id=7, by_restart_count=1),
     }
@@ -126,6 +140,10 @@ def _samples() -> dict[str, on.Event]:
 
 def _fault(*, leave: bool) -> on.NodeFaulted:
     return on.NodeFaulted(at=AT, node="b", incident="i", name="XID 79", action="drain_reboot", leave=leave, why="lost")
+
+
+def _judged(cause: Cause) -> on.Judged:
+    return on.Judged(at=AT, launch=-1, cause=cause, rule="r", confidence=0.9, node="b")
 
 
 def lines() -> Iterator[str]:
@@ -146,6 +164,7 @@ def _fitting(state: State, event: on.Event) -> State:
     return replace(
         state,
         asking=isinstance(event, on.SlurmAnswered),
+        rolling_back=isinstance(event, on.RolledBack),
         requesting=isinstance(event, on.RequeueAnswered),
         verifying=STEP if isinstance(event, on.CheckpointVerified) else None,
         ready=frozenset("a") if isinstance(event, on.WatcherReady) else state.ready,

@@ -64,6 +64,10 @@ class SlurmClient(Protocol):
         """Give back all nodes of a running job but these."""
         ...
 
+    def comment(self, job: str, text: str) -> None:
+        """Set the comment of a job of our own, which everybody can read."""
+        ...
+
     def cancel(self, job: str) -> None:
         """Cancel a job of our own."""
         ...

@@ -99,6 +99,10 @@ class SlurmCommands:
         with tempfile.TemporaryDirectory(prefix="stepkeeper-") as directory:  # scontrol leaves shell scripts there
             self._call("scontrol", "update", f"JobId={job}", f"NodeList={','.join(nodes)}", directory=directory)
 
+    def comment(self, job: str, text: str) -> None:
+        """See `SlurmClient`."""
+        self._call("scontrol", "update", f"JobId={job}", f"Comment={text}")
+
     def cancel(self, job: str) -> None:
         """See `SlurmClient`."""
         self._call("scancel", job)

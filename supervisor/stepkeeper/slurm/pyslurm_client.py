@@ -3,7 +3,8 @@
 In ours it would hold the GIL while it waits for the controller, and end us where it finds no slurm.conf.
 
 What pyslurm cannot do as it must be done is left to Slurm's commands: `cancel` (it judges by an errno that the call
-before may have left), `keep` (it cannot change the nodes of a running job), `hostnames`, and the tasks of an array.
+before may have left), `keep` (it cannot change the nodes of a running job), `comment`, `hostnames`, and the tasks of
+an array.
 """
 
 from __future__ import annotations
@@ -190,6 +191,10 @@ class PyslurmClient:
     def keep(self, job: str, nodes: Sequence[str]) -> None:
         """See `SlurmClient`."""
         self._commands.keep(job, nodes)
+
+    def comment(self, job: str, text: str) -> None:
+        """See `SlurmClient`."""
+        self._commands.comment(job, text)
 
     def cancel(self, job: str) -> None:
         """See `SlurmClient`."""

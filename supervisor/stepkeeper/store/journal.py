@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import xxhash
 
+from stepkeeper.core.causes import Tried
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event, Exclusion
 from stepkeeper.core.state import Phase
@@ -52,6 +53,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     best_step: int | None = None  # the furthest verified step
     nodes: tuple[str, ...] = ()  # of the allocation that are used
     excluded: tuple[Exclusion, ...] = ()  # nodes that the job shall not get
+    tried: tuple[Tried, ...] = ()  # how often it failed in the same way
     note: Literal["", "spooled"] = ""  # `spooled`: from the node's disk, when shared storage was late
 
 
@@ -237,6 +239,7 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0  # of its newest record, Unix seconds
     nodes: tuple[str, ...] = ()  # that the attempt before used at last
     excluded: tuple[Exclusion, ...] = ()
+    tried: tuple[Tried, ...] = ()
 
 
 def reconstruct(path: Path, *, now: float | None = None) -> Carried:
@@ -273,4 +276,5 @@ def reconstruct(path: Path, *, now: float | None = None) -> Carried:
         at=last.event.at,
         nodes=last.nodes,
         excluded=last.excluded,
+        tried=last.tried,
     )

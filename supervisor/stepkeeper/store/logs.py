@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 FAILED_NAME = "failed"
+ERRORS_NAME = "errors"  # directory: torch's error files, one a rank
 KEPT_MAX = 20
 
 

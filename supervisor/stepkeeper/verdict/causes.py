@@ -6,29 +6,9 @@ from enum import StrEnum
 
 import msgspec
 
+from stepkeeper.core.causes import Cause
 
-class Cause(StrEnum):
-    """Why a launch ended."""
-
-    FINISHED = "finished"
-    CANCELLED = "cancelled"
-    PREEMPTED = "preempted"
-    TIME_LIMIT = "time_limit"
-    NODE_FAULT = "node_fault"
-    NODE_LOST = "node_lost"
-    NETWORK = "network"
-    GPU_MEMORY = "gpu_memory"
-    HOST_MEMORY = "host_memory"
-    EXCEPTION = "exception"
-    NUMERICAL = "numerical"
-    COLLECTIVE_TIMEOUT = "collective_timeout"
-    HANG = "hang"
-    STORAGE = "storage"
-    CHECKPOINT = "checkpoint"
-    CONFIGURATION = "configuration"
-    VERSION_MISMATCH = "version_mismatch"
-    SEGFAULT = "segfault"
-    UNKNOWN = "unknown"
+__all__ = ["Cause", "Evidence", "Otherwise", "Plane", "Role", "Verdict"]
 
 
 class Role(StrEnum):

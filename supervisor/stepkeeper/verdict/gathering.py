@@ -6,16 +6,19 @@ Reads only.  What is torn or missing is passed over: the evidence that is there 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.causes import Finding
 from stepkeeper.core.events import JobFacts, NodeFaulted, RankExited
 from stepkeeper.store import journal, lines
-from stepkeeper.store.logs import FAILED_NAME
+from stepkeeper.store.logs import ERRORS_NAME, FAILED_NAME
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.verdict import errorfiles, logs, planes, reading
 from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
@@ -24,6 +27,7 @@ FILES_MAX = 4096  # logs of one launch that are read
 FAULTS_BEFORE_S = 120.0  # the kernel logs a fault before the rank that it kills has ended
 ANSWERS_AFTER_S = 120.0  # Slurm is asked after a launch ended
 SRUN_NAME = "srun.log"
+_RANK = re.compile(r"(?:rank|error)-(\d{1,8})")
 
 
 class Launch(NamedTuple):
@@ -35,6 +39,8 @@ class Launch(NamedTuple):
     events: tuple[on.Event, ...]  # of its time, in their order
     restarts: int  # the job's, when it ran
     newest: bool  # of the run
+    killed_at: float | None = None  # we ended its ranks, from then on
+    found: Finding | None = None  # what the rules saw of it while it ran
 
     @property
     def failed(self) -> bool:
@@ -55,6 +61,8 @@ def launches(run: RunDirectory) -> list[Launch]:
     """
     found: dict[tuple[int, int], list[on.Event]] = {}
     restarts: dict[tuple[int, int], int] = {}
+    killed: dict[tuple[int, int], float] = {}
+    seen: dict[tuple[int, int], Finding] = {}
     between: list[on.Event] = []
     current: tuple[int, int] | None = None
     for record in journal.read(run.journal):
@@ -71,6 +79,11 @@ def launches(run: RunDirectory) -> list[Launch]:
             key = (record.attempt, event.launch)
             current = key
         restarts[key] = record.restart_count
+        for effect in record.effects:
+            if isinstance(effect, do.KillRanks):
+                killed.setdefault((record.attempt, effect.launch), event.at)
+            elif isinstance(effect, do.JudgeLaunch) and effect.found is not None:
+                seen[record.attempt, effect.launch] = effect.found
         if isinstance(event, on.Progressed):
             continue  # says nothing of the end, and a long run has many
         if current is not None and current[0] == record.attempt:
@@ -86,6 +99,8 @@ def launches(run: RunDirectory) -> list[Launch]:
             tuple(events),
             restarts.get((attempt, launch), 0),
             newest=(attempt, launch) == max(found),
+            killed_at=killed.get((attempt, launch)),
+            found=seen.get((attempt, launch)),
         )
         for (attempt, launch), events in sorted(found.items())
     ]
@@ -114,7 +129,8 @@ def of_journal(launch: Launch) -> list[Evidence]:
     silent = [event for event in launch.events if isinstance(event, on.WatcherLost) and event.at <= end]
     ready = {(event.node, event.bus) for event in launch.events if isinstance(event, on.WatcherReady)}
     found = [
-        *planes.exits(exits),
+        *planes.exits(exits, killed_at=launch.killed_at),
+        *(planes.found(launch.found) if launch.found is not None else []),
         *planes.faults(faults),
         *planes.slurm(facts, restarts=launch.restarts),
     ]
@@ -153,8 +169,8 @@ def of_logs(directory: Path) -> list[Evidence]:
     found: list[Evidence] = []
     for path in _files(directory):
         if path.suffix == ".json":
-            rank = path.stem.rpartition("-")[2]
-            said = errorfiles.sight(lines.read_small(path), rank=int(rank) if rank.isdigit() else None)
+            match = _RANK.fullmatch(path.stem)
+            said = errorfiles.sight(lines.read_small(path), rank=int(match[1]) if match else None)
             found += [said] if said is not None else []
         else:
             found += of_log(path)
@@ -174,12 +190,13 @@ def of_log(path: Path) -> list[Evidence]:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """Yield the logs and error files (`error-RANK.json`, `errors/**/error.json`) of a launch, in a fixed order."""
-    try:
-        with os.scandir(directory) as entries:
-            names = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
-    except FileNotFoundError:
-        return
-    wanted = [name for name in names if name.endswith((".log", ".json")) and name != FAILED_NAME]
-    for name in wanted[:FILES_MAX]:
-        yield directory / name
+    """Yield the logs and torch's error files (`errors/rank-RANK.json`) of a launch, in a fixed order."""
+    for place in (directory, directory / ERRORS_NAME):
+        try:
+            with os.scandir(place) as entries:
+                names = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+        except FileNotFoundError:
+            continue
+        wanted = [name for name in names if name.endswith((".log", ".json")) and name != FAILED_NAME]
+        for name in wanted[:FILES_MAX]:
+            yield place / name

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from stepkeeper.core.causes import Finding
 from stepkeeper.core.events import JobFacts, NodeFaulted, RankExited
 from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
 
 EXIT_FINISHED, EXIT_STOPPED, EXIT_GAVE_UP = 0, 75, 93
+SIGKILL, SIGTERM = 9, 15
 _SIGNAL_BASE = 128  # a shell's exit code of a process that signal N ended is 128 + N
 
 # signal -> rule, cause, role, confidence, words
@@ -39,21 +41,49 @@ CODES: dict[int, tuple[str, Cause, Role, float, str]] = {
 """What an exit code of a rank tells."""
 
 
-def exits(events: Iterable[RankExited]) -> list[Evidence]:
+def exits(events: Iterable[RankExited], *, killed_at: float | None = None) -> list[Evidence]:
     """Return what the ranks' exits tell: the first failing rank is root, those after it follow.
 
     An exit that was told twice counts once; one that nobody can tell more of says nothing.
+
+    Args:
+        events: as they were heard.
+        killed_at: when we ended the ranks ourselves: a signal that ended one since was ours.
     """
     known: dict[int, RankExited] = {}
     for event in sorted(events, key=lambda event: event.at):
         before = known.get(event.rank)
         if before is None or (before.code is None and before.signal is None):
             known[event.rank] = event
+    ours = {
+        event.rank for event in known.values() if killed_at is not None and event.at >= killed_at and _is_killed(event)
+    }
+    known = {rank: event for rank, event in known.items() if rank not in ours}
     failed = [event for event in known.values() if _number(event) not in (None, EXIT_FINISHED, EXIT_STOPPED)]
     told = [_of_exit(event, first=event is failed[0] if failed else True) for event in known.values()]
     if failed:
         told = [each for each in told if each is not None and each.rule != "exit-finished"]
     return [each for each in told if each is not None]
+
+
+def _is_killed(event: RankExited) -> bool:
+    return (event.signal or (event.code or 0) - _SIGNAL_BASE) in (SIGKILL, SIGTERM)
+
+
+def found(finding: Finding) -> list[Evidence]:
+    """Return what the rules saw of a launch while it ran."""
+    return [
+        Evidence(
+            plane=Plane.APPLICATION,
+            rule=finding.rule,
+            cause=finding.cause,
+            role=Role.ROOT,
+            confidence=0.9,
+            text=finding.text,
+            rank=finding.rank,
+            node=finding.node,
+        )
+    ]
 
 
 def _number(event: RankExited) -> int | None:

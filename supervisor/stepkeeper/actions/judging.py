@@ -1,0 +1,104 @@
+"""Why a launch failed: its evidence is gathered and joined on a thread of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
+from stepkeeper.redaction import redact
+from stepkeeper.sources.inbox import Inbox
+from stepkeeper.store import metrics
+from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.verdict import gathering
+from stepkeeper.verdict.joining import judge as join
+
+TEXT_CHARACTERS_MAX = 300
+HEARD_MAX = 4096  # events of one launch: exits of so many ranks, and what nodes and Slurm said besides
+_HEARD = (
+    on.RankExited,
+    on.NodeFaulted,
+    on.WatcherReady,
+    on.WatcherLost,
+    on.SlurmAnswered,
+    on.LaunchRefused,
+    on.LaunchEnded,
+)
+
+
+class Witness:
+    """Remembers of the newest launch what a verdict on it needs: the journal may be late, and is long."""
+
+    def __init__(self, attempt: int, restarts: int) -> None:
+        self._attempt = attempt
+        self._restarts = restarts
+        self._events: deque[on.Event] = deque(maxlen=HEARD_MAX)
+        self._killed_at: float | None = None
+
+    def hear(self, event: on.Event, effects: Sequence[do.Effect]) -> None:
+        """Take in an event and what was ordered because of it."""
+        if isinstance(event, _HEARD):
+            self._events.append(event)
+        for effect in effects:
+            if isinstance(effect, do.StartLaunch):
+                before = [each for each in self._events if isinstance(each, on.NodeFaulted)]
+                recent = [each for each in before if each.at >= event.at - gathering.FAULTS_BEFORE_S]
+                self._events.clear()
+                self._events.extend(recent)
+                self._killed_at = None
+            elif isinstance(effect, do.KillRanks) and self._killed_at is None:
+                self._killed_at = event.at
+
+    def launch(self, effect: do.JudgeLaunch) -> gathering.Launch:
+        """Return the launch that is to be judged."""
+        events = tuple(self._events)
+        ended = next((each for each in events if isinstance(each, on.LaunchEnded)), None)
+        return gathering.Launch(
+            self._attempt,
+            effect.launch,
+            ended,
+            events,
+            self._restarts,
+            newest=True,
+            killed_at=self._killed_at,
+            found=effect.found,
+        )
+
+
+def judge(run: RunDirectory, launch: gathering.Launch, *, inbox: Inbox) -> None:
+    """Tell why a launch failed; `Judged` comes, unless the storage hangs."""
+
+    def work() -> None:
+        evidence = gathering.of_journal(launch)
+        unread = ""
+        try:
+            evidence += gathering.of_logs(run.logs(launch.attempt, launch.launch))
+            ended = metrics.ended_at(run.path, launch.attempt, launch.launch)
+        except OSError as error:  # what is known besides counts
+            unread, ended = f"{error.filename}: {error.strerror}", None
+        verdict = join(evidence)
+        step = ended.step if ended is not None else None
+        if verdict.cause is Cause.NUMERICAL and ended is not None and ended.wrong_step is not None:
+            step = ended.wrong_step
+        if launch.found is not None and launch.found.cause is verdict.cause and launch.found.step is not None:
+            step = launch.found.step
+        text = verdict.evidence[0].text if verdict.evidence else unread
+        inbox.put(
+            on.Judged(
+                at=inbox.clock.now(),
+                launch=launch.launch,
+                cause=verdict.cause,
+                rule=verdict.rule,
+                confidence=verdict.confidence,
+                text=redact(text)[:TEXT_CHARACTERS_MAX],
+                location=redact(verdict.location)[:TEXT_CHARACTERS_MAX],
+                rank=verdict.rank,
+                node=verdict.node,
+                step=step,
+                otherwise=verdict.otherwise.cause if verdict.otherwise is not None else Cause.UNKNOWN,
+            )
+        )
+
+    inbox.run_thread("judge-launch", work)

@@ -1,0 +1,52 @@
+"""Why a launch ended, in one word, and what a verdict on it tells the rules.  Pure."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Cause(StrEnum):
+    """Why a launch ended."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time_limit"
+    NODE_FAULT = "node_fault"
+    NODE_LOST = "node_lost"
+    NETWORK = "network"
+    GPU_MEMORY = "gpu_memory"
+    HOST_MEMORY = "host_memory"
+    EXCEPTION = "exception"
+    NUMERICAL = "numerical"
+    COLLECTIVE_TIMEOUT = "collective_timeout"
+    HANG = "hang"
+    STORAGE = "storage"
+    CHECKPOINT = "checkpoint"
+    CONFIGURATION = "configuration"
+    VERSION_MISMATCH = "version_mismatch"
+    SEGFAULT = "segfault"
+    UNKNOWN = "unknown"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the rules themselves saw of a launch, as evidence beside logs and exits: a hang, a loss that went wrong."""
+
+    cause: Cause
+    rule: str
+    text: str
+    node: str = ""
+    rank: int | None = None
+    step: int | None = None  # where it began
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How often a launch failed in the same way since training last got past the place."""
+
+    cause: Cause
+    place: str  # an exception and its line, a node, or the rule
+    count: int = 1
+    step: int | None = None  # at which it failed last
+    stepped_back: bool = False  # one checkpoint, because it failed at the same step twice

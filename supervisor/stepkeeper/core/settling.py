@@ -1,0 +1,170 @@
+"""What follows from why a launch failed: the ladder, step by step, and the budgets that bound it.  Pure.
+
+Failures in the same way (the same cause at the same place) go along the cause's row of `Policy`, until a step is
+verified that lies beyond the one at which they happened.  Besides: `failures_max` launches without a newly verified
+step end the run, whatever their causes; and what a checkpoint's state can cause, where it happens at the same step
+twice, is tried once from the step before (which may be poisoned: `RollBack`), then ends the run.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause, Tried
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
+from stepkeeper.core.ladder import IN_A_STATE, OF_NODE, UNCHARGED, Rung, Try
+from stepkeeper.core.phases import Decision, go_on_starting, stop
+from stepkeeper.core.places import places
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import Blame, Next, Phase, Plan, State
+
+TRIED_MAX = 16  # ways to fail that are remembered, the newest
+
+replace = msgspec.structs.replace
+
+
+def on_judged(state: State, event: on.Judged, policy: Policy) -> Decision:
+    """Why the launch before failed; what follows is decided with the newest checkpoint known."""
+    failure = state.failure
+    if state.phase is not Phase.STARTING or failure is None or event.launch != failure.launch or failure.judged:
+        return Decision(state)
+    why = in_words(event)
+    state = replace(state, failure=replace(failure, judged=event))
+    return settle(state, event.at, why, policy) if state.chosen else Decision(state, (), why)
+
+
+def on_judge_late(state: State, at: float, policy: Policy) -> Decision:
+    """Nobody can tell in time why it failed: storage that hangs holds its logs."""
+    assert state.failure is not None, "the caller looks"
+    why = f"why it failed is not known in {policy.judge_within_s:g} s"
+    unknown = on.Judged(
+        at=at, launch=state.failure.launch, cause=Cause.UNKNOWN, rule="no-verdict-in-time", confidence=0.0
+    )
+    return settle(replace(state, failure=replace(state.failure, judged=unknown)), at, why, policy)
+
+
+def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decision:
+    """The lineage leads to an older step: choose anew."""
+    if state.phase is not Phase.STARTING or not state.rolling_back or event.launch != state.launch:
+        return Decision(state)
+    state = replace(state, rolling_back=False, deadline_at=event.at + policy.choose_within_s)
+    if event.error:
+        why = f"{state.first_failure}; no way back: {event.error}"
+        plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS)
+        return stop(state, event.at, plan, policy)
+    return Decision(state, (do.ChooseCheckpoint(),), f"rolled back to {event.directory}")
+
+
+def past(tried: tuple[Tried, ...], step: int | None) -> tuple[Tried, ...]:
+    """Forget failures that a newly verified step lies beyond."""
+    return tuple(each for each in tried if each.step is not None and step is not None and each.step >= step)
+
+
+def in_words(said: on.Judged) -> str:
+    """Say why a launch failed, as the log shows it."""
+    rank = f"rank {said.rank}" if said.rank is not None else ""
+    where = ", ".join(part for part in (said.location, rank, said.node) if part)
+    at_step = f" at step {said.step}" if said.step is not None else ""
+    sure = f"{100 * said.confidence:.0f} %, rule {said.rule}"
+    return f"cause {said.cause.value}{at_step} ({sure}){f': {where}' if where else ''}"
+
+
+def settle(state: State, at: float, why: str, policy: Policy) -> Decision:
+    """Decide what follows; the newest checkpoint is known, and so is the cause, as far as anybody can tell."""
+    failure = state.failure
+    assert failure is not None and failure.judged is not None, "the callers look"  # noqa: PT018
+    said = failure.judged
+    cause = said.cause if said.confidence >= policy.judged_from else Cause.UNKNOWN
+    place = _place(cause, said)
+    step = next((each for each in (said.step, failure.step, state.resume_step) if each is not None), None)
+    before = next((each for each in state.tried if (each.cause, each.place) == (cause, place)), None)
+    count = before.count if before is not None else 0
+    row = policy.row(cause)
+    state = replace(state, failure=None, first_failure=f"{state.first_failure}; {in_words(said)}")
+    if cause in UNCHARGED and count < len(row):
+        state = not_charged(state)
+    if state.failures >= policy.failures_max:
+        why = f"{state.first_failure}; {state.failures} launches without a newly verified step"
+        plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
+        return stop(state, at, plan, policy)
+    index, word = _word(state, said.node, row, count)
+    again = before is not None and step is not None and before.step == step
+    back = before is not None and before.stepped_back
+    if again and cause in IN_A_STATE and state.resume_from:
+        word = Try(Rung.STOP) if back else Try(Rung.ROLLBACK)
+        back = True
+    tried = Tried(cause=cause, place=place, count=max(count, index) + 1, step=step, stepped_back=back)
+    others = tuple(each for each in state.tried if each is not before)
+    state = replace(state, tried=(*others, tried)[-TRIED_MAX:])
+    case = _Case(cause=cause, step=step, node=said.node, why=f"{why}; {word.rung.value}")
+    return _act(state, at, word, case, policy)
+
+
+def _place(cause: Cause, said: on.Judged) -> str:
+    """Return what tells two failures of one cause apart; what is in no budget of the training has one for all."""
+    if cause in UNCHARGED:
+        return said.node if cause in OF_NODE else ""
+    return said.location or said.rule
+
+
+class _Case(msgspec.Struct, frozen=True, kw_only=True):
+    cause: Cause
+    step: int | None  # at which it failed
+    node: str
+    why: str
+
+
+def _word(state: State, node: str, row: tuple[Try, ...], count: int) -> tuple[int, Try]:
+    """Return the word of the row that this failure leads to, and its place there, without what cannot be done."""
+    others = tuple(each for each in state.nodes if each != node)
+    can_leave = node in state.nodes and bool(places(replace(state, nodes=others)))
+    for index in range(min(count, len(row) - 1), len(row)):
+        if row[index].rung is not Rung.LEAVE or can_leave:
+            return index, row[index]
+    return len(row) - 1, Try(Rung.RELAUNCH)
+
+
+def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Decision:
+    why = case.why
+    if word.after_s:
+        state = replace(state, wait_until=at + word.after_s)
+        why += f" after {word.after_s:g} s"
+    if case.cause in OF_NODE and word.rung is not Rung.LEAVE:  # leaving counts by itself
+        state = replace(state, node_losses=state.node_losses + 1)
+        if state.node_losses > policy.node_losses_max:
+            return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST, cause=case.cause), policy)
+    match word.rung:
+        case Rung.RELAUNCH:
+            return go_on_starting(state, at, policy, why)
+        case Rung.LEAVE:
+            return leave_on_suspicion(state, at, case.node, f"{case.node}: {why}", policy)
+        case Rung.ROLLBACK:
+            return _roll_back(state, at, case, why, policy)
+        case Rung.REQUEUE:
+            if case.node and case.cause in (*OF_NODE, Cause.HANG):
+                state = exclude(state, at, case.node, why, policy)
+            blame = Blame.NODE if case.cause in OF_NODE else Blame.TRAINING
+            return stop(state, at, Plan(next=Next.REQUEUE, why=why, blame=blame, cause=case.cause), policy)
+        case Rung.STOP:
+            why = f"{state.first_failure}; another start does not change that"
+            return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=case.cause), policy)
+        case _:
+            assert_never(word.rung)
+
+
+def _roll_back(state: State, at: float, case: _Case, why: str, policy: Policy) -> Decision:
+    """Go on from the newest verified step before the one at which it went wrong; else one checkpoint back."""
+    if state.resume_step is None:
+        return go_on_starting(state, at, policy, f"{why}: there is no checkpoint, so it starts from the beginning")
+    numerical = case.cause is Cause.NUMERICAL and case.step is not None
+    below = case.step if numerical and case.step is not None else state.resume_step
+    if state.resume_step < below:
+        return go_on_starting(state, at, policy, f"{why}: the newest verified step lies before it")
+    state = replace(state, chosen=False, rolling_back=True, deadline_at=at + policy.choose_within_s)
+    effect = do.RollBack(launch=state.launch, below_step=below, why=why, suspect=case.cause is Cause.NUMERICAL)
+    return Decision(state, (effect,), f"{why} to a step before {below}")

@@ -81,6 +81,10 @@ class Loop:
         assert self.keeper._saver is not None
         assert self.keeper._saver.wait(time.time() + 20)
 
+    def others(self, others: _Others) -> None:
+        """Have other ranks, in the place of none."""
+        self.keeper._agreement = self.keeper._boundary.agreement = others  # type: ignore[assignment]
+
 
 def names(run_dir: Path) -> list[str]:
     return [step.path.name for step in reversed(list_steps(run_dir / "checkpoints"))]
@@ -368,7 +372,7 @@ class _Others:
 
     def settle_all(self, values: list[int], *, within_s: float) -> list[int]:
         assert within_s > 0
-        return [max(pair) for pair in zip(values, [int(self.busy), self.sequence, 0], strict=True)]
+        return [max(pair) for pair in zip(values, [int(self.busy), self.sequence, 0, 0], strict=True)]
 
     def settle(self, value: int, *, within_s: float) -> int:
         assert within_s > 0
@@ -382,7 +386,7 @@ def test_a_save_is_begun_on_all_ranks_or_on_none(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "run", total_steps=4)
     loop.keeper.resume()
     others = _Others(busy=True, sequence=7)
-    loop.keeper._agreement = others  # type: ignore[assignment]
+    loop.others(others)
     loop.run(1)
 
     loop.keeper.save()
@@ -408,7 +412,7 @@ def test_a_save_is_begun_on_all_ranks_or_on_none(tmp_path: Path) -> None:
 def test_a_stop_begins_no_save_where_another_rank_cannot(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "run", save_within_s=0.2)
     loop.keeper.resume()
-    loop.keeper._agreement = _Others(busy=True, sequence=1)  # type: ignore[assignment]
+    loop.others(_Others(busy=True, sequence=1))
     os.kill(os.getpid(), signal.SIGTERM)
 
     assert loop.step()[1]
@@ -589,7 +593,7 @@ def test_an_unwritable_directory_is_a_failed_save_and_no_failed_training(tmp_pat
     loop.keeper._saver.last.settled.wait(20)  # type: ignore[union-attr]
     loop.run(3)
 
-    assert "cannot be made" in str(loop.keeper._saver.last.error)  # type: ignore[union-attr]
+    assert "checkpoints: Not a directory" in str(loop.keeper._saver.last.error)  # type: ignore[union-attr]
     (run_dir / "checkpoints").unlink()
     os.rename(run_dir / "away", run_dir / "checkpoints")
     assert all(verify(step.path).ok for step in list_steps(run_dir / "checkpoints"))

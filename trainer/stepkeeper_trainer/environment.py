@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _FIRST_NODE = re.compile(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?")
+RELIABILITY = "STEPKEEPER_RELIABILITY"
 _PORT_FIRST, _PORT_COUNT = 20000, 10000
 
 
@@ -30,6 +32,9 @@ class Environment:
     resume_from: str | None
     epoch: tuple[int, int] | None  # (job id, restart count); None outside Slurm
     node: str
+    checkpoint_every: str | None = None  # counts instead of what the script says
+    retention: str | None = None  # the same
+    reliability: tuple[float, float] | None = None  # failures of the infrastructure, and node-hours, of the run so far
 
     @property
     def launch_name(self) -> str:
@@ -68,6 +73,9 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         resume_from=environ.get("STEPKEEPER_RESUME_FROM") or None,
         epoch=(_integer(environ, "SLURM_JOB_ID", 0), restarts) if job_id else None,
         node=node,
+        checkpoint_every=environ.get("STEPKEEPER_CHECKPOINT_EVERY") or None,
+        retention=environ.get("STEPKEEPER_RETENTION") or None,
+        reliability=_reliability(environ.get(RELIABILITY)),
     )
 
 
@@ -120,6 +128,18 @@ def _first_node(environ: Mapping[str, str]) -> str:
     if environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")) == "1":
         return "127.0.0.1"
     return first_node(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+
+
+def _reliability(text: str | None) -> tuple[float, float] | None:
+    if not text:
+        return None
+    try:
+        failures, node_hours = (float(part) for part in text.split(":"))
+    except ValueError:
+        failures = node_hours = math.nan
+    if not (0 <= failures < math.inf and 0 <= node_hours < math.inf):
+        raise UsageError(f"{RELIABILITY}={text!r} is not FAILURES:NODE_HOURS: set it right, or unset it")
+    return failures, node_hours
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int) -> int:

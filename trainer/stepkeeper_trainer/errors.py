@@ -50,3 +50,7 @@ class StateError(KeeperError):
 
 class SaveError(KeeperError):
     """A save came to nothing; older step directories are untouched."""
+
+
+class NoRoomError(SaveError):
+    """The storage has no room for a save, or does not answer."""

@@ -1,14 +1,12 @@
 """What a training loop uses: `resume()`, `step_done()` after each optimizer step, `finish()`.
 
-All decisions of a rank are taken here, at step boundaries, from what all ranks have agreed on; the
-modules below only do.  It works the same with and without a supervisor.
+All decisions of a rank are taken at step boundaries, from what all ranks have agreed on; the modules below only
+do.  It works the same with and without a supervisor.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import math
 import os
 import time
 import uuid
@@ -16,12 +14,15 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from stepkeeper_trainer import attach, outcomes, resuming
+from stepkeeper_trainer import attach, outcomes, random_state, resuming, storage
 from stepkeeper_trainer.agreement import AGREE_WITHIN_S, Agreement, Wish
-from stepkeeper_trainer.backpressure import WhenBusy, on_periodic, take_over
+from stepkeeper_trainer.backpressure import WhenBusy
+from stepkeeper_trainer.boundary import Boundary
+from stepkeeper_trainer.cadence import Rule, choose_rule
 from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError
+from stepkeeper_trainer.housekeeping import Retention, choose_policy
 from stepkeeper_trainer.later import whole
 from stepkeeper_trainer.leave import install_excepthook, leave
 from stepkeeper_trainer.link import Link
@@ -29,15 +30,16 @@ from stepkeeper_trainer.listeners import Listeners
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.metrics import Metrics
 from stepkeeper_trainer.optimizers import OptimizerStates
-from stepkeeper_trainer.outcomes import TOGETHER_WITHIN_S
+from stepkeeper_trainer.periodic import Periodic
 from stepkeeper_trainer.records import Records
 from stepkeeper_trainer.reporter import Reporter
 from stepkeeper_trainer.requests import Requests
-from stepkeeper_trainer.saver import Saver, Summary
+from stepkeeper_trainer.retention import Policy
+from stepkeeper_trainer.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 SAVE_WITHIN_S = 600.0
 LAST_SECONDS_S = 20.0  # for a save in flight when training fails
@@ -57,7 +59,10 @@ class Keeper:
         others: Mapping[str, Stateful] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         resume_from: str | os.PathLike[str] | None = None,
+        checkpoint_every: str | int | Rule | None = None,
         checkpoint_every_steps: int | None = None,
+        retention: str | Policy | None = None,
+        storage_test: str | int = "quick",
         total_steps: int | None = None,
         seed: int = 0,
         save_within_s: float = SAVE_WITHIN_S,
@@ -76,7 +81,13 @@ class Keeper:
                 StatefulDataLoader, or with an attribute `per_rank = True`) can be resumed on as many ranks only.
             run_dir: where checkpoints and metrics go; `STEPKEEPER_RUN_DIR` if it is not given.
             resume_from: a step directory, or `latest`; `STEPKEEPER_RESUME_FROM` if it is not given.
-            checkpoint_every_steps: None saves on request and at the end only.
+            checkpoint_every: `500 steps` (or 500), `30 min`, `auto` (as often as pays), or several joined by `or`; None
+                saves on request and at the end only.  `STEPKEEPER_CHECKPOINT_EVERY` counts instead, where it is set.
+            checkpoint_every_steps: the same, in steps.
+            retention: which steps are kept, such as `newest 3, every 1000 steps, best loss 2` (see `parse_policy`), or
+                `all`; the newest 3 and ends of epochs if it is not given.  `STEPKEEPER_RETENTION` counts instead, where
+                it is set.
+            storage_test: a dummy save beside the first steps, on each node: `quick`, a number of bytes, or `off`.
             total_steps: when the work is done.
             seed: for the generators of ranks that a checkpoint does not know.
             save_within_s: how long one save may take.
@@ -99,7 +110,9 @@ class Keeper:
                 f"choose of {get_args(WhenBusy)} and of {get_args(Replication)}"
             )
         self._when_busy, self._replicas = when_busy, replicas
-        self._every = checkpoint_every_steps
+        self._rule = choose_rule(self._environment.checkpoint_every, checkpoint_every, checkpoint_every_steps)
+        self._policy = choose_policy(self._environment.retention, retention, total_steps=total_steps)
+        self._test_bytes = storage.bytes_to_test(storage_test)
         self._total_steps = total_steps
         self._save_within_s = save_within_s
         self._group = attach.new_group(save_within_s)
@@ -123,11 +136,8 @@ class Keeper:
             save_replicas=replicas == "save",
         )
         self._resumed: resuming.Resumed | None = None
-        self._due = False  # a periodic save has not been begun yet
-        self._unsaid_save = False  # begun since the ranks last spoke
+        self._random: dict[str, torch.Tensor] | None = None  # the generators, as they were resumed
         self._prepared = False  # the state has been complete once, and memory for saves is being made
-        self._gave_up_for = False  # the save in flight was cancelled for the one that is due
-        self._protected = False  # another was cancelled for the save in flight
         self._reporter = Reporter(self._link, self.rank, self.world_size)
 
     @property
@@ -166,32 +176,38 @@ class Keeper:
             world_size=self.world_size,
         )
         self._resumed = resumed
+        if resumed.step is not None:
+            self._random = random_state.collect()
         tensors = self._state.collect()  # what cannot be saved is said now, and not at the first save
         if self.rank == 0:
             self._metrics = Metrics(self.run_dir, self._environment.attempt, self._environment.launch)
             self._records = Records(self._counters, self._metrics)
-        self._saver = Saver(
-            commits=self._commits,
-            rank=self.rank,
-            world_size=self.world_size,
-            group=self._group,
-            link=self._link,
-            nonce=self._agreement.share(uuid.uuid4().hex),
-            parent=resumed.parent,
-            limit_s=self._save_within_s,
-            before_commit=self._metrics.sync if self._metrics else lambda _limit_at: None,
-            listeners=self.listeners,
-            check_replicas=self._replicas != "ignore",
-            save_replicas=self._replicas == "save",
-        )
+        self._wire(resumed)
+        saver = self._ready()
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
-            self._saver.prepare(tensors)
+            saver.prepare(tensors)
         if torch.cuda.is_available():
             for optimizer in self._state.optimizers.all.values():
                 optimizer.register_step_pre_hook(lambda *_: self._ready().wait_before_change())
         self._reporter.resumed(resumed.step)
+        self._periodic.start(self.step)
         self._agreement.issue(self._wish())
         return self.step
+
+    def restore_random_state(self) -> None:
+        """Put the random generators back to where `resume` has set them, where something has drawn from them since.
+
+        Making the iterator of a DataLoader draws; a script that makes it after `resume` calls this before its first
+        step.  At a start from the very beginning it does nothing.
+
+        Raises:
+            UsageError: a step was done already.
+        """
+        self._ready()
+        if self._prepared:
+            raise UsageError("keeper.restore_random_state() came after a step: call it before the first one")
+        if self._random is not None:
+            random_state.restore(self._random)
 
     def step_done(
         self,
@@ -200,6 +216,8 @@ class Keeper:
         tokens: int = 0,
         lr: float | torch.Tensor | None = None,
         grad_norm: float | torch.Tensor | None = None,
+        metrics: Mapping[str, float] | None = None,
+        epoch_end: bool = False,
     ) -> bool:
         """Say that an optimizer step is complete; true means leave the loop and call `finish`.
 
@@ -208,6 +226,8 @@ class Keeper:
             tokens: of this step, of all ranks together.
             lr: the learning rate that the step used.
             grad_norm: before clipping.
+            metrics: whatever else the best step may be chosen by (see `retention`); the newest of each name counts.
+            epoch_end: an epoch ended with this step: it is saved, and marked as such.  The same on all ranks.
         """
         saver = self._ready()
         counters = self._counters
@@ -217,14 +237,15 @@ class Keeper:
         if self._records is not None:
             self._records.step(loss, lr, grad_norm)
         self._reporter.step(counters.step, counters.tokens, counters.last_loss if self.rank == 0 else None)
-        self._due |= bool(self._every) and counters.step % (self._every or 1) == 0
+        self._periodic.step(counters.step, epoch_end=epoch_end)
+        self._boundary.metrics.update(metrics or {})
         agreed = self._listen()
         if not self._prepared:
             self._prepared = True
-            if not (self._due or self._requests.save_agreed or self._requests.stop_agreed):  # the save does it itself
+            if not self._boundary.wanted:  # the save does it itself
                 saver.prepare(self._state.collect())
-        self._save_as_agreed(saver, agreed)
-        self._unsaid_save = False
+        self._boundary.save_as_agreed(agreed)
+        self._boundary.spoken()
         self._agreement.issue(self._wish())
         return self._requests.stop_agreed or self.finished
 
@@ -235,6 +256,7 @@ class Keeper:
         """
         self._ready()
         self._settle_records()
+        self._periodic.paused()
         self._reporter.alive(self.step, self.tokens, self._counters.last_loss if self.rank == 0 else None)
         self._listen()
         self._agreement.issue(self._wish())
@@ -242,12 +264,12 @@ class Keeper:
 
     def save(self) -> None:
         """Begin to save the state as it is now; all ranks call it, between steps."""
-        saver = self._ready()
-        if not self._begin_together(saver, limit_at=0.0):
+        self._ready()
+        if not self._boundary.begin_together(limit_at=0.0):
             say("save_waits", step=self.step, why="another is in flight")
-            if not self._begin_together(saver, limit_at=time.time() + self._save_within_s):
+            if not self._boundary.begin_together(limit_at=time.time() + self._save_within_s):
+                self._periodic.due = True
                 warn("save_postponed", step=self.step, why="another is in flight, and over its limit")
-                self._due = True
 
     def finish(self, *, leave_process: bool = True) -> int:
         """Save what is not saved yet, wait until it is durable, say how the launch ended, and leave.
@@ -277,141 +299,85 @@ class Keeper:
             ),
             saver=saver,
             saved=self._resumed.saved if self._resumed else None,
-            begin_save=lambda limit_at: self._begin_together(saver, limit_at=limit_at, emergency=stopping, last=True),
+            begin_save=lambda limit_at: self._boundary.begin_together(limit_at=limit_at, emergency=stopping, last=True),
             agreement=self._agreement,
             link=self._link,
         )
         saver.hear_committed(saver.sequence if code != outcomes.EXIT_UNSAVED else 0)
-        self.listeners.close(self._requests.limit_at(LAST_SECONDS_S))
+        self.listeners.close(self._requests.limit_at(self._save_within_s))
         if self._metrics is not None:
             self._metrics.finish()
         if leave_process:
             leave(code)
         return code
 
+    def _wire(self, resumed: resuming.Resumed) -> None:
+        """Make what works from the first step on; all ranks at the same time."""
+        nodes = self._agreement.gather(self._environment.node)
+        self._periodic = Periodic(self._rule, rank=self.rank, nodes=len(set(nodes)), seen=self._environment.reliability)
+        retention = Retention(self._commits, self._policy) if self.rank == 0 and self._policy is not None else None
+        self._guard = storage.Guard(
+            self._commits.checkpoints,
+            rank=self.rank,
+            world_size=self.world_size,
+            last=resumed.manifest,
+            on_trouble=retention.request if retention is not None else lambda: None,
+        )
+        if self._test_bytes and nodes.index(self._environment.node) == self.rank:  # the first rank of its node
+            self.listeners.add(storage.StartTest(self._commits, self._test_bytes, self.rank, self._guard.trouble))
+        self.listeners.add(self._guard, retention)
+        self._saver = Saver(
+            commits=self._commits,
+            rank=self.rank,
+            world_size=self.world_size,
+            group=self._group,
+            link=self._link,
+            nonce=self._agreement.share(uuid.uuid4().hex),
+            parent=resumed.parent,
+            limit_s=self._save_within_s,
+            before_commit=self._metrics.sync if self._metrics else lambda _limit_at: None,
+            guard=self._guard,
+            listeners=self.listeners,
+            check_replicas=self._replicas != "ignore",
+            save_replicas=self._replicas == "save",
+        )
+        self._boundary = Boundary(
+            saver=self._saver,
+            agreement=self._agreement,
+            requests=self._requests,
+            periodic=self._periodic,
+            state=self._state,
+            group=self._group,
+            when_busy=self._when_busy,
+            save_within_s=self._save_within_s,
+            settle=self._settle_records,
+        )
+
     def _listen(self) -> Wish:
         self._link.flush()
         self._requests.hear()
         agreed = self._agreement.read(self._wish())
         self._requests.agree(agreed)
-        self._ready().hear_failure(agreed.failed_save)
-        self._ready().hear_committed(agreed.committed)
+        saver = self._ready()
+        saver.hear_failure(agreed.failed_save)
+        saver.hear_committed(agreed.committed)
+        self._periodic.hear(agreed)
+        if saver.newest is not None:
+            self._periodic.note_commit(saver.committed, saver.newest.blocked_s, saver.newest.persist_s or 0.0)
         return agreed
 
     def _wish(self) -> Wish:
         saver = self._ready()
         busy = saver.busy  # asked first: what broke a save is known once it is over
-        return self._requests.wish(
-            Wish(
-                busy=busy,
-                failed_save=saver.failed_save,
-                sequence=saver.sequence,
-                broken=saver.broken,
-                committed=saver.committed,
-            )
+        wish = Wish(
+            busy=busy,
+            failed_save=saver.failed_save,
+            sequence=saver.sequence,
+            broken=saver.broken,
+            committed=saver.committed,
+            held=self._guard.held,
         )
-
-    def _save_as_agreed(self, saver: Saver, agreed: Wish) -> None:
-        """Begin a save at this boundary if one is due; an urgent one waits for the one in flight."""
-        requests = self._requests
-        urgent = requests.stop_agreed or requests.deadline_at is not None
-        if not (self._due or requests.save_agreed or requests.stop_agreed):
-            return
-        if not urgent:
-            if agreed.busy or self._unsaid_save:
-                self._make_way(saver)
-            else:
-                self._renew(saver, agreed.broken)
-                self._begin_save(saver, sequence=agreed.sequence + 1)
-            return
-        in_flight = saver.last
-        if in_flight is not None and in_flight.summary.step == self.step:
-            requests.served()  # that one is what was asked for
-            return
-        if agreed.busy or self._unsaid_save:
-            self._take_over(saver)
-        # One that is over its limit on some rank is left to `finish`.
-        self._begin_together(saver, limit_at=requests.limit_at(self._save_within_s), emergency=True)
-
-    def _make_way(self, saver: Saver) -> None:
-        """Do with a periodic save that cannot begin what the script wants; a requested one waits."""
-        choice = on_periodic(self._when_busy, in_flight_protected=self._protected)
-        if self._requests.save_agreed or choice == "wait":
-            say("save_waits", step=self.step, why="another is in flight")
-        elif choice == "skip":
-            self._due = False
-            say("save_skipped", step=self.step, why="another is in flight")
-        else:
-            self._gave_up_for = True
-            saver.cancel(f"the save of step {self.step} is due")
-
-    def _take_over(self, saver: Saver) -> None:
-        """Give up the save in flight for an urgent one, if there is not time for both."""
-        deadline_at = self._requests.deadline_at
-        now = time.time()
-        if deadline_at is None:
-            return
-        mine = [*saver.estimate_ms(now), -int(1000 * (deadline_at - now))]
-        in_flight_ms, new_ms, left_ms = self._agreement.settle_all(mine, within_s=AGREE_WITHIN_S)
-        if take_over(left_s=-left_ms / 1000, in_flight_s=in_flight_ms / 1000, new_s=new_ms / 1000):
-            saver.cancel(f"no time for it and the save of step {self.step}")
-
-    def _begin_together(self, saver: Saver, *, limit_at: float, emergency: bool = False, last: bool = False) -> bool:
-        """Begin a save on all ranks or on none, however long theirs in flight take; true if it was begun.
-
-        Args:
-            saver: of this rank.
-            limit_at: until when one in flight is waited for; Unix seconds.
-            emergency: whether somebody waits for it.
-            last: of the launch: it is not begun after `limit_at`, and the others are not waited for long.
-
-        Raises:
-            RuntimeError: another rank died, or did not come.
-        """
-        saver.wait(limit_at)
-        left_s = max(0.0, limit_at - time.time())
-        unable = saver.busy or (last and not left_s)
-        within_s = left_s + (TOGETHER_WITHIN_S if last else AGREE_WITHIN_S)
-        mine = [int(unable), saver.sequence, int(saver.broken)]
-        any_unable, sequence, broken = self._agreement.settle_all(mine, within_s=within_s)
-        if not any_unable:
-            self._renew(saver, bool(broken))
-            self._begin_save(saver, sequence=sequence + 1, emergency=emergency)
-        return not any_unable
-
-    def _renew(self, saver: Saver, broken: bool) -> None:  # noqa: FBT001
-        """Make the saves a new group where theirs has failed; all ranks do, having agreed that it has."""
-        if broken and self._group is not None:
-            self._group = attach.new_group(self._save_within_s)
-            saver.renew(self._group)
-
-    def _begin_save(self, saver: Saver, *, sequence: int, emergency: bool = False) -> None:
-        with _no_collection():
-            self._start_save(saver, sequence=sequence, emergency=emergency)
-
-    def _start_save(self, saver: Saver, *, sequence: int, emergency: bool) -> None:
-        self._settle_records()  # the state and the manifest tell of this step's loss
-        counters = self._counters
-        loss = counters.last_loss
-        tensors = self._state.collect()
-        self._protected, self._gave_up_for = self._gave_up_for, False
-        saver.start(
-            tensors,
-            Summary(
-                step=counters.step,
-                tokens=counters.tokens,
-                loss=loss if loss is not None and math.isfinite(loss) else None,
-                parts=self._state.parts(),
-            ),
-            sequence=sequence,
-            emergency=emergency,
-            requested_at=self._requests.asked_at,
-            deadline_at=self._requests.deadline_at,
-            early=self._state.early(tensors) if torch.cuda.is_available() else frozenset(),
-        )
-        self._unsaid_save = True
-        self._due = False
-        self._requests.served()
+        return self._requests.wish(wish, due=self._periodic.asks(self.step))
 
     def _ready(self) -> Saver:
         if self._saver is None:
@@ -430,15 +396,3 @@ class Keeper:
             self._settle_records()
         if self._metrics is not None:
             self._metrics.finish()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python's cycle collector from walking over every object of the script while training waits."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

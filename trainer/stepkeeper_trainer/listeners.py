@@ -47,11 +47,11 @@ class CommittedStep:
 class Listener(Protocol):
     """Whoever wants to know."""
 
-    def committed(self, step: CommittedStep) -> object:
+    def committed(self, step: CommittedStep, /) -> object:
         """Take note of a commit.  Returns soon."""
         ...
 
-    def close(self, limit_at: float) -> object:
+    def close(self, limit_at: float, /) -> object:
         """Come to an end before the process leaves, by `limit_at` (Unix seconds)."""
         ...
 
@@ -63,9 +63,9 @@ class Listeners:
         """Nobody listens."""
         self._all: list[Listener] = []
 
-    def add(self, listener: Listener) -> None:
-        """Have it called from the next commit on."""
-        self._all.append(listener)
+    def add(self, *listeners: Listener | None) -> None:
+        """Have them called from the next commit on; None is nobody."""
+        self._all += [listener for listener in listeners if listener is not None]
 
     def tell(self, step: CommittedStep) -> None:
         """Tell all; never raises."""

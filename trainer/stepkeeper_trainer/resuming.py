@@ -43,6 +43,7 @@ class Resumed:
     step: int | None
     saved: tuple[int, str] | None  # step and save_id of what is on disk already
     parent: str | None  # of the next commit; known on rank 0 only
+    manifest: Manifest | None = None
 
 
 def resume(
@@ -78,7 +79,7 @@ def resume(
     parent = _record(commits, directory, manifest) if state.rank == 0 else None
     if state.rank == 0:
         say("resumed", step=manifest.step, directory=directory, save_id=manifest.save_id)
-    return Resumed(manifest.step, (manifest.step, manifest.save_id), parent)
+    return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest)
 
 
 def _newest_together(

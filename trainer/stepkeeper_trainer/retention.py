@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,41 @@ class Policy:
             raise ValueError("every_percent is above 0 and up to 100, and needs total_steps")
         if self.best < 0:
             raise ValueError("best is below 0")
+
+
+_NEWEST = re.compile(r"newest (\d+)")
+_EVERY = re.compile(r"every (\d+(?:\.\d+)?) ?(steps?|percent|%)")
+_BEST = re.compile(r"best (\S+) (\d+)( highest)?")
+
+
+def parse_policy(text: str, *, total_steps: int | None = None) -> Policy | None:
+    """Read `newest 3, every 1000 steps, every 10 percent, epoch ends, best loss 2`; None for `all`: nothing is removed.
+
+    `best NAME N` means the lowest, with `highest` behind it the highest.
+
+    Raises:
+        ValueError: which part cannot be read, or cannot be meant.
+    """
+    if text.strip().lower() == "all":
+        return None
+    policy = Policy(epochs=False, total_steps=total_steps)
+    for part in (part.strip() for part in text.split(",")):
+        if match := _NEWEST.fullmatch(part):
+            policy = replace(policy, keep_last=int(match[1]))
+        elif (match := _EVERY.fullmatch(part)) and match[2].startswith("step") and match[1].isdigit():
+            policy = replace(policy, every_steps=int(match[1]))
+        elif match and not match[2].startswith("step"):
+            policy = replace(policy, every_percent=float(match[1]))
+        elif part == "epoch ends":
+            policy = replace(policy, epochs=True)
+        elif match := _BEST.fullmatch(part):
+            policy = replace(policy, best_by=match[1], best=int(match[2]), best_is_highest=bool(match[3]))
+        else:
+            raise ValueError(
+                f"retention {text!r}: {part!r} cannot be read; write `all`, or some of `newest 3`, `every 1000 steps`, "
+                "`every 10 percent`, `epoch ends`, `best loss 2`, with commas between"
+            )
+    return policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +358,8 @@ class Pruner:
                 return
             self._wanted.clear()
             try:
+                if len(list_steps(self.checkpoints)) <= self.policy.keep_last:
+                    continue  # nothing to remove: nothing need be read to find out
                 outcome = prune(
                     self.checkpoints,
                     self.policy,

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.messages import SaveFailed, SaveStarted, shorten
+from stepkeeper_trainer.housekeeping import mark_epoch_end
 from stepkeeper_trainer.listeners import CommittedStep, Listeners
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.persist import Persister
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from stepkeeper_trainer.commit import Commits
     from stepkeeper_trainer.link import Link
+    from stepkeeper_trainer.storage import Guard
 
 PREPARE_WITHIN_S = 600.0
 
@@ -62,6 +64,7 @@ class Save:
     requested_at: float  # Unix seconds
     limit_at: float  # Unix seconds
     directory: Path
+    ask_room: bool = False  # whether it is given up where there is no room for it
     blocked_s: float = 0.0  # training stood still for
     settled: threading.Event = field(default_factory=threading.Event)
     error: str | None = None
@@ -94,6 +97,7 @@ class Saver:
         parent: str | None,
         limit_s: float,
         before_commit: Callable[[float], object],
+        guard: Guard,
         listeners: Listeners | None = None,
         check_replicas: bool = True,
         save_replicas: bool = False,
@@ -108,9 +112,11 @@ class Saver:
         self._link = link
         self._nonce = nonce
         self._limit_s = limit_s
+        self._guard = guard
         self._listeners = listeners or Listeners()
-        self._told: int = 0  # sequence number of the newest save that the listeners know of
-        self.committed: int = 0  # sequence number of the newest commit (rank 0)
+        self._told = 0  # sequence number of the newest save that the listeners know of
+        self.committed = 0  # sequence number of the newest commit (rank 0)
+        self.newest: CommittedStep | None = None  # what it was (rank 0)
         self._planner = Planner(rank=rank, world_size=world_size, group=group, to_lowest=save_replicas)
         self._staging = Staging()
         self._persister = Persister(
@@ -205,6 +211,7 @@ class Saver:
         *,
         sequence: int,
         emergency: bool = False,
+        ask_room: bool = False,
         requested_at: float | None = None,
         deadline_at: float | None = None,
         early: frozenset[str] = frozenset(),
@@ -212,6 +219,7 @@ class Saver:
         """Copy the state and begin to write it, on all ranks at the same boundary.
 
         All ranks give the same `sequence`, higher than any before: the save's name comes from it.
+        With `ask_room` it is given up where there is no room for it.
         Tensors of `early` may change before the optimizer's next step (see `Staging.copy`).
         Whatever goes wrong is an outcome of the save: nothing is raised for it.
         """
@@ -226,6 +234,7 @@ class Saver:
             requested_at=requested_at or now,
             limit_at=min(now + self._limit_s, deadline_at or now + self._limit_s),
             directory=self._commits.in_flight(summary.step, save_id),
+            ask_room=ask_room,
         )
         self.last = save
         if self._rank == 0:
@@ -285,12 +294,14 @@ class Saver:
                 self._planner.decline(root_cause(problem), save.limit_at - time.time())
                 self._staging.signature = None  # laid out anew by the next save
             else:
-                self._make_directory(save)
+                self._make_way(save, tensors)
                 self._persister.persist(save, tensors, changed=changed, given_up=lambda: self._given_up(save))
                 self.persist_s = time.time() - save.requested_at
+                self._guard.succeeded()
                 if self._rank == 0:
+                    self.newest = self._committed_step(save)
                     self.committed = self._told = save.sequence
-                    self._listeners.tell(self._committed_step(save))
+                    self._listeners.tell(self.newest)
         except BaseException as caught:  # noqa: BLE001  # DCP's own is a BaseException; any would be lost in a thread
             error = caught
         self._settle(save, error)
@@ -316,16 +327,25 @@ class Saver:
             return f"cancelled: {save.cancelled}"
         return "another rank could not write" if self._failed_elsewhere >= save.sequence else None
 
+    def _make_way(self, save: Save, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Look for room and make the directory.  A failure is told to all ranks by the planner, so that none waits."""
+        try:
+            if save.ask_room:
+                self._guard.check_room(tensors, save.limit_at)
+            self._make_directory(save)
+            if self._rank == 0 and save.summary.epoch_end:
+                mark_epoch_end(self._commits, save.save_id)
+        except (SaveError, OSError) as problem:
+            self._planner.decline(str(problem), save.limit_at - time.time())
+            raise
+
     def _make_directory(self, save: Save) -> None:
-        """Make the directory.  A failure is told to all ranks by the planner, so that none waits."""
         try:
             os.makedirs(save.directory, exist_ok=True)  # the run directory keeps others out
             if self._rank == 0:
                 self._commits.claim(save.directory)
         except OSError as error:
-            problem = SaveError(f"{save.directory}: cannot be made: {error.strerror}")
-            self._planner.decline(str(problem), save.limit_at - time.time())
-            raise problem from error
+            raise SaveError(f"{save.directory}: cannot be made: {error.strerror}") from error
 
     def _settle(self, save: Save, error: BaseException | None) -> None:
         """Record how a save ended, and tell who waits for it."""
@@ -333,6 +353,8 @@ class Saver:
             if error is not None:
                 save.error = shorten(root_cause(error))
                 self._tell_failure(save)
+                if save.cancelled is None:
+                    self._guard.failed(error)
         finally:
             save.settled.set()
 

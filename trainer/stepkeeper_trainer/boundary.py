@@ -1,0 +1,194 @@
+"""Beginning a save at the boundary of a step: on all ranks at the same one, or on none.
+
+Every decision here is made from what all ranks have agreed on, so all ranks make it alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepkeeper_trainer import attach
+from stepkeeper_trainer.agreement import AGREE_WITHIN_S, Agreement, Wish
+from stepkeeper_trainer.backpressure import WhenBusy, on_periodic, take_over
+from stepkeeper_trainer.log import say
+from stepkeeper_trainer.outcomes import TOGETHER_WITHIN_S
+from stepkeeper_trainer.saver import Saver, Summary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from stepkeeper_trainer.periodic import Periodic
+    from stepkeeper_trainer.requests import Requests
+    from stepkeeper_trainer.state import TrainingState
+
+
+class Boundary:
+    """Of one rank."""
+
+    def __init__(
+        self,
+        *,
+        saver: Saver,
+        agreement: Agreement,
+        requests: Requests,
+        periodic: Periodic,
+        state: TrainingState,
+        group: Any | None,
+        when_busy: WhenBusy,
+        save_within_s: float,
+        settle: Callable[[], object],
+    ) -> None:
+        """Prepare; `group` is the one that saves use, `settle` takes in what is known of the newest step."""
+        self._saver = saver
+        self.agreement = agreement
+        self._requests = requests
+        self._periodic = periodic
+        self._state = state
+        self._group = group
+        self._when_busy = when_busy
+        self._save_within_s = save_within_s
+        self._settle = settle
+        self._unsaid_save = False  # begun since the ranks last spoke
+        self._gave_up_for = False  # the save in flight was cancelled for the one that is due
+        self._protected = False  # another was cancelled for the save in flight
+        self._held_said = False
+        self.metrics: dict[str, float] = {}  # the newest that the script has told, for the manifest
+
+    @property
+    def wanted(self) -> bool:
+        """Whether something asks for a save now."""
+        return self._periodic.due or self._requests.save_agreed or self._requests.stop_agreed
+
+    def spoken(self) -> None:
+        """The ranks are about to speak: what was begun before, all will know of."""
+        self._periodic.spoken(saving=self._saver.busy or self._unsaid_save)
+        self._unsaid_save = False
+
+    def save_as_agreed(self, agreed: Wish) -> None:
+        """Begin a save at this boundary if one is due; an urgent one waits for the one in flight."""
+        requests, saver = self._requests, self._saver
+        if not self.wanted:
+            return
+        if not (requests.stop_agreed or requests.deadline_at is not None):
+            if agreed.held and not requests.save_agreed:
+                self._say_held()
+            elif agreed.busy or self._unsaid_save:
+                self._make_way()
+            else:
+                self._renew(agreed.broken)
+                self._begin(sequence=agreed.sequence + 1, ask_room=True)
+            return
+        in_flight = saver.last
+        if in_flight is not None and in_flight.summary.step == self._state.counters.step:
+            requests.served()  # that one is what was asked for
+            return
+        if agreed.busy or self._unsaid_save:
+            self._take_over()
+        # One that is over its limit on some rank is left to `finish`.
+        self.begin_together(limit_at=requests.limit_at(self._save_within_s), emergency=True)
+
+    def begin_together(self, *, limit_at: float, emergency: bool = False, last: bool = False) -> bool:
+        """Begin a save on all ranks or on none, however long theirs in flight take; true if it was begun.
+
+        Args:
+            limit_at: until when one in flight is waited for; Unix seconds.
+            emergency: whether somebody waits for it.
+            last: of the launch: it is not begun after `limit_at`, and the others are not waited for long.
+
+        Raises:
+            RuntimeError: another rank died, or did not come.
+        """
+        saver = self._saver
+        saver.wait(limit_at)
+        left_s = max(0.0, limit_at - time.time())
+        unable = saver.busy or (last and not left_s)
+        within_s = left_s + (TOGETHER_WITHIN_S if last else AGREE_WITHIN_S)
+        mine = [int(unable), saver.sequence, int(saver.broken), saver.committed]
+        any_unable, sequence, broken, committed = self.agreement.settle_all(mine, within_s=within_s)
+        saver.hear_committed(committed)
+        if not any_unable:
+            self._renew(bool(broken))
+            self._begin(sequence=sequence + 1, emergency=emergency, ask_room=not (emergency or last))
+        return not any_unable
+
+    def _say_held(self) -> None:
+        if not self._held_said:
+            say("save_waits", step=self._state.counters.step, why="the storage has failed: it is given time")
+        self._held_said = True
+
+    def _make_way(self) -> None:
+        """Do with a periodic save that cannot begin what the script wants; a requested one waits."""
+        step = self._state.counters.step
+        choice = on_periodic(self._when_busy, in_flight_protected=self._protected)
+        if self._requests.save_agreed or choice == "wait":
+            say("save_waits", step=step, why="another is in flight")
+        elif choice == "skip":
+            self._periodic.left_out(step)
+            say("save_skipped", step=step, why="another is in flight")
+        else:
+            self._gave_up_for = True
+            self._saver.cancel(f"the save of step {step} is due")
+
+    def _take_over(self) -> None:
+        """Give up the save in flight for an urgent one, if there is not time for both."""
+        deadline_at = self._requests.deadline_at
+        now = time.time()
+        if deadline_at is None:
+            return
+        mine = [*self._saver.estimate_ms(now), -int(1000 * (deadline_at - now))]
+        in_flight_ms, new_ms, left_ms = self.agreement.settle_all(mine, within_s=AGREE_WITHIN_S)
+        if take_over(left_s=-left_ms / 1000, in_flight_s=in_flight_ms / 1000, new_s=new_ms / 1000):
+            self._saver.cancel(f"no time for it and the save of step {self._state.counters.step}")
+
+    def _renew(self, broken: bool) -> None:  # noqa: FBT001
+        """Make the saves a new group where theirs has failed; all ranks do, having agreed that it has."""
+        if broken and self._group is not None:
+            self._group = attach.new_group(self._save_within_s)
+            self._saver.renew(self._group)
+
+    def _begin(self, *, sequence: int, ask_room: bool, emergency: bool = False) -> None:
+        with _no_collection():
+            self._settle()  # the state and the manifest tell of this step's loss
+            counters = self._state.counters
+            loss = counters.last_loss
+            tensors = self._state.collect()
+            self._protected, self._gave_up_for = self._gave_up_for, False
+            self._held_said = False
+            self._saver.start(
+                tensors,
+                Summary(
+                    step=counters.step,
+                    tokens=counters.tokens,
+                    loss=loss if loss is not None and math.isfinite(loss) else None,
+                    parts=self._state.parts(),
+                    metrics=dict(self.metrics),
+                    epoch_end=self._periodic.epoch_end,
+                ),
+                sequence=sequence,
+                emergency=emergency,
+                ask_room=ask_room,
+                requested_at=self._requests.asked_at,
+                deadline_at=self._requests.deadline_at,
+                early=self._state.early(tensors) if torch.cuda.is_available() else frozenset(),
+            )
+        self._unsaid_save = True
+        self._periodic.begun(counters.step)
+        self._requests.served()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's cycle collector from walking over every object of the script while training waits."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,53 @@
+"""What some ranks have saved is loaded by any other number, by ours and by stock DCP, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stepkeeper_trainer.formats.steps import verify
+from tests.trainer.scenes import Stage
+
+SCENES = "tests.trainer.worlds"
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with Stage() as found:
+        yield found
+
+
+@pytest.mark.parametrize("how", ["load", "stock_load"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(1, 2), (2, 1), (2, 2), (2, 4), pytest.param(4, 3, marks=pytest.mark.campaign)]
+)
+def test_a_step_of_some_ranks_is_loaded_by_others(
+    stage: Stage, saved_by: dict[int, Path], saved: int, loaded: int, how: str
+) -> None:
+    ended = stage.play(f"{SCENES}:{how}", saved_by[saved], ranks=loaded)
+
+    assert ended.codes == [0] * loaded, ended.said
+    assert ended.said.count("wrong: []") == loaded
+
+
+class _Saved(dict[int, Path]):
+    """Saves are made when they are first asked for."""
+
+    def __init__(self, stage: Stage, parent: Path) -> None:
+        super().__init__()
+        self._stage, self._parent = stage, parent
+
+    def __missing__(self, count: int) -> Path:
+        run_dir = self._parent / f"{count}-ranks"
+        ended = self._stage.play(f"{SCENES}:save", run_dir, ranks=count)
+        assert ended.codes == [0] * count, ended.said
+        assert verify(run_dir / "checkpoints/step_00000001").ok
+        self[count] = run_dir
+        return run_dir
+
+
+@pytest.fixture(scope="module")
+def saved_by(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    return _Saved(stage, tmp_path_factory.mktemp("worlds"))

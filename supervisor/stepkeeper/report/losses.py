@@ -1,0 +1,199 @@
+"""The loss curve across all launches, with their boundaries, in as many points as a screen has pixels.
+
+Each column of the picture keeps its first, least, greatest and last value, so that no spike is lost.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+
+import msgspec
+
+from stepkeeper.report.marks import text
+from stepkeeper.seeing.model import Launch
+from stepkeeper.seeing.rows import Rows
+from stepkeeper.seeing.timeline import Timeline
+
+WIDTH, HEIGHT = 1000, 260
+COLUMNS = 1000
+MARKS_MAX = 300
+RESUMES_TALL_MAX = 40
+LOST_LAUNCHES_MAX = 300
+OUTLIER = 4.0  # a peak that is so many spreads above the rest is cut off, and marked
+QUANTILE = 0.995
+SAMPLES = 20_000  # values that the scale is made from
+
+Point = tuple[int, float]
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """What is drawn."""
+
+    kept: list[list[Point]]  # one line a launch: steps that count
+    lost: list[list[Point]]  # steps that were done again
+    resumes: list[tuple[int, Launch]]  # (step, launch) that a launch went on from
+    strange: list[int]  # steps whose loss is no number
+    first: int
+    last: int
+
+
+def curve(seen: Timeline) -> Curve | None:
+    """Choose the points; None where no step has a loss."""
+    limits = seen.kept_until
+    launches = [(each, seen.rows[each.attempt, each.number]) for each in seen.launches() if _rows(seen, each)]
+    if not launches:
+        return None
+    first = min(rows.step[0] for _, rows in launches)
+    last = max(max(rows.step[0], rows.step[-1]) for _, rows in launches)
+    width = max(1, (last - first + COLUMNS) // COLUMNS)
+    kept: list[list[Point]] = []
+    lost: list[list[Point]] = []
+    resumes: list[tuple[int, Launch]] = []
+    strange: list[int] = []
+    for launch, rows in launches:
+        limit = limits[launch.attempt, launch.number]
+        kept.append(list(_thin(rows, width, first, -math.inf, limit if limit is not None else math.inf)))
+        if limit is not None and rows.step[-1] > limit:
+            lost.append(list(_thin(rows, width, first, limit, math.inf)))
+        if launch is not launches[0][0]:
+            resumes.append((launch.resumed_step, launch))
+        strange += _strange(rows, MARKS_MAX - len(strange))
+    if not any(kept) and not any(lost):
+        return None
+    return Curve(kept, lost[-LOST_LAUNCHES_MAX:], resumes, strange, first, max(last, first + 1))
+
+
+def _rows(seen: Timeline, launch: Launch) -> Rows | None:
+    return seen.rows.get((launch.attempt, launch.number))
+
+
+def _strange(rows: Rows, count: int) -> list[int]:
+    """Return steps with a loss that is infinite; one without a loss has none to show."""
+    if count <= 0 or all(not math.isinf(value) for value in rows.loss):
+        return []
+    found = (step for step, value in zip(rows.step, rows.loss, strict=True) if math.isinf(value))
+    return [step for step, _ in zip(found, range(count), strict=False)]
+
+
+def _thin(rows: Rows, width: int, origin: int, above: float, upto: float) -> Iterator[Point]:
+    """Yield up to four points a column of `width` steps: first, least, greatest and last."""
+    column: int | None = None
+    points: list[Point] = []
+    for step, loss in zip(rows.step, rows.loss, strict=True):
+        if not (above < step <= upto) or not math.isfinite(loss):
+            continue
+        at = (step - origin) // width
+        if at != column:
+            yield from _four(points)
+            column, points = at, []
+        points.append((step, loss))
+    yield from _four(points)
+
+
+def _four(points: list[Point]) -> list[Point]:
+    if len(points) <= 4:  # noqa: PLR2004
+        return points
+    chosen = {
+        0,
+        len(points) - 1,
+        min(range(len(points)), key=lambda index: points[index][1]),
+        max(range(len(points)), key=lambda index: points[index][1]),
+    }
+    return [points[index] for index in sorted(chosen)]
+
+
+def picture(found: Curve) -> str:
+    """Return the picture with its axes."""
+    low, high = _range(found)
+    span = high - low
+
+    def x(step: int) -> float:
+        return (step - found.first) / (found.last - found.first) * WIDTH
+
+    def y(loss: float) -> float:
+        return HEIGHT - min(1.0, max(0.0, (loss - low) / span)) * HEIGHT
+
+    out = [_grid(low, high)]
+    for lines, css in ((found.lost, "lost"), (found.kept, "kept")):
+        for points in filter(None, lines):
+            first, last = points[0], points[-1]
+            dot = [(first[0] + 1, first[1])] if first == last else []  # a single step is seen too
+            path = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in [*points, *dot])
+            out.append(f'<polyline class="{css}" points="{path}"/>')
+    every = max(1, len(found.resumes) // MARKS_MAX)
+    height = HEIGHT if len(found.resumes) <= RESUMES_TALL_MAX else 9  # many bars would hide the curve
+    out += [
+        _mark(x(step), height, "resume", f"launch {launch.name} went on from step {step:,}")
+        for step, launch in found.resumes[::every]
+    ]
+    peaks = [point for line in (*found.kept, *found.lost) for point in line if point[1] > high]
+    out += [
+        _mark(x(step), 12, "peak", f"step {step:,}: loss {loss:.6g}, beyond the scale")
+        for step, loss in peaks[:MARKS_MAX]
+    ]
+    out += [
+        _mark(x(step), 18, "strange", f"step {step:,}: the loss is not a finite number")
+        for step in found.strange[:MARKS_MAX]
+    ]
+    svg = (
+        f'<svg class=curve viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="loss over steps">{"".join(out)}</svg>'
+    )
+    return f"<div class=chart>{_labels(low, high)}{svg}<div></div>{_steps(found)}</div>"
+
+
+def _range(found: Curve) -> tuple[float, float]:
+    values = [loss for line in (*found.kept, *found.lost) for _, loss in line]
+    values.sort()
+    low, high = values[0], values[-1]
+    sample = values[:: max(1, len(values) // SAMPLES)]
+    typical = sample[min(len(sample) - 1, int(QUANTILE * len(sample)))]
+    spread = max(typical - low, abs(statistics.median(sample)) * 1e-3, 1e-12)
+    if high - low > OUTLIER * spread:
+        high = low + 1.3 * spread
+    margin = (high - low or abs(high) or 1.0) * 0.04
+    return low - margin, high + margin
+
+
+def _grid(low: float, high: float) -> str:
+    lines = []
+    for value in _ticks(low, high):
+        at = HEIGHT - (value - low) / (high - low) * HEIGHT
+        lines.append(f'<line class=grid x1="0" x2="{WIDTH}" y1="{at:.1f}" y2="{at:.1f}"/>')
+    return "".join(lines)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    rough = (high - low) / 6
+    if not (math.isfinite(rough) and rough > 0):
+        return []
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
+    first = math.ceil(low / step)
+    return [round((first + index) * step, 12) for index in range(10) if (first + index) * step <= high]
+
+
+def _labels(low: float, high: float) -> str:
+    spans = "".join(
+        f"<span style='bottom:{100 * (value - low) / (high - low):.1f}%'>{value:.4g}</span>"
+        for value in _ticks(low, high)
+    )
+    return f"<div class=values>{spans}</div>"
+
+
+def _steps(found: Curve) -> str:
+    whole = found.last - found.first
+    ticks = [value for value in _ticks(found.first, found.last) if value == int(value)]
+    spans = "".join(
+        f"<span style='left:{100 * (value - found.first) / whole:.1f}%'>{int(value):,}</span>"
+        for value in ticks
+        if (value - found.first) / whole < 0.95  # noqa: PLR2004 - the word would stand out
+    )
+    return f"<div class=axis>{spans}</div>"
+
+
+def _mark(x: float, height: float, css: str, said: str) -> str:
+    title = f"<title>{text(said)}</title>"
+    return f'<rect class="{css}" x="{x - 0.9:.1f}" y="0" width="1.8" height="{height}">{title}</rect>'

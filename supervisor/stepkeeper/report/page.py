@@ -1,0 +1,237 @@
+"""The page: headline, where the time went, timeline, loss, checkpoints, failures, incidents."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from importlib import resources
+
+import msgspec
+
+from stepkeeper.printing import size
+from stepkeeper.report import lanes, losses
+from stepkeeper.report.marks import count, hours, instant, node_hours, percent, share, table, text, zone
+from stepkeeper.seeing.model import SECOND, Checkpoint, Launch, Use
+from stepkeeper.seeing.timeline import Standing, Timeline
+
+ROWS_MAX = 60  # of each table: the newest; what is left out is counted
+NORMAL = {"committed", "verified"}
+_WORDS = {
+    Standing.RUNNING: "It runs.",
+    Standing.WAITING: "It was requeued, and waits for nodes.",
+    Standing.SILENT: "It neither ended nor says anything: `squeue` tells whether the job is there.",
+    Standing.FINISHED: "The training is finished.",
+    Standing.ENDED: "It ended, and does not go on by itself.",
+    Standing.EMPTY: "No supervisor has worked on it yet.",
+}
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands above the page."""
+
+    name: str  # of the run directory
+    path: str
+    made_at: int  # microseconds
+    version: str  # of Stepkeeper
+
+
+def page(seen: Timeline, about: About) -> str:
+    """Return the whole document."""
+    style, script = _asset("page.css"), _asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    sections = [_headline(seen, about), _spent(seen), _timeline(seen), _losses(seen), _failures(seen)]
+    sections += [_checkpoints(seen), _incidents(seen), _definitions(seen)]
+    body = "\n".join(sections)
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>{text(about.name)} – Stepkeeper</title><style>{style}</style></head>\n"  # noqa: RUF001
+        f"<body><main>{body}</main>"
+        f"<footer>Stepkeeper {text(about.version)} · made {instant(about.made_at)} {text(zone())} · "
+        f"<code>{text(about.path)}</code></footer><script>{script}</script></body></html>\n"
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _headline(seen: Timeline, about: About) -> str:
+    accounts = seen.accounts
+    launches = sum(1 for _ in seen.launches())
+    lost = accounts.wall[Use.LOST]
+    facts = [
+        ("step", "–" if seen.step is None else f"{seen.step:,}", _loss_and_tokens(seen)),  # noqa: RUF001
+        ("ETTR", percent(accounts.ettr), "of the time became progress"),
+        ("goodput", percent(accounts.goodput), "of the node-hours became progress"),
+        ("steps done again", f"{seen.steps_lost:,}", f"{hours(lost)} of training lost"),
+        ("launches", f"{launches:,}", f"in {len(seen.attempts):,} attempts"),
+        ("time", hours(accounts.wall_total), f"{node_hours(accounts.node_total)} node-hours"),
+    ]
+    cards = "".join(
+        f"<div class=card><span>{name}</span><b>{text(value)}</b><small>{text(note)}</small></div>"
+        for name, value, note in facts
+    )
+    why = f" {text(seen.why)}." if seen.why and seen.standing in (Standing.ENDED, Standing.WAITING) else ""
+    span = f"{instant(seen.began)} to {instant(seen.until)}" if seen.spans else ""
+    return (
+        f"<header><h1>{text(about.name)} <em class=s-{seen.standing.value}>{seen.standing.value}</em></h1>"
+        f"<p>{_WORDS[seen.standing]}{why} <span class=quiet>{span}</span></p></header><div class=cards>{cards}</div>"
+    )
+
+
+def _loss_and_tokens(seen: Timeline) -> str:
+    parts = [f"loss {seen.loss:.5g}"] if seen.loss is not None else []
+    if seen.tokens:
+        parts.append(f"{count(seen.tokens)} tokens")
+    return ", ".join(parts) or "no step was reported"
+
+
+def _spent(seen: Timeline) -> str:
+    accounts = seen.accounts
+    uses = [use for use in (*lanes.ORDER, Use.SPARE) if accounts.wall[use] or accounts.node_time[use]]
+    bar = "".join(_part(use, accounts.wall[use], accounts.wall_total) for use in uses if accounts.wall[use])
+    rows = [
+        (
+            f'<i class="dot u-{use.value}"></i>{use.value}',
+            hours(accounts.wall[use]),
+            share(accounts.wall[use], accounts.wall_total),
+            node_hours(accounts.node_time[use]),
+            share(accounts.node_time[use], accounts.node_total),
+            f"<span class=aside>{text(use.meaning)}</span>",
+        )
+        for use in uses
+    ]
+    rows.append(("<b>all</b>", hours(accounts.wall_total), "100 %", node_hours(accounts.node_total), "100 %", ""))
+    head = ("", "time", "share", "node-hours", "share", "")
+    body = f"<div class=bar>{bar}</div>{table(head, rows, right=frozenset((1, 2, 3, 4)))}"
+    return _section("Where the time went", body if seen.spans else "<p>Nowhere yet.</p>")
+
+
+def _part(use: Use, length: int, whole: int) -> str:
+    said = text(f"{use.value}: {hours(length)}, {share(length, whole)}")
+    return f'<i class="u-{use.value}" style="flex:{length}" tabindex=0 data-t="{said}"></i>'
+
+
+def _timeline(seen: Timeline) -> str:
+    if not seen.spans:
+        return ""
+    note = (
+        f"<p class=note>Time since the first attempt began, {instant(seen.began)}. Point at anything to learn more.</p>"
+    )
+    return _section("Timeline", note + lanes.timeline(seen))
+
+
+def _losses(seen: Timeline) -> str:
+    found = losses.curve(seen)
+    if found is None:
+        return _section("Loss", "<p>No step with a loss was reported.</p>")
+    source = "the journal, about one step a minute" if seen.coarse else "metrics.csv"
+    words = (("kept", "counts"), ("lost", "done again"), ("resume", "a launch resumed"))
+    key = " ".join(f"<i class='line {name}'></i>{word}" for name, word in words)
+    note = f"Over steps, from {source}; every column keeps its least and greatest value. {key}"
+    return _section("Loss", f"<p class=note>{note}</p>{losses.picture(found)}")
+
+
+def _failures(seen: Timeline) -> str:
+    ended = lanes.ends_of(seen)
+    if not ended:
+        return ""
+    counts = Counter(launch.ending.value for launch in ended)
+    summary = ", ".join(f"{count:,} {what}" for what, count in counts.most_common())
+    shown = ended[-ROWS_MAX:]
+    rows = [_failure(launch, seen) for launch in reversed(shown)]
+    head = ("launch", "ended", "by", "why", "decided", "steps", "redone")
+    body = f"<p class=note>{text(summary)}.{_left_out(len(ended) - len(shown))}</p>"
+    return _section("How launches ended", body + table(head, rows, right=frozenset((5, 6))))
+
+
+def _failure(launch: Launch, seen: Timeline) -> tuple[str, ...]:
+    last = launch.last_step
+    limit = seen.kept_until.get((launch.attempt, launch.number))
+    redone = max(0, last - max(limit, launch.resumed_step)) if last is not None and limit is not None else 0
+    why = f"<div class=words>{text(launch.why)}</div>"
+    if launch.cause:
+        why += f"<br><small>verdict: <b>{text(launch.cause)}</b> {text(launch.evidence)}</small>"
+    return (
+        launch.name,
+        f"<time>{instant(lanes.ended_at(launch, seen))}</time>",
+        f"<em class=e-{launch.ending.name.lower()}>{launch.ending.value}</em>",
+        why,
+        text(launch.decided or "–"),  # noqa: RUF001
+        "–" if last is None else f"{launch.resumed_step:,} → {last:,}",  # noqa: RUF001
+        f"{redone:,}" if redone else "",
+    )
+
+
+def _checkpoints(seen: Timeline) -> str:
+    found = seen.checkpoints
+    if not found:
+        return _section("Checkpoints", "<p>None yet.</p>")
+    counts = Counter(state for each in found for state in each.states)
+    summary = ", ".join(f"{count:,} {state}" for state, count in counts.most_common())
+    special = [each for each in found if set(each.states) - NORMAL - {"pruned"} or each.resumed][-ROWS_MAX:]
+    newest = found[-ROWS_MAX // 3 :]
+    shown = sorted({id(each): each for each in (*special, *newest)}.values(), key=lambda each: -each.step)
+    rows = [_checkpoint(each) for each in shown]
+    head = ("step", "committed", "took", "size", "state", "resumed", "directory")
+    body = f"<p class=note>{summary}.{_left_out(len(found) - len(shown))}</p>"
+    return _section("Checkpoints", body + table(head, rows, right=frozenset((0, 2, 3, 5))))
+
+
+def _checkpoint(each: Checkpoint) -> tuple[str, ...]:
+    states = "".join(f"<em class='c-{state.replace(' ', '-')}'>{state}</em>" for state in each.states)
+    problem = f"<br><small>{text(each.problem)}</small>" if each.problem else ""
+    return (
+        f"{each.step:,}",
+        f"<time>{instant(each.at)}</time>" if each.at is not None else "–",  # noqa: RUF001
+        hours(round(each.seconds * SECOND)) if each.seconds else "",
+        size(each.bytes) if each.bytes else "",
+        states + ("<em>emergency</em>" if each.emergency else "") + problem,
+        str(each.resumed) if each.resumed else "",
+        f"<code>{text(each.directory)}</code>",
+    )
+
+
+def _incidents(seen: Timeline) -> str:
+    found = seen.incidents
+    if not found:
+        return _section("Incidents", "<p>No fault of a node, no failed save, no damaged step directory.</p>")
+    shown = found[-ROWS_MAX:]
+    rows = [
+        (
+            f"<time>{instant(each.at)}</time>",
+            f"{each.attempt}.{each.launch}" if each.launch is not None else str(each.attempt),
+            text(each.kind),
+            text(each.node),
+            f"<div class=words>{text(each.what)}</div>",
+            f"<div class=words>{text(each.decided)}</div>",
+        )
+        for each in reversed(shown)
+    ]
+    body = f"<p class=note>{_left_out(len(found) - len(shown) + seen.incidents_left_out)}</p>"
+    return _section("Incidents", body + table(("when", "launch", "kind", "node", "what", "decided"), rows))
+
+
+def _left_out(count: int) -> str:
+    return f" {count:,} older or ordinary ones are left out here." if count > 0 else ""
+
+
+def _definitions(seen: Timeline) -> str:
+    return (
+        "<details><summary>What the figures mean</summary>"
+        "<p><b>ETTR</b>, the effective training time ratio: productive time over all time from the first attempt's "
+        "start, the queue between attempts included (Kokolis et al., arXiv 2410.21680). The wait before the first "
+        "attempt is not known to the run.</p><p><b>Goodput</b>: productive node-time over the node-time that the run "
+        "held, spares included (the runtime part of Google's ML Productivity Goodput). A step is productive where no later "
+        "launch did it again; time in which a command reported no steps is in neither figure.</p>"
+        f"<p>All times {text(zone())}. The parts add up to the whole: "
+        f"{sum(seen.accounts.wall.values()):,} of {seen.accounts.wall_total:,} microseconds.</p></details>"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{title}</h2>{body}</section>"

@@ -1,0 +1,81 @@
+"""The state of each step directory, from the journal, the lineage and what is on disk.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from stepkeeper.seeing.history import Told
+from stepkeeper.seeing.model import Checkpoint, Saved, micro
+from stepkeeper_trainer.formats.lineage import PINNED, PRUNED, SUSPECT, Lineage
+from stepkeeper_trainer.formats.names import parse_step_name
+
+MARKS = (PINNED, SUSPECT, PRUNED)
+
+
+class OnDisk(NamedTuple):
+    """One step directory that is there now."""
+
+    step: int
+    save_id: str = ""  # empty: no readable manifest
+    problem: str = ""
+
+
+def checkpoints(told: Told, lineage: Lineage | None, disk: Mapping[str, OnDisk] | None) -> list[Checkpoint]:
+    """Return every step directory that anything tells of, oldest step first.
+
+    Args:
+        told: the journal.
+        lineage: of the run, if there is one.
+        disk: by name, what is there; None where nobody looked.
+    """
+    saves = _by_directory(save for attempt in told.attempts for launch in attempt.launches for save in launch.saves)
+    commits = {commit.directory: commit for commit in lineage.commits.values()} if lineage is not None else {}
+    names = dict.fromkeys((*saves, *commits, *told.verified, *(disk or ())))
+    chain = set(lineage.chain()) if lineage is not None and lineage.tells_steps else None
+    found = []
+    for name in names:
+        save, commit, there = saves.get(name), commits.get(name), (disk or {}).get(name)
+        step = _step(name, save, commit.step if commit is not None else None, there)
+        if step is None:
+            continue
+        save_id = commit.save_id if commit is not None else there.save_id if there is not None else ""
+        marks = lineage.marks.get(save_id, frozenset()) if lineage is not None else frozenset()
+        problem = told.verified.get(name) or (there.problem if there is not None else "")
+        states = ["committed"]
+        if name in told.verified:
+            states.append("damaged" if told.verified[name] else "verified")
+        elif problem:
+            states.append("damaged")
+        states += [mark for mark in MARKS if mark in marks]
+        if disk is not None and there is None and PRUNED not in marks:
+            states.append("gone")
+        if chain is not None and commit is not None and save_id not in chain:
+            states.append("rolled back")
+        at = save.durable if save is not None else micro(commit.at) if commit is not None else None
+        found.append(
+            Checkpoint(
+                step=step,
+                directory=name,
+                at=at,
+                bytes=save.bytes if save is not None else 0,
+                seconds=(save.durable - save.requested) / 1e6 if save is not None else 0.0,
+                emergency=save.emergency if save is not None else False,
+                states=tuple(states),
+                problem=problem,
+                resumed=told.chosen.get(name, 0),
+            )
+        )
+    return sorted(found, key=lambda each: (each.step, each.at or 0, each.directory))
+
+
+def _by_directory(saves: Iterable[Saved]) -> dict[str, Saved]:
+    return {save.directory: save for save in saves if save.directory}
+
+
+def _step(name: str, save: Saved | None, recorded: int | None, there: OnDisk | None) -> int | None:
+    if save is not None:
+        return save.step
+    if recorded is not None:
+        return recorded
+    return there.step if there is not None else parse_step_name(name)

@@ -1,0 +1,252 @@
+"""Journal records -> attempts, launches and saves.  Pure; one pass, and small whatever the journal's size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.judge import Notice
+from stepkeeper.core.state import Phase
+from stepkeeper.seeing.incidents import Incidents, name_of
+from stepkeeper.seeing.model import Attempt, Ending, Launch, Saved, micro
+from stepkeeper.seeing.rows import Key, Rows
+from stepkeeper.store.journal import Record
+
+_NOTICES = {
+    Notice.PREEMPTED: Ending.PREEMPTED,
+    Notice.TIME_LIMIT: Ending.TIME_LIMIT,
+    Notice.REQUEUED: Ending.REQUEUED,
+    Notice.CANCELLED: Ending.CANCELLED,
+}
+# a later, stronger reason takes the place of an earlier one: a rank that failed since its node did
+_STRENGTH = (
+    Ending.RUNNING,
+    Ending.NO_WORD,
+    Ending.STOPPED,
+    Ending.FAILURE,
+    Ending.NODE,
+    Ending.REQUEUED,
+    Ending.TIME_LIMIT,
+    Ending.PREEMPTED,
+    Ending.CANCELLED,
+    Ending.SUPERSEDED,
+    Ending.FINISHED,
+)
+
+
+class Told(msgspec.Struct, kw_only=True):
+    """What a journal tells, before the rows of the steps are known."""
+
+    attempts: list[Attempt] = msgspec.field(default_factory=list)
+    incidents: Incidents = msgspec.field(default_factory=Incidents)
+    progress: dict[Key, Rows] = msgspec.field(default_factory=dict)  # coarse, for launches without rows
+    verified: dict[str, str] = msgspec.field(default_factory=dict)  # directory -> problem; empty: it is whole
+    chosen: dict[str, int] = msgspec.field(default_factory=dict)  # directory -> launches that started from it
+    records: int = 0
+
+
+def tell(records: Iterable[Record]) -> Told:
+    """Read the records, oldest first; those of a superseded attempt may stand between the newer one's."""
+    teller = _Teller()
+    for record in records:
+        teller.take(record)
+    return teller.told()
+
+
+class _Teller:
+    def __init__(self) -> None:
+        self.open: dict[tuple[int, int, int], Attempt] = {}
+        self.resume: dict[tuple[int, int, int], tuple[int, str]] = {}  # for the launch to come
+        self.saving: dict[Key, int] = {}  # since when
+        self.seen = Told()
+
+    def told(self) -> Told:
+        self.seen.attempts = sorted(self.open.values(), key=lambda each: each.began)
+        return self.seen
+
+    def take(self, record: Record) -> None:
+        self.seen.records += 1
+        key = (record.attempt, record.job_id, record.restart_count)
+        at = micro(record.event.at)
+        attempt = self.open.get(key)
+        if attempt is None:
+            attempt = Attempt(
+                number=record.attempt, job_id=record.job_id, restart_count=record.restart_count, began=at, ended=at
+            )
+            self.open[key] = attempt
+        at = attempt.ended = max(attempt.ended, at)
+        if attempt.said_end:
+            return  # nothing counts after its last word
+        self._notice_nodes(attempt, record, at)
+        self._follow(attempt, record, at)
+        self._phases(attempt, record, at)
+        self._resume(key, record)
+        self._launches(key, attempt, record, at)
+        self.seen.incidents.take(record, at, attempt.launches[-1].number if attempt.launches else None)
+        for effect in record.effects:
+            if isinstance(effect, do.Exit):
+                attempt.said_end, attempt.exit_code, attempt.why = True, effect.code, effect.reason
+        if record.phase is Phase.DONE and not attempt.said_end:
+            attempt.said_end, attempt.why = True, record.why
+
+    # --- nodes and phases -------------------------------------------------------------------------
+
+    def _notice_nodes(self, attempt: Attempt, record: Record, at: int) -> None:
+        if isinstance(record.event, on.AttemptStarted):
+            attempt.nodes = record.event.nodes
+        nodes = record.nodes or (record.event.nodes if isinstance(record.event, on.AttemptStarted) else ())
+        if not nodes:
+            return
+        if not attempt.held or attempt.held[-1][1] != len(nodes):
+            attempt.held.append((at, len(nodes)))
+            for node in set(attempt.nodes) - set(nodes):
+                attempt.left.setdefault(node, at)
+
+    def _phases(self, attempt: Attempt, record: Record, at: int) -> None:
+        if not attempt.phases or attempt.phases[-1][1] != record.phase.value:
+            attempt.phases.append((at, record.phase.value))
+
+    # --- launches ---------------------------------------------------------------------------------
+
+    def _resume(self, key: tuple[int, int, int], record: Record) -> None:
+        event = record.event
+        if isinstance(event, on.CheckpointChosen):
+            self.resume[key] = (event.step or 0, event.directory or "")
+            if event.directory:
+                self.seen.verified[name_of(event.directory)] = ""
+            for skipped in event.skipped:
+                self.seen.verified[name_of(skipped.directory)] = skipped.problem
+        if isinstance(event, on.CheckpointVerified):
+            self.seen.verified[name_of(event.directory)] = "" if event.ok else event.problem or "damaged"
+
+    def _launches(self, key: tuple[int, int, int], attempt: Attempt, record: Record, at: int) -> None:
+        for effect in record.effects:
+            if isinstance(effect, do.StartLaunch):
+                step, directory = self.resume.get(key, (0, ""))
+                if directory:
+                    self.seen.chosen[name_of(directory)] = self.seen.chosen.get(name_of(directory), 0) + 1
+                attempt.launches.append(
+                    Launch(
+                        attempt=attempt.number,
+                        number=effect.launch,
+                        began=at,
+                        nodes=effect.nodes or record.nodes or attempt.nodes,
+                        resumed_step=step,
+                        resumed_from=name_of(directory),
+                        phases=[(at, Phase.TRAINING.value)],
+                    )
+                )
+
+    def _follow(self, attempt: Attempt, record: Record, at: int) -> None:
+        """Let the newest launch of the attempt know what happened."""
+        launch = attempt.launches[-1] if attempt.launches else None
+        if launch is None:
+            return
+        if launch.ended is None and launch.phases[-1][1] != record.phase.value:
+            launch.phases.append((at, record.phase.value))
+        self._end(launch, record)
+        event = record.event
+        if getattr(event, "launch", launch.number) != launch.number:
+            return  # a late word of an earlier one
+        match event:
+            case on.LaunchBegan():
+                launch.begun = True
+            case on.RankHello():
+                launch.heard = launch.begun = True
+            case on.Progressed():
+                rows = self.seen.progress.setdefault((attempt.number, launch.number), Rows())
+                rows.add(event.at, event.step, event.loss, event.tokens)
+            case on.SaveBegan() | on.CheckpointCommitted() | on.SaveGaveUp():
+                self._save(launch, event, at)
+            case on.LaunchEnded() | on.LaunchRefused():
+                launch.ended = at if launch.ended is None else launch.ended
+            case on.Judged():
+                launch.cause, launch.evidence = event.cause.value, event.text
+            case _:
+                pass  # it says nothing of the launch itself
+
+    def _save(self, launch: Launch, event: on.SaveBegan | on.CheckpointCommitted | on.SaveGaveUp, at: int) -> None:
+        key = (launch.attempt, launch.number)
+        began = self.saving.pop(key, at)
+        match event:
+            case on.SaveBegan():
+                self.saving[key] = at
+            case on.CheckpointCommitted():
+                save = Saved(
+                    requested=max(launch.began, at - max(0, micro(event.seconds))),
+                    durable=at,
+                    step=event.step,
+                    directory=name_of(event.directory),
+                    bytes=event.bytes,
+                    emergency=event.emergency,
+                )
+                launch.saves.append(save)
+            case on.SaveGaveUp():
+                launch.saves.append(Saved(requested=began, durable=at, step=event.step, error=event.error))
+
+    def _end(self, launch: Launch, record: Record) -> None:
+        """Find out why it ended; what is known later may be stronger."""
+        if launch.ending is not Ending.RUNNING and not launch.decided:
+            launch.decided = _decided(record)
+        found = _ending(record)
+        if found is None or (launch.decided and record.phase is Phase.STARTING):
+            return
+        if _STRENGTH.index(found) > _STRENGTH.index(launch.ending):
+            launch.ending = found
+            launch.why = record.why or launch.why
+        if not launch.decided:
+            launch.decided = _decided(record)
+
+
+def _ending(record: Record) -> Ending | None:  # noqa: C901 - one case an event
+    """Return what a record says about the end of a launch; None where it says nothing."""
+    event = record.event
+    match event:
+        case on.TrainingFinished() if record.phase is not Phase.TRAINING:
+            return Ending.FINISHED
+        case on.LaunchEnded():
+            return Ending.FINISHED if event.finished or _ends_well(record) else Ending.FAILURE
+        case on.LaunchRefused():
+            return Ending.FAILURE
+        case on.Superseded():
+            return Ending.SUPERSEDED
+        case on.SlurmAnswered() if record.phase is not Phase.TRAINING:
+            return next((each for notice, each in _NOTICES.items() if record.why.startswith(notice.value)), None)
+        case on.NodeFaulted() if event.leave and record.phase is not Phase.TRAINING:
+            return Ending.NODE
+        case on.TrainingStopped():
+            return Ending.STOPPED
+        case on.RankExited() if record.phase is not Phase.TRAINING:
+            failed = event.signal is not None or event.code not in (0, 75)
+            return Ending.FAILURE if failed else Ending.STOPPED
+        case on.Tick() | on.WatcherReady() if record.why and _leaves_node(record):
+            return Ending.NODE
+        case _ if record.phase in (Phase.SAVING, Phase.STOPPING) and record.why:
+            return Ending.STOPPED  # decided for a reason that has no word here: `why` tells it
+        case _:
+            return None
+
+
+def _ends_well(record: Record) -> bool:
+    """Tell whether this end was that of a command without the library, with 0: then it counts as finished."""
+    exits = [effect for effect in record.effects if isinstance(effect, do.Exit)]
+    return any(effect.code == 0 for effect in exits) or "ended with 0 (" in record.why
+
+
+def _leaves_node(record: Record) -> bool:
+    return "taken for lost" in record.why
+
+
+def _decided(record: Record) -> str:
+    """Say what was decided for the time after a launch, once a record shows it."""
+    if any(isinstance(effect, do.Requeue) for effect in record.effects):
+        return "requeue"
+    if any(isinstance(effect, do.ChooseCheckpoint) for effect in record.effects):
+        return "relaunch in the allocation"
+    for effect in record.effects:
+        if isinstance(effect, do.Exit):
+            return f"end: {effect.reason}" if effect.code not in (0, 10) else "end" if not effect.code else "requeued"
+    return ""

@@ -1,0 +1,71 @@
+"""What went wrong in a run, or nearly: the journal's records that a person wants to know of.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from stepkeeper.core import events as on
+from stepkeeper.seeing.model import Incident
+from stepkeeper.store.journal import Record
+
+INCIDENTS_MAX = 5_000  # the newest are left out beyond it, and counted
+
+
+class Incidents(msgspec.Struct, kw_only=True):
+    """Collects them, bounded."""
+
+    found: list[Incident] = msgspec.field(default_factory=list)
+    left_out: int = 0
+    losses: dict[int, int] = msgspec.field(default_factory=dict)  # by attempt: nodes lost so far
+
+    def take(self, record: Record, at: int, launch: int | None) -> None:
+        """Look at one record, which came at `at` (microseconds) in a launch."""
+        lost = record.node_losses > self.losses.get(record.attempt, record.node_losses)
+        self.losses[record.attempt] = record.node_losses
+        for kind, what, node in _of(record, lost=lost):
+            if len(self.found) >= INCIDENTS_MAX:
+                self.left_out += 1
+                continue
+            self.found.append(
+                Incident(
+                    at=at, attempt=record.attempt, launch=launch, kind=kind, what=what, decided=record.why, node=node
+                )
+            )
+
+
+def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noqa: C901 - one case an event
+    """Yield (kind, what, node)."""
+    event = record.event
+    match event:
+        case on.NodeFaulted():
+            gpu = f" ({event.gpu})" if event.gpu else ""
+            drained = "; drained by the agent" if event.drained else ""
+            yield "node fault", f"{event.name}{gpu}: {event.why}{drained}", event.node
+        case on.NodesCleared() if event.unfit:
+            yield from (("not fit", unfit.why, unfit.node) for unfit in event.unfit)
+        case on.SaveGaveUp():
+            yield "save failed", f"step {event.step}: {event.error}", ""
+        case on.CheckpointCommitted() if event.drift:
+            yield "copies differ", f"step {event.step}: {event.drift}", ""
+        case on.CheckpointChosen():
+            for skipped in event.skipped:
+                yield "step damaged", f"{name_of(skipped.directory)}: {skipped.problem}", ""
+        case on.CheckpointVerified() if not event.ok:
+            yield "step damaged", f"{name_of(event.directory)}: {event.problem}", ""
+        case on.RolledBack():
+            yield "rolled back", event.error or f"to step {event.step or 0}", ""
+        case on.ChoiceFailed():
+            yield "storage", event.error, ""
+        case on.Superseded():
+            yield "superseded", f"job {event.by_job_id}, restart {event.by_restart_count}, holds the lease", ""
+        case _ if lost:
+            yield "node lost", record.why, ""
+        case _:
+            return
+
+
+def name_of(directory: str) -> str:
+    """Return the last part of a step directory's path."""
+    return directory.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,206 @@
+"""The words of a timeline.  Instants and spans are whole microseconds: sums are exact."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+
+SECOND = 1_000_000  # microseconds
+
+
+def micro(seconds: float) -> int:
+    """Return seconds as whole microseconds."""
+    return round(seconds * SECOND)
+
+
+class Use(StrEnum):
+    """What a span of time went into.  Every microsecond of a run goes into exactly one."""
+
+    PRODUCTIVE = "productive"
+    LOST = "lost"
+    SAVING = "saving"
+    STARTING = "starting"
+    STOPPING = "stopping"
+    HUNG = "hung"
+    QUEUE = "queue"
+    UNKNOWN = "unknown"
+    SPARE = "spare"
+
+    @property
+    def meaning(self) -> str:
+        """Say what is counted here."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Use.PRODUCTIVE: "steps that count: no later launch did them again",
+    Use.LOST: "steps that were redone, or would have to be, and the step that an end cut off",
+    Use.SAVING: "training stood still, or was slowed, for a checkpoint",
+    Use.STARTING: "watchers, checkpoint, nodes, processes, loading, up to the first step",
+    Use.STOPPING: "ranks leave, the checkpoint is read back, the job is requeued",
+    Use.HUNG: "no step, no save, and nobody had acted yet",
+    Use.QUEUE: "between two attempts: in Slurm's queue, or nobody was in charge",
+    Use.UNKNOWN: "a command without the trainer library ran: its steps are not known",
+    Use.SPARE: "nodes that were held and took no part (node-hours only)",
+}
+
+
+class Ending(StrEnum):
+    """Why a launch ended, in one word."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    REQUEUED = "requeued"
+    CANCELLED = "cancelled"
+    NODE = "node"
+    FAILURE = "failure"
+    STOPPED = "stopped"
+    SUPERSEDED = "superseded"
+    NO_WORD = "no word"
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A stretch of the run's time, from `begin` up to `end`, with one use."""
+
+    begin: int
+    end: int
+    use: Use
+    attempt: int
+    launch: int | None = None
+    held: int = 0  # nodes that the run had
+    working: int = 0  # of them, those of the launch
+
+    @property
+    def length(self) -> int:
+        """Microseconds."""
+        return self.end - self.begin
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """A save that came to an end."""
+
+    requested: int
+    durable: int
+    step: int
+    directory: str = ""  # empty where it came to nothing
+    bytes: int = 0
+    emergency: bool = False
+    error: str = ""
+
+
+class Launch(msgspec.Struct, kw_only=True):
+    """One start of the training step."""
+
+    attempt: int
+    number: int
+    began: int
+    ended: int | None = None  # the end of its Slurm step
+    nodes: tuple[str, ...] = ()
+    resumed_step: int = 0  # 0: from the beginning
+    resumed_from: str = ""
+    begun: bool = False  # every task started
+    heard: bool = False  # a rank with the trainer library spoke
+    phases: list[tuple[int, str]] = msgspec.field(default_factory=list)  # (from when, phase) while it ran
+    saves: list[Saved] = msgspec.field(default_factory=list)
+    ending: Ending = Ending.RUNNING
+    why: str = ""  # what ended it
+    cause: str = ""  # the verdict on a failure (docs/verdicts.md)
+    evidence: str = ""  # its strongest piece
+    decided: str = ""  # what came then, in words
+    last_step: int | None = None  # from its rows
+
+    @property
+    def name(self) -> str:
+        """`ATTEMPT.LAUNCH`, as in logs."""
+        return f"{self.attempt}.{self.number}"
+
+
+class Attempt(msgspec.Struct, kw_only=True):
+    """One requeue period."""
+
+    number: int
+    job_id: int
+    restart_count: int
+    began: int
+    ended: int  # of the newest one that still runs: the newest word of it
+    said_end: bool = False  # it ended with a word
+    exit_code: int | None = None
+    why: str = ""
+    nodes: tuple[str, ...] = ()  # at its start
+    held: list[tuple[int, int]] = msgspec.field(default_factory=list)  # (from when, nodes that it used)
+    left: dict[str, int] = msgspec.field(default_factory=dict)  # node -> since when it is used no more
+    phases: list[tuple[int, str]] = msgspec.field(default_factory=list)
+    launches: list[Launch] = msgspec.field(default_factory=list)
+
+    @property
+    def outcome(self) -> str:
+        """Say how it ended."""
+        if not self.said_end:
+            return "ended without a word"
+        return next((each.meaning for each in ExitCode if each.value == self.exit_code), self.why)
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that went wrong, or nearly."""
+
+    at: int
+    attempt: int
+    launch: int | None
+    kind: str  # `node fault`, `node lost`, `save failed`, `step damaged`, `not fit`, `drift`
+    what: str
+    decided: str = ""
+    node: str = ""
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A step directory that there is, or was."""
+
+    step: int
+    directory: str
+    at: int | None = None  # when it was committed
+    bytes: int = 0
+    seconds: float = 0.0  # from the request to durable
+    emergency: bool = False
+    states: tuple[str, ...] = ("committed",)  # besides: verified, damaged, suspect, pinned, pruned, gone, rolled back
+    problem: str = ""
+    resumed: int = 0  # launches that started from it
+
+
+class Accounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time went.
+
+    `wall` are microseconds of the clock, `node_time` microseconds of nodes; both add up exactly:
+    `sum(wall.values()) == wall_total`, `sum(node_time.values()) == node_total`.
+    """
+
+    wall: dict[Use, int]
+    node_time: dict[Use, int]
+    wall_total: int
+    node_total: int
+
+    @property
+    def ettr(self) -> float | None:
+        """Effective training time ratio: productive time over the time that passed.
+
+        The clock runs from the first attempt's start to the last one's end (or now), waiting in the queue between
+        attempts included; the wait before the first attempt is not known to the run.  A step is productive where no
+        later launch did it again.  After Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning
+        Research Clusters, arXiv 2410.21680.  None where nothing is known: no time passed, or steps were not reported.
+        """
+        known = self.wall_total - self.wall[Use.UNKNOWN]
+        return self.wall[Use.PRODUCTIVE] / known if known > 0 else None
+
+    @property
+    def goodput(self) -> float | None:
+        """Productive node-time over all node-time that the run held, spares included; the queue costs none.
+
+        The runtime part of Google's ML Productivity Goodput (2024): progress that was kept, of the time in which the
+        resources were there.  Nodes that the run gave up count up to that moment.
+        """
+        known = self.node_total - self.node_time[Use.UNKNOWN]
+        return self.node_time[Use.PRODUCTIVE] / known if known > 0 else None

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.core import events as on
+from stepkeeper.core.state import Phase
+from stepkeeper.report import losses
+from stepkeeper.report.page import About, page
+from stepkeeper.seeing import checkpoints, history, timeline
+from stepkeeper.seeing import rows as row_files
+from stepkeeper.seeing.checkpoints import OnDisk
+from stepkeeper.seeing.model import SECOND
+from stepkeeper.seeing.rows import Rows
+from stepkeeper.seeing.timeline import Timeline
+from stepkeeper.store import journal
+from stepkeeper_trainer.formats.lineage import Commit, Lineage
+from tests.report.big import Big
+from tests.seeing.build import START, Journal
+from tests.seeing.test_timeline import RECORDED, assert_adds_up, failed_and_relaunched
+
+ABOUT = About(name="run", path="/runs/run", made_at=round(START) * SECOND, version="1")
+EVIL = "</title><script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m\u202e"
+
+
+class Page(HTMLParser):
+    """What a browser would make of it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.inside = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.inside = tag
+
+    def handle_data(self, data: str) -> None:
+        if self.inside not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def recorded() -> Timeline:
+    told = history.tell(journal.read(RECORDED / "journal.jsonl"))
+    found = checkpoints.checkpoints(told, None, None)
+    return timeline.build(told, row_files.read(RECORDED / "metrics.csv"), found)
+
+
+def test_it_says_what_a_person_wants_to_know() -> None:
+    said = Page(page(recorded(), ABOUT)).text
+
+    for words in (
+        "The training is finished.",
+        "46.1 %",
+        "Where the time went",
+        "rank 1 on n2 ended with signal 9",
+        "relaunch in the allocation",
+        "preempted (Slurm says RUNNING)",
+        "requeue",
+        "step_00000053",
+        "verified",
+        "emergency",
+        "launch 0.1 went on from step 15",
+        "No fault of a node",
+        "arXiv 2410.21680",
+    ):
+        assert words in said, words
+
+
+def test_it_needs_nothing_from_anywhere() -> None:
+    html = page(recorded(), ABOUT)
+    parsed = Page(html)
+
+    for tag, attributes in parsed.tags:
+        assert tag not in ("img", "link", "iframe", "object", "embed", "base", "form")
+        assert not {"src", "href", "srcset", "action", "xlink:href"} & set(attributes), (tag, attributes)
+    assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", html)
+    assert [tag for tag, _ in parsed.tags].count("script") == 1
+    policy = next(a["content"] for t, a in parsed.tags if t == "meta" and "http-equiv" in a)
+    assert policy is not None
+    assert "default-src 'none'" in policy
+
+
+def hostile() -> Timeline:
+    """Whatever a training script, a node or a file can be called, it is called `EVIL`."""
+    told = Journal(nodes=("n1", EVIL))
+    told.begin(0)
+    told.launch(1)
+    told.steps(1, 5, at=1)
+    fault = {"incident": EVIL, "name": EVIL, "action": EVIL, "leave": False, "why": EVIL, "gpu": EVIL}
+    told.tell(on.NodeFaulted(at=START + 6, node=EVIL, **fault))
+    told.tell(on.SaveGaveUp(at=START + 6, launch=0, step=5, save_id="x", error=EVIL))
+    told.tell(on.LaunchRefused(at=START + 7, launch=0, error=EVIL))
+    found = checkpoints.checkpoints(history.tell(told.records), None, {EVIL: OnDisk(5, problem=EVIL)})
+    return timeline.build(history.tell(told.records), told.rows, found)
+
+
+def test_hostile_names_stay_words() -> None:
+    html = page(hostile(), About(name=EVIL, path=EVIL, made_at=0, version=EVIL))
+    parsed = Page(html)
+
+    assert [tag for tag, _ in parsed.tags].count("script") == 1
+    assert "img" not in [tag for tag, _ in parsed.tags]
+    assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
+    assert "onerror=alert(2)" in parsed.text
+    assert "\x1b" not in html
+    assert "\u202e" not in html
+
+
+def test_what_looks_like_a_secret_is_not_shown() -> None:
+    told = failed_and_relaunched()
+    told.tell(
+        on.SaveGaveUp(at=START + 66, launch=1, step=25, save_id="x", error="token=hf_abcdefghijklmnopqrstuvwxyz0123")
+    )
+
+    assert "hf_abcdefghijklmnop" not in page(told.see(), ABOUT)
+
+
+def test_every_column_keeps_its_spike() -> None:
+    told = Journal()
+    told.begin(0)
+    told.launch(0)
+    rows = told.rows[0, 0] = Rows()
+    for step in range(1, 200_001):
+        rows.add(START + step, step, 90.0 if step == 123_457 else 2.0 + (step % 7) / 100)
+    told.rows[0, 0].loss[77_776] = float("inf")
+
+    found = losses.curve(told.see())
+
+    assert found is not None
+    points = found.kept[0]
+    assert len(points) <= 4 * losses.COLUMNS + 4
+    assert (123_457, 90.0) in points
+    assert found.strange == [77_777]
+    picture = losses.picture(found)
+    assert "step 123,457: loss 90, beyond the scale" in picture
+    assert "step 77,777: the loss is not a finite number" in picture
+
+
+def test_a_run_without_losses_and_one_without_anything_have_a_page_too() -> None:
+    told = Journal()
+    told.begin(0)
+
+    assert "No step with a loss was reported" in page(told.see(), ABOUT)
+    assert "No supervisor has worked on it yet" in page(timeline.build(history.tell([]), {}), ABOUT)
+
+
+def test_the_page_of_16384_gpus_over_54_days_is_small() -> None:
+    big = Big(step_s=30.0)  # fewer rows, so that the test is quick: the page does not depend on them
+    told = history.tell(big.records())
+    seen = timeline.build(told, big.rows, checkpoints.checkpoints(told, None, None))
+
+    html = page(seen, ABOUT)
+
+    assert_adds_up(seen)
+    assert len(list(seen.launches())) == 419
+    assert len(html) < 800_000
+    assert "nodes: gpu0000" in html
+    assert "359 older or ordinary ones" in html
+
+
+def test_states_of_step_directories() -> None:
+    told = Journal()
+    told.begin(0)
+    told.launch(0, resume=5)
+    told.steps(6, 30, at=0)
+    for step in (10, 20, 30):
+        told.commit(step, at=step)
+    commits = {
+        f"s{step}": Commit(at=START, step=step, save_id=f"s{step}", parent=None, directory=f"step_{step:08d}")
+        for step in (10, 20, 30)
+    }
+    marks = {"s10": frozenset({"pruned"}), "s20": frozenset({"pinned", "suspect"})}
+    lineage = Lineage(commits, "s20", marks)
+    disk = {"step_00000005": OnDisk(5), "step_00000020": OnDisk(20, "s20"), "step_00000099": OnDisk(99, problem="torn")}
+
+    found = {each.step: each for each in checkpoints.checkpoints(history.tell(told.records), lineage, disk)}
+
+    assert found[5].states == ("committed", "verified")
+    assert found[5].resumed == 1
+    assert found[10].states == ("committed", "pruned", "rolled back")
+    assert found[20].states == ("committed", "pinned", "suspect")
+    assert found[30].states == ("committed", "gone", "rolled back")
+    assert found[99].states == ("committed", "damaged")
+    assert found[20].bytes == 10**9
+    assert found[20].seconds == 1.0
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
+def test_a_real_browser_shows_it_without_a_complaint(tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    target.write_text(page(hostile(), About(name=EVIL, path=EVIL, made_at=0, version="1")))
+    sandbox = ["--no-sandbox"] if os.getuid() == 0 else []
+
+    done = subprocess.run(
+        ["chromium", "--headless=new", *sandbox, "--disable-gpu", "--enable-logging=stderr", "--v=0",
+         f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{target}"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+
+    assert 'id="tip"' in done.stdout  # our script ran, so its digest is right
+    assert "CONSOLE" not in done.stderr, done.stderr  # no error, and nothing that the policy had to refuse
+    assert Phase.TRAINING.value in done.stdout or "starting" in done.stdout

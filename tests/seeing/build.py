@@ -1,0 +1,111 @@
+"""Runs that never were: journals that the real `decide` made of a small script of what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
+from stepkeeper.core.decide import decide
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import State
+from stepkeeper.seeing import history, timeline
+from stepkeeper.seeing.rows import Key, Rows
+from stepkeeper.seeing.timeline import Timeline
+from stepkeeper.store.journal import VERSION, Record
+
+START = 1_790_000_000.0
+
+
+class Journal:
+    """Writes records as the supervisor does: an attempt is begun, events are told, `at` counts from `START`."""
+
+    def __init__(self, nodes: tuple[str, ...] = ("n1", "n2"), policy: Policy | None = None) -> None:
+        self.nodes = nodes
+        self.policy = policy or Policy()
+        self.records: list[Record] = []
+        self.rows: dict[Key, Rows] = {}
+        self.state = State()
+        self.attempt = -1
+
+    def begin(self, at: float, **more: object) -> None:
+        self.attempt += 1
+        self.state = State()
+        fields = {"nodes": self.nodes, "batch_node": self.nodes[0], "kill_wait_s": 30.0, **more}
+        started = {"job_id": 7, "restart_count": self.attempt, "attempt": self.attempt}
+        self.tell(on.AttemptStarted(at=START + at, **started, **fields))  # type: ignore[arg-type]
+
+    def tell(self, *events: on.Event) -> None:
+        for event in events:
+            decision = decide(self.state, event, self.policy)
+            state = self.state = decision.state
+            self.records.append(
+                Record(
+                    v=VERSION,
+                    job_id=7,
+                    restart_count=self.attempt,
+                    attempt=self.attempt,
+                    launch=state.launch,
+                    phase=state.phase,
+                    event=event,
+                    why=decision.why,
+                    effects=decision.effects,
+                    failures=state.failures,
+                    node_losses=state.node_losses,
+                    best_step=state.best_step,
+                    nodes=state.nodes,
+                    excluded=state.excluded,
+                )
+            )
+
+    def launch(self, at: float, resume: int = 0) -> None:
+        """Let everything be ready: the ranks start at `at`."""
+        ready = [node for node in self.state.nodes if node not in self.state.ready]
+        self.tell(*[on.WatcherReady(at=START + at, node=node, bus=self.state.bus) for node in ready])
+        directory = f"/runs/r/checkpoints/step_{resume:08d}" if resume else None
+        self.tell(on.CheckpointChosen(at=START + at, directory=directory, step=resume or None))
+        self.tell(on.NodesCleared(at=START + at, launch=self.state.launch, address="n1", port=1))
+        self.tell(on.RankHello(at=START + at, launch=self.state.launch, rank=0, node="n1"))
+
+    def steps(self, first: int, count: int, at: float, seconds: float = 1.0) -> None:
+        """Complete steps; the first one ends `seconds` after `at`."""
+        rows = self.rows.setdefault((self.attempt, self.state.launch), Rows())
+        for index in range(count):
+            step = first + index
+            rows.add(START + at + (index + 1) * seconds, step, 4.0 - 0.01 * step, step * 100)
+        ended_at = START + at + count * seconds
+        self.tell(on.Progressed(at=ended_at, launch=self.state.launch, step=first + count - 1, tokens=0))
+
+    def commit(self, step: int, at: float, seconds: float = 1.0, *, emergency: bool = False) -> None:
+        launch, save_id = self.state.launch, f"s{step}"
+        began = START + at - seconds
+        self.tell(on.SaveBegan(at=began, launch=launch, step=step, save_id=save_id, emergency=emergency))
+        self.tell(
+            on.CheckpointCommitted(
+                at=START + at,
+                launch=launch,
+                step=step,
+                save_id=save_id,
+                directory=f"step_{step:08d}",
+                bytes=10**9,
+                seconds=seconds,
+                emergency=emergency,
+            )
+        )
+
+    def rank_dies(self, at: float, left: float = 0.0) -> None:
+        """A rank ends with 1; the launch is over `left` seconds later."""
+        launch = self.state.launch
+        self.tell(on.RankExited(at=START + at, launch=launch, rank=1, node="n2", code=1))
+        self.tell(on.LaunchEnded(at=START + at + left, launch=launch, code=1))
+        if any(isinstance(effect, do.JudgeLaunch) for effect in self.records[-1].effects):
+            said = {"cause": Cause.EXCEPTION, "rule": "python", "confidence": 0.9, "text": "ValueError: bad shape"}
+            self.tell(on.Judged(at=START + at + left, launch=launch, **said))
+
+    def see(self, **more: object) -> Timeline:
+        return see(self.records, self.rows, **more)
+
+
+def see(records: Iterable[Record], rows: dict[Key, Rows], **more: object) -> Timeline:
+    return timeline.build(history.tell(records), rows, **more)  # type: ignore[arg-type]

@@ -21,7 +21,8 @@ def stage() -> Iterator[Stage]:
 
 @pytest.mark.parametrize("how", ["load", "stock_load"])
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(1, 2), (2, 1), (2, 2), (2, 4), pytest.param(4, 3, marks=pytest.mark.campaign)]
+    ("saved", "loaded"),
+    [(2, 1), (2, 4), *(pytest.param(*counts, marks=pytest.mark.campaign) for counts in ((1, 2), (2, 2), (4, 3)))],
 )
 def test_a_step_of_some_ranks_is_loaded_by_others(
     stage: Stage, saved_by: dict[int, Path], saved: int, loaded: int, how: str

@@ -1,0 +1,138 @@
+"""A training loop that forgives no inexact resume, and is interrupted: a scene for `test_exact_resume`.
+
+Every rank draws from all of its generators, dropout included; gradients are accumulated, clipped and sharded; the
+learning rate changes in each step, and the data are shuffled.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from stepkeeper_trainer import GlobalSampler, Keeper
+
+EVERY = 3
+MICRO_BATCHES = 3  # of each rank, in a step
+SAMPLES = 4  # of a micro-batch
+WIDTH = 24
+How = Literal["kill", "term", "in flight"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fall:
+    """What befalls a launch: in a micro-batch of a step, or as soon as a save is in flight after it."""
+
+    how: How
+    step: int  # that is not done yet
+    micro_batch: int
+    ranks: tuple[int, ...]  # whom it befalls
+
+    def arguments(self) -> dict[str, Any]:
+        return {"fall": asdict(self)}
+
+
+def train(
+    rank: int,
+    directory: Path,
+    *,
+    steps: int,
+    resume_from: str | None = None,
+    fall: dict[str, Any] | None = None,
+) -> int:
+    """Train to the end or until something befalls."""
+    mine = Fall(**fall) if fall is not None and rank in fall["ranks"] else None
+    _slow_disk()
+    torch.use_deterministic_algorithms(mode=True)
+    torch.manual_seed(0)  # weights are the same on all ranks
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 37), nn.GELU(), nn.Dropout(0.2), nn.Linear(37, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, 1)
+    )
+    data = torch.rand(101, WIDTH)
+    for layer in (model[0], model[3]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    sampler = GlobalSampler(len(data), seed=5, fingerprint="exact")
+    torch.manual_seed(1000 + rank)
+    random.seed(2000 + rank)
+    np.random.seed(3000 + rank)  # noqa: NPY002  # what scripts share
+    keeper = Keeper(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        sampler=sampler,
+        run_dir=directory,
+        resume_from=resume_from,
+        checkpoint_every_steps=EVERY,
+        total_steps=steps,
+        save_within_s=20.0,
+    )
+    keeper.resume()
+    print(f"rank {rank}: goes on from {keeper.step}", flush=True)
+    try:
+        done = keeper.finished
+        while not done:
+            losses = []
+            for number in range(MICRO_BATCHES):
+                if mine is not None and mine.step == keeper.step + 1 and mine.micro_batch == number:
+                    _befall(mine, keeper, directory)
+                assert isinstance(model, FSDPModule)
+                model.set_requires_gradient_sync(number == MICRO_BATCHES - 1)
+                samples = sampler.micro_batch(rank * MICRO_BATCHES + number, SAMPLES)
+                noise = 0.1 * random.gauss(0, 1) + 0.1 * float(np.random.rand())  # noqa: NPY002
+                loss = (model(data[list(samples)] + noise) - data[list(samples)].sum(1, keepdim=True)).square().mean()
+                (loss / MICRO_BATCHES).backward()
+                losses.append(loss.detach())
+            total = torch.stack(losses).sum()
+            dist.all_reduce(total)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            lr = scheduler.get_last_lr()[0]
+            scheduler.step()
+            sampler.advance(SAMPLES * MICRO_BATCHES * dist.get_world_size())
+            done = keeper.step_done(loss=total.item(), lr=lr)
+        return keeper.finish(leave_process=False)
+    except RuntimeError as error:  # the other rank is gone
+        print(f"rank {rank}: left alone: {str(error).splitlines()[0]}", flush=True)
+        return 1  # at once, as a launcher would end it: a save that it could still finish is given up
+
+
+def _befall(fall: Fall, keeper: Keeper, directory: Path) -> None:
+    if fall.how == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    if fall.how == "in flight":
+        limit_at = time.monotonic() + 20
+        while not list((directory / "checkpoints").glob(".tmp-step_*/__*")):
+            if time.monotonic() > limit_at or keeper._saver is None or not keeper._saver.busy:
+                break
+            time.sleep(0.0005)
+        else:
+            print("killed with a save in flight", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _slow_disk() -> None:
+    """Saves last for longer than a step or two."""
+    sync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        if re.search(r"\.distcp$", os.readlink(f"/proc/self/fd/{descriptor}")):
+            time.sleep(0.06)
+        sync(descriptor)
+
+    os.fsync = slow

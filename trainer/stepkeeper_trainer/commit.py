@@ -19,11 +19,12 @@ from stepkeeper_trainer.errors import SaveError, SupersededError
 from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
-from stepkeeper_trainer.formats.durable import fsync_directory, write_all
-from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, Manifest, seal
+from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries, fsync_directory, write_all
+from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, PENDING_NAME, Manifest, seal
 from stepkeeper_trainer.formats.steps import step_name
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.report import report_name
+from stepkeeper_trainer.tiers.directory import staging_directory
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.environment import Environment
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 CHECKPOINTS_NAME = "checkpoints"
 _IN_FLIGHT = ".tmp-step_"
 _OWNER_NAME = "owner.json"
-_STALE_S = 3600.0  # a leftover whose owner is unknown
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,15 +95,21 @@ class Commits:
                 f"job {own[0]} (restart {own[1]}) must stop"
             )
 
-    def commit(self, directory: Path, manifest: Manifest, world_size: int) -> Path:
+    def commit(self, directory: Path, manifest: Manifest, world_size: int, *, after: str | None) -> Path:
         """Turn a complete save in flight into a step directory, and return where it is.
+
+        Args:
+            directory: the save in flight.
+            manifest: of all that is in it.
+            world_size: how many ranks have reported.
+            after: save_id of the newest commit, for the lineage: the manifest's own parent may never have come here.
 
         Raises:
             SaveError: files are there that the manifest does not name, or the other way round.
             SupersededError: a newer attempt holds the run.
             OSError: the disk refuses; nothing was committed, unless only the lineage is missing.
         """
-        for name in [_OWNER_NAME, *(report_name(rank) for rank in range(world_size))]:
+        for name in [_OWNER_NAME, PENDING_NAME, *(report_name(rank) for rank in range(world_size))]:
             (directory / name).unlink(missing_ok=True)
         found = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
         promised = {name: entry.bytes for name, entry in manifest.files.items()}
@@ -127,7 +133,7 @@ class Commits:
                 attempt=self.environment.attempt,
                 step=manifest.step,
                 save_id=manifest.save_id,
-                parent=manifest.parent,
+                parent=after,
                 directory=final.name,
             ),
         )
@@ -159,12 +165,26 @@ class Commits:
 
     def clear_leftovers(self) -> None:
         """Remove saves in flight whose writers are dead.  A failure to is logged, and harmless."""
+        clear_temporaries(self.run_directory)
         for path in sorted(self.checkpoints.glob(f"{_IN_FLIGHT}*")):
             why = self._dead(path)
             if why is None:
                 continue
+            if (path / PENDING_NAME).exists() and self._keep_for_copies(path):
+                continue
             shutil.rmtree(path, ignore_errors=True)
             say("leftover_removed", directory=path.name, why=why, gone=not path.exists())
+
+    def _keep_for_copies(self, path: Path) -> bool:
+        """Leave what was copied from the nodes' disks to those who may go on with it; true if that was done."""
+        name = path.name.removeprefix(_IN_FLIGHT)
+        step, _, save_id = name.partition(".")
+        try:
+            os.rename(path, staging_directory(self.checkpoints, int(step), save_id))
+        except (OSError, ValueError):
+            return False
+        say("leftover_kept", directory=path.name, why="the nodes' disks may have the rest")
+        return True
 
     def _dead(self, path: Path) -> str | None:
         """Say why nobody writes this any more; None where somebody may."""
@@ -176,7 +196,7 @@ class Commits:
                 age_s = time.time() - path.stat().st_mtime
             except OSError:
                 return None
-            return "no owner, and old" if age_s > _STALE_S else None
+            return "no owner, and old" if age_s > STALE_S else None
         if owner.epoch is not None and environment.epoch is not None and owner.epoch < environment.epoch:
             return "of an earlier attempt"
         if owner.epoch == environment.epoch is not None and owner.launch < (

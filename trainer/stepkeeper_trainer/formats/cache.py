@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from stepkeeper_trainer.formats.decoding import DecodeError, decode_format
-from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.durable import clear_temporaries, write_atomically
 from stepkeeper_trainer.formats.plain import open_plain
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class Cache:
             if name not in kept:
                 with contextlib.suppress(OSError):  # a record too many does no harm
                     os.unlink(self._directory / name)
+        clear_temporaries(self._directory)
 
     def _ours(self) -> bool:
         """Say whether the steps are ours: an admin who looks leaves nothing that their owner could not write to."""

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
+import time
 from pathlib import Path
+
+STALE_S = 3600.0  # nobody takes so long to write a small file
+_TEMPORARY = re.compile(r"\.[\w.-]+\.json\.[a-z0-9_]{8}")  # as `write_atomically` names them
 
 
 def fsync_directory(path: Path) -> None:
@@ -46,6 +51,19 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
             os.unlink(temporary)
         raise
     fsync_directory(path.parent)
+
+
+def clear_temporaries(directory: Path) -> None:
+    """Remove what writers of JSON files that were killed in `write_atomically` have left.
+
+    One that cannot be removed now harms nothing; the next run tries again.
+    """
+    with contextlib.suppress(OSError):  # there is none, or it is not for us
+        for name in os.listdir(directory):
+            path = directory / name
+            with contextlib.suppress(OSError):  # somebody was faster
+                if _TEMPORARY.fullmatch(name) and time.time() - path.lstat().st_mtime > STALE_S:
+                    os.unlink(path)
 
 
 def append_line(path: Path, line: bytes, *, mode: int = 0o600) -> None:

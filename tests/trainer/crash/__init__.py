@@ -1,0 +1,1 @@
+"""Kills real processes at every system call that changes a directory, and looks at what is left."""

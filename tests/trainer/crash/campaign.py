@@ -1,0 +1,156 @@
+"""The campaign: `python -m tests.trainer.crash.campaign SCRATCH STRIDE SCENE…` prints one line of JSON a scene.
+
+A watched play finds the points; then each is played on a copy of what was there before, judged, and gone on from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.trainer.crash.calls import Call
+from tests.trainer.crash.gates import Point, steady_names
+from tests.trainer.crash.playing import Played, play
+from tests.trainer.crash.scenes import SCENES, Scene
+from tests.trainer.crash.training import digests
+
+STEPS = 10
+TRIES = (0, 0, 0, -1, 1, -2, 2, 0)  # of a point: how many rows are written at once, say, is a matter of luck
+
+
+@dataclass
+class Report:
+    """What became of a scene."""
+
+    scene: str
+    points: list[str] = field(default_factory=list)  # all there are
+    played: int = 0
+    torn: int = 0  # writes of which half was made to arrive
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def main(scratch: Path, stride: int, names: list[str]) -> None:
+    wanted = digests(STEPS)
+    for name in names or SCENES:
+        began = time.monotonic()
+        report = _Campaign(SCENES[name], scratch / name.replace(" ", "-"), wanted).run(stride)
+        report.seconds = round(time.monotonic() - began, 1)
+        print(json.dumps(asdict(report)), flush=True)
+
+
+class _Campaign:
+    def __init__(self, scene: Scene, scratch: Path, wanted: dict[int, str]) -> None:
+        self._scene, self._scratch, self._wanted = scene, scratch, wanted
+        self._before = scratch / "before"
+        self._said: list[dict[str, Any]] = []  # by `prepare`
+        self._report = Report(scene.name)
+
+    def run(self, stride: int) -> Report:
+        self._before.mkdir(parents=True)
+        made = play(lambda _rank, tell: self._scene.prepare(self._before, tell), 1)
+        assert made.codes == [0], made.output
+        self._said = [words | {"prepared": True} for words in made.said]
+        points = self._points()
+        self._report.points = [str(point) for point in points]
+        for number, point in enumerate(points):
+            # a stride that is no divisor of a save's calls: other calls of each save are taken
+            if number % stride == 0 or number == len(points) - 1:
+                self._play(point)
+        return self._report
+
+    def _root(self) -> Path:
+        root = self._scratch / "root"
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(self._before, root)
+        return root
+
+    def _points(self) -> list[Point]:
+        root = self._root()
+        watched = play(partial(self._act, root), self._scene.world_size, watch=True)
+        assert watched.codes == [0] * self._scene.world_size, watched.output
+        assert (problems := self._wrong(root, watched)) == [], problems
+        points = []
+        for rank, calls in enumerate(watched.calls):
+            counts: Counter[tuple[str, str, str]] = Counter()
+            for role, call in calls:
+                counts.update((role, call.name, path) for path in call.matches())
+                if call.changes(root):
+                    assert role != "other", f"a thread that no gate has seen: {call}"
+                    path = call.matches()[0]
+                    number = counts[role, call.name, path]
+                    points.append(Point(rank, role, call.name, path, number, call.about(root)))
+        assert points, "nothing was changed"
+        return points
+
+    def _act(self, root: Path, rank: int, tell: Any) -> None:
+        steady_names()
+        self._scene.act(rank, root, tell)
+
+    def _play(self, point: Point) -> None:
+        for shift in TRIES:
+            if point.number + shift < 1:
+                continue
+            root = self._root()
+            aimed = replace(point, number=point.number + shift)
+            played = play(partial(self._act, root), self._scene.world_size, at=aimed)
+            hit = _hit(played, aimed, root)
+            if hit is not None:
+                break
+        else:
+            last = [call.about(root) for _, call in played.calls[point.rank][-3:]]
+            ended = f"ranks ended with {played.codes}; the last calls were {last}"
+            self._report.problems.append(f"{point}: did not fire: {ended}\n{played.output}")
+            return
+        self._report.played += 1
+        aside = self._scratch / "aside"
+        if hit.name == "write":
+            shutil.copytree(root, aside)
+        self._judge(str(point), root, played)
+        if hit.name == "write":
+            shutil.rmtree(root)
+            aside.rename(root)
+            _tear(hit)
+            self._report.torn += 1
+            self._judge(f"{point}, half written", root, played)
+
+    def _judge(self, what: str, root: Path, played: Played) -> None:
+        problems = self._wrong(root, played)
+        if problems:
+            self._report.problems.append(f"{what}: {'; '.join(problems)}\n{played.output}")
+
+    def _wrong(self, root: Path, played: Played) -> list[str]:
+        problems = self._scene.judge(root, self._said + played.said)
+        if problems:
+            return problems
+        after = play(lambda _rank, tell: self._scene.go_on(root, tell), 1)
+        if after.codes != [0]:
+            return [f"the next process ended with {after.codes}: {after.output}"]
+        return self._scene.judge_next(root, self._said + played.said, after.said, self._wanted)
+
+
+def _tear(hit: Call) -> None:
+    """A kill can leave a part of what was being written: half of it arrives."""
+    data = hit.data()
+    with Path(hit.paths()[0]).open("ab") as file:
+        file.write(data[: len(data) // 2])
+
+
+def _hit(played: Played, point: Point, root: Path) -> Call | None:
+    """Return the call at which the rank was killed, if it is the one that was meant."""
+    calls = [call for _, call in played.calls[point.rank]]
+    if played.codes[point.rank] != -signal.SIGKILL or len(calls) != point.number:
+        return None
+    return calls[-1] if calls[-1].about(root) == point.about else None
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

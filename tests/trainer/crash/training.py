@@ -1,0 +1,107 @@
+"""A training whose state after each step is known beforehand, on any number of ranks, to the last bit."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from stepkeeper_trainer import Keeper, incremental, persist
+from tests.trainer.crash.playing import Tell
+
+WIDTH = 40
+SAVED_WITHIN_S = 30.0
+
+
+class Training:
+    """A sharded layer, a replicated one, a frozen one that is linked from the third save on, and AdamW."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        for parameter in self.model.parameters():
+            torch.nn.init.constant_(parameter, 0.5)
+        self.model[2].requires_grad_(requires_grad=False)
+        if dist.is_initialized():
+            fully_shard(self.model[0])
+        # with these, and gradients of one, no number is ever rounded
+        moving = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(moving, lr=0.5, betas=(0.5, 0.5), weight_decay=0.0)
+
+    def step(self, number: int) -> None:
+        """Do optimizer step `number`, from 1."""
+        for parameter in self.optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter in self.optimizer.param_groups[0]["params"]:
+                parameter.fill_(number / 8)
+
+    def digest(self) -> str:
+        """Return what stands for every bit of the state; of a model that is not sharded."""
+        found = hashlib.sha256()
+        states = self.optimizer.state
+        tensors: dict[str, Any] = dict(self.model.state_dict())
+        for number, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
+            tensors |= {f"{number}.{name}": value for name, value in states.get(parameter, {}).items()}
+        for name, value in sorted(tensors.items()):
+            found.update(name.encode() + b"\0" + value.detach().contiguous().numpy().tobytes())
+        return found.hexdigest()
+
+
+def digests(count: int) -> dict[int, str]:
+    """Return the digest of the state after each step."""
+    training, found = Training(), {}
+    for number in range(1, count + 1):
+        training.step(number)
+        found[number] = training.digest()
+    return found
+
+
+def train(
+    run_dir: Path,
+    upto: int,
+    tell: Tell,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    resume_from: str = "latest",
+    **options: Any,
+) -> None:
+    """Resume, save each step from there on, wait for each save, and finish."""
+    logging.basicConfig(format=f"[{rank}] %(message)s", level=logging.INFO, stream=sys.stderr, force=True)
+    incremental.COLD_BYTES_MIN = 1000
+    persist.FILE_BYTES_MIN = 20_000
+    if world_size > 1:
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, is_master=rank == 0)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    training = Training()
+    keeper = Keeper(
+        model=training.model,
+        optimizer=training.optimizer,
+        run_dir=run_dir,
+        resume_from=resume_from,
+        checkpoint_every_steps=1,
+        total_steps=upto,
+        save_within_s=SAVED_WITHIN_S,
+        **options,
+    )
+    keeper.resume()
+    if world_size == 1:
+        tell(resumed=keeper.step, digest=training.digest())
+    while not keeper.finished:
+        training.step(keeper.step + 1)
+        keeper.step_done(loss=1.0)
+        assert keeper._saver is not None
+        keeper._saver.wait(time.time() + SAVED_WITHIN_S)
+    keeper.finish(leave_process=False)
+    tell(finished=keeper.step)

@@ -1,0 +1,91 @@
+"""A process that is killed at any system call that changes the checkpoints leaves nothing wrong behind.
+
+After each kill `latest` names a step whose every byte is right, and is at least the newest that was reported as
+committed and not deleted on purpose; the next process loads what was saved then, saves, prunes, and clears up.
+Kills cannot see a missing fsync: `test_durability` reads the order of the calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries
+from tests.trainer.ranks import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+
+LIMIT_S = 580.0
+# how many points there are at least: what is not found is not killed
+SCENES = {
+    "save": 150,
+    "save of two ranks": 70,
+    "save after a rollback": 90,
+    "retention": 30,
+    "tier copy": 60,
+    "bring home": 25,
+    "export": 20,
+}
+
+
+def play(tmp_path: Path, stride: int, *scenes: str) -> list[dict[str, Any]]:
+    """Return the reports of `tests.trainer.crash.campaign`."""
+    path = os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STEPKEEPER_", "RANK", "WORLD"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trainer.crash.campaign", str(tmp_path), str(stride), *scenes],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    for report in reports:
+        counts = f"{len(report['points'])} points, {report['played']} played, {report['torn']} torn writes"
+        print(f"{report['scene']}: {counts}, {report['seconds']} s")
+    return reports
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("scene", SCENES)
+def test_killed_at_every_call_that_changes_the_directory(tmp_path: Path, scene: str) -> None:
+    [report] = play(tmp_path, 1, scene)
+
+    assert report["problems"] == []
+    assert report["played"] == len(report["points"]) >= SCENES[scene]
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_killed_at_some_of_these_calls(tmp_path: Path) -> None:
+    """One of many, of each scene: `make campaign` plays all."""
+    reports = play(tmp_path, 23)
+
+    assert [problem for report in reports for problem in report["problems"]] == []
+    assert {report["scene"]: len(report["points"]) >= SCENES[report["scene"]] for report in reports} == dict.fromkeys(
+        SCENES, True
+    )
+
+
+def test_what_killed_writers_of_small_files_leave_is_cleared_when_it_is_old(tmp_path: Path) -> None:
+    old = time.time() - STALE_S - 60
+    for name in (".outcome.json.abcd_123", ".lease.json.0a1b2c3d", ".keep", "outcome.json", ".x.json.toolongname"):
+        (tmp_path / name).write_text("{")
+        os.utime(tmp_path / name, (old, old))
+    (tmp_path / ".outcome.json.written0").write_text("{")
+
+    clear_temporaries(tmp_path)
+    clear_temporaries(tmp_path / "missing")
+
+    assert sorted(os.listdir(tmp_path)) == [".keep", ".outcome.json.written0", ".x.json.toolongname", "outcome.json"]

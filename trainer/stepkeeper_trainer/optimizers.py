@@ -6,7 +6,10 @@ many parameters the description would else be most of what a save costs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +24,55 @@ if TYPE_CHECKING:
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ONE = "optimizer.state."
 _SEVERAL = "optimizers."
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What an optimizer's state was like at the last save: mostly it is again, and making its names is skipped."""
+
+    parameters: list[list[torch.Tensor]]  # of each group
+    states: list[torch.Tensor]  # the parameters with a state, in its order
+    keys: list[str]  # of their states, one after the other
+    types: list[type]
+    members: list[list[str]]
+    names: list[list[str]]  # as they are saved, of each group
+    columns: dict[str, Any]
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, prefix: str, members: list[list[str]], columns: dict[str, Any]) -> _Recipe:
+        """Take note of a state that consists of tensors only."""
+        states, names = [], []
+        for group, named in zip(optimizer.param_groups, members, strict=True):
+            own = [(name, p) for name, p in zip(named, group["params"], strict=True) if p in optimizer.state]
+            states += [parameter for _, parameter in own]
+            names.append([f"{prefix}{name}.{key}" for name, p in own for key in optimizer.state[p]])
+        dicts = [optimizer.state[parameter] for parameter in states]
+        return _Recipe(
+            parameters=[list(group["params"]) for group in optimizer.param_groups],
+            states=states,
+            keys=list(chain.from_iterable(dicts)),
+            types=[type(value) for values in dicts for value in values.values()],
+            members=members,
+            names=names,
+            columns=columns,
+        )
+
+    def find(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor] | None:
+        """Return the tensors of the state, in the order of the names; None where it is not as it was."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        if len(groups) != len(self.parameters) or not all(map(_same, groups, self.parameters)):
+            return None
+        if not _same(list(optimizer.state), self.states):
+            return None
+        dicts = list(optimizer.state.values())
+        if list(chain.from_iterable(dicts)) != self.keys:
+            return None
+        values = list(chain.from_iterable(map(dict.values, dicts)))
+        return values if list(map(type, values)) == self.types else None
+
+
+def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 class OptimizerStates:
@@ -44,6 +96,7 @@ class OptimizerStates:
             raise UsageError(f"optimizers need names without dots, not {bad}")
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._names: dict[int, str] = {}
+        self._recipes: dict[str, _Recipe] = {}
 
     @property
     def filled(self) -> bool:
@@ -100,6 +153,10 @@ class OptimizerStates:
     def _collect(self, called: str, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> Any:
         prefix = self._prefix(called)
         group_prefix = prefix.removesuffix("state.") + "param_groups"
+        recipe = self._recipes.get(called)
+        values = recipe.find(optimizer) if recipe is not None else None
+        if recipe is not None and values is not None:
+            return self._collect_as_before(recipe, optimizer, values, group_prefix, tensors)
         columns: dict[str, list[str]] = {}
         rest: dict[str, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
@@ -130,7 +187,29 @@ class OptimizerStates:
         if dotted:
             raise StateError(f"the optimizer's state {dotted[0]!r} has a dot in its name")
         short = {key: True if len(names) == count else names for key, names in columns.items()}
+        self._recipes.pop(called, None)
+        if not rest:
+            members_of = [group["params"] for group in groups]
+            self._recipes[called] = _Recipe.of(optimizer, prefix, members_of, short)
         return {"columns": short, "rest": rest, "param_groups": groups}
+
+    def _collect_as_before(
+        self,
+        recipe: _Recipe,
+        optimizer: torch.optim.Optimizer,
+        values: list[torch.Tensor],
+        group_prefix: str,
+        tensors: dict[str, torch.Tensor],
+    ) -> Any:
+        """Do what `_collect` does, where names and order are those of the last time."""
+        groups: list[dict[str, Any]] = []
+        at = 0
+        for group, members, names in zip(optimizer.param_groups, recipe.members, recipe.names, strict=True):
+            tensors.update(zip(names, values[at : at + len(names)], strict=True))
+            at += len(names)
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**split(options, f"{group_prefix}.{len(groups)}", tensors), "params": members})
+        return {"columns": recipe.columns, "rest": {}, "param_groups": groups}
 
     def _name(self, parameter: torch.Tensor) -> str:
         name = self._names.get(id(parameter))

@@ -12,12 +12,14 @@ import mmap
 import os
 import threading
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.errors import StateError
+from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.serialise import ALIGNMENT, Frame, frame
 
 if TYPE_CHECKING:
@@ -31,25 +33,26 @@ SMALL_NUMEL = 32768  # torch's own limit for going through a tensor with one thr
 THREADS_MAX = 8
 
 
+_look = attrgetter("shape", "dtype")
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """What the layout of a state depends on: names, types, shapes and how each tensor is sharded."""
 
     names: list[str]
-    shapes: list[torch.Size]
-    dtypes: list[torch.dtype]
-    specs: list[Any]
+    kinds: list[tuple[torch.Size, torch.dtype]]
+    specs: list[Any] | None  # None: no tensor is a DTensor
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> Signature:
-        """Return the signature of a state: lists, which compare at the speed of the interpreter's own loops."""
+        """Return the signature of a state.  Each tensor is looked at once: that it is not in the cache is the cost."""
         values = list(tensors.values())
-        return Signature(
-            list(tensors),
-            [tensor.shape for tensor in values],
-            [tensor.dtype for tensor in values],
-            [tensor._spec if type(tensor) is DTensor else None for tensor in values],  # noqa: SLF001  # pinned by a test
-        )
+        specs = None
+        if DTensor in set(map(type, values)):
+            specs = [tensor._spec if type(tensor) is DTensor else None for tensor in values]  # noqa: SLF001  # pinned by a test
+        with paused():
+            return Signature(list(tensors), list(map(_look, values)), specs)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,41 +175,58 @@ class Arena:
 
 
 class Copier:
-    """Copies lists of tensors within the memory of the host.
+    """Copies lists of tensors to their places, within the memory of the host.
 
     torch spreads a large tensor over its threads, and goes through small ones with a single one: those are
     given to several threads here.
     """
 
-    def copy(self, places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        """Copy each tensor to its place.  Gradients must be off."""
+    def __init__(self, places: list[torch.Tensor], order: list[int]) -> None:
+        """Prepare; `order` says which tensor of a state belongs to each place."""
+        self._places, self._order = places, order
+        self._parts: dict[int, list[tuple[list[torch.Tensor], list[int]]]] = {}  # by how many threads
+
+    def copy(self, tensors: list[torch.Tensor]) -> None:
+        """Copy each tensor of a state to its place.  Gradients must be off."""
         threads = min(THREADS_MAX, torch.get_num_threads())
-        if threads == 1 or len(places) < MANY:
-            if places:
-                torch._foreach_copy_(places, tensors)
-            return
-        small = [n for n, place in enumerate(places) if place.numel() < SMALL_NUMEL]
-        large = [n for n, place in enumerate(places) if place.numel() >= SMALL_NUMEL]
-        parts = [small[len(small) * t // threads : len(small) * (t + 1) // threads] for t in range(threads)]
+        if threads == 1 or len(self._places) < MANY:
+            threads = 1
+        parts = self._parts.get(threads)
+        if parts is None:
+            parts = self._parts[threads] = self._divide(threads)
         errors: list[BaseException] = []
 
-        def work(numbers: list[int]) -> None:
+        def work(places: list[torch.Tensor], order: list[int]) -> None:
             try:
-                if numbers:
+                if places:
                     with torch.no_grad():
-                        torch._foreach_copy_([places[n] for n in numbers], [tensors[n] for n in numbers])
+                        torch._foreach_copy_(places, [tensors[number] for number in order])
             except BaseException as error:  # noqa: BLE001  # raised below
                 errors.append(error)
 
-        helpers = [threading.Thread(target=work, args=(part,), daemon=True) for part in parts[1:]]
+        first, *others, large = parts
+        helpers = [threading.Thread(target=work, args=part, daemon=True) for part in others]
         for helper in helpers:
             helper.start()
-        work(parts[0])
+        work(*first)
         for helper in helpers:
             helper.join()
-        work(large)
+        work(*large)
         if errors:
             raise errors[0]
+
+    def _divide(self, threads: int) -> list[tuple[list[torch.Tensor], list[int]]]:
+        """Return what each thread copies, about as many bytes each, and last what torch spreads itself."""
+        pairs = list(zip(self._places, self._order, strict=True))
+        small = [pair for pair in pairs if threads > 1 and pair[0].numel() < SMALL_NUMEL]
+        large = [pair for pair in pairs if threads == 1 or pair[0].numel() >= SMALL_NUMEL]
+        total = sum(place.nbytes for place, _ in small)
+        parts: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(threads)]
+        at = 0
+        for pair in small:
+            parts[min(threads - 1, at * threads // max(1, total))].append(pair)
+            at += pair[0].nbytes
+        return [([place for place, _ in part], [number for _, number in part]) for part in [*parts, large]]
 
 
 class Staging:
@@ -216,14 +236,14 @@ class Staging:
         """Prepare; `device` says whether tensors may live on a GPU (None: if there is one)."""
         self._device = torch.cuda.is_available() if device is None else device
         self.arena = Arena(pinned=self._device)
-        self._copier = Copier()
+        self._copier = Copier([], [])
         self.layout: Layout | None = None
         self.signature: Signature | None = None
         self._kinds: dict[str, Kind] = {}
         self._taken: Signature | None = None
         self._places: list[torch.Tensor] = []
         self._names: list[str] = []
-        self._order: list[int] = []  # of the state's tensors, as they lie in the arena
+        self._whole = False  # no tensor is a DTensor
         self._stream: Any = None
         self._copied: Any = None  # event: the arena holds everything
 
@@ -259,7 +279,7 @@ class Staging:
         """
         self.signature = None
         layout = lay_out(self._kinds, groups)
-        self.layout, self._places, self._names = None, [], []
+        self.layout, self._places, self._names, self._copier = None, [], [], Copier([], [])
         self.arena.grow(layout.bytes)
         flat, view = self.arena.tensor, self.arena.view
         places: list[torch.Tensor] = []
@@ -277,8 +297,9 @@ class Staging:
                     places.append(flat[piece.data : piece.tail].view(dtype).view(shape))
         self.layout, self._places, self._names = layout, places, names
         number = {name: n for n, name in enumerate(self._kinds)}
-        self._order = [number[name] for name in names]
+        self._copier = Copier(places, [number[name] for name in names])
         self.signature = self._taken
+        self._whole = self._taken is not None and self._taken.specs is None
 
     def copy(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str] | None = None) -> None:
         """Copy the state.  On a GPU the copies of all but `early` run on beside what is issued next.
@@ -288,8 +309,8 @@ class Staging:
         assert self.layout is not None
         with torch.no_grad():
             if not self._device:
-                own = [local(tensor) for tensor in tensors.values()]
-                self._copier.copy(self._places, [own[number] for number in self._order])
+                values = list(tensors.values())
+                self._copier.copy(values if self._whole else [local(tensor) for tensor in values])
                 return
             self._copy_beside(tensors, early or frozenset())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -202,12 +203,17 @@ class TrainingState:
             part.load_state_dict(join(trees[name], tensors))
 
     def _model_tensors(self, *, keep_vars: bool) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
-        for name, value in self.model.state_dict(keep_vars=keep_vars).items():
-            if not isinstance(value, torch.Tensor):
+        state = self.model.state_dict(keep_vars=keep_vars)
+        for kind in set(map(type, state.values())):
+            if not issubclass(kind, torch.Tensor):
+                name = next(name for name, value in state.items() if type(value) is kind)
                 raise StateError(f"{name} of the model is no tensor: leave it out of the model's state_dict()")
-            tensors[f"model.{plain_name(name)}"] = value
-        return tensors
+        return dict(zip(_model_keys(tuple(state)), state.values(), strict=True))
+
+
+@lru_cache(maxsize=4)
+def _model_keys(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"model.{plain_name(name)}" for name in names)
 
 
 def of_one_rank(part: Stateful) -> bool:

@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,10 +21,9 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.planning.measured import METRICS_NAME, measure
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.store import find, rundir
-from stepkeeper.submitting.script import Wanted, notice_s, render
+from stepkeeper.submitting import sbatch
+from stepkeeper.submitting.script import Wanted, notice_s, program, render
 
-SBATCH_WITHIN_S = 60.0
-SAID_CHARACTERS_MAX = 500
 HANDLED = ("JobRequeue", "JobFileAppend", "send_user_signal")  # by the directives of our own script
 
 
@@ -80,8 +78,8 @@ def execute(arguments: argparse.Namespace) -> int:
             _warn(findings)
         return ExitCode.FINISHED
     _warn(findings)
-    _sbatch("--test-only", script=script)
-    job = _job_id(_sbatch("--parsable", script=script))
+    sbatch.check(script)
+    job = sbatch.submit(script)
     where = _where(run_dir, job, wanted)
     if arguments.json:
         printing.say_json({"job": job, "run_dir": where, "notice_s": notice_s(wanted), "script": script}, indent=2)
@@ -112,7 +110,7 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
         save_s = measure(directory.journal, directory.path / METRICS_NAME).persist_s
     return Wanted(
         command=tuple(words),
-        program=_program(),
+        program=program(),
         options=tuple(_options(arguments)),
         nodes=arguments.nodes,
         gpus_per_node=arguments.gpus_per_node,
@@ -134,12 +132,6 @@ def _name(words: list[str]) -> str:
     modules = [word.rpartition(".")[2] for option, word in itertools.pairwise(words) if option == "-m"]
     name = [*scripts, *modules, Path(words[0]).name][0]
     return re.sub(r"[^\w.-]", "-", name) or "stepkeeper"
-
-
-def _program() -> tuple[str, ...]:
-    """Return the command of the environment that we run in: the job's PATH may have another."""
-    beside = Path(sys.executable).with_name("stepkeeper")
-    return (str(beside),) if beside.exists() else (sys.executable, "-m", "stepkeeper")
 
 
 def _options(arguments: argparse.Namespace) -> list[str]:
@@ -182,38 +174,3 @@ def _line(finding: Finding) -> str:
 def _warn(findings: list[Finding]) -> None:
     for finding in findings:
         printing.warn(f"{finding.level.value}: {_line(finding)}")
-
-
-def _sbatch(option: str, *, script: str) -> str:
-    """Call sbatch with the script on its standard input.
-
-    Raises:
-        StepkeeperError: Slurm refuses it, with its own words.
-    """
-    try:
-        done = subprocess.run(
-            ["sbatch", option],
-            input=script,
-            capture_output=True,
-            text=True,
-            timeout=SBATCH_WITHIN_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise StepkeeperError(
-            f"sbatch {option} did not answer in {SBATCH_WITHIN_S:g} s; the job may be in the queue: see `squeue --me`",
-            ExitCode.NO_SLURM,
-        ) from None
-    except OSError as error:
-        raise StepkeeperError(f"sbatch: {error.strerror}; is Slurm installed here?", ExitCode.NO_SLURM) from error
-    if done.returncode:
-        said = " ".join(done.stderr.split())[:SAID_CHARACTERS_MAX]
-        raise StepkeeperError(f"Slurm refuses the job: {said or shlex.quote(option)}", ExitCode.START_FAILED)
-    return done.stdout
-
-
-def _job_id(answer: str) -> int:
-    match = re.match(r"\d+", answer.strip())
-    if match is None:
-        raise StepkeeperError(f"sbatch answered {answer[:SAID_CHARACTERS_MAX]!r}: no job id", ExitCode.START_FAILED)
-    return int(match.group())

@@ -1,8 +1,10 @@
-"""The batch script of a supervised training.  Pure: golden tests hold it."""
+"""The batch script of a supervised training: golden tests hold it."""
 
 from __future__ import annotations
 
 import shlex
+import sys
+from pathlib import Path
 
 import msgspec
 
@@ -21,7 +23,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     program: tuple[str, ...]  # that starts `stepkeeper`
     options: tuple[str, ...] = ()  # of `stepkeeper run`
-    nodes: str = "1"
+    nodes: str | None = "1"
     gpus_per_node: str | None = None
     time: str | None = None
     partition: str | None = None
@@ -32,6 +34,12 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     setup: tuple[str, ...] = ()  # lines of shell before the training, such as `module load cuda`
     save_s: float | None = None  # from the request of a save to durable, if it is known
     notice_s: int | None = None
+
+
+def program() -> tuple[str, ...]:
+    """Return the command of the environment that we run in: the job's PATH may have another."""
+    beside = Path(sys.executable).with_name("stepkeeper")
+    return (str(beside),) if beside.exists() else (sys.executable, "-m", "stepkeeper")
 
 
 def notice_s(wanted: Wanted) -> int:

@@ -14,7 +14,7 @@ from typing import assert_never
 import msgspec
 import structlog
 
-from stepkeeper.actions import calling, checkpoints, judging, launch, rollback, slurm
+from stepkeeper.actions import calling, checkpoints, judging, launch, rollback, slurm, storage
 from stepkeeper.actions.crew import Crew, Limits
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -92,6 +92,7 @@ class Supervisor:
         self.crew = Crew(setting.lease.node, len(assignment.nodes), setting.reading, self._note_node)
         self.witness = judging.Witness(setting.lease.attempt, setting.lease.restart_count)
         self.call: threading.Thread | None = None
+        self.storage_test: threading.Thread | None = None  # the newest
         self.requests = 0
         self.fenced = False
         self.journal_failed = ""
@@ -239,9 +240,14 @@ class Supervisor:
                 if self.bus is not None:
                     self.bus.close()
             case do.ChooseCheckpoint():
-                checkpoints.choose(setting.directory.checkpoints, crew=self.crew, inbox=self.inbox)
+                directory = setting.directory.checkpoints
+                checkpoints.choose(directory, crew=self.crew, inbox=self.inbox, after=self.storage_test)
             case do.VerifyCheckpoint():
                 self._verify(effect)
+            case do.TestStorage():
+                within_s = setting.policy.storage_test_within_s
+                directory = setting.directory.checkpoints
+                self.storage_test = storage.test(directory, effect, within_s=within_s, inbox=self.inbox)
             case do.ClearNodes():
                 if self.bus is not None:
                     self.bus.clear(effect, gpus=setting.gpus_per_node, free_bytes=setting.free_bytes_min)

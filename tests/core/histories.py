@@ -71,6 +71,8 @@ _launch = {"launch": _small}
 _unfit = st.builds(on.Unfit, node=_nodes, why=st.just("clock"), shared=st.booleans())
 _save = {"step": _small, "save_id": st.sampled_from("xy"), "emergency": st.booleans()}
 _directory = st.sampled_from(("step_1", "step_2"))
+_damaged = tuple(on.Skipped(directory=name, problem="wrong", damaged=True) for name in ("step_3", "step_4"))
+_skipped = st.sampled_from(((), (), _damaged[:1], _damaged))
 FIELDS = {
     on.Tick: {},
     on.SignalReceived: {"signal": st.sampled_from(("TERM", "INT", "USR1", "USR2"))},
@@ -97,9 +99,14 @@ FIELDS = {
     },
     on.NodesReleased: {"ok": st.booleans()},
     on.NodesNotCleared: {**_launch, "nodes": st.lists(_nodes, max_size=2).map(tuple)},
-    on.CheckpointChosen: {"directory": st.none() | _directory, "step": st.none() | _small},
+    on.CheckpointChosen: {"directory": st.none() | _directory, "step": st.none() | _small, "skipped": _skipped},
     on.ChoiceFailed: {"error": st.just("hung")},
     on.CheckpointVerified: {"directory": _directory, "ok": st.booleans()},
+    on.StorageTested: {
+        "ok": st.sampled_from((True, True, True, False)),
+        "untrue": st.sampled_from((False, False, True)),
+        "thorough": st.booleans(),
+    },
     on.LaunchBegan: {**_launch},
     on.RankHello: {**_launch, "rank": _small, "node": _nodes},
     on.RankExited: {
@@ -228,7 +235,11 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
             return on.BusEnded(at=at, bus=state.bus, code=0), []
         case do.ChooseCheckpoint():
             step = draw(st.none() | _small)
-            return on.CheckpointChosen(at=at, directory=None if step is None else "step", step=step), []
+            directory = None if step is None else "step"
+            return on.CheckpointChosen(at=at, directory=directory, step=step, skipped=draw(_skipped)), []
+        case do.TestStorage():
+            ok = draw(st.integers(0, 5)) > 0
+            return on.StorageTested(at=at, ok=ok, problem="" if ok else "full", thorough=effect.thorough), []
         case do.VerifyCheckpoint():
             return on.CheckpointVerified(at=at, directory=effect.directory, ok=draw(st.booleans())), []
         case do.ClearNodes():

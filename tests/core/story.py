@@ -56,6 +56,7 @@ DEFAULTS = {
     on.CheckpointChosen: {"directory": None, "step": None},
     on.ChoiceFailed: {"error": "checkpoints: Input/output error"},
     on.CheckpointVerified: {"ok": True},
+    on.StorageTested: {"ok": True, "bytes": 4194304, "write_s": 0.02, "read_s": 0.01, "from_disk": True},
     on.RankHello: {"rank": 0, "node": "a"},
     on.RankExited: {"rank": 1, "node": "b"},
     on.Progressed: {"tokens": 0, "loss": 1.0, "step_seconds": 1.0},
@@ -129,7 +130,7 @@ def parse(line: str, state: State) -> on.Event:
         fields.setdefault("directory", f"step_{fields['step']:08d}")
     if kind is on.CheckpointChosen and "skipped" in fields:
         problems = [word.split(":") for word in fields["skipped"].split(",")]
-        fields["skipped"] = tuple(on.Skipped(directory=d, problem=p) for d, p in problems)
+        fields["skipped"] = tuple(on.Skipped(directory=d, problem=p, damaged="wrong" in p) for d, p in problems)
     if "unfit" in fields:
         problems = [word.split(":") for word in fields["unfit"].split(",")]
         fields["unfit"] = tuple(on.Unfit(node=node, why=why, shared=why == "storage") for node, why in problems)

@@ -307,6 +307,17 @@ def a_rollback_goes_back(turns):
 
 
 @invariant
+def no_launch_starts_on_storage_that_failed_its_test_or_is_under_test(turns):
+    """Hours of training that nobody can save are lost hours."""
+    for turn in turns:
+        if turn.ordered(do.StartLaunch):
+            assert not turn.before.testing
+            assert turn.before.storage_since is None
+        lied = isinstance(turn.event, on.StorageTested) and turn.event.untrue and not turn.event.ok
+        assert not (lied and turn.after.phase is Phase.STARTING)
+
+
+@invariant
 def a_question_is_asked_once_at_a_time(turns):
     """Zero calls while nothing happens, and few when something does."""
     for turn in turns:

@@ -203,6 +203,7 @@ class StorageTest:
     write_s: float | None  # written and durable
     read_s: float | None  # from the disk, as far as the kernel lets us
     from_disk: bool  # whether it did
+    untrue: bool = False  # it gave back other bytes than it was given
 
 
 @dataclass(slots=True)
@@ -212,6 +213,7 @@ class _Progress:
     read_s: float | None = None
     from_disk: bool = False
     problem: str | None = None
+    untrue: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
 
@@ -236,7 +238,9 @@ def storage_test(directory: Path, *, size: int = TEST_BYTES, limit_s: float = TE
         progress.given_up.set()
         problem = f"{directory}: hangs: to {progress.act} takes longer than {limit_s:g} s for the whole test"
         return StorageTest(problem, size, progress.write_s, progress.read_s, progress.from_disk)
-    return StorageTest(progress.problem, size, progress.write_s, progress.read_s, progress.from_disk)
+    return StorageTest(
+        progress.problem, size, progress.write_s, progress.read_s, progress.from_disk, untrue=progress.untrue
+    )
 
 
 def _test(directory: Path, size: int, progress: _Progress) -> None:
@@ -259,6 +263,7 @@ def _test(directory: Path, size: int, progress: _Progress) -> None:
         progress.act = "read back"
         found, read = _read_back(final / "bytes", progress)
         progress.read_s = time.monotonic() - began
+        progress.untrue = found != digest
         if read != size:
             progress.problem = f"{directory}: gives back {read} of {size} bytes that it said were durable"
         elif found != digest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,8 +94,8 @@ class Verification:
         return verdict
 
 
-def choose(checkpoints: Path, *, crew: Crew, inbox: Inbox) -> None:
-    """Find the newest verified step directory; `CheckpointChosen` or `ChoiceFailed` comes."""
+def choose(checkpoints: Path, *, crew: Crew, inbox: Inbox, after: threading.Thread | None = None) -> None:
+    """Find the newest verified step directory; `CheckpointChosen` or `ChoiceFailed` comes, once `after` has ended."""
     verification = Verification(crew, crew.begin())
 
     def work() -> None:
@@ -104,6 +105,8 @@ def choose(checkpoints: Path, *, crew: Crew, inbox: Inbox) -> None:
             why = f"{error.filename}: {error.strerror}"
             inbox.put(on.ChoiceFailed(at=inbox.clock.now(), error=why))
             return
+        if after is not None:
+            after.join()  # it has a time limit
         if verification.is_old():
             return
         damaged = {step.path for step, _ in space.damaged_in_a_row(choice)}

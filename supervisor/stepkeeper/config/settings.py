@@ -122,12 +122,14 @@ _POLICY = {
     "requeue_tries_max": About(unit="tries", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
     "node_losses_max": About(unit="nodes", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
     "excluded_max": About(unit="nodes", metavar="N", least=0, most=COUNT_MAX, has_flag=False),
+    "storage_suspect_after": About(unit="step directories", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
     "bus_restarts_max": About(unit="restarts", metavar="N", least=0, most=COUNT_MAX, has_flag=False),
 }
 # (this, is at most that): a pause that grows has a limit above its start
 ORDERED = (
     ("policy.requeue_retry_s", "policy.requeue_retry_max_s"),
     ("policy.unfit_retry_s", "policy.unfit_wait_s"),
+    ("policy.storage_retry_s", "policy.storage_retry_max_s"),
 )
 
 

@@ -27,6 +27,7 @@ from stepkeeper.core.phases import (
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.settling import on_judge_late
 from stepkeeper.core.state import Blame, Doubt, Next, Phase, Plan, State
+from stepkeeper.core.storage import on_storage_late
 
 replace = msgspec.structs.replace
 NOT_ANNOUNCED = (
@@ -107,6 +108,8 @@ def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
 
 
 def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
+    if state.phase is Phase.STARTING and (state.testing or state.storage_since is not None):
+        return on_storage_late(state, at, policy)
     missing = [node for node in state.nodes if node not in state.ready]
     if not missing and state.phase is Phase.TRAINING:
         return _on_launch_late(state, at, policy)

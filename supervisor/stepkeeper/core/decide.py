@@ -1,7 +1,8 @@
 """The rules: `decide(state, event, policy)` returns the next state, what to do, and why.
 
 Pure, like the whole of `core`: no clock, no I/O, no log, no thread.  Time is `event.at`.  Read on in the
-order of a run: `starting`, `training`, `settling`, `notices`, `faults`, `bus`, `deadlines`; all end in `phases`.
+order of a run: `starting`, `storage`, `training`, `settling`, `notices`, `faults`, `bus`, `deadlines`; all of them
+end in `phases`.
 
 Every phase that waits has a deadline.  When it passes, the next rougher means is used.
 """
@@ -26,13 +27,13 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.settling import on_judged, on_rolled_back
 from stepkeeper.core.starting import (
     on_attempt_started,
-    on_checkpoint_chosen,
     on_choice_failed,
     on_launch_refused,
     on_nodes_cleared,
     on_watcher_ready,
 )
 from stepkeeper.core.state import Phase, State
+from stepkeeper.core.storage import on_chosen, on_storage_tested
 from stepkeeper.core.training import (
     on_checkpoint_verified,
     on_committed,
@@ -80,11 +81,13 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
         case on.NodesReleased():
             return on_nodes_released(state, event)
         case on.CheckpointChosen():
-            return on_checkpoint_chosen(state, event, policy)
+            return on_chosen(state, event, policy)
         case on.ChoiceFailed():
             return on_choice_failed(state, event, policy)
         case on.CheckpointVerified():
             return on_checkpoint_verified(state, event, policy)
+        case on.StorageTested():
+            return on_storage_tested(state, event, policy)
         case on.LaunchBegan():
             return on_launch_began(state, event, policy)
         case on.RankHello():

@@ -36,6 +36,15 @@ class VerifyCheckpoint(_Effect, frozen=True, kw_only=True, tag="verify_checkpoin
     directory: str
 
 
+class TestStorage(_Effect, frozen=True, kw_only=True, tag="test_storage"):
+    """Save bytes that nobody needs as a checkpoint is saved, and read them back; answered by `StorageTested`.
+
+    A `CheckpointChosen` that was ordered after it does not come before the answer.
+    """
+
+    thorough: bool = False  # many bytes: the storage is suspect
+
+
 class ClearNodes(_Effect, frozen=True, kw_only=True, tag="clear_nodes"):
     """Have every watcher end what is left of earlier launches, look whether its node is fit, and confirm."""
 
@@ -144,6 +153,7 @@ Effect = (
     | StopBus
     | ChooseCheckpoint
     | VerifyCheckpoint
+    | TestStorage
     | ClearNodes
     | AskUncleared
     | StartLaunch

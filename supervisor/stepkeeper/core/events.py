@@ -19,7 +19,8 @@ Where each comes from, and what may be concluded from it:
     NodeFaulted         the node agent or, without one, the watcher itself: kernel log and NVML, never a rank's word
     NodesReleased       slurmctld (`actions.slurm`)
     CheckpointChosen, ChoiceFailed, CheckpointVerified
-                        the file system (`actions.checkpoints`)
+                        the file system (`actions.checkpoints`), read by this process and the watchers (`actions.crew`)
+    StorageTested       the file system (`actions.storage`)
     LaunchBegan         the wrappers of all tasks, counted by `sources.bus`
     RankHello           the trainer library of any rank
     RankExited          the wrapper (`code` or `signal`); else a watcher that saw the process vanish (neither)
@@ -248,6 +249,19 @@ class CheckpointVerified(_Event, frozen=True, kw_only=True, tag="checkpoint_veri
     readers: tuple[str, ...] = ()  # nodes that read
 
 
+class StorageTested(_Event, frozen=True, kw_only=True, tag="storage_tested"):
+    """The answer to `TestStorage`: whether bytes that were written came back."""
+
+    ok: bool
+    problem: str = ""  # what is wrong, and in which act
+    untrue: bool = False  # it gave back other bytes than it was given
+    thorough: bool = False
+    bytes: int = 0
+    write_s: float = 0.0  # written and durable
+    read_s: float = 0.0
+    from_disk: bool = False  # read past the page cache
+
+
 # --- ranks ----------------------------------------------------------------------------------------
 
 
@@ -396,6 +410,7 @@ Event = (
     | CheckpointChosen
     | ChoiceFailed
     | CheckpointVerified
+    | StorageTested
     | LaunchBegan
     | RankHello
     | RankExited

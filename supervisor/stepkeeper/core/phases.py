@@ -161,7 +161,7 @@ def go_on_starting(state: State, at: float, policy: Policy, why: str) -> Decisio
     """In STARTING, clear the nodes once watchers answer, the checkpoint is chosen, and no failure is to be settled."""
     if state.phase is not Phase.STARTING:
         return Decision(state)
-    if not all_ready(state):
+    if not all_ready(state) or state.testing or state.storage_since is not None:
         return Decision(state, (), why)
     if not state.chosen:
         return Decision(replace(state, deadline_at=at + policy.choose_within_s), (), why)

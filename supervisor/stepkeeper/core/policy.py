@@ -93,6 +93,21 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     unfit_wait_s: float = 1800.0
     """For so long; then the run stops."""
 
+    storage_test_within_s: float = 60.0
+    """A dummy save and its reading back, at the start and where the storage is suspect; longer means that it hangs."""
+
+    storage_retry_s: float = 15.0
+    """The storage failed its test at the start: it is tested again after this; doubled from try to try."""
+
+    storage_retry_max_s: float = 120.0
+    """The longest pause between two tests."""
+
+    storage_wait_s: float = 1800.0
+    """For so long; then the run stops."""
+
+    storage_suspect_after: int = 2
+    """Committed step directories in a row that are damaged: then the storage is suspect, and tested."""
+
     bus_retry_max_s: float = 10.0
     """The longest pause before the bus is started again."""
 

@@ -50,7 +50,7 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
     if event.finished_step is not None:
         why = f"the training finished at step {event.finished_step} in an earlier attempt"
         return finish(replace(state, bus_open=False), Plan(next=Next.END, why=why, code=ExitCode.FINISHED))
-    effects = (do.StartBus(bus=1, nodes=state.nodes), do.ChooseCheckpoint())
+    effects = (do.StartBus(bus=1, nodes=state.nodes), do.TestStorage(), do.ChooseCheckpoint())
     return Decision(state, effects, f"the attempt starts{known_bad}")
 
 

@@ -115,6 +115,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     resume_step: int | None = None
     launched_at: float | None = None
     wait_until: float | None = None  # the next launch waits: the cause may pass
+    testing: bool = False  # the storage is under test: no launch starts
+    suspect: str = ""  # why it is suspect
+    storage_since: float | None = None  # it failed its test: no launch starts
+    storage_tries: int = 0
     clearing: bool = False
     asked_uncleared: bool = False  # it takes too long: which nodes are missing?
     wrapped: bool = True  # every task says when it has started

@@ -113,6 +113,8 @@ def _samples() -> dict[str, on.Event]:
         "CheckpointChosen": on.CheckpointChosen(at=AT, directory=STEP, step=901),
         "ChoiceFailed": on.ChoiceFailed(at=AT, error="hung"),
         "CheckpointVerified": on.CheckpointVerified(at=AT, directory=STEP, ok=True),
+        "StorageTested": on.StorageTested(at=AT, ok=True, bytes=2**22),
+        "StorageTested, it is full": on.StorageTested(at=AT, ok=False, problem="No space left on device"),
         "LaunchBegan": on.LaunchBegan(at=AT, launch=0),
         "RankHello": on.RankHello(at=AT, launch=0, rank=0, node="a"),
         "RankExited 0": on.RankExited(at=AT, launch=0, rank=1, node="b", code=0),

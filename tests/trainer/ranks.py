@@ -41,6 +41,7 @@ class Ranks:
         steps: int = STEPS,
         every: int = 4,
         environment: dict[str, str] | None = None,
+        of_rank: Callable[[int], dict[str, str]] = lambda _rank: {},
         disk: str | None = None,
     ) -> None:
         """Start ranks; `disk` is a fault for `tests.trainer.faulty_disk`."""
@@ -60,7 +61,7 @@ class Ranks:
             if world_size > 1:
                 own |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
                 own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            own |= environment or {}
+            own |= (environment or {}) | of_rank(rank)
             with log.open("wb") as output:
                 self.processes.append(
                     subprocess.Popen(command, cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT)

@@ -32,6 +32,7 @@ class Environment:
     resume_from: str | None
     epoch: tuple[int, int] | None  # (job id, restart count); None outside Slurm
     node: str
+    resume_newest: bool = False  # what a tier has newer than `resume_from` may be taken instead
     checkpoint_every: str | None = None  # counts instead of what the script says
     retention: str | None = None  # the same
     reliability: tuple[float, float] | None = None  # failures of the infrastructure, and node-hours, of the run so far
@@ -73,6 +74,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         resume_from=environ.get("STEPKEEPER_RESUME_FROM") or None,
         epoch=(_integer(environ, "SLURM_JOB_ID", 0), restarts) if job_id else None,
         node=node,
+        resume_newest=environ.get("STEPKEEPER_RESUME_NEWEST") == "1",
         checkpoint_every=environ.get("STEPKEEPER_CHECKPOINT_EVERY") or None,
         retention=environ.get("STEPKEEPER_RETENTION") or None,
         reliability=_reliability(environ.get(RELIABILITY)),

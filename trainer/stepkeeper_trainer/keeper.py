@@ -37,9 +37,12 @@ from stepkeeper_trainer.requests import Requests
 from stepkeeper_trainer.retention import Policy
 from stepkeeper_trainer.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState
+from stepkeeper_trainer.tiering import find_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from stepkeeper_trainer.tiers.config import Tiers
 
 SAVE_WITHIN_S = 600.0
 LAST_SECONDS_S = 20.0  # for a save in flight when training fails
@@ -68,6 +71,7 @@ class Keeper:
         save_within_s: float = SAVE_WITHIN_S,
         when_busy: WhenBusy = "wait",
         replicas: Replication = "check",
+        tiers: Tiers | None = None,
     ) -> None:
         """Attach to the supervisor, if there is one.
 
@@ -95,6 +99,8 @@ class Keeper:
                 `cancel` the other.
             replicas: what becomes of tensors that several ranks hold: one copy is saved, and with `check` the others
                 are compared with it (`ignore`: not); with `save` all copies are saved too.
+            tiers: where steps are kept besides the run directory (docs/tiers.md); the variables that `stepkeeper run`
+                sets count instead, where they name any.
 
         Raises:
             KeeperError: what is wrong and what to do; uncaught, it ends the process without a traceback.
@@ -122,6 +128,7 @@ class Keeper:
         self._link = Link(self._environment.socket, self._environment.launch_name)
         self._requests = Requests(self._link)
         self.listeners = Listeners()  # told of each commit
+        self._tiering = find_tiers(tiers, self._commits, self._agreement, self.rank, self.world_size)
         self._metrics: Metrics | None = None  # on rank 0, as the records
         self._records: Records | None = None
         self._counters = Counters(seed=seed)
@@ -174,6 +181,7 @@ class Keeper:
             agreement=self._agreement,
             group=self._group,
             world_size=self.world_size,
+            tiering=self._tiering,
         )
         self._resumed = resumed
         if resumed.step is not None:
@@ -287,6 +295,8 @@ class Keeper:
         self._listen()
         stopping = self._requests.stop_agreed and not self.finished
         self._settle_records()
+        if self._tiering is not None:
+            self._tiering.leave()
         code = outcomes.conclude(
             outcomes.Ending(
                 run_directory=self.run_dir,
@@ -325,7 +335,9 @@ class Keeper:
         )
         if self._test_bytes and nodes.index(self._environment.node) == self.rank:  # the first rank of its node
             self.listeners.add(storage.StartTest(self._commits, self._test_bytes, self.rank, self._guard.trouble))
-        self.listeners.add(self._guard, retention)
+        self.listeners.add(self._guard, retention, self._tiering)
+        if self._tiering is not None:
+            self._tiering.start(resumed.directory, resumed.manifest)
         self._saver = Saver(
             commits=self._commits,
             rank=self.rank,
@@ -340,6 +352,7 @@ class Keeper:
             listeners=self.listeners,
             check_replicas=self._replicas != "ignore",
             save_replicas=self._replicas == "save",
+            placing=self._tiering.placing if self._tiering is not None else None,
         )
         self._boundary = Boundary(
             saver=self._saver,

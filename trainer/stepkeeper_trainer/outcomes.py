@@ -98,11 +98,11 @@ def _save(
 ) -> bool:
     """Bring the step at hand to disk; true if it is there, as far as this rank can know."""
     here = saver.last.summary.step if saver.last is not None else saved[0] if saved is not None else None
-    ok = saver.wait(ending.limit_at)  # the one in flight, of this step or an older one
+    ok = saver.wait_shared(ending.limit_at)  # the one in flight, of this step or an older one
     for attempt in range(SAVE_ATTEMPTS_MAX):
         if attempt or here != ending.step:  # the same on all ranks: they count and agree alike
             try:
-                ok = begin_save(ending.limit_at) and saver.wait(ending.limit_at)
+                ok = begin_save(ending.limit_at) and saver.wait_shared(ending.limit_at)
             except RuntimeError as error:
                 warn("rank_lost", why=str(error).splitlines()[0])
                 ok = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import time
@@ -17,13 +18,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from stepkeeper_trainer.conditions import conditions, versions
 from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestError
-from stepkeeper_trainer.formats.messages import Committed, shorten
+from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestError, seal
+from stepkeeper_trainer.formats.messages import Committed, SaveFailed, shorten
 from stepkeeper_trainer.formats.steps import read_manifest, step_name
 from stepkeeper_trainer.incremental import History, Links
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.replicas import Drift, compare, digest
 from stepkeeper_trainer.report import Item, RankReport, decode_items, encode_items, gather, publish
+from stepkeeper_trainer.tiers.gathering import ANCESTORS, ANCESTORS_MAX
+from stepkeeper_trainer.tiers.placing import Placed
 from stepkeeper_trainer.writer import HashingFile, Sheet, Written, digest_sheet, extents, in_threads, write_sheet
 
 if TYPE_CHECKING:
@@ -37,10 +40,12 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.planner import Planner, Share
     from stepkeeper_trainer.saver import Save
     from stepkeeper_trainer.staging import Piece, Staging
+    from stepkeeper_trainer.tiers.placing import Placing
 
 METADATA_NAME = ".metadata"
 FILES_MAX = 4  # hot ones of a rank, written beside each other
 FILE_BYTES_MIN = 64 * 1024 * 1024  # a share is split where each file still gets so much
+ROWS_WITHIN_S = 60.0  # the rows of a step are durable, before a commit that nobody waits for
 _COLD_FIRST = 100  # cold files are numbered from here
 _NO_SAVE_ID = "0" * 32
 
@@ -70,6 +75,8 @@ class Persister:
         planner: Planner,
         before_commit: Callable[[float], object],
         check_replicas: bool,
+        on_committed: Callable[[Save], object] = lambda _save: None,
+        placing: Placing | None = None,
     ) -> None:
         self._commits = commits
         self._rank, self._world_size = rank, world_size
@@ -78,6 +85,8 @@ class Persister:
         self._planner = planner
         self._before_commit = before_commit
         self._check_replicas = check_replicas
+        self._on_committed = on_committed
+        self._placing = placing  # where the nodes' own disks come first
         self._sheets: _Sheets | None = None
         self._history: History | None = None  # of the share in force
         self._cold_numbers: dict[tuple[int, ...], int] = {}
@@ -85,6 +94,8 @@ class Persister:
         self._before: tuple[int, str] | None = None  # step and save_id of the last save that this rank reported
         self._metadata: tuple[tuple[object, ...], bytes] | None = None  # what it was made from, and `.metadata`
         self.parent = parent
+        self._ancestors: tuple[str | None, ...] = (parent,)
+        self._newest_here = parent  # save_id of the newest commit
         self.committed: tuple[Path, Manifest] | None = None  # the newest step directory of this launch (rank 0)
 
     def forget(self) -> None:
@@ -125,10 +136,15 @@ class Persister:
             self._sheets = self._divide(share)
             self._history = None
         sheets = self._sheets
-        written = in_threads([partial(self._bring, save, sheet) for sheet in sheets.sheets])
+        began = time.monotonic()
+        written = self._write(save, sheets)
+        seconds = time.monotonic() - began
         self._report(save, sheets, written)
+        placed = self._placed(save, written)
         if self._rank == 0:
-            self._commit(save, share, given_up)
+            self._commit(save, share, given_up, placed)
+        if self._placing is not None:
+            self._placing.written(placed, seconds)
         self._before = (save.summary.step, save.save_id)
         try:
             self._learn(share, written)
@@ -207,24 +223,56 @@ class Persister:
 
     # --- bytes -----------------------------------------------------------------------------------------
 
+    def _write(self, save: Save, sheets: _Sheets) -> list[Written]:
+        """Write this rank's files: to the node's own disk where there is one and it takes them."""
+        jobs = [partial(self._bring, save, sheet) for sheet in sheets.sheets]
+        if self._placing is not None:
+            left_s = save.limit_at - time.time()
+            save.local = self._placing.begin(save.summary.step, save.save_id, leaving=save.emergency, left_s=left_s)
+        try:
+            return in_threads(jobs)
+        except OSError as error:
+            if self._placing is None or save.local is None:
+                raise
+            self._placing.refused(save.summary.step, error)
+            self._forget_local(save, [sheet.name for sheet in sheets.sheets])
+        return in_threads(jobs)
+
+    def _forget_local(self, save: Save, names: list[str]) -> None:
+        """Give the node's disk back what it has of this rank, and write to shared storage from now on."""
+        directory, save.local = save.local, None
+        for name in names:
+            with contextlib.suppress(OSError):  # the disk has failed: it is cleared at the next start
+                if directory is not None:
+                    (directory / name).unlink(missing_ok=True)
+
+    def _placed(self, save: Save, written: list[Written]) -> Placed:
+        return Placed(
+            step=save.summary.step,
+            save_id=save.save_id,
+            directory=save.directory,
+            files={one.sheet.name: one.entry for one in written},
+            is_local=save.local is not None,
+        )
+
     def _bring(self, save: Save, sheet: Sheet) -> Written:
         """Bring one file to disk: by a link where the step before has the same, else by writing it."""
-        source = self._source(sheet) if sheet.cold else None
+        source = self._source(save, sheet) if sheet.cold else None
         if source is not None:
             path, entry = source
             own, crcs = digest_sheet(self._staging.arena.view, sheet, save.check)
-            if own == entry and self._links.link(path, save.directory / sheet.name, own):
+            if own == entry and self._links.link(path, save.data / sheet.name, own):
                 return Written(sheet, own, crcs, linked=True)
         # In an emergency nothing trains beside, and what is read back soon is better in the page cache.
-        return write_sheet(save.directory, self._staging.arena.view, sheet, save.check, direct=not save.emergency)
+        return write_sheet(save.data, self._staging.arena.view, sheet, save.check, direct=not save.emergency)
 
-    def _source(self, sheet: Sheet) -> tuple[Path, FileEntry] | None:
+    def _source(self, save: Save, sheet: Sheet) -> tuple[Path, FileEntry] | None:
         """Return the file of that name in the step before, if this run has committed it."""
         if self._before is None:
             return None
         step, save_id = self._before
         for name in (f"{step_name(step)}.{save_id[:8]}", step_name(step)):
-            directory = self._commits.checkpoints / name
+            directory = save.data.parent / name
             try:
                 manifest = read_manifest(directory)
             except (ManifestError, OSError):
@@ -257,7 +305,7 @@ class Persister:
 
     # --- rank 0 ----------------------------------------------------------------------------------------
 
-    def _commit(self, save: Save, share: Share, given_up: Callable[[], str | None]) -> None:
+    def _commit(self, save: Save, share: Share, given_up: Callable[[], str | None], placed: Placed) -> None:
         reports = gather(
             save.directory,
             save_id=save.save_id,
@@ -266,16 +314,9 @@ class Persister:
             given_up=given_up,
         )
         drifts = compare({report.rank: report.replicas for report in reports}, share.groups)
-        metadata = HashingFile(save.directory / METADATA_NAME)
-        try:
-            metadata.write(self._metadata_of(save, share, reports))
-            metadata.close()
-        except BaseException:
-            metadata.abandon()
-            raise
-        assert metadata.entry is not None
+        metadata = self._write_metadata(save, self._metadata_of(save, share, reports))
         files = {name: entry for report in reports for name, entry in report.files.items()}
-        files[METADATA_NAME] = metadata.entry
+        files[METADATA_NAME] = metadata
         summary = save.summary
         drifted = sorted({name for drift in drifts for name in drift.names})
         manifest = Manifest(
@@ -286,18 +327,55 @@ class Persister:
             save_id=save.save_id,
             parent=self.parent,
             files=dict(sorted(files.items())),
-            state=summary.parts | ({"drift": drifted[:100]} if drifted else {}),
+            state=summary.parts | ({"drift": drifted[:100]} if drifted else {}) | self._led_here(),
             versions=versions(),
             conditions=conditions(),
             loss=summary.loss,
             metrics=summary.metrics,
         )
-        self._before_commit(save.limit_at)
-        save.check()
-        final = self._commits.commit(save.directory, manifest, self._world_size)
+        if self._placing is None:
+            self._complete(save, manifest, drifts)
+        else:
+            save.check()
+            placed.files = {**placed.files, METADATA_NAME: metadata}
+            placed.commit = lambda: self._complete(save, manifest, drifts)
+            placed.give_up = lambda why: self._tell_failure(save, why)
+            self._placing.seal(save.directory, seal(manifest))
         self.parent = save.save_id
+        self._ancestors = (save.save_id, *self._ancestors[: ANCESTORS_MAX - 1])
+
+    def _write_metadata(self, save: Save, data: bytes) -> FileEntry:
+        """Write `.metadata` beside this rank's files: where their disk does not take it, to shared storage."""
+        try:
+            return _write_hashed(save.data / METADATA_NAME, data)
+        except OSError as error:
+            if self._placing is None or save.local is None:
+                raise
+            self._placing.refused(save.summary.step, error)
+        return _write_hashed(save.directory / METADATA_NAME, data)
+
+    def _led_here(self) -> dict[str, object]:
+        """Return what a step of the nodes' disks is known by: the steps that led to it, which may never come here."""
+        return {ANCESTORS: self._ancestors} if self._placing is not None else {}
+
+    def _complete(self, save: Save, manifest: Manifest, drifts: list[Drift]) -> None:
+        """Commit what is complete on shared storage."""
+        if self._placing is None:
+            self._before_commit(save.limit_at)
+            save.check()
+        else:  # nobody waits for it, and nothing cancels it any more
+            self._before_commit(time.time() + ROWS_WITHIN_S)
+        final = self._commits.commit(save.directory, manifest, self._world_size, after=self._newest_here)
+        self._newest_here = save.save_id
         self.committed = (final, manifest)
-        self._tell(save, final, sum(entry.bytes for entry in files.values()), drifts)
+        self._tell(save, final, sum(entry.bytes for entry in manifest.files.values()), drifts)
+        self._on_committed(save)
+
+    def _tell_failure(self, save: Save, why: str) -> None:
+        self._link.send(
+            SaveFailed(step=save.summary.step, save_id=save.save_id, error=shorten(why), emergency=save.emergency),
+            keep=True,
+        )
 
     def _tell(self, save: Save, final: Path, size: int, drifts: list[Drift]) -> None:
         step, seconds = save.summary.step, round(time.time() - save.requested_at, 3)
@@ -333,6 +411,18 @@ class Persister:
         if self._metadata is None or self._metadata[0][0] is not share or self._metadata[0] != made_from:
             self._metadata = (made_from, _encode_metadata(share, reports))
         return self._metadata[1].replace(_NO_SAVE_ID.encode(), save.save_id.encode())
+
+
+def _write_hashed(path: Path, data: bytes) -> FileEntry:
+    file = HashingFile(path)
+    try:
+        file.write(data)
+        file.close()
+    except BaseException:
+        file.abandon()
+        raise
+    assert file.entry is not None
+    return file.entry
 
 
 def _encode_metadata(share: Share, reports: list[RankReport]) -> bytes:

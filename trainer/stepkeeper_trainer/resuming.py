@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.agreement import Agreement
     from stepkeeper_trainer.commit import Commits
     from stepkeeper_trainer.state import TrainingState
+    from stepkeeper_trainer.tiering import Tiering
 
 LATEST = "latest"
 STORAGE_TEST_WITHIN_S = 30.0
@@ -44,6 +46,7 @@ class Resumed:
     saved: tuple[int, str] | None  # step and save_id of what is on disk already
     parent: str | None  # of the next commit; known on rank 0 only
     manifest: Manifest | None = None
+    directory: Path | None = None
 
 
 def resume(
@@ -54,6 +57,7 @@ def resume(
     agreement: Agreement,
     group: Any | None,
     world_size: int,
+    tiering: Tiering | None = None,
 ) -> Resumed:
     """Load `resume_from` into `state`, on all ranks together, and record it in the lineage.
 
@@ -61,8 +65,11 @@ def resume(
         ResumeError: it is not there, or does not fit.
         DamagedError: its bytes are not what its manifest says.
     """
-    if resume_from == LATEST:
+    latest = resume_from == LATEST
+    if latest:
         resume_from = _newest_together(commits.checkpoints, agreement, group, state.rank, world_size)
+    if tiering is not None and (latest or commits.environment.resume_newest):
+        resume_from = _newer_in_tiers(tiering, resume_from)
     if resume_from is None:
         parent = _record(commits, None, None) if state.rank == 0 else None
         return Resumed(None, None, parent)
@@ -79,7 +86,7 @@ def resume(
     parent = _record(commits, directory, manifest) if state.rank == 0 else None
     if state.rank == 0:
         say("resumed", step=manifest.step, directory=directory, save_id=manifest.save_id)
-    return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest)
+    return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory)
 
 
 def _newest_together(
@@ -117,6 +124,16 @@ def _newest_together(
         if not agreement.share(bool(wrong)):
             return _say_chosen(Choice(step, tuple(skipped)), checkpoints) if rank == 0 else str(path)
     return _say_chosen(Choice(None, tuple(skipped)), checkpoints) if rank == 0 else None
+
+
+def _newer_in_tiers(tiering: Tiering, resume_from: str | None) -> str | None:
+    """Bring what another tier has newer than what shared storage has, and resume from that."""
+    chosen = None
+    if resume_from is not None:
+        with contextlib.suppress(ManifestError, OSError):  # then anything whole is better
+            chosen = read_manifest(Path(resume_from))
+    newer = tiering.newer_than(chosen)
+    return str(newer) if newer is not None else resume_from
 
 
 def _say_skipped(step: StepDirectory, problems: tuple[str, ...]) -> None:

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.commit import Commits
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.storage import Guard
+    from stepkeeper_trainer.tiers.placing import Placing
 
 PREPARE_WITHIN_S = 600.0
+BEGUN_MAX = 16  # saves that may be on their way from the nodes' disks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +66,17 @@ class Save:
     requested_at: float  # Unix seconds
     limit_at: float  # Unix seconds
     directory: Path
+    local: Path | None = None  # where this rank writes its files, if that is its node's own disk
     ask_room: bool = False  # whether it is given up where there is no room for it
     blocked_s: float = 0.0  # training stood still for
     settled: threading.Event = field(default_factory=threading.Event)
     error: str | None = None
     cancelled: str | None = None  # why nobody needs it any more
+
+    @property
+    def data(self) -> Path:
+        """Where this rank writes its files."""
+        return self.local or self.directory
 
     def check(self) -> None:
         """Raise where the save must not go on.
@@ -101,6 +109,7 @@ class Saver:
         listeners: Listeners | None = None,
         check_replicas: bool = True,
         save_replicas: bool = False,
+        placing: Placing | None = None,
     ) -> None:
         """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit.
 
@@ -129,7 +138,11 @@ class Saver:
             planner=self._planner,
             before_commit=before_commit,
             check_replicas=check_replicas,
+            on_committed=self._heard_commit,
+            placing=placing,
         )
+        self._placing = placing
+        self._begun: dict[int, Save] = {}  # by sequence number: commits are heard of later
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._worker: threading.Thread | None = None
         self._prepared = threading.Event()  # nothing is being prepared
@@ -175,11 +188,11 @@ class Saver:
 
     def hear_committed(self, sequence: int) -> None:
         """Take note that rank 0 has committed a save, and have this rank's listeners told."""
-        last = self.last
-        if self._rank == 0 or last is None or last.sequence != sequence or self._told >= sequence:
+        save = self._begun.get(sequence)
+        if self._rank == 0 or save is None or self._told >= sequence:
             return
         self._told = sequence
-        self._do(lambda: self._listeners.tell(self._committed_step(last)))
+        self._do(lambda: self._listeners.tell(self._committed_step(save)))
 
     def cancel(self, why: str) -> None:
         """Have the save in flight end as soon as it can, unless it is committed by then.  All ranks call it."""
@@ -236,7 +249,8 @@ class Saver:
             directory=self._commits.in_flight(summary.step, save_id),
             ask_room=ask_room,
         )
-        self.last = save
+        self.last = self._begun[sequence] = save
+        self._begun = {number: each for number, each in self._begun.items() if number > sequence - BEGUN_MAX}
         if self._rank == 0:
             self._link.send(SaveStarted(step=summary.step, save_id=save_id, emergency=emergency), keep=True)
         changed, problem = False, None
@@ -264,6 +278,10 @@ class Saver:
             return True
         last.settled.wait(max(0.0, limit_at - time.time()))
         return last.settled.is_set() and last.error is None
+
+    def wait_shared(self, limit_at: float) -> bool:
+        """Wait until the last save is on shared storage, as far as this rank has to do with it."""
+        return self.wait(limit_at) and (self._placing is None or self._placing.wait(limit_at))
 
     def _do(self, job: Callable[[], None]) -> None:
         """Have the save's thread do something: one after the other, in the same order on all ranks."""
@@ -298,13 +316,17 @@ class Saver:
                 self._persister.persist(save, tensors, changed=changed, given_up=lambda: self._given_up(save))
                 self.persist_s = time.time() - save.requested_at
                 self._guard.succeeded()
-                if self._rank == 0:
-                    self.newest = self._committed_step(save)
-                    self.committed = self._told = save.sequence
-                    self._listeners.tell(self.newest)
         except BaseException as caught:  # noqa: BLE001  # DCP's own is a BaseException; any would be lost in a thread
             error = caught
         self._settle(save, error)
+
+    def _heard_commit(self, save: Save) -> None:
+        """On rank 0, right after a commit: in the save's thread, or in that of the copies to shared storage."""
+        if self._placing is None:
+            self.persist_s = time.time() - save.requested_at
+        self.newest = self._committed_step(save)
+        self.committed = self._told = save.sequence
+        self._listeners.tell(self.newest)
 
     def _committed_step(self, save: Save) -> CommittedStep:
         known = self._persister.committed

@@ -19,6 +19,7 @@ from stepkeeper_trainer.formats.plain import open_plain
 
 FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
+PENDING_NAME = "MANIFEST.pending"  # sealed, of a save whose files are on the nodes' own disks yet
 CHUNK_BYTES = 16 * 1024 * 1024
 MANIFEST_BYTES_MAX = 1024 * 1024 * 1024
 _DIGEST_FIELD = re.compile(rb'("manifest_xxh3_128"\s*:\s*")([0-9a-f]{32})(")')

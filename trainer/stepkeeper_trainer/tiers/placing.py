@@ -23,7 +23,7 @@ from pathlib import Path
 
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.manifest import FileEntry
+from stepkeeper_trainer.formats.manifest import PENDING_NAME, FileEntry
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.copying import CopyStoppedError, push
 from stepkeeper_trainer.tiers.directory import file_size, right_chunks, write_file
@@ -32,7 +32,6 @@ from stepkeeper_trainer.tiers.pace import Pace
 from stepkeeper_trainer.tiers.rates import Rate, first_tier
 from stepkeeper_trainer.tiers.tier import Held, TierError
 
-PENDING_NAME = "MANIFEST.pending"  # sealed, and not committed on shared storage
 FAILED = "failed-"  # and a rank: it cannot copy
 RETRY_S, RETRY_MAX_S, TRIES_MAX = 1.0, 60.0, 6
 SEALED_WITHIN_S = 3600.0  # all ranks have written
@@ -42,7 +41,7 @@ _PAUSE_S = (0.02, 0.5)
 
 
 @dataclass(slots=True, kw_only=True)
-class Save:
+class Placed:
     """One save of this rank, from its report to shared storage."""
 
     step: int
@@ -87,10 +86,10 @@ class Placing:
         self._local_rate, self._shared_rate = Rate(), Rate()
         self._size = 0  # of the save before
         self._changed = threading.Condition()
-        self._waiting: deque[Save] = deque()
+        self._waiting: deque[Placed] = deque()
         self._stopping = False
-        self._in_hand: Save | None = None
-        self.last: Save | None = None
+        self.leaving = False  # the process ends after the next save
+        self.last: Placed | None = None
         self._thread = threading.Thread(target=self._work, name="stepkeeper-placing", daemon=True)
         self._thread.start()
 
@@ -98,6 +97,7 @@ class Placing:
 
     def begin(self, step: int, save_id: str, *, leaving: bool, left_s: float | None) -> Path | None:
         """Return where this rank writes a save first; None: to shared storage."""
+        leaving |= self.leaving
         choice = first_tier(
             leaving=leaving, left_s=left_s, size=self._size, shared_bytes_per_s=self._shared_rate.bytes_per_s
         )
@@ -115,7 +115,7 @@ class Placing:
         """Say that the node's disk did not take a save."""
         warn("local_tier_failed", step=step, rank=self._rank, why=error, instead="shared storage")
 
-    def written(self, save: Save, seconds: float) -> None:
+    def written(self, save: Placed, seconds: float) -> None:
         """Take over a save that this rank has reported."""
         size = self._size = sum(entry.bytes for entry in save.files.values())
         (self._local_rate if save.is_local else self._shared_rate).measured(size, seconds)
@@ -156,7 +156,7 @@ class Placing:
                 self._changed.wait_for(lambda: self._waiting or self._stopping)
                 if self._stopping:
                     return
-                save = self._in_hand = self._waiting.popleft()
+                save = self._waiting.popleft()
                 newer = list(self._waiting)
             try:
                 if self._rank == 0 and any((each.directory / PENDING_NAME).exists() for each in newer):
@@ -164,14 +164,15 @@ class Placing:
                 else:
                     self._place(save)
             except CopyStoppedError as stopped:
-                save.error = str(stopped)
+                if save.is_local or self._rank == 0:  # else there was nothing to copy, and rank 0 may have committed
+                    save.error = str(stopped)
             except Exception as error:  # noqa: BLE001 - told; training must go on
                 save.error = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
                 self._tell_failure(save)
             finally:
                 save.settled.set()
 
-    def _place(self, save: Save) -> None:
+    def _place(self, save: Placed) -> None:
         held = self._sealed(save)
         part = self._part(save, held)
         if part is not None and save.is_local:
@@ -179,7 +180,7 @@ class Placing:
         if self._rank == 0:
             self._commit(save, held)
 
-    def _sealed(self, save: Save) -> Held:
+    def _sealed(self, save: Placed) -> Held:
         """Wait for the manifest."""
         path = save.directory / PENDING_NAME
         limit_at = time.monotonic() + SEALED_WITHIN_S
@@ -190,7 +191,7 @@ class Placing:
                 raise TierError(f"{path}: did not come within {SEALED_WITHIN_S:g} s")
         raise AssertionError("the pauses end by an error only")
 
-    def _part(self, save: Save, held: Held) -> str | None:
+    def _part(self, save: Placed, held: Held) -> str | None:
         """Make this node's part a step of its disk, or wait until the node's first rank has; return its name."""
         if self._leads:
             name = self.local.commit(held)
@@ -211,7 +212,7 @@ class Placing:
                 raise TierError(f"{self.local.checkpoints}: the node's first rank did not commit step {save.step}")
         raise AssertionError("the pauses end by an error only")
 
-    def _copy(self, save: Save, held: Held) -> None:
+    def _copy(self, save: Placed, held: Held) -> None:
         """Copy this rank's files into the save in flight; a failure is told and tried again."""
         delay_s = self._retry_s
         for attempt in range(1, TRIES_MAX + 1):
@@ -241,7 +242,7 @@ class Placing:
             self._shared_rate.measured(pushed.bytes_copied, taken_s - (self._pace.waited_s - waited_s))
             return
 
-    def _commit(self, save: Save, held: Held) -> None:
+    def _commit(self, save: Placed, held: Held) -> None:
         """On rank 0: wait for the files of all ranks, and commit."""
         assert save.commit is not None, "rank 0 commits"
         there, since = -1, time.monotonic()
@@ -260,7 +261,7 @@ class Placing:
                 raise TierError(f"no rank has copied anything for {STALLED_S:g} s: {lacking[0]} is missing")
         save.commit()
 
-    def _tell_failure(self, save: Save) -> None:
+    def _tell_failure(self, save: Placed) -> None:
         warn("place_failed", step=save.step, save_id=save.save_id, rank=self._rank, why=save.error)
         if self._rank == 0:
             shutil.rmtree(save.directory, ignore_errors=True)  # gives the space back; nothing of it counts
@@ -272,7 +273,7 @@ class Placing:
         except OSError as error:
             warn("failure_unsaid", step=save.step, rank=self._rank, why=error)  # rank 0 hears nothing: see `_pauses`
 
-    def _leave_out(self, save: Save) -> None:
+    def _leave_out(self, save: Placed) -> None:
         """A newer one waits, and is complete: this one stays on the nodes' disks only."""
         self._part(save, self._sealed(save))
         shutil.rmtree(save.directory, ignore_errors=True)
@@ -283,10 +284,10 @@ class Placing:
         if save.give_up is not None:
             save.give_up(save.error)
 
-    def _dropped(self, save: Save) -> bool:
+    def _dropped(self, save: Placed) -> bool:
         return self._stopping or not save.directory.is_dir()
 
-    def _pauses(self, save: Save) -> Iterator[None]:
+    def _pauses(self, save: Placed) -> Iterator[None]:
         """Yield at once and then after growing pauses, until nobody needs the save any more.
 
         Raises:

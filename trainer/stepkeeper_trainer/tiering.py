@@ -1,0 +1,189 @@
+"""The tiers of a run, put together for one rank: made by the Keeper where there are any."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepkeeper_trainer.errors import UsageError
+from stepkeeper_trainer.formats import lineage as lineages
+from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.manifest import Manifest
+from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.tiers.cold import ColdCopies, Going
+from stepkeeper_trainer.tiers.config import Tiers, from_environment
+from stepkeeper_trainer.tiers.directory import DirectoryTier
+from stepkeeper_trainer.tiers.gathering import Gatherer, Place, find_place
+from stepkeeper_trainer.tiers.keeping import prune
+from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.opening import open_tier
+from stepkeeper_trainer.tiers.pace import Pace
+from stepkeeper_trainer.tiers.placing import Placing
+from stepkeeper_trainer.tiers.tier import Tier, TierError
+
+if TYPE_CHECKING:
+    from stepkeeper_trainer.agreement import Agreement
+    from stepkeeper_trainer.commit import Commits
+    from stepkeeper_trainer.listeners import CommittedStep
+
+IDENTITY_NAME = ".tiers-id"  # of a run directory, below checkpoints/: what nodes' disks have belongs to it
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What this rank works with."""
+
+    place: Place
+    shared: DirectoryTier
+    local: LocalTier | None
+    cold: Tier | None
+    pace: Pace
+
+
+class Tiering:
+    """One a rank.  It hears of commits as a listener."""
+
+    def __init__(self, tiers: Tiers, commits: Commits, agreement: Agreement, rank: int, world_size: int) -> None:
+        """Find out who shares this rank's node; all ranks do so together.
+
+        Raises:
+            UsageError: a tier makes no sense, or its library is missing.
+        """
+        self._tiers, self._commits, self._agreement = tiers, commits, agreement
+        self.placing: Placing | None = None
+        self._copies: ColdCopies | None = None
+        shared = DirectoryTier(commits.checkpoints, attempt=commits.environment.attempt, read_back=False)
+        identity = agreement.share(_identity(commits.checkpoints) if rank == 0 else "")
+        where = tiers.local_checkpoints(commits.run_directory, identity)
+        place = find_place(rank, world_size, f"{commits.environment.node}:{where}", agreement)
+        rate = tiers.megabytes_per_s
+        self._parts = _Parts(
+            place,
+            shared,
+            LocalTier(where, keep=tiers.local_keep) if where is not None else None,
+            _open_cold(tiers),
+            Pace(rate * 1e6 / len(place.node) if rate is not None else None),
+        )
+        if self._parts.local is not None and place.leads and (removed := self._parts.local.clear()):
+            say("local_leftovers_removed", directories=",".join(removed))
+
+    def newer_than(self, chosen: Manifest | None) -> Path | None:
+        """Bring a step that is newer than the chosen one from another tier, and return its directory.
+
+        All ranks call it.  Raises SupersededError where a newer attempt holds the run.
+        """
+        parts = self._parts
+        gatherer = Gatherer(
+            place=parts.place,
+            together=self._agreement,
+            shared=parts.shared,
+            local=parts.local,
+            cold=parts.cold,
+            fence=self._commits.check_fence,
+        )
+        name = gatherer.newer_than(chosen)
+        if parts.place.rank == 0:  # what was copied in part, and is of no use any more
+            parts.shared.clear(lambda _save_id: False)
+        return self._commits.checkpoints / name if name is not None else None
+
+    def start(self, resumed: Path | None, manifest: Manifest | None) -> None:
+        """Begin to copy: from now on, and what the cold tier lacks of the step that was resumed from."""
+        parts = self._parts
+        rank = parts.place.rank
+        if parts.local is not None:
+            self.placing = Placing(
+                parts.local, rank=rank, leads=parts.place.leads, shared=self._commits.checkpoints, pace=parts.pace
+            )
+        if parts.cold is None:
+            return
+        self._copies = ColdCopies(
+            parts.cold,
+            shared=parts.shared,
+            local=parts.local,
+            rank=rank,
+            world_size=parts.place.world_size,
+            pace=parts.pace,
+            fence=self._commits.check_fence,
+            after=self._prune,
+        )
+        if resumed is not None and manifest is not None and resumed.parent == self._commits.checkpoints:
+            self._copies.offer(Going(manifest.step, manifest.save_id, resumed))
+
+    def leave(self) -> None:
+        """The processes end: what is saved from now on must get to shared storage."""
+        if self.placing is not None:
+            self.placing.leaving = True
+
+    def committed(self, step: CommittedStep) -> None:
+        """Send a step to the cold tier (a listener's)."""
+        if self._copies is not None:
+            self._copies.offer(Going(step.step, step.save_id, step.directory))
+
+    def close(self, limit_at: float) -> None:
+        """Stop copying, at the latest at `limit_at` (Unix seconds) (a listener's)."""
+        if self.placing is not None:
+            self.placing.close(limit_at)
+        if self._copies is not None and not self._copies.close(limit_at):
+            warn(
+                "cold_copy_unfinished",
+                tier=self._tiers.cold,
+                why="the process leaves; the next launch goes on, or `stepkeeper checkpoints copy`",
+            )
+
+    def _prune(self) -> None:
+        """Remove from the cold tier what it need not keep (rank 0)."""
+        assert self._parts.cold is not None
+        try:
+            lineage = lineages.read(self._commits.checkpoints)
+            pinned = [s for s, marks in lineage.marks.items() if lineages.PINNED in marks] if lineage else []
+            removed = prune(self._parts.cold, keep=self._tiers.cold_keep, pinned=pinned)
+        except (TierError, OSError) as error:
+            warn("cold_prune_failed", tier=self._tiers.cold, why=error)
+            return
+        if removed:
+            say("cold_steps_removed", directories=",".join(removed))
+
+
+def find_tiers(
+    given: Tiers | None, commits: Commits, agreement: Agreement, rank: int, world_size: int
+) -> Tiering | None:
+    """Return the tiers that the script or the environment names; None where there are none.
+
+    All ranks call it.  The environment counts where it names any.
+
+    Raises:
+        UsageError: a setting makes no sense.
+    """
+    try:
+        told = from_environment()
+        tiers = told if told.any or given is None else given.check()
+    except TierError as error:
+        raise UsageError(str(error)) from error
+    return Tiering(tiers, commits, agreement, rank, world_size) if tiers.any else None
+
+
+def _open_cold(tiers: Tiers) -> Tier | None:
+    if tiers.cold is None:
+        return None
+    options: dict[str, object] = {}
+    if "://" in tiers.cold:  # each rank reads back what it has sent
+        options = {"zstd_level": tiers.cold_zstd, "read_back": False}
+    elif tiers.cold_zstd is not None:
+        raise UsageError(f"cold tier {tiers.cold}: files are compressed in object stores only: leave out cold_zstd")
+    try:
+        return open_tier(tiers.cold, **options)
+    except TierError as error:
+        raise UsageError(str(error)) from error
+
+
+def _identity(checkpoints: Path) -> str:
+    """Return what tells this run directory from an earlier one of the same name."""
+    path = checkpoints / IDENTITY_NAME
+    with suppress(FileNotFoundError):
+        return path.read_text(encoding="ascii").strip()
+    identity = secrets.token_hex(8)
+    write_atomically(path, identity.encode())
+    return identity

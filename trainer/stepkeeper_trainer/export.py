@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -41,6 +42,7 @@ PREFIX = "model."
 SHARD_BYTES_MAX = 5_000_000_000  # as `save_pretrained` has it
 CACHED_NUMBERS = 64 * 1024  # that are rounded at once
 SPARE_BYTES = 64 * 1024 * 1024  # left free on the target
+_COPY_BYTES = 1024 * 1024
 _TARGETS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DTYPES = {**_TARGETS, **{name: name for name in _TARGETS.values()}}
 
@@ -74,6 +76,7 @@ class Plan:
     directory: Path
     manifest: Manifest
     shards: tuple[tuple[Item, ...], ...]
+    tied: Mapping[str, str]  # names that are left out, each with the name that their tensor has here
 
     @property
     def bytes(self) -> int:
@@ -91,7 +94,12 @@ class Written:
 
 
 def plan_export(
-    directory: Path, *, prefix: str = PREFIX, dtype: str | None = None, shard_bytes_max: int = SHARD_BYTES_MAX
+    directory: Path,
+    *,
+    prefix: str = PREFIX,
+    dtype: str | None = None,
+    shard_bytes_max: int = SHARD_BYTES_MAX,
+    keep_tied: bool = False,
 ) -> Plan:
     """Find out what the export of a step directory writes.  Reads its manifest and `.metadata` only.
 
@@ -100,6 +108,8 @@ def plan_export(
         prefix: of the tensors to export; it is cut off their names.
         dtype: for floating-point tensors, by its name in `DTYPES`; None leaves each as it is.
         shard_bytes_max: of one file; a larger tensor gets a file of its own.
+        keep_tied: write tensors that the model has under several names under each of them; else under the first,
+            as model hubs have it.
 
     Raises:
         DamagedStepError: the step directory is torn or damaged.
@@ -115,6 +125,8 @@ def plan_export(
     if not chosen:
         begins = sorted({name.partition(".")[0] for name in contents.tensors})
         raise ExportError(f"{directory}: no tensor's name begins with {prefix!r}; they begin with {', '.join(begins)}")
+    tied = {} if keep_tied else _tied(manifest, chosen, prefix)
+    chosen = {name: entry for name, entry in chosen.items() if name.removeprefix(prefix) not in tied}
     if problems := _uncovered(chosen, manifest):
         raise DamagedStepError(f"{directory}: {'; '.join(problems)}")
     target = DTYPES[dtype] if dtype is not None else None
@@ -124,7 +136,19 @@ def plan_export(
             raise ExportError(f"{directory}: {name} is {entry.dtype}, for which safetensors has no name")
         becomes = target if target is not None and entry.dtype in numbers.FLOATS else entry.dtype
         items.append(Item(name.removeprefix(prefix), entry, becomes))
-    return Plan(directory, manifest, tuple(_shards(items, shard_bytes_max)))
+    return Plan(directory, manifest, tuple(_shards(items, shard_bytes_max)), tied)
+
+
+def _tied(manifest: Manifest, chosen: dict[str, TensorEntry], prefix: str) -> dict[str, str]:
+    """Return names that can be left out, since the tensor is there under another."""
+    told = manifest.state.get("tied")
+    if prefix != PREFIX or not isinstance(told, dict):
+        return {}
+    return {
+        name: first
+        for name, first in told.items()
+        if isinstance(first, str) and first not in told and {prefix + name, prefix + first} <= chosen.keys()
+    }
 
 
 def _contents(directory: Path, manifest: Manifest) -> Contents:
@@ -161,12 +185,19 @@ def _aligned(shard: list[Item]) -> tuple[Item, ...]:
     return tuple(sorted(shard, key=lambda item: (-safetensors.ITEM_BYTES[item.dtype], item.name)))
 
 
-def export(plan: Plan, target: Path, *, progress: Callable[[int], None] = lambda _bytes: None) -> list[Written]:
+def export(
+    plan: Plan,
+    target: Path,
+    *,
+    copies: Sequence[Path] = (),
+    progress: Callable[[int], None] = lambda _bytes: None,
+) -> list[Written]:
     """Write the files below `target`, which must not exist (an empty directory may).
 
     Args:
         plan: what to write.
         target: where; it gets its name when all is written and durable.
+        copies: files to put beside the tensors, such as the model's `config.json`.
         progress: called with the number of bytes each time some are written.
 
     Raises:
@@ -177,17 +208,33 @@ def export(plan: Plan, target: Path, *, progress: Callable[[int], None] = lambda
     target = Path(os.path.abspath(target))
     if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not os.listdir(target)):
         raise ExportError(f"{target}: is there already: name a directory that is not")
+    _check_copies(plan, copies)
     os.makedirs(target.parent, exist_ok=True)
     _clear_leftovers(target)
+    needed = plan.bytes + sum(os.path.getsize(path) for path in copies) + SPARE_BYTES
     free = shutil.disk_usage(target.parent).free
-    if plan.bytes + SPARE_BYTES > free:
-        raise ExportError(f"{target.parent}: {free} bytes are free, {plan.bytes + SPARE_BYTES} are needed")
+    if needed > free:
+        raise ExportError(f"{target.parent}: {free} bytes are free, {needed} are needed")
     with _growing(target) as directory:
         written = list(_write_files(plan, directory, progress))
+        for path in copies:
+            with open(path, "rb") as file:
+                blocks = iter(partial(file.read, _COPY_BYTES), b"")
+                written.append(_write_new(directory / path.name, blocks, progress))
         fsync_directory(directory)
         os.rename(directory, target)
     fsync_directory(target.parent)
     return written
+
+
+def _check_copies(plan: Plan, copies: Sequence[Path]) -> None:
+    taken = {*homes(plan), safetensors.INDEX_NAME}
+    for path in copies:
+        if not path.is_file():
+            raise ExportError(f"{path}: is no file: name the files to copy, such as config.json")
+        if path.name in taken:
+            raise ExportError(f"{path}: {path.name} is there already: copy files of other names, each once")
+        taken.add(path.name)
 
 
 @contextmanager

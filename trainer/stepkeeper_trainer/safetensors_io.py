@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from stepkeeper_trainer.errors import DamagedError, ResumeError
 from stepkeeper_trainer.formats import safetensors
-from stepkeeper_trainer.state import plain_name
+from stepkeeper_trainer.state import plain_name, tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +32,8 @@ def load_model(
     rename: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Fill a model, sharded or not, from safetensors files, in place; numbers become the model's own dtype.
+
+    Of a tensor that the model has under several names (tied weights) the files need to have one.
 
     Args:
         model: on any device; not on `meta`.
@@ -49,7 +51,10 @@ def load_model(
     wanted = {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     slots = _find(Path(source))
     homes = {name: (rename or {}).get(name, name) for name in wanted}
-    missing = sorted(name for name, home in homes.items() if home not in slots)
+    filled = {name for name, home in homes.items() if home in slots}
+    tied = tied_names(model)
+    filled_ties = {tied.get(name, name) for name in filled}
+    missing = sorted(name for name in wanted if name not in filled and tied.get(name, name) not in filled_ties)
     extra = sorted(slots.keys() - set(homes.values()))
     if strict and (missing or extra):
         raise ResumeError(

@@ -26,7 +26,7 @@ from stepkeeper_trainer.tree import from_blob, join, split, to_blob
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["HISTORY_STEPS", "Counters", "Stateful", "TrainingState", "of_one_rank", "plain_name"]
+__all__ = ["HISTORY_STEPS", "Counters", "Stateful", "TrainingState", "of_one_rank", "plain_name", "tied_names"]
 
 HISTORY_STEPS = 50
 _JSON_KEY, _HISTORY_KEY = "keeper.json", "keeper.loss_history"
@@ -180,6 +180,7 @@ class TrainingState:
             "optimizer": self.optimizers.filled,
             "rng": True,
             "loss_history": True,
+            **({"tied": tied} if (tied := tied_names(self.model)) else {}),
         } | dict.fromkeys(self.others, True)
 
     def _parts_by_kind(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
@@ -214,6 +215,17 @@ class TrainingState:
 @lru_cache(maxsize=4)
 def _model_keys(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"model.{plain_name(name)}" for name in names)
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Return further names of parameters that have several, each with the first name."""
+    first: dict[torch.nn.Parameter, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(parameter, plain_name(name))
+        if known != plain_name(name):
+            tied[plain_name(name)] = known
+    return tied
 
 
 def of_one_rank(part: Stateful) -> bool:

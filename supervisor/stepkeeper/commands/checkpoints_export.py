@@ -44,6 +44,20 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument(
         "--max-shard-size", metavar="SIZE", type=_size, default=export.SHARD_BYTES_MAX, help="of one file; default 5GB"
     )
+    command.add_argument(
+        "--copy",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="put this file beside the tensors, such as the model's config.json or tokenizer.json; may be repeated",
+    )
+    command.add_argument(
+        "--keep-tied",
+        action="store_true",
+        help="write a tensor that the model has under several names under each of them; default: under the first, "
+        "as model hubs have it",
+    )
     command.add_argument("--dry-run", action="store_true", help="show what would be written")
     command.add_argument("--json", action="store_true", help="one JSON document")
     command.set_defaults(execute=execute)
@@ -74,10 +88,13 @@ def execute(arguments: argparse.Namespace) -> int:
             prefix=arguments.prefix,
             dtype=arguments.dtype,
             shard_bytes_max=arguments.max_shard_size,
+            keep_tied=arguments.keep_tied,
         )
         written = []
         if not arguments.dry_run:
-            written = export.export(plan, Path(arguments.target), progress=_Progress(plan.bytes).add)
+            written = export.export(
+                plan, Path(arguments.target), copies=arguments.copy, progress=_Progress(plan.bytes).add
+            )
     except export.DamagedStepError as error:
         raise StepkeeperError(str(error), ExitCode.NOT_VERIFIED) from error
     except export.ExportError as error:
@@ -125,6 +142,7 @@ def _document(plan: export.Plan, written: list[export.Written], target: str, sec
             name: {item.name: {"dtype": item.dtype, "shape": list(item.entry.size)} for item in shard}
             for name, shard in export.homes(plan).items()
         },
+        "tied": dict(plan.tied),
         "seconds": round(seconds, 3),
     }
 
@@ -137,4 +155,6 @@ def _show(plan: export.Plan) -> None:
             for item in shard
         ]
     printing.say_table(rows)
+    for name, first in plan.tied.items():
+        printing.say(f"{name} is {first}, and is not written again")
     printing.say(f"{len(rows) - 1} tensors, {printing.size(plan.bytes)} in {len(plan.shards)} files; nothing written")

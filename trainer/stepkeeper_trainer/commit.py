@@ -19,7 +19,7 @@ from stepkeeper_trainer.errors import SaveError, SupersededError
 from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
-from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries, fsync_directory, write_all
+from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries, fsync_directory, naming, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, PENDING_NAME, Manifest, seal
 from stepkeeper_trainer.formats.steps import step_name
 from stepkeeper_trainer.log import say, warn
@@ -212,7 +212,8 @@ class Commits:
 def _write_new(path: Path, data: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        write_all(descriptor, data)
-        os.fsync(descriptor)
+        with naming(path):
+            write_all(descriptor, data)
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

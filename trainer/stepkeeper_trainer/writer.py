@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from stepkeeper_trainer.checksums import crc32, put_crc
+from stepkeeper_trainer.formats.durable import naming
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class HashingFile:
         Raises FileExistsError where it is there already.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._path = path
         self._descriptor: int | None = os.open(path, flags, 0o666)
         self._digester = Digester()
         self._written = self._flushed = 0
@@ -93,6 +95,13 @@ class HashingFile:
     def put(self, view: memoryview) -> None:
         """Put the next bytes into the file: of whole pages in memory, where it is direct.  Raises OSError."""
         assert self._descriptor is not None, "closed"
+        with naming(self._path):
+            self._put(view)
+        if not self._direct:
+            self._start_writeback()
+
+    def _put(self, view: memoryview) -> None:
+        assert self._descriptor is not None
         while view:
             try:
                 count = os.write(self._descriptor, view)
@@ -105,21 +114,21 @@ class HashingFile:
             self._written += count
             if self._direct and count % PAGE_BYTES:
                 self._direct = self._set_direct(on=False)  # the rest of a write that was cut short is not aligned
-        if not self._direct:
-            self._start_writeback()
 
     def cut(self) -> None:
         """Take away what was put beyond what was hashed.  Raises OSError."""
         assert self._descriptor is not None, "closed"
         if self._written > self._digester.bytes:
-            os.ftruncate(self._descriptor, self._digester.bytes)
+            with naming(self._path):
+                os.ftruncate(self._descriptor, self._digester.bytes)
 
     def close(self) -> None:
         """Make the file durable.  Raises OSError."""
         if self._descriptor is None:
             return
         try:
-            os.fsync(self._descriptor)
+            with naming(self._path):
+                os.fsync(self._descriptor)
         finally:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)

@@ -8,16 +8,36 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 STALE_S = 3600.0  # nobody takes so long to write a small file
 _TEMPORARY = re.compile(r"\.[\w.-]+\.json\.[a-z0-9_]{8}")  # as `write_atomically` names them
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Have an error of the system name its file: calls on descriptors do not, and "No space left" alone helps nobody.
+
+    Raises:
+        OSError: as it was, with the name.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def fsync_directory(path: Path) -> None:
     """Make renames and new names below `path` durable.  Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -40,9 +60,10 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         try:
-            os.fchmod(descriptor, mode)
-            write_all(descriptor, data)
-            os.fsync(descriptor)
+            with naming(path):
+                os.fchmod(descriptor, mode)
+                write_all(descriptor, data)
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
         os.rename(temporary, path)
@@ -76,10 +97,11 @@ def append_line(path: Path, line: bytes, *, mode: int = 0o600) -> None:
     existed = path.exists()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        write_all(descriptor, (b"\n" if torn else b"") + line + b"\n")
-        os.fsync(descriptor)
+        with naming(path):
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            write_all(descriptor, (b"\n" if torn else b"") + line + b"\n")
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
     if not existed:

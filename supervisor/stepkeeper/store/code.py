@@ -1,0 +1,136 @@
+"""`attempts/attempt-000/code.json`: which code an attempt ran, so that a resume by other code is seen.
+
+A requeued job runs what stands on the disk then: a colleague's edit, or one's own, changes a run half-way.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from stepkeeper.store import lines
+from stepkeeper_trainer.formats.durable import write_atomically
+
+NAME = "code.json"
+FORMAT = 1
+GIT_WITHIN_S = 10.0
+UNTRACKED_MAX = 1000
+FILE_BYTES_MAX = 16 * 1024 * 1024
+_BLOCK = 1 << 20
+
+
+class Code(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command runs, as far as it can be told; empty where it cannot."""
+
+    format: int = FORMAT
+    directory: str = ""  # of the git working tree
+    commit: str = ""
+    changes_xxh3: str = ""  # of what is not committed, new Python files included; empty where there is nothing
+    scripts: dict[str, str] = {}  # files of the command line, with their digests
+    unknown: str = ""  # why git did not tell
+
+
+def look(command: Sequence[str], directory: Path) -> Code:
+    """Return what a command runs that starts in `directory`.  Never raises for what a disk or git does."""
+    scripts = {
+        word: digest for word in command if word.endswith((".py", ".sh")) and (digest := _digest(directory, word))
+    }
+    first = next(iter(scripts), "")
+    beside = (directory / first).parent if first else directory
+    try:
+        top = _git(beside, "rev-parse", "--show-toplevel").strip()
+        commit = _git(beside, "rev-parse", "HEAD").strip()
+        changes = xxhash.xxh3_128()
+        diff = _git(Path(top), "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--binary")
+        changes.update(diff.encode(errors="surrogateescape"))
+        new = list(_untracked(Path(top)))
+        for name, digest in new:
+            changes.update(f"{name}\0{digest}\0".encode(errors="surrogateescape"))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Code(scripts=scripts, unknown=_why(error))
+    return Code(directory=top, commit=commit, changes_xxh3=changes.hexdigest() if diff or new else "", scripts=scripts)
+
+
+def differences(before: Code, now: Code) -> list[str]:
+    """Return in words what is not the same; nothing where one of them could not be told."""
+    found = []
+    if before.commit and now.commit and before.commit != now.commit:
+        found.append(f"commit {before.commit[:12]} became {now.commit[:12]}")
+    elif before.commit and now.commit and before.changes_xxh3 != now.changes_xxh3:
+        found.append(f"uncommitted changes in {now.directory} are not the same")
+    for script, digest in now.scripts.items():
+        if before.scripts.get(script, digest) != digest:
+            found.append(f"{script} has changed")
+    return found
+
+
+def write(run_directory: Path, attempt: int, code: Code) -> None:
+    """Keep it beside the attempt's configuration, whose directory is there.
+
+    Raises:
+        OSError: it was not written.
+    """
+    path = _path(run_directory, attempt)
+    write_atomically(path, msgspec.json.format(lines.encode(code), indent=1) + b"\n")
+
+
+def newest_before(run_directory: Path, attempt: int) -> Code | None:
+    """Return what the newest earlier attempt ran of which it is known."""
+    for number in range(attempt - 1, -1, -1):
+        try:
+            return msgspec.json.decode(lines.read_small(_path(run_directory, number)), type=Code)
+        except (OSError, msgspec.MsgspecError):
+            continue  # an attempt that never got so far, or a record of a newer version
+    return None
+
+
+def _path(run_directory: Path, attempt: int) -> Path:
+    return run_directory / "attempts" / f"attempt-{attempt:03d}" / NAME
+
+
+def _digest(directory: Path, word: str) -> str:
+    digest = xxhash.xxh3_128()
+    try:
+        with lines.open_plain(directory / word) as file:
+            left = FILE_BYTES_MAX
+            while left > 0 and (block := file.read(min(_BLOCK, left))):
+                digest.update(block)
+                left -= len(block)
+    except OSError:
+        return ""  # not a file of this node: an option that looks like one, or a path inside a container
+    return digest.hexdigest()
+
+
+def _untracked(top: Path) -> Iterator[tuple[str, str]]:
+    names = _git(top, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py").split("\0")
+    for name in names[:UNTRACKED_MAX]:
+        if name:
+            yield name, _digest(top, name)
+
+
+def _git(directory: Path, *words: str) -> str:
+    done = subprocess.run(
+        ["git", *words],
+        cwd=directory,
+        capture_output=True,
+        timeout=GIT_WITHIN_S,
+        check=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+        start_new_session=True,
+    )
+    return done.stdout.decode(errors="surrogateescape")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        said = error.stderr.decode(errors="replace").strip().splitlines()
+        return said[-1][:200] if said else f"git: exit code {error.returncode}"
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"git did not answer in {GIT_WITHIN_S:g} s"
+    return f"git: {error}"

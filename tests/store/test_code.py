@@ -1,0 +1,72 @@
+"""A resume by other code is seen."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.store import code
+from stepkeeper.store.code import Code
+
+
+def git(directory: Path, *words: str) -> None:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(["git", *identity, *words], cwd=directory, check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    tree = tmp_path / "work"
+    tree.mkdir()
+    (tree / "train.py").write_text("print(1)\n")
+    (tree / "model.py").write_text("layers = 2\n")
+    git(tree, "init", "-q")
+    git(tree, "add", ".")
+    git(tree, "commit", "-q", "-m", "first")
+    return tree
+
+
+COMMAND = ("python", "train.py", "--lr", "0.1")
+
+
+def test_the_same_tree_has_no_difference(tree: Path) -> None:
+    first = code.look(COMMAND, tree)
+    assert len(first.commit) == 40
+    assert first.changes_xxh3 == ""
+    assert first.scripts.keys() == {"train.py"}
+    assert code.differences(first, code.look(COMMAND, tree)) == []
+
+
+def test_another_commit_an_edit_and_a_new_module_are_seen(tree: Path) -> None:
+    first = code.look(COMMAND, tree)
+    (tree / "model.py").write_text("layers = 3\n")
+    edited = code.look(COMMAND, tree)
+    assert code.differences(first, edited) == [f"uncommitted changes in {tree} are not the same"]
+    (tree / "new.py").write_text("import os\n")
+    assert code.differences(edited, code.look(COMMAND, tree)) == [f"uncommitted changes in {tree} are not the same"]
+    git(tree, "add", ".")
+    git(tree, "commit", "-q", "-m", "second")
+    (said,) = code.differences(first, code.look(COMMAND, tree))
+    assert said.startswith("commit ")
+    (tree / "train.py").write_text("print(2)\n")
+    assert "train.py has changed" in code.differences(first, code.look(COMMAND, tree))
+
+
+def test_without_git_the_script_itself_counts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    first = code.look(COMMAND, tmp_path)
+    assert "git" in first.unknown
+    (tmp_path / "train.py").write_text("print(2)\n")
+    assert code.differences(first, code.look(COMMAND, tmp_path)) == ["train.py has changed"]
+
+
+def test_the_newest_earlier_record_is_what_counts(tmp_path: Path) -> None:
+    for attempt in (0, 1, 3):
+        (tmp_path / "attempts" / f"attempt-{attempt:03d}").mkdir(parents=True)
+    code.write(tmp_path, 0, Code(commit="a" * 40))
+    code.write(tmp_path, 1, Code(commit="b" * 40))
+    (tmp_path / "attempts" / "attempt-003" / code.NAME).write_text("torn")
+    assert code.newest_before(tmp_path, 4) == Code(commit="b" * 40)
+    assert code.newest_before(tmp_path, 0) is None

@@ -8,6 +8,7 @@ Each story is a `Story` in JSON; for each a line of JSON with how its ranks ende
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -19,7 +20,10 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
@@ -35,7 +39,7 @@ class Story:
     run_dir: str
     world_size: int = 2
     steps: int = 6
-    every: int = 2
+    every: int | None = 2
     save_within_s: float = 20.0
     resume_from: str | None = None
     hit: str | None = None  # a point
@@ -44,6 +48,10 @@ class Story:
     stop_s: float = 0.0
     drift_at: int | None = None  # step at which rank 1 gets a bit wrong
     options: dict[str, Any] = field(default_factory=dict)  # of Keeper
+    environment: dict[str, str] = field(default_factory=dict)
+    epoch: int = 0  # steps of an epoch; 0: there are none
+    full_until: int = 0  # the disk takes nothing of rank `rank` before that step is done
+    step_s: float = 0.02
     save_on: str = ""  # environment
 
 
@@ -152,6 +160,7 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
         )
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    os.environ.update(story.environment)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
     if story.world_size > 1:
         fully_shard(model[0])  # one half sharded, the other held by all ranks
@@ -168,8 +177,11 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
         save_within_s=story.save_within_s,
         **story.options,
     )
+    if story.full_until and rank == story.rank:
+        _fill(lambda: keeper.step < story.full_until)
     try:
         keeper.resume()
+        keeper.listeners.add(_Hearing())
         done = keeper.finished
         while not done:
             torch.manual_seed(keeper.step)
@@ -180,8 +192,9 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
             if story.drift_at == keeper.step and rank == 1:
                 with torch.no_grad():
                     model[1].weight.view(-1)[3] += 1
-            time.sleep(0.02)
-            done = keeper.step_done(loss=loss.detach())
+            time.sleep(story.step_s)
+            at_end = bool(story.epoch) and (keeper.step + 1) % story.epoch == 0
+            done = keeper.step_done(loss=loss.detach(), epoch_end=at_end)
         return keeper.finish(leave_process=False)
     except KeeperError as error:
         print(f"[{rank}] {error}", file=sys.stderr)
@@ -190,6 +203,29 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
         print(f"[{rank}] left alone: {str(error).splitlines()[0]}", file=sys.stderr)
         keeper._last_seconds()
         return 1
+
+
+class _Hearing:
+    """Says what a listener hears."""
+
+    def committed(self, step: Any) -> None:
+        whole = (step.directory / "MANIFEST.json").is_file()
+        logging.getLogger("heard").info("heard step=%s whole=%s", step.step, whole)
+
+    def close(self, _limit_at: float) -> None:
+        logging.getLogger("heard").info("closed")
+
+
+def _fill(full: Callable[[], bool]) -> None:
+    """Have the disk refuse what a save writes, as long as `full` says so."""
+    sync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if full() and ".tmp-step" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    os.fsync = refuse
 
 
 def _arm(point: str, how: str) -> None:

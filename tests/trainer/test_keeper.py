@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +59,9 @@ class Loop:
         self.width = width
 
     def step(self) -> tuple[float, bool]:
+        return self.step_with()
+
+    def step_with(self, **said: Any) -> tuple[float, bool]:
         noise = random.random() + float(np.random.rand()) + random.gauss(0, 1)
         x = torch.rand(5, self.width) + noise + sum(self.sampler.micro_batch(0, 2))
         loss = self.model(x).square().mean()
@@ -67,7 +71,7 @@ class Loop:
         self.scheduler.step()
         self.sampler.advance(2)
         lr = self.scheduler.get_last_lr()[0]
-        done = self.keeper.step_done(loss=loss.detach(), tokens=10, lr=lr)
+        done = self.keeper.step_done(loss=loss.detach(), tokens=10, lr=lr, **said)
         return loss.item(), done
 
     def run(self, until: int) -> list[float]:

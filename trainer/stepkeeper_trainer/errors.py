@@ -54,3 +54,13 @@ class SaveError(KeeperError):
 
 class NoRoomError(SaveError):
     """The storage has no room for a save, or does not answer."""
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuse a setting that is none of its choices.
+
+    Raises:
+        UsageError: which, and what there is.
+    """
+    if value not in choices:
+        raise UsageError(f"{name}={value!r}: choose of {choices}")

@@ -21,7 +21,7 @@ from stepkeeper_trainer.boundary import Boundary
 from stepkeeper_trainer.cadence import Rule, choose_rule
 from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import read_environment
-from stepkeeper_trainer.errors import UsageError
+from stepkeeper_trainer.errors import UsageError, check_choice
 from stepkeeper_trainer.housekeeping import Retention, choose_policy
 from stepkeeper_trainer.later import whole
 from stepkeeper_trainer.leave import install_excepthook, leave
@@ -110,11 +110,8 @@ class Keeper:
         self._environment = read_environment()
         self.rank, self.world_size = attach.find_rank()
         self._resume_from = str(resume_from) if resume_from else self._environment.resume_from
-        if when_busy not in get_args(WhenBusy) or replicas not in get_args(Replication):
-            raise UsageError(
-                f"when_busy={when_busy!r}, replicas={replicas!r}: "
-                f"choose of {get_args(WhenBusy)} and of {get_args(Replication)}"
-            )
+        check_choice("when_busy", when_busy, get_args(WhenBusy))
+        check_choice("replicas", replicas, get_args(Replication))
         self._when_busy, self._replicas = when_busy, replicas
         self._rule = choose_rule(self._environment.checkpoint_every, checkpoint_every, checkpoint_every_steps)
         self._policy = choose_policy(self._environment.retention, retention, total_steps=total_steps)
@@ -124,6 +121,7 @@ class Keeper:
         self._group = attach.new_group(save_within_s)
         self._agreement = Agreement(attach.new_group(AGREE_WITHIN_S))
         self.run_dir = attach.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
+        stacks.listen(self._environment, self.run_dir, self.rank)
         self._commits = Commits(self.run_dir, self._environment)
         self._link = Link(self._environment.socket, self._environment.launch_name)
         self._requests = Requests(self._link)
@@ -314,6 +312,7 @@ class Keeper:
             link=self._link,
         )
         saver.hear_committed(saver.sequence if code != outcomes.EXIT_UNSAVED else 0)
+        saver.finish_telling(self._requests.limit_at(self._save_within_s))
         self.listeners.close(self._requests.limit_at(self._save_within_s))
         if self._metrics is not None:
             self._metrics.finish()
@@ -380,17 +379,7 @@ class Keeper:
         return agreed
 
     def _wish(self) -> Wish:
-        saver = self._ready()
-        busy = saver.busy  # asked first: what broke a save is known once it is over
-        wish = Wish(
-            busy=busy,
-            failed_save=saver.failed_save,
-            sequence=saver.sequence,
-            broken=saver.broken,
-            committed=saver.committed,
-            held=self._guard.held,
-        )
-        return self._requests.wish(wish, due=self._periodic.asks(self.step))
+        return self._requests.wish(self._ready().wish(held=self._guard.held), due=self._periodic.asks(self.step))
 
     def _ready(self) -> Saver:
         if self._saver is None:

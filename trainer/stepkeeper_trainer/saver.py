@@ -11,12 +11,12 @@ import os
 import shutil
 import threading
 import time
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from stepkeeper_trainer.agreement import Wish
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.messages import SaveFailed, SaveStarted, shorten
 from stepkeeper_trainer.housekeeping import mark_epoch_end
@@ -26,11 +26,11 @@ from stepkeeper_trainer.persist import Persister
 from stepkeeper_trainer.planner import Planner
 from stepkeeper_trainer.reader import root_cause
 from stepkeeper_trainer.report import RankReport, publish_failure
+from stepkeeper_trainer.saves import Save, Summary
 from stepkeeper_trainer.staging import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     import torch
 
@@ -39,55 +39,11 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.storage import Guard
     from stepkeeper_trainer.tiers.placing import Placing
 
+__all__ = ["Save", "Saver", "Summary"]
+
 PREPARE_WITHIN_S = 600.0
+TELL_WITHIN_S = 5.0  # listeners return soon
 BEGUN_MAX = 16  # saves that may be on their way from the nodes' disks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """What the manifest says of the state that is saved."""
-
-    step: int
-    tokens: int
-    loss: float | None
-    parts: dict[str, Any]
-    metrics: dict[str, float] = field(default_factory=dict)  # that the best step may be chosen by
-    epoch_end: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class Save:
-    """One save; its outcome is known once `settled` is set."""
-
-    sequence: int
-    save_id: str
-    summary: Summary
-    emergency: bool
-    requested_at: float  # Unix seconds
-    limit_at: float  # Unix seconds
-    directory: Path
-    local: Path | None = None  # where this rank writes its files, if that is its node's own disk
-    ask_room: bool = False  # whether it is given up where there is no room for it
-    blocked_s: float = 0.0  # training stood still for
-    settled: threading.Event = field(default_factory=threading.Event)
-    error: str | None = None
-    cancelled: str | None = None  # why nobody needs it any more
-
-    @property
-    def data(self) -> Path:
-        """Where this rank writes its files."""
-        return self.local or self.directory
-
-    def check(self) -> None:
-        """Raise where the save must not go on.
-
-        Raises:
-            SaveError: it was cancelled, or its time is over.
-        """
-        if self.cancelled is not None:
-            raise SaveError(f"cancelled: {self.cancelled}")
-        if time.time() >= self.limit_at:
-            raise SaveError("not written in time")
 
 
 class Saver:
@@ -177,6 +133,18 @@ class Saver:
         """Whether saves need another group: a rank was away for longer than the last save could wait."""
         return self._planner.broken
 
+    def wish(self, *, held: bool) -> Wish:
+        """Return what this rank tells the others of its saves; `held`: whether periodic ones wait."""
+        busy = self.busy  # asked first: what broke a save, or came of it, is known once it is over
+        return Wish(
+            busy=busy,
+            failed_save=self.failed_save,
+            sequence=self.sequence,
+            broken=self.broken,
+            committed=self.committed,
+            held=held,
+        )
+
     def renew(self, group: Any | None) -> None:
         """Take another group.  All ranks call it, while none has a save in flight."""
         self._planner.renew(group)
@@ -193,6 +161,12 @@ class Saver:
             return
         self._told = sequence
         self._do(lambda: self._listeners.tell(self._committed_step(save)))
+
+    def finish_telling(self, limit_at: float) -> None:
+        """Wait until this rank's listeners know of all commits that it has heard of, by `limit_at` (Unix seconds)."""
+        told = threading.Event()
+        self._do(told.set)
+        told.wait(max(0.0, min(TELL_WITHIN_S, limit_at - time.time())))
 
     def cancel(self, why: str) -> None:
         """Have the save in flight end as soon as it can, unless it is committed by then.  All ranks call it."""

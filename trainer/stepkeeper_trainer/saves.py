@@ -1,0 +1,60 @@
+"""One save: what it is of, where it goes, and how it ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from stepkeeper_trainer.errors import SaveError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What the manifest says of the state that is saved."""
+
+    step: int
+    tokens: int
+    loss: float | None
+    parts: dict[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)  # that the best step may be chosen by
+    epoch_end: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Save:
+    """One save; its outcome is known once `settled` is set."""
+
+    sequence: int
+    save_id: str
+    summary: Summary
+    emergency: bool
+    requested_at: float  # Unix seconds
+    limit_at: float  # Unix seconds
+    directory: Path
+    local: Path | None = None  # where this rank writes its files, if that is its node's own disk
+    ask_room: bool = False  # whether it is given up where there is no room for it
+    blocked_s: float = 0.0  # training stood still for
+    settled: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+    cancelled: str | None = None  # why nobody needs it any more
+
+    @property
+    def data(self) -> Path:
+        """Where this rank writes its files."""
+        return self.local or self.directory
+
+    def check(self) -> None:
+        """Raise where the save must not go on.
+
+        Raises:
+            SaveError: it was cancelled, or its time is over.
+        """
+        if self.cancelled is not None:
+            raise SaveError(f"cancelled: {self.cancelled}")
+        if time.time() >= self.limit_at:
+            raise SaveError("not written in time")

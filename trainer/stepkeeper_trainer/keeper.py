@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from stepkeeper_trainer import attach, outcomes, random_state, resuming, storage
+from stepkeeper_trainer import attach, outcomes, random_state, resuming, stacks, storage
 from stepkeeper_trainer.agreement import AGREE_WITHIN_S, Agreement, Wish
 from stepkeeper_trainer.backpressure import WhenBusy
 from stepkeeper_trainer.boundary import Boundary

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 
+from stepkeeper.core import events as on
+from stepkeeper.store import logs
 from stepkeeper.store.rundir import RunDirectory
 from tests.reading import build
 from tests.reading.conftest import Command
@@ -108,3 +112,46 @@ def test_links_are_not_followed(command: Command, run: RunDirectory) -> None:
 
     assert said.code == 32
     assert "root:" not in said.out
+
+
+def test_of_a_failed_launch_the_rank_that_failed_first_is_shown(command: Command, run: RunDirectory) -> None:
+    build.write_log(run, "n1", b"0: fine\n1: Traceback\n", attempt=0, launch=1)
+    build.write_log(run, "n1", b"0: goes on\n", attempt=0, launch=2)
+    assert command("logs", run.path, "--failed").code == 40, "none is marked"
+    logs.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "rank 1 on n1 ended with exit code 1")
+    exited = on.RankExited(at=build.START, launch=1, rank=1, node="n1", code=1, signal=None)
+    build.write_journal(run, [build.record(exited, attempt=0)])
+
+    said = command("logs", run.path, "--failed")
+
+    assert said.out == "1: Traceback\n"
+    assert "attempt-000, launch-001 failed: rank 1 on n1 ended with exit code 1" in said.err
+    assert command("logs", run.path, "--failed", "--rank", 0).out == "0: fine\n"
+    assert command("logs", run.path, "--failed", "--follow").code == 2
+
+
+def test_lines_are_followed_over_a_relaunch_until_the_run_ends(command: Command, run: RunDirectory) -> None:
+    build.write_status(run, phase="training", exit_code=None)
+    build.write_log(run, "n1", b"".join(b"0: old line %d\n" % i for i in range(1000)), attempt=0, launch=0)
+
+    def play() -> None:
+        time.sleep(0.7)
+        with (run.path / "logs" / "attempt-000" / "launch-000" / "n1.log").open("ab") as log:
+            log.write(b"0: half a ")
+            log.flush()
+            time.sleep(0.7)
+            log.write(b"line\n")
+        build.write_log(run, "n1", b"0: relaunched\n", attempt=0, launch=1)
+        time.sleep(0.7)
+        build.write_status(run, phase="done", exit_code=0)
+
+    player = threading.Thread(target=play)
+    player.start()
+    said = command("logs", run.path, "--follow")
+    player.join()
+
+    told = said.out.splitlines()
+    assert told[0] == "--- attempt 0, launch 0"
+    assert 0 < told.count("0: old line 999") < 2
+    assert "0: old line 1" not in told, "only the last lines of what was there"
+    assert told[-3:] == ["0: half a line", "--- attempt 0, launch 1", "0: relaunched"]

@@ -38,6 +38,33 @@ def parts(tmp_path: Path, rank: int) -> dict[str, list[str]]:
     return {path.name: sorted(os.listdir(path)) for path in (tmp_path / f"disk{rank}").glob("run.*/checkpoints/step_*")}
 
 
+def held_locally(ranks: Ranks) -> int:
+    """Return the newest step that is complete on the nodes' disks."""
+    found = [
+        int(word.removeprefix("step="))
+        for line in ranks.output().splitlines()
+        if "held_locally" in line
+        for word in line.split()
+        if word.startswith("step=")
+    ]
+    return max(found, default=0)
+
+
+def kill_with_a_step_on_the_disks_only(tmp_path: Path) -> tuple[int, int]:
+    """Kill all ranks when a step is on the nodes' disks only; return the newest on shared storage, and that one."""
+    run = tmp_path / "run"
+    with Ranks(NODES, run, of_rank=nodes(tmp_path)) as ranks:
+        ranks.until(lambda: newest(run))
+    before = newest(run)
+    assert before is not None
+    with Ranks(NODES, run, "--resume-from=latest", of_rank=nodes(tmp_path, STEPKEEPER_COPY_RATE="0.001")) as ranks:
+        ranks.until(lambda: held_locally(ranks))
+        step = held_locally(ranks)
+    base = newest(run)
+    assert base is not None
+    return int(base.removeprefix("step_")), step
+
+
 def newest(run_dir: Path) -> str | None:
     chosen = steps.newest_verified(run_dir / "checkpoints").chosen
     return chosen.path.name if chosen else None
@@ -65,3 +92,43 @@ def test_steps_go_by_the_nodes_disks_to_shared_storage_and_the_cold_tier(
     in_cold = DirectoryTier(cold).steps()
     assert in_cold[0].manifest.step == 24, said
     assert verify(cold / in_cold[0].directory).ok
+
+
+def lose_nothing(_tmp_path: Path, _step: int) -> None:
+    pass
+
+
+def lose_a_disk(tmp_path: Path, _step: int) -> None:
+    shutil.rmtree(tmp_path / "disk1")
+
+
+def damage_a_part(tmp_path: Path, step: int) -> None:
+    [file] = (tmp_path / "disk1").glob(f"run.*/checkpoints/step_{step:08d}/__1_0.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.campaign
+def test_killed_with_the_newest_step_on_the_nodes_disks_only_it_goes_on_from_what_is_whole(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    base, step = kill_with_a_step_on_the_disks_only(tmp_path)
+    assert base < step
+    kept = tmp_path.with_name(f"{tmp_path.name}-kept")
+    shutil.copytree(tmp_path, kept)
+    run = tmp_path / "run"
+    for lose, resumed, word in (
+        (lose_nothing, step, f"step_brought step={step}"),
+        (lose_a_disk, base, f"local_step_incomplete step={step}"),
+        (damage_a_part, base, "bytes of chunk 0"),
+    ):
+        shutil.rmtree(tmp_path)
+        shutil.copytree(kept, tmp_path)
+        lose(tmp_path, step)
+        with Ranks(NODES, run, "--resume-from=latest", of_rank=nodes(tmp_path)) as ranks:
+            assert ranks.wait() == [0, 0]
+            assert word in ranks.output()
+            assert f"resumed step={resumed}" in ranks.output()
+        assert losses(run) == undisturbed, lose.__name__
+        assert newest(run) == "step_00000024"

@@ -1,0 +1,405 @@
+"""Saves on their way from the nodes' disks to shared storage."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stepkeeper_trainer.commit import Commits
+from stepkeeper_trainer.environment import read_environment
+from stepkeeper_trainer.formats import lineage, steps
+from stepkeeper_trainer.formats.manifest import PENDING_NAME
+from stepkeeper_trainer.tiers import DirectoryTier, Held, Pace, TierError
+from stepkeeper_trainer.tiers.gathering import Gatherer, counts, find_place
+from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.placing import Placed, Placing
+from tests.trainer.tier_steps import LATE_S, content, lay, make, on_ranks
+
+RANKS = 2
+
+
+class Nodes:
+    """Two ranks, each a node with a disk, and shared storage."""
+
+    def __init__(self, path: Path, *, keep: int = 2) -> None:
+        self.shared = path / "run" / "checkpoints"
+        self.shared.mkdir(parents=True)
+        self.commits = Commits(path / "run", read_environment({}))
+        self.locals = [LocalTier(path / f"disk{rank}", keep=keep) for rank in range(RANKS)]
+        self.told: list[str] = []
+        self.placings: list[Placing] = []
+        self.newest: str | None = None
+
+    def start(self, *, rate: float | None = None, retry_s: float = 0.001) -> None:
+        self.placings = [
+            Placing(self.locals[rank], rank=rank, leads=True, shared=self.shared, pace=Pace(rate), retry_s=retry_s)
+            for rank in range(RANKS)
+        ]
+
+    def write(self, held: Held, files: dict[str, bytes], *, local: bool = True, seal: bool = True) -> list[Placed]:
+        """Do what the ranks' saves do, up to the sealed manifest."""
+        step, save_id = held.manifest.step, held.manifest.save_id
+        directory = self.commits.in_flight(step, save_id)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.commits.claim(directory)
+        placed = []
+        for rank in range(RANKS):
+            own = {
+                name: data
+                for name, data in files.items()
+                if name.startswith(f"__{rank}_") or (rank == 0 and name == ".metadata")
+            }
+            lay(self.locals[rank].begin(step, save_id, 0) if local else directory, own)
+            placed.append(
+                Placed(
+                    step=step, save_id=save_id, directory=directory, is_local=local,
+                    files={name: held.manifest.files[name] for name in own},
+                    commit=(lambda: self.commit(held)) if rank == 0 else None,
+                    give_up=self.told.append if rank == 0 else None,
+                )
+            )  # fmt: skip
+        if seal:
+            (directory / PENDING_NAME).write_bytes(held.raw)
+        return placed
+
+    def commit(self, held: Held) -> None:
+        directory = self.commits.in_flight(held.manifest.step, held.manifest.save_id)
+        self.commits.commit(directory, held.manifest, RANKS, after=self.newest)
+        self.newest = held.manifest.save_id
+
+    def hand_over(self, placed: list[Placed]) -> None:
+        for placing, save in zip(self.placings, placed, strict=True):
+            placing.written(save, 0.1)
+
+    def gather(self, lost: tuple[int, ...] = ()) -> str | None:
+        """Do what a start does, and return the step that was brought."""
+        chosen = steps.newest_verified(self.shared).chosen
+
+        def work(rank: int, together: object) -> str | None:
+            return Gatherer(
+                place=find_place(rank, RANKS, f"n{rank}", together),  # type: ignore[arg-type]
+                together=together,  # type: ignore[arg-type]
+                shared=DirectoryTier(self.shared, read_back=False),
+                local=self.locals[rank] if rank not in lost else LocalTier(Path("/nonexistent/disk"), keep=1),
+                cold=None,
+                fence=lambda: None,
+            ).newer_than(chosen.manifest if chosen is not None else None)
+
+        found = on_ranks(RANKS, work)
+        assert len(set(found)) == 1, "all ranks hear the same"
+        return found[0]  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        for placing in self.placings:
+            placing.close(0.0)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    made.stop()
+
+
+def in_shared(nodes: Nodes) -> list[str]:
+    return sorted(path.name for path in nodes.shared.iterdir() if path.is_dir())
+
+
+def test_each_rank_copies_its_own_files_and_the_run_has_the_step(nodes: Nodes) -> None:
+    nodes.start()
+    files = content(100)
+    placed = nodes.write(make(100, files), files)
+    nodes.hand_over(placed)
+    assert all(placing.wait(time.time() + LATE_S) for placing in nodes.placings)
+    assert in_shared(nodes) == ["step_00000100"]
+    for name, data in files.items():
+        assert (nodes.shared / "step_00000100" / name).read_bytes() == data
+    for rank, local in enumerate(nodes.locals):
+        [held] = local.steps()
+        others = {f"__{other}_0.distcp" for other in range(RANKS) if other != rank}
+        assert not others & set(local.files(held))
+
+
+def test_nothing_is_a_step_of_the_run_before_all_nodes_have_copied(nodes: Nodes) -> None:
+    nodes.start(rate=2000.0)
+    files = content(100)
+    nodes.hand_over(nodes.write(make(100, files), files))
+    while not all(local.steps() for local in nodes.locals):
+        assert steps.list_steps(nodes.shared) == []
+        time.sleep(0.005)
+    assert not nodes.placings[0].wait(time.time())
+    assert steps.list_steps(nodes.shared) == []
+    for placing in nodes.placings:
+        placing._pace.lift()  # as an emergency does
+    assert nodes.placings[0].wait(time.time() + LATE_S)
+    assert in_shared(nodes) == ["step_00000100"]
+
+
+def test_what_was_written_to_shared_storage_at_once_needs_no_copy(nodes: Nodes) -> None:
+    nodes.start()
+    files = content(100)
+    nodes.hand_over(nodes.write(make(100, files), files, local=False))
+    assert all(placing.wait(time.time() + LATE_S) for placing in nodes.placings)
+    assert in_shared(nodes) == ["step_00000100"]
+    assert all(local.steps() == [] for local in nodes.locals)
+
+
+def test_a_damaged_part_is_never_committed_and_rank_0_says_why(nodes: Nodes) -> None:
+    nodes.start()
+    files = content(100)
+    placed = nodes.write(make(100, files), files | {"__1_0.distcp": b"?" * len(files["__1_0.distcp"])})
+    nodes.hand_over(placed)
+    for save in placed:
+        assert save.settled.wait(LATE_S)
+    assert in_shared(nodes) == []
+    [why] = nodes.told
+    assert "rank 1 could not copy" in why
+    assert "bytes of chunk 0" in why
+
+
+def test_where_copies_cannot_keep_up_the_newest_goes_and_the_rest_stays_on_the_disks(nodes: Nodes) -> None:
+    saves = []
+    for step in (100, 200, 300):
+        files = content(step)
+        saves.append(nodes.write(make(step, files), files))
+    nodes.start(rate=20_000.0)
+    for placed in saves:
+        nodes.hand_over(placed)
+    assert all(placing.wait(time.time() + LATE_S) for placing in nodes.placings)
+    assert "step_00000300" in in_shared(nodes)
+    assert "step_00000200" not in in_shared(nodes)
+    assert nodes.told.count("left out: a newer save is waiting") == len(nodes.told) >= 1
+    current = steps.current_lineage(steps.list_steps(nodes.shared), lineage.read(nodes.shared))
+    assert current[0].step == 300
+    assert {held.manifest.step for held in nodes.locals[0].steps()} >= {200, 300}
+
+
+def test_a_save_that_was_given_up_ends_on_all_ranks(nodes: Nodes) -> None:
+    nodes.start()
+    files = content(100)
+    placed = nodes.write(make(100, files), files, seal=False)
+    nodes.hand_over(placed)
+    assert not placed[0].settled.wait(0.1)
+    for path in placed[0].directory.iterdir():
+        path.unlink()
+    placed[0].directory.rmdir()
+    for save in placed:
+        assert save.settled.wait(LATE_S)
+    assert in_shared(nodes) == []
+
+
+def test_the_disk_keeps_the_newest_and_whatever_shared_storage_lacks(nodes: Nodes) -> None:
+    for step in (100, 200, 300, 400):
+        files = content(step)
+        held = make(step, files)
+        nodes.write(held, files)
+        nodes.locals[0].commit(held)
+    save_ids = [held.manifest.save_id for held in nodes.locals[0].steps()]
+    assert nodes.locals[0].prune([]) == [], "nothing is on shared storage"
+    assert nodes.locals[0].prune([save_ids[2]]) == ["step_00000200", "step_00000100"]
+    assert nodes.locals[0].prune([save_ids[0]]) == [], "two stay"
+    assert [held.manifest.step for held in nodes.locals[0].steps()] == [400, 300]
+
+
+# --- at a start -----------------------------------------------------------------------------------
+
+
+def on_the_disks_only(nodes: Nodes, step: int = 100, **more: object) -> Held:
+    files = content(step)
+    held = make(step, files, **more)  # type: ignore[arg-type]
+    nodes.write(held, files)
+    for local in nodes.locals:
+        local.commit(held)
+    return held
+
+
+def test_parts_of_all_nodes_make_a_step(nodes: Nodes) -> None:
+    on_the_disks_only(nodes)
+    assert nodes.gather() == "step_00000100"
+    for name, data in content(100).items():
+        assert (nodes.shared / "step_00000100" / name).read_bytes() == data
+    recorded = lineage.read(nodes.shared)
+    assert recorded is not None
+    assert recorded.chain() == [make(100, content(100)).manifest.save_id]
+
+
+def test_without_one_node_there_is_no_step_and_the_one_before_is_used(nodes: Nodes) -> None:
+    nodes.start()
+    files = content(100)
+    first = make(100, files)
+    nodes.hand_over(nodes.write(first, files))
+    assert nodes.placings[0].wait(time.time() + LATE_S)
+    on_the_disks_only(nodes, 200, parent=first.manifest.save_id, ancestors=(first.manifest.save_id,))
+    assert nodes.gather(lost=(1,)) is None
+    assert in_shared(nodes)[-1] == "step_00000100"
+    assert nodes.gather() == "step_00000200"
+
+
+def test_with_a_copy_on_the_next_node_a_lost_node_loses_nothing(nodes: Nodes) -> None:
+    held = on_the_disks_only(nodes)
+    for rank, name in ((0, "__1_0.distcp"), (1, "__0_0.distcp"), (1, ".metadata")):
+        nodes.locals[rank].receive(held, name, held.manifest.files[name], iter([content(100)[name]]))
+    assert nodes.gather(lost=(1,)) == "step_00000100"
+
+
+def test_a_part_that_is_damaged_is_taken_from_the_node_that_has_it_too(nodes: Nodes) -> None:
+    held = on_the_disks_only(nodes)
+    nodes.locals[1].receive(
+        held, "__0_0.distcp", held.manifest.files["__0_0.distcp"], iter([content(100)["__0_0.distcp"]])
+    )
+    bad = nodes.locals[0].checkpoints / "step_00000100" / "__0_0.distcp"
+    bad.write_bytes(b"?" * bad.stat().st_size)
+    assert nodes.gather() == "step_00000100"
+    assert (nodes.shared / "step_00000100" / "__0_0.distcp").read_bytes() == content(100)["__0_0.distcp"]
+
+
+def test_what_was_copied_before_a_kill_is_not_copied_again(nodes: Nodes) -> None:
+    held = on_the_disks_only(nodes)
+    directory = nodes.commits.in_flight(100, held.manifest.save_id)
+    (directory / "__0_0.distcp").write_bytes(content(100)["__0_0.distcp"])
+    dead = dataclasses.replace(nodes.commits.environment, attempt=1, epoch=(7, 1))
+    os.truncate(directory / "owner.json", 0)
+    os.utime(directory, (0, 0))
+    Commits(nodes.shared.parent, dead).clear_leftovers()
+    assert not directory.exists()
+    (nodes.locals[0].checkpoints / "step_00000100" / "__0_0.distcp").unlink()
+    assert nodes.gather() == "step_00000100", "what no disk has any more was there"
+    assert sorted(os.listdir(nodes.shared / "step_00000100")) == sorted([*content(100), "MANIFEST.json"])
+
+
+def test_a_damaged_step_of_shared_storage_comes_back_from_the_disks_beside_it(nodes: Nodes) -> None:
+    nodes.start()
+    files = content(100)
+    nodes.hand_over(nodes.write(make(100, files), files))
+    assert nodes.placings[0].wait(time.time() + LATE_S)
+    bad = nodes.shared / "step_00000100" / "__1_0.distcp"
+    bad.write_bytes(b"?" * bad.stat().st_size)
+    brought = nodes.gather()
+    assert brought is not None
+    assert brought.startswith("step_00000100.")
+    assert (nodes.shared / brought / "__1_0.distcp").read_bytes() == files["__1_0.distcp"]
+    assert bad.exists(), "nothing is removed"
+
+
+def test_a_newer_attempt_is_not_disturbed(nodes: Nodes) -> None:
+    on_the_disks_only(nodes)
+
+    def fenced() -> None:
+        raise TierError("a newer attempt rules")
+
+    place = find_place(0, 1, "n0", _Alone())
+    gatherer = Gatherer(
+        place=place, together=_Alone(), shared=DirectoryTier(nodes.shared), local=nodes.locals[0], cold=None,
+        fence=fenced,
+    )  # fmt: skip
+    nodes.locals[0].receive(
+        make(100, content(100)), "__1_0.distcp", make(100, content(100)).manifest.files["__1_0.distcp"],
+        iter([content(100)["__1_0.distcp"]]),
+    )  # fmt: skip
+    with pytest.raises(TierError, match="newer attempt"):
+        gatherer.newer_than(None)
+    assert steps.list_steps(nodes.shared) == []
+
+
+class _Alone:
+    def share(self, value: object) -> object:
+        return value
+
+    def gather(self, value: object) -> list[object]:
+        return [value]
+
+
+def test_only_what_leads_on_from_where_the_run_is_counts(tmp_path: Path) -> None:
+    def manifest(save_id: str, *ancestors: str | None, at: int = 30):  # type: ignore[no-untyped-def]
+        return make(1, {}, save_id=save_id, ancestors=ancestors, created_at=f"2026-09-21T00:00:{at}+00:00").manifest
+
+    assert counts(manifest("a", None), None), "a run that has committed nothing"
+    for save_id, parent in (("a", None), ("b", "a")):
+        lineage.append(
+            tmp_path, lineage.Commit(at=1.0, step=1, save_id=save_id, parent=parent, directory=f"step_{save_id}")
+        )
+    now = lineage.read(tmp_path)
+    assert counts(manifest("a", None), now), "a commit of the lineage: its copy here may be damaged"
+    assert counts(manifest("c", "b", "a", None), now)
+    assert counts(manifest("d", "c", "b", "a"), now), "one between was left out"
+    assert not counts(manifest("c2", "a", None), now), "another way on from a"
+    assert not counts(manifest("x", None), now)
+    back_at = 1_789_948_815.0  # 2026-09-21T00:00:15
+    lineage.append(tmp_path, lineage.Rollback(at=back_at, save_id="a", why="a loss spike"))
+    now = lineage.read(tmp_path)
+    assert not counts(manifest("b2", "a", None, at=10), now), "saved before the run went back"
+    assert counts(manifest("b3", "a", None, at=20), now)
+    assert not counts(manifest("c", "b", "a", None, at=10), now)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.trainer.test_placing import Nodes
+from tests.trainer.tier_steps import content, make
+nodes = Nodes.__new__(Nodes)
+left = int(sys.argv[2])
+path = Path(sys.argv[1])
+Nodes.__init__(nodes, path)
+files = content(100)
+placed = nodes.write(make(100, files), files)
+def watch(event, arguments):
+    global left
+    touches = event in {"os.mkdir", "os.rename", "os.remove", "os.truncate"}
+    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    if touches or (writes and str(path) in str(arguments[0])):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
+nodes.start()
+nodes.hand_over(placed)
+import time
+assert all(placing.wait(time.time() + 30) for placing in nodes.placings)
+"""
+
+
+def test_killed_at_any_moment_of_the_way_nothing_is_torn_and_what_the_disks_have_comes_back(tmp_path: Path) -> None:
+    ended = []
+    for left in range(0, 60, 2):
+        path = tmp_path / str(left)
+        path.mkdir()
+        argv = [sys.executable, "-c", KILLED, str(path), str(left)]
+        ended.append(subprocess.run(argv, timeout=60, check=False, cwd=Path(__file__).parents[2]).returncode)
+        nodes = Nodes.__new__(Nodes)
+        (path / "run" / "checkpoints").rename(path / "kept")
+        Nodes.__init__(nodes, path)
+        (path / "run" / "checkpoints").rmdir()
+        (path / "kept").rename(path / "run" / "checkpoints")
+        for step in steps.list_steps(nodes.shared):
+            assert {name: (step.path / name).read_bytes() for name in content(100)} == content(100), left
+        whole = all(local.steps() for local in nodes.locals) and not steps.list_steps(nodes.shared)
+        brought = nodes.gather()
+        if whole:
+            assert brought == "step_00000100", left
+        if ended[-1] == 0:
+            break
+        assert ended[-1] == -signal.SIGKILL
+    assert ended[-1] == 0
+    assert len(ended) > 5, "several moments"
+
+
+def test_closing_lets_what_waits_arrive_within_its_time(nodes: Nodes) -> None:
+    nodes.start()
+    files = content(100)
+    nodes.hand_over(nodes.write(make(100, files), files))
+    closing = [threading.Thread(target=placing.close, args=(time.time() + LATE_S,)) for placing in nodes.placings]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(LATE_S)
+    assert in_shared(nodes) == ["step_00000100"]

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stepkeeper.actions import reliability
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
 from stepkeeper.planning.measured import measure
@@ -152,6 +154,20 @@ def test_what_a_run_has_measured_is_read_from_its_journal_and_its_steps(run: Run
     # attempt 0 ended without a word, and one node was lost
     assert measured.failures == 2
     assert measured.rate.per_node_hour > 2 * measured.rate.prior_failures / measured.rate.prior_node_hours
+
+
+def test_ranks_are_told_of_the_failures_of_the_infrastructure(run: RunDirectory, tmp_path: Path) -> None:
+    made_run(run)
+    told = reliability.tell(run.path)["STEPKEEPER_RELIABILITY"]
+    measured = measure(run.journal, run.path / "metrics.csv")
+
+    failures, node_hours = (float(part) for part in told.split(":"))
+    assert failures == pytest.approx(measured.rate.failures, abs=1e-3)
+    assert 0 < failures <= measured.failures
+    assert 0 < node_hours <= measured.node_hours
+    assert reliability.tell(tmp_path / "none") == {}, "a new run has seen nothing"
+    os.mkfifo(tmp_path / "journal.jsonl")
+    assert reliability.tell(tmp_path, within_s=0.1) == {}, "storage that hangs is not waited for"
 
 
 def test_a_plan_takes_what_the_run_measured_and_the_user_may_overrule(command: Command, run: RunDirectory) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import UsageError
+from stepkeeper_trainer.formats.failures import RELIABILITY_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _FIRST_NODE = re.compile(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?")
-RELIABILITY = "STEPKEEPER_RELIABILITY"
 _PORT_FIRST, _PORT_COUNT = 20000, 10000
 
 
@@ -77,7 +77,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         resume_newest=environ.get("STEPKEEPER_RESUME_NEWEST") == "1",
         checkpoint_every=environ.get("STEPKEEPER_CHECKPOINT_EVERY") or None,
         retention=environ.get("STEPKEEPER_RETENTION") or None,
-        reliability=_reliability(environ.get(RELIABILITY)),
+        reliability=_reliability(environ.get(RELIABILITY_VARIABLE)),
     )
 
 
@@ -140,7 +140,7 @@ def _reliability(text: str | None) -> tuple[float, float] | None:
     except ValueError:
         failures = node_hours = math.nan
     if not (0 <= failures < math.inf and 0 <= node_hours < math.inf):
-        raise UsageError(f"{RELIABILITY}={text!r} is not FAILURES:NODE_HOURS: set it right, or unset it")
+        raise UsageError(f"{RELIABILITY_VARIABLE}={text!r} is not FAILURES:NODE_HOURS: set it right, or unset it")
     return failures, node_hours
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper import wrapper
+from stepkeeper.actions import reliability
 from stepkeeper.core import events as on
 from stepkeeper.log import PatientStream
 from stepkeeper.redaction import redact
@@ -201,7 +202,8 @@ class Launch:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=launch_environment(self._job, self._meeting, environment),
+                env=launch_environment(self._job, self._meeting, environment)
+                | reliability.tell(self._job.run_directory),
                 start_new_session=True,  # a signal to our process group is for us alone
             )
         except OSError as failure:

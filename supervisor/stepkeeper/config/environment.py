@@ -15,7 +15,8 @@ TOLD = frozenset(
     VARIABLE_PREFIX + name
     for name in (
         "SOCKET", "RUN_ID", "ATTEMPT", "LAUNCH", "RESUME_FROM", "TASKS_PER_NODE", "AGENT_SOCKET", "WATCHER",
-        "RESUME_NEWEST",
+        "RESUME_NEWEST", "RELIABILITY",
+        "CHECKPOINT_EVERY", "RETENTION",  # what the user tells the ranks
     )
 )  # fmt: skip
 # What a site's environment module sets for any software; the training may want it, we do not.

@@ -57,50 +57,76 @@ class _Step(msgspec.Struct, frozen=True):
     launch: tuple[int, int]
 
 
+class _Told(msgspec.Struct):
+    """What the journal tells."""
+
+    saves: list[Save]
+    attempts: list[_Attempt]
+    lost_at: list[float]  # failures of the infrastructure
+
+
 def measure(run_journal: Path, metrics: Path) -> Measured:
     """Read what a run has measured.  Missing files tell nothing; damaged lines are passed over.
 
     Raises:
         OSError: a file is there and cannot be read.
     """
-    saves: list[Save] = []
-    attempts: list[_Attempt] = []
-    lost_at: list[float] = []
-    losses = 0
-    for record in journal.read(run_journal):
-        event = record.event
-        if isinstance(event, on.AttemptStarted):
-            if attempts and not attempts[-1].ended:
-                lost_at.append(attempts[-1].last_at)  # its batch node went, or somebody killed it: not told apart
-            attempts.append(_Attempt(max(1, len(event.nodes)), event.at, event.at))
-        if attempts:
-            attempts[-1].last_at = max(attempts[-1].last_at, event.at)
-            attempts[-1].ended |= record.phase is Phase.DONE
-        if record.node_losses > losses:
-            lost_at.extend([event.at] * (record.node_losses - losses))
-        losses = record.node_losses
-        if isinstance(event, on.CheckpointCommitted) and not event.emergency:
-            saves.append(Save(requested_at=event.at - event.seconds, durable_at=event.at))
-    saves = saves[-SAVES_KEPT:]
+    told = _read_journal(run_journal)
+    saves, attempts = told.saves[-SAVES_KEPT:], told.attempts
     steps = list(_read_steps(metrics))
-    rate = FailureRate()
-    hours = 0.0
-    for attempt in attempts:
-        spent = attempt.nodes * (attempt.last_at - attempt.began_at) / 3600
-        hours += spent
-        rate.observe(attempt.last_at, node_hours=spent)
-        failed = [at for at in lost_at if attempt.began_at <= at <= attempt.last_at]
-        rate.observe(attempt.last_at, node_hours=0.0, failures=len(failed))
     return Measured(
         nodes=attempts[-1].nodes if attempts else None,
         saves=len(saves),
         persist_s=_median([save.durable_at - save.requested_at for save in saves]),
         blocked_s=_median(_taken_by_saves(saves, steps)),
         restart_s=_median(_restarts(steps)[-RESTARTS_KEPT:]),
-        node_hours=hours,
-        failures=len(lost_at),
-        rate=rate,
+        node_hours=sum(_hours(attempt) for attempt in attempts),
+        failures=len(told.lost_at),
+        rate=_rate(told),
     )
+
+
+def reliability(run_journal: Path) -> FailureRate:
+    """Return how often the infrastructure has failed in a run, as far as its journal tells.
+
+    Raises:
+        OSError: the journal is there and cannot be read.
+    """
+    return _rate(_read_journal(run_journal))
+
+
+def _read_journal(run_journal: Path) -> _Told:
+    told = _Told([], [], [])
+    attempts = told.attempts
+    losses = 0
+    for record in journal.read(run_journal):
+        event = record.event
+        if isinstance(event, on.AttemptStarted):
+            if attempts and not attempts[-1].ended:
+                told.lost_at.append(attempts[-1].last_at)  # its batch node went, or somebody killed it: not told apart
+            attempts.append(_Attempt(max(1, len(event.nodes)), event.at, event.at))
+        if attempts:
+            attempts[-1].last_at = max(attempts[-1].last_at, event.at)
+            attempts[-1].ended |= record.phase is Phase.DONE
+        if record.node_losses > losses:
+            told.lost_at.extend([event.at] * (record.node_losses - losses))
+        losses = record.node_losses
+        if isinstance(event, on.CheckpointCommitted) and not event.emergency:
+            told.saves.append(Save(requested_at=event.at - event.seconds, durable_at=event.at))
+    return told
+
+
+def _rate(told: _Told) -> FailureRate:
+    rate = FailureRate()
+    for attempt in told.attempts:
+        rate.observe(attempt.last_at, node_hours=_hours(attempt))
+        failed = [at for at in told.lost_at if attempt.began_at <= at <= attempt.last_at]
+        rate.observe(attempt.last_at, node_hours=0.0, failures=len(failed))
+    return rate
+
+
+def _hours(attempt: _Attempt) -> float:
+    return attempt.nodes * (attempt.last_at - attempt.began_at) / 3600
 
 
 def _median(values: list[float]) -> float | None:

@@ -15,6 +15,7 @@ import math
 
 import msgspec
 
+RELIABILITY_VARIABLE = "STEPKEEPER_RELIABILITY"  # `FAILURES:NODE_HOURS` of the run so far, for its ranks
 PRIOR_FAILURES = 1.0
 PRIOR_NODE_HOURS = 200 * 24.0
 HALF_LIFE_S = 7 * 86400.0  # what was seen a week ago counts half: nodes are repaired, and age

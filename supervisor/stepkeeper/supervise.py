@@ -14,7 +14,7 @@ from typing import assert_never
 import msgspec
 import structlog
 
-from stepkeeper.actions import calling, checkpoints, judging, launch, rollback, slurm, storage
+from stepkeeper.actions import calling, checkpoints, judging, launch, rollback, slurm, standing, storage
 from stepkeeper.actions.crew import Crew, Limits
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -91,6 +91,7 @@ class Supervisor:
         assignment = setting.assignment
         self.crew = Crew(setting.lease.node, len(assignment.nodes), setting.reading, self._note_node)
         self.witness = judging.Witness(setting.lease.attempt, setting.lease.restart_count)
+        self.standing = standing.Standing(inbox)
         self.call: threading.Thread | None = None
         self.storage_test: threading.Thread | None = None  # the newest
         self.requests = 0
@@ -138,13 +139,13 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         due = self.next_at.get("lease", 0.0)  # the only thing that is done without an event or a deadline
-        if self.state.deadline_at is not None:
-            due = min(due, self.state.deadline_at)
+        if self.state.wake_at is not None:
+            due = min(due, self.state.wake_at)
         return due - self.inbox.clock.now()
 
     def _on_clock(self) -> None:
         now = self.inbox.clock.now()
-        if self.state.deadline_at is not None and now >= self.state.deadline_at and self.exit_code is None:
+        if self.state.wake_at is not None and now >= self.state.wake_at and self.exit_code is None:
             self._feed(on.Tick(at=now))
         if self._is_due("lease", LEASE_EVERY_S) and self.bus is not None:
             self._renew()
@@ -231,7 +232,7 @@ class Supervisor:
             )
         )
 
-    def _perform(self, effect: do.Effect) -> None:  # noqa: C901, PLR0912 - one case an effect
+    def _perform(self, effect: do.Effect) -> None:  # noqa: C901, PLR0912, PLR0915 - one case an effect
         setting = self.setting
         match effect:
             case do.StartBus():
@@ -263,6 +264,8 @@ class Supervisor:
             case do.Look():
                 if self.bus is not None:
                     self.bus.say(lines.Look(node=effect.node, why=shorten(effect.why)))
+            case do.CollectStacks():
+                self._collect_stacks(effect)
             case do.JudgeLaunch():
                 judging.judge(setting.directory, self.witness.launch(effect), inbox=self.inbox)
             case do.RollBack():
@@ -299,6 +302,7 @@ class Supervisor:
             attempt=self.setting.lease.attempt,
             note=self._note_node,
             on_share=self.crew.heard,
+            on_stack=self.standing.heard,
             after_s=effect.after_s,
         )
         self.crew.use(self.bus)
@@ -310,6 +314,11 @@ class Supervisor:
     def _verify(self, effect: do.VerifyCheckpoint) -> None:
         directory = self.setting.directory.checkpoints
         checkpoints.verify_back(directory, effect.directory, writers=self.writers, crew=self.crew, inbox=self.inbox)
+
+    def _collect_stacks(self, effect: do.CollectStacks) -> None:
+        number = self.standing.begin(effect)
+        if self.bus is not None:
+            self.bus.say(lines.Stacks(launch=effect.launch, number=number))
 
     def _call_person(self, effect: do.CallPerson) -> None:
         self.call = calling.call_person(

@@ -142,6 +142,12 @@ FIELDS = {
         "node": st.sampled_from(("", *NODES)),
         "step": st.none() | _small,
     },
+    on.StacksCollected: {
+        **_launch,
+        "moved": st.booleans(),
+        "summary": st.just("rank 1 sleeps"),
+        "node": st.sampled_from(("", *NODES)),
+    },
     on.RolledBack: {**_launch, "directory": _directory, "step": _small, "error": st.sampled_from(("", "", "full"))},
     on.Superseded: {"by_job_id": st.just(7), "by_restart_count": st.just(1)},
     on.AttemptStarted: {
@@ -206,7 +212,7 @@ def realistic(draw: st.DrawFn, policy: Policy, size_max: int = 40) -> list[on.Ev
     for _ in range(draw(st.integers(1, size_max))):
         state = decision.state
         at += draw(_pauses)
-        if state.deadline_at is not None and at >= state.deadline_at:
+        if state.wake_at is not None and at >= state.wake_at:
             event: on.Event = on.Tick(at=at)
         elif due and draw(st.integers(0, 4)):
             effect = due.pop(draw(st.integers(0, len(due) - 1)))
@@ -266,6 +272,10 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
             return on.NodesNotCleared(at=at, launch=effect.launch, nodes=missing), []
         case do.Look() | do.CallPerson():
             return None, []
+        case do.CollectStacks():
+            if draw(st.integers(0, 3)) == 0:
+                return None, []  # no watcher answers
+            return msgspec.structs.replace(draw(_word(on.StacksCollected, effect.launch)), at=at), []
         case do.JudgeLaunch():
             if draw(st.integers(0, 9)) == 0:
                 return None, []  # the storage hangs

@@ -67,6 +67,7 @@ DEFAULTS = {
     on.LaunchRefused: {"error": "srun: No such file or directory"},
     on.Judged: {"cause": "unknown", "rule": "no-evidence", "confidence": 0.9},
     on.RolledBack: {},
+    on.StacksCollected: {"moved": False, "summary": "rank 1 is in load (data.py:7); rank 0 waits in all_reduce"},
     on.Superseded: {"by_job_id": 7, "by_restart_count": 1},
 }
 GIVEN_TRAINING = """

@@ -147,6 +147,8 @@ def every_wait_has_a_deadline(turns):
         state = turn.after
         free = state.phase is Phase.DONE or (state.phase is Phase.TRAINING and all_ready(state))
         assert free or state.deadline_at is not None
+        heard = state.phase is Phase.TRAINING and state.heard
+        assert not heard or state.hang_at is not None
 
 
 @check
@@ -158,9 +160,9 @@ def test_the_passing_of_time_alone_ends_what_does_not_train(events, world):
 
     for _ in range(TICKS_MAX):
         away = world in ("silence", "no answer")  # a controller that is away ends no training
-        if state.phase is Phase.DONE or (state.phase is Phase.TRAINING and (state.deadline_at is None or away)):
+        if state.phase is Phase.DONE or (state.phase is Phase.TRAINING and (state.wake_at is None or away)):
             return
-        at = max(at, state.deadline_at)
+        at = max(at, state.wake_at)
         pending = [on.Tick(at=at)]
         while pending:
             decision = decide(state, pending.pop(0), POLICY)
@@ -293,6 +295,19 @@ def a_person_is_called_exactly_where_one_is_needed(turns):
         calls = turn.ordered(do.CallPerson)
         exits = [exit_ for exit_ in turn.ordered(do.Exit) if CODES[exit_.code].needs_person]
         assert [call.code for call in calls] == [exit_.code for exit_ in exits]
+
+
+@invariant
+def silence_ends_a_launch_only_after_a_look_at_its_stacks(turns):
+    """What is only slow must not be killed; and a look has an end."""
+    for turn in turns:
+        looked = turn.before.looking
+        assert not turn.ordered(do.CollectStacks) or not looked
+        if turn.after.found is not None and turn.before.found is None:
+            assert looked
+            assert turn.ordered(do.KillRanks)
+        if turn.after.looking:
+            assert turn.after.hang_at is not None
 
 
 @invariant

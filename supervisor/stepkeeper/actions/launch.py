@@ -143,6 +143,7 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         "STEPKEEPER_RESUME_NEWEST": "1" if meeting.newest else "",
         "STEPKEEPER_TASKS_PER_NODE": str(job.geometry.tasks_per_node),
         "STEPKEEPER_ERROR_DIR": str(errors_directory(job, meeting.launch)),
+        **nccl_recorder(job, meeting.launch, environment),
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
         **job.told,
@@ -153,6 +154,17 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
 def errors_directory(job: Job, launch: int) -> Path:
     """Return where torch writes what ended a rank, in a script that records it."""
     return RunDirectory(job.run_directory).logs(job.attempt, launch) / logs.ERRORS_NAME
+
+
+def nccl_recorder(job: Job, launch: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of NCCL's flight recorder that the user has not made: its dumps go to the launch's logs."""
+    place = RunDirectory(job.run_directory).logs(job.attempt, launch) / logs.STACKS_NAME
+    defaults = {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{place}/nccl-of-rank-",
+    }
+    return {name: value for name, value in defaults.items() if name not in environment}
 
 
 class Launch:
@@ -195,7 +207,7 @@ class Launch:
     def _run(self, environment: dict[str, str]) -> None:
         launch = self._meeting.launch
         try:
-            for path in (self._logs, errors_directory(self._job, launch)):
+            for path in (self._logs, self._logs / logs.ERRORS_NAME, self._logs / logs.STACKS_NAME):
                 path.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._process = subprocess.Popen(
                 launch_argv(self._job, self._meeting, self._logs),

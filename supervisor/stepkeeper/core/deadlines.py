@@ -26,6 +26,7 @@ from stepkeeper.core.phases import (
 )
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.settling import on_judge_late
+from stepkeeper.core.silence import on_silence
 from stepkeeper.core.state import Blame, Doubt, Next, Phase, Plan, State
 from stepkeeper.core.storage import on_storage_late
 
@@ -39,7 +40,8 @@ NOT_ANNOUNCED = (
 def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
     """The deadline of a phase has passed."""
     if state.deadline_at is None or event.at < state.deadline_at:
-        return Decision(state)
+        silent = state.phase is Phase.TRAINING and state.hang_at is not None and event.at >= state.hang_at
+        return on_silence(state, event.at, policy) if silent else Decision(state)
     match state.phase:
         case Phase.STARTING | Phase.TRAINING:
             return _on_start_or_bus_late(state, event.at, policy)

@@ -1,8 +1,8 @@
 """The rules: `decide(state, event, policy)` returns the next state, what to do, and why.
 
 Pure, like the whole of `core`: no clock, no I/O, no log, no thread.  Time is `event.at`.  Read on in the
-order of a run: `starting`, `storage`, `training`, `settling`, `notices`, `faults`, `bus`, `deadlines`; all of them
-end in `phases`.
+order of a run: `starting`, `storage`, `training`, `silence`, `settling`, `notices`, `faults`, `bus`, `deadlines`; all
+of them end in `phases`.
 
 Every phase that waits has a deadline.  When it passes, the next rougher means is used.
 """
@@ -25,6 +25,7 @@ from stepkeeper.core.notices import (
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.settling import on_judged, on_rolled_back
+from stepkeeper.core.silence import on_stacks
 from stepkeeper.core.starting import (
     on_attempt_started,
     on_choice_failed,
@@ -91,13 +92,13 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
         case on.LaunchBegan():
             return on_launch_began(state, event, policy)
         case on.RankHello():
-            return on_rank_hello(state, event)
+            return on_rank_hello(state, event, policy)
         case on.RankExited():
             return on_rank_exited(state, event, policy)
         case on.Progressed():
-            return on_progressed(state, event)
+            return on_progressed(state, event, policy)
         case on.SaveBegan():
-            return on_save_began(state, event)
+            return on_save_began(state, event, policy)
         case on.CheckpointCommitted():
             return on_committed(state, event, policy)
         case on.SaveGaveUp():
@@ -110,6 +111,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_launch_ended(state, event, policy)
         case on.LaunchRefused():
             return on_launch_refused(state, event, policy)
+        case on.StacksCollected():
+            return on_stacks(state, event, policy)
         case on.Judged():
             return on_judged(state, event, policy)
         case on.RolledBack():

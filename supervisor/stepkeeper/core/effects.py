@@ -91,6 +91,14 @@ class Look(_Effect, frozen=True, kw_only=True, tag="look"):
     why: str
 
 
+class CollectStacks(_Effect, frozen=True, kw_only=True, tag="collect_stacks"):
+    """Have every watcher take the stacks of its ranks, twice, into the launch's logs; answered by `StacksCollected`."""
+
+    launch: int
+    nodes: tuple[str, ...]
+    within_s: float
+
+
 class JudgeLaunch(_Effect, frozen=True, kw_only=True, tag="judge_launch"):
     """Gather the evidence of a launch that failed; answered by `Judged`, or its time runs out."""
 
@@ -160,6 +168,7 @@ Effect = (
     | RequestSave
     | KillRanks
     | Look
+    | CollectStacks
     | JudgeLaunch
     | RollBack
     | CallPerson

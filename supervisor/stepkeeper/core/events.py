@@ -29,6 +29,7 @@ Where each comes from, and what may be concluded from it:
     LaunchEnded         the training step's srun and `outcome.json` (`actions.launch`): it outweighs every word
     LaunchRefused       the operating system: srun could not be executed (`actions.launch`)
     Judged              logs, error files, exits, faults and Slurm's answers, joined (`actions.judging`): an opinion
+    StacksCollected     the watchers: faulthandler or py-spy, and /proc (`actions.standing`)
     RolledBack          the lineage file (`actions.rollback`)
     Superseded          the lease file (`sources.lease`, and `actions.slurm` before a requeue)
 
@@ -358,6 +359,15 @@ class LaunchRefused(_RankEvent, frozen=True, kw_only=True, tag="launch_refused")
     error: str
 
 
+class StacksCollected(_RankEvent, frozen=True, kw_only=True, tag="stacks_collected"):
+    """The answer to `CollectStacks`: what the ranks do, and whether any of them did something else a moment later."""
+
+    moved: bool
+    summary: str  # in words: `rank 1 is in load (data.py:7); rank 0 waits in all_reduce`
+    rank: int | None = None  # that does not wait for the others, where one is known
+    node: str = ""  # its node
+
+
 # --- why it failed --------------------------------------------------------------------------------
 
 
@@ -422,6 +432,7 @@ Event = (
     | TrainingStopped
     | LaunchEnded
     | LaunchRefused
+    | StacksCollected
     | Judged
     | RolledBack
     | Superseded

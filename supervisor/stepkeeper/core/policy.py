@@ -130,6 +130,21 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     notify_within_s: float = 30.0
     """The notify command and Slurm's job comment together."""
 
+    hang_watch: bool = True
+    """Look for training that stands still, by its own step times."""
+
+    hang_steps: float = 20.0
+    """Silence of so many usual steps (median and spread of the run's own) has the ranks' stacks looked at."""
+
+    hang_least_s: float = 120.0
+    """No shorter silence is looked at."""
+
+    hang_most_s: float = 3600.0
+    """A longer silence is looked at whatever is usual: also before the first statistics of a run."""
+
+    stacks_within_s: float = 30.0
+    """The stacks of all ranks, taken twice; then the training counts as standing still."""
+
     on_exception: str = "relaunch, stop"
     """What the first, the second, ... failure in the same way leads to, where the cause is an error of the program:
     relaunch, leave (the node), rollback (to the verified step before), requeue, stop; `relaunch after 30 s` waits."""

@@ -9,6 +9,7 @@ import msgspec
 from stepkeeper.core.causes import Cause, Finding, Tried
 from stepkeeper.core.events import Exclusion, Judged
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.pace import Pace
 
 NODE_TERM = "node TERM"  # a watcher got SIGTERM, and nobody else
 NO_SIGNAL = "no signal"  # asked of our own accord: no answer, and a job that just runs, mean nothing
@@ -128,6 +129,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None  # last completed step that we heard of, in this launch
     saving: str | None = None  # save_id in flight
     killed: bool = False
+    pace: Pace = Pace()
+    hang_at: float | None = None  # in TRAINING: until then a word of the ranks must come
+    patience: float = 1.0  # how many times longer, since the ranks were seen to move
+    looking: bool = False  # their stacks are being collected
     first_failure: str = ""  # of the launch: what the first rank that failed said
 
     # why it failed
@@ -153,3 +158,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     tried: tuple[Tried, ...] = ()
     best_step: int | None = None
     requeue_tries: int = 0
+
+    @property
+    def wake_at(self) -> float | None:
+        """When the next `Tick` must come."""
+        hang_at = self.hang_at if self.phase is Phase.TRAINING else None
+        return min((at for at in (self.deadline_at, hang_at) if at is not None), default=None)

@@ -131,6 +131,8 @@ def _samples() -> dict[str, on.Event]:
         "TrainingStopped": on.TrainingStopped(at=AT, launch=0, step=901),
         "LaunchEnded, finished": on.LaunchEnded(at=AT, launch=0, code=0, finished=True),
         "LaunchEnded 1": on.LaunchEnded(at=AT, launch=0, code=1),
+        "StacksCollected, nobody moves": on.StacksCollected(at=AT, launch=0, moved=False, summary="rank 1 sleeps"),
+        "StacksCollected, ranks move": on.StacksCollected(at=AT, launch=0, moved=True, summary="rank 1 evaluates"),
         "Judged, an exception": _judged(Cause.EXCEPTION),
         "Judged, a wrong configuration": _judged(Cause.CONFIGURATION),
         "Judged, a segfault": _judged(Cause.SEGFAULT),
@@ -166,6 +168,7 @@ def _fitting(state: State, event: on.Event) -> State:
     return replace(
         state,
         asking=isinstance(event, on.SlurmAnswered),
+        looking=isinstance(event, on.StacksCollected),
         rolling_back=isinstance(event, on.RolledBack),
         requesting=isinstance(event, on.RequeueAnswered),
         verifying=STEP if isinstance(event, on.CheckpointVerified) else None,

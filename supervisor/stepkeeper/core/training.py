@@ -7,8 +7,10 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.pace import stepped
 from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, close, closed, kill, relaunch, take
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.silence import alive
 from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State
 
 EXIT_FINISHED = 0
@@ -32,11 +34,13 @@ def _begun(state: State, at: float, policy: Policy) -> State:
     return replace(state, begun=True, slurm_away_since=None, deadline_at=at + policy.announce_within_s)
 
 
-def on_rank_hello(state: State, event: on.RankHello) -> Decision:
+def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision:
     """The script can save, stop and resume."""
     if event.launch != state.launch or not state.running or state.heard:
         return Decision(state)
-    return Decision(_heard(state), (), "the trainer library answers: this script can save and resume")
+    return Decision(
+        alive(_heard(state), event.at, policy), (), "the trainer library answers: this script can save and resume"
+    )
 
 
 def _heard(state: State) -> State:
@@ -46,25 +50,27 @@ def _heard(state: State) -> State:
     return replace(state, heard=True, begun=True, slurm_away_since=None, deadline_at=None)
 
 
-def on_progressed(state: State, event: on.Progressed) -> Decision:
+def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decision:
     """A step was completed."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    return Decision(replace(_heard(state), step=event.step))
+    pace = stepped(state.pace, event.step_seconds) if event.step_seconds is not None else state.pace
+    return Decision(alive(replace(_heard(state), step=event.step, pace=pace), event.at, policy))
 
 
-def on_save_began(state: State, event: on.SaveBegan) -> Decision:
+def on_save_began(state: State, event: on.SaveBegan, policy: Policy) -> Decision:
     """A save is in flight."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    return Decision(replace(_heard(state), saving=event.save_id))
+    return Decision(alive(replace(_heard(state), saving=event.save_id), event.at, policy))
 
 
 def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) -> Decision:
     """A step directory is complete; an emergency one is read back while the ranks leave."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    state = replace(state, saving=None, bus_restarts=0, node_losses=0)
+    pace = replace(state.pace, save=max(state.pace.save, event.seconds))
+    state = alive(replace(state, saving=None, bus_restarts=0, node_losses=0, pace=pace), event.at, policy)
     why = f"step {event.step} is committed"
     if event.drift:
         why += f"; copies differ between ranks, a device may compute wrongly: {event.drift}"

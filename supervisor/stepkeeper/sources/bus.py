@@ -44,6 +44,7 @@ class Bus:
         attempt: int,
         note: Callable[[str, str], None],
         on_share: Callable[[lines.ShareRead], None],
+        on_stack: Callable[[lines.Stood | lines.StacksTaken], None] = lambda _: None,
         after_s: float = 0.0,
     ) -> None:
         """Start srun, `after_s` seconds from now; `BusEnded` comes when it could not be started.
@@ -56,6 +57,7 @@ class Bus:
             attempt: words of other attempts are not taken for this one's.
             note: called with a node and what its watcher has for the log, on a thread of the bus.
             on_share: called with what a watcher says of its share of a step directory, on a thread of the bus.
+            on_stack: called with what a watcher says of its ranks' stacks, on a thread of the bus.
             after_s: a bus that failed is not tried again at once.
         """
         self.number = number
@@ -63,6 +65,7 @@ class Bus:
         self._attempt = attempt
         self._note = note
         self._on_share = on_share
+        self._on_stack = on_stack
         self._expected: tuple[int, int] = (-1, 0)  # launch and how many tasks it has
         self._started: tuple[int, set[int]] = (-1, set())  # launch and the ranks that were started in it
         self._cleared: dict[str, lines.Cleared] = {}
@@ -223,6 +226,8 @@ class Bus:
                 self._inbox.put(on.NodeFaulted(at=at, **fields))
             case lines.ShareRead():
                 self._on_share(message)
+            case lines.Stood() | lines.StacksTaken():
+                self._on_stack(message)
             case lines.Note():
                 self._note(message.node, message.text)
             case lines.Alive():

@@ -5,8 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from stepkeeper_trainer.formats import stacks
+
 FAILED_NAME = "failed"
 ERRORS_NAME = "errors"  # directory: torch's error files, one a rank
+STACKS_NAME = stacks.DIRECTORY  # of ranks that stood still
 KEPT_MAX = 20
 
 

@@ -18,6 +18,7 @@ from stepkeeper.watcher.assignment import Assignment, read
 from stepkeeper.watcher.processes import kill_older_watchers, kill_ranks, rank_processes
 from stepkeeper.watcher.ranks import RankSocket, free_port
 from stepkeeper.watcher.senses import Fitness, Senses
+from stepkeeper.watcher.stacks import StackTaker
 from stepkeeper.wrapper import own_address
 from stepkeeper_trainer.formats.messages import Hello, Progress, SaveRequest, TaskStarted, shorten
 
@@ -56,6 +57,7 @@ class Watcher:
         self.progress_at = 0.0
         self.progress: Progress | None = None
         self.senses = Senses(assignment, self.node)
+        self.stacks = StackTaker(assignment, self.node)
         self.clearing: bus.Clear | None = None
         self.fitness: Fitness | None = None  # of the node, as of the newest `Clear`
         self.saving: SaveRequest | None = None
@@ -79,6 +81,7 @@ class Watcher:
         self.selector.register(0, selectors.EVENT_READ, self._on_input)
         self.selector.register(self.ranks, selectors.EVENT_READ, self._on_rank)
         self.selector.register(self.senses, selectors.EVENT_READ, self._on_senses)
+        self.selector.register(self.stacks, selectors.EVENT_READ, self._on_stacks)
         self.selector.register(reader, selectors.EVENT_READ, lambda: self._on_signal(reader))
         self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__, reads=True))
         self.senses.start()
@@ -169,8 +172,18 @@ class Watcher:
                     self.senses.read(message)
             case bus.ReadNoMore():
                 self.senses.read_no_more(message.number)
+            case bus.Stacks():
+                self._take_stacks(message)
             case bus.Quit():
                 self.quit = True
+
+    def _take_stacks(self, wanted: bus.Stacks) -> None:
+        pids = {rank: pid for rank, (launch, pid) in self.greeted.items() if launch.endswith(f".{wanted.launch}")}
+        self.stacks.take(wanted, pids)
+
+    def _on_stacks(self) -> None:
+        for word in self.stacks.words():
+            self.say(word)
 
     def _on_senses(self) -> None:
         for word in self.senses.take():

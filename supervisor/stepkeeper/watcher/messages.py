@@ -82,6 +82,13 @@ class ReadNoMore(_Line, frozen=True, kw_only=True, tag="read_no_more"):
     number: int
 
 
+class Stacks(_Line, frozen=True, kw_only=True, tag="stacks"):
+    """Take the stacks of the launch's ranks, twice; answered by `Stood` for each, then `StacksTaken`."""
+
+    launch: int
+    number: int
+
+
 class Quit(_Line, frozen=True, kw_only=True, tag="quit"):
     """Leave."""
 
@@ -153,6 +160,24 @@ class ShareRead(_Line, frozen=True, kw_only=True, tag="share_read"):
     began_at: float = 0.0  # this node's clock, Unix seconds
 
 
+class Stood(_Line, frozen=True, kw_only=True, tag="stood"):
+    """What a rank does, while the training is silent."""
+
+    node: str
+    number: int  # of the request
+    rank: int
+    where: str  # in words: `waits in all_reduce`, `is in load (data.py:7)`
+    waits: bool = False  # for other ranks
+    moved: bool = False  # it did something else a moment later
+
+
+class StacksTaken(_Line, frozen=True, kw_only=True, tag="stacks_taken"):
+    """Every rank of the node has been told of."""
+
+    node: str
+    number: int
+
+
 class Rank(_Line, frozen=True, kw_only=True, tag="rank"):
     """The word of a rank, passed on."""
 
@@ -175,8 +200,8 @@ class Note(_Line, frozen=True, kw_only=True, tag="note"):
     text: str
 
 
-ToWatcher = Lease | Save | Kill | Clear | Look | Read | ReadNoMore | Quit
-FromWatcher = Ready | Alive | Signaled | Cleared | Faulted | ShareRead | Rank | Lost | Note
+ToWatcher = Lease | Save | Kill | Clear | Look | Read | ReadNoMore | Stacks | Quit
+FromWatcher = Ready | Alive | Signaled | Cleared | Faulted | ShareRead | Stood | StacksTaken | Rank | Lost | Note
 
 _encoder = msgspec.json.Encoder()
 _to_watcher: msgspec.json.Decoder[ToWatcher] = msgspec.json.Decoder(ToWatcher)

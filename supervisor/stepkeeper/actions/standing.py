@@ -1,0 +1,100 @@
+"""What ranks do that stand still: the watchers' words about their stacks, put together."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.sources.inbox import Inbox
+from stepkeeper.watcher import messages as lines
+
+SHOWN_MAX = 4  # kinds of what ranks do, in the summary
+RANKS_SHOWN_MAX = 4
+
+
+class Standing:
+    """Collects one request's words; `StacksCollected` comes when every node has told of its ranks, or time is up."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._lock = threading.Lock()
+        self._number = 0
+        self._wanted: do.CollectStacks | None = None
+        self._missing: set[str] = set()
+        self._stood: list[lines.Stood] = []
+
+    def begin(self, wanted: do.CollectStacks) -> int:
+        """Begin a request and return its number, for the watchers."""
+        with self._lock:
+            self._number += 1
+            self._wanted, self._missing, self._stood = wanted, set(wanted.nodes), []
+            number = self._number
+        timer = threading.Timer(wanted.within_s, lambda: self._end(number))
+        timer.daemon = True
+        timer.start()
+        return number
+
+    def heard(self, word: lines.Stood | lines.StacksTaken) -> None:
+        """Take in a watcher's word, on a thread of the bus."""
+        with self._lock:
+            if word.number != self._number:
+                return
+            if isinstance(word, lines.Stood):
+                self._stood.append(word)
+                return
+            self._missing.discard(word.node)
+            complete = not self._missing
+        if complete:
+            self._end(word.number)
+
+    def _end(self, number: int) -> None:
+        with self._lock:
+            wanted = self._wanted
+            if wanted is None or number != self._number:
+                return
+            self._wanted = None
+            stood, missing = sorted(self._stood, key=lambda each: each.rank), sorted(self._missing)
+        suspect = find_suspect(stood)
+        self._inbox.put(
+            on.StacksCollected(
+                at=self._inbox.clock.now(),
+                launch=wanted.launch,
+                moved=any(each.moved for each in stood),
+                summary=summarise(stood, missing),
+                rank=suspect.rank if suspect is not None else None,
+                node=suspect.node if suspect is not None else "",
+            )
+        )
+
+
+def find_suspect(stood: list[lines.Stood]) -> lines.Stood | None:
+    """Return the rank that others wait for; None where that cannot be told."""
+    elsewhere = [each for each in stood if not each.waits]
+    return elsewhere[0] if elsewhere and len(elsewhere) < max(2, len(stood)) else None
+
+
+def summarise(stood: list[lines.Stood], missing: list[str]) -> str:
+    """Say what the ranks do, those first that do not wait for others.
+
+    >>> word = lines.Stood(node="a", number=1, rank=0, where="waits in all_reduce", waits=True)
+    >>> summarise([word, lines.Stood(node="b", number=1, rank=1, where="is in load (data.py:7)")], [])
+    'rank 1 is in load (data.py:7); rank 0 waits in all_reduce'
+    """
+    groups: dict[tuple[bool, str], list[int]] = defaultdict(list)
+    for each in stood:
+        groups[each.waits, each.where].append(each.rank)
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0], len(item[1])))
+    words = [f"{_ranks(ranks)} {where}" for (_, where), ranks in ordered[:SHOWN_MAX]]
+    if len(ordered) > SHOWN_MAX:
+        words.append(f"{sum(len(ranks) for _, ranks in ordered[SHOWN_MAX:])} ranks do other things")
+    if missing:
+        words.append(f"nothing is known of the ranks on {', '.join(missing[:RANKS_SHOWN_MAX])}")
+    return "; ".join(words)
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) > RANKS_SHOWN_MAX:
+        return f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}: each"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}: each"

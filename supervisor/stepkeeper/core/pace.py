@@ -1,0 +1,61 @@
+"""How fast a run steps, from its own history: what silence is longer than usual.  Pure.
+
+A launch begins without statistics of its own: those of the launch before count until it has some.  The first steps of
+a launch compile, load and fill caches, so they are none of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import msgspec
+
+from stepkeeper.core.policy import Policy
+
+KEPT_MAX = 64  # intervals
+ENOUGH = 5  # of them to know what is usual
+WARM_UP_STEPS = 3
+LONGEST_TIMES = 3.0  # what took long once may take so many times as long
+MAD_TO_SIGMA = 1.4826  # of a normal distribution
+
+replace = msgspec.structs.replace
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that steps took."""
+
+    heard: int = 0  # words of steps in this launch
+    recent: tuple[float, ...] = ()  # of this launch, the newest last, without its first ones
+    longest: float = 0.0  # of the same
+    first: float | None = None  # the first step of this launch
+    save: float = 0.0  # the longest save of the run
+    before: Pace | None = None  # of the launch before
+
+
+def launched(pace: Pace) -> Pace:
+    """Begin a launch; one that came to no statistics leaves those before it."""
+    known = replace(pace, before=None) if len(pace.recent) >= ENOUGH else pace.before
+    return Pace(save=pace.save, before=known)
+
+
+def stepped(pace: Pace, seconds: float) -> Pace:
+    """Take in a step."""
+    pace = replace(pace, heard=pace.heard + 1, first=pace.first if pace.first is not None else seconds)
+    if pace.heard <= WARM_UP_STEPS:
+        return pace
+    return replace(pace, recent=(*pace.recent, seconds)[-KEPT_MAX:], longest=max(pace.longest, seconds))
+
+
+def silence_s(pace: Pace, policy: Policy, *, saving: bool) -> float:
+    """Return how long no word may come before the ranks' stacks are looked at."""
+    known = pace if len(pace.recent) >= ENOUGH else pace.before
+    if known is None:
+        return policy.hang_most_s
+    median = statistics.median(known.recent)
+    spread = MAD_TO_SIGMA * statistics.median([abs(each - median) for each in known.recent])
+    allowed = max(policy.hang_steps * (median + 3 * spread), LONGEST_TIMES * known.longest)
+    if pace.heard == 0:  # loading, compiling, the first step
+        allowed += LONGEST_TIMES * (known.first or 0.0)
+    if saving:
+        allowed = allowed + LONGEST_TIMES * pace.save if pace.save else policy.hang_most_s
+    return min(max(allowed, policy.hang_least_s), policy.hang_most_s)

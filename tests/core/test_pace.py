@@ -1,0 +1,78 @@
+"""What silence is longer than usual, by a run's own step times."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from stepkeeper.core.pace import ENOUGH, KEPT_MAX, WARM_UP_STEPS, Pace, launched, silence_s, stepped
+from stepkeeper.core.policy import Policy
+
+POLICY = Policy(hang_steps=20.0, hang_least_s=10.0, hang_most_s=1000.0)
+
+
+def paced(*seconds: float, pace: Pace | None = None, warm_up: float = 50.0) -> Pace:
+    pace = pace or Pace()
+    for each in (*[warm_up] * WARM_UP_STEPS, *seconds):
+        pace = stepped(pace, each)
+    return pace
+
+
+def allowed(pace: Pace, *, saving: bool = False) -> float:
+    return silence_s(pace, POLICY, saving=saving)
+
+
+def test_a_run_without_statistics_gets_the_longest_time() -> None:
+    assert allowed(Pace()) == 1000.0
+    assert allowed(paced(*[1.0] * (ENOUGH - 1))) == 1000.0
+
+
+def test_a_steady_run_is_looked_at_after_so_many_of_its_steps() -> None:
+    assert allowed(paced(*[2.0] * 20)) == pytest.approx(40.0)
+    assert allowed(paced(*[0.01] * 20)) == 10.0, "never sooner than the least"
+    assert allowed(paced(*[500.0] * 20)) == 1000.0, "never later than the most"
+
+
+def test_first_steps_are_no_measure() -> None:
+    """They compile and load."""
+    assert allowed(paced(*[2.0] * 20, warm_up=300.0)) == pytest.approx(40.0)
+
+
+def test_one_long_step_does_not_make_all_usual_and_may_come_again() -> None:
+    """An evaluation every thousand steps."""
+    pace = paced(*[1.0] * 30, 100.0, *[1.0] * 30)
+
+    assert allowed(pace) == pytest.approx(300.0)
+
+
+def test_uneven_steps_are_given_more_time() -> None:
+    assert allowed(paced(*[1.0, 3.0] * 10)) > allowed(paced(*[2.0] * 20))
+
+
+def test_a_new_launch_goes_by_the_one_before_until_it_has_statistics() -> None:
+    before = paced(*[2.0] * 20, warm_up=30.0)
+    pace = launched(before)
+
+    assert allowed(pace) == pytest.approx(40.0 + 3 * 30.0), "loading and the first step as well"
+    pace = paced(pace=pace)
+    assert allowed(pace) == pytest.approx(40.0)
+    pace = paced(*[4.0] * ENOUGH, pace=launched(before))
+    assert allowed(pace) == pytest.approx(80.0)
+
+
+def test_a_launch_that_came_to_nothing_leaves_the_statistics_before_it() -> None:
+    before = paced(*[2.0] * 20)
+
+    assert launched(launched(before)).before == launched(before).before
+    assert launched(before).before.before is None, "no chain of launches grows"
+
+
+def test_a_save_may_take_as_long_as_saves_do() -> None:
+    pace = paced(*[1.0] * 20)
+
+    assert allowed(pace, saving=True) == 1000.0, "nobody knows how long yet"
+    assert allowed(msgspec.structs.replace(pace, save=60.0), saving=True) == pytest.approx(20.0 + 180.0)
+
+
+def test_only_the_newest_steps_are_kept() -> None:
+    assert len(paced(*[1.0] * 500).recent) == KEPT_MAX

@@ -1,0 +1,118 @@
+"""Software that fails in its own ways: what Stepkeeper takes each for, and what follows."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
+from stepkeeper.core.exits import ExitCode
+from stepkeeper_trainer.formats import lineage
+from tests.lab import Lab
+from tests.training import SMALL, Training, assert_complete
+
+pytestmark = pytest.mark.slurm
+SCRIPT = Path(__file__).with_name("failing.py")
+ALWAYS = 99
+
+
+def failing(lab: Lab, how: str, *, step: int = 15, launches: int = 1, rank: int = 1, **fields) -> Training:
+    """Submit a training that fails in its first launches."""
+    training = Training(lab, name=f"{how}-{launches}", **fields)
+    script = training.work / "failing.py"
+    shutil.copyfile(SCRIPT, script)
+    script.chmod(0o644)
+    training.command = (
+        str(training.python), str(script), how, str(step), str(launches), str(rank), "--steps=40", "--seed=7",
+        "--checkpoint-every-steps=10", f"--step-seconds-min={training.step_seconds}", *SMALL,
+    )  # fmt: skip
+    return training.submit()
+
+
+def causes(training: Training) -> list[Cause]:
+    return [record.event.cause for record in training.events(on.Judged)]
+
+
+def test_memory_that_ran_out_once_costs_one_relaunch(lab: Lab, reference: Training) -> None:
+    training = failing(lab, "out-of-memory", step_seconds=0.05)
+    training.wait_end()
+
+    (said,) = [record.event for record in training.events(on.Judged)]
+    assert (said.cause, said.rank) == (Cause.GPU_MEMORY, 1), training.story()
+    assert "failing.py" in said.location
+    assert said.step in (14, 15)
+    assert len(training.launches()) == 2
+    assert_complete(training, reference)
+
+
+def test_the_same_exception_again_ends_the_run_and_calls_a_person(lab: Lab) -> None:
+    """Two launches, a code of its own, the reason everywhere, and one command: no third try of a bug."""
+    told = lab.workdir("games") / "told"
+    command = f'echo "$STEPKEEPER_EXIT_CODE $STEPKEEPER_CAUSE $STEPKEEPER_REASON" > {told}; echo sent'
+    training = failing(
+        lab, "exception", launches=ALWAYS, step_seconds=0.05, run_args=("--notify-command", command)
+    )
+    training.wait_end()
+
+    assert causes(training) == [Cause.EXCEPTION] * 2, training.story()
+    assert training.exits() == [ExitCode.CAUSE_STAYS]
+    assert len(training.launches()) == 2
+    assert lab.job(training.job_id).exit_code == f"{int(ExitCode.CAUSE_STAYS)}:0"
+    assert "ValueError at" in training.output()
+    assert "notified" in training.output()
+    assert told.read_text().startswith(f"{int(ExitCode.CAUSE_STAYS)} exception ")
+    comment = lab.run("scontrol", "-o", "show", "job", str(training.job_id)).stdout
+    assert f"Comment=stepkeeper:{int(ExitCode.CAUSE_STAYS)}:CAUSE_STAYS:exception" in comment
+
+
+def test_a_wrong_argument_is_not_tried_again(lab: Lab) -> None:
+    training = Training(lab, name="wrong-argument", script_args=("--stepz=3",)).submit()
+    training.wait_end()
+
+    assert causes(training) == [Cause.CONFIGURATION], training.story()
+    assert len(training.launches()) == 1
+    assert training.exits() == [ExitCode.CAUSE_STAYS]
+
+
+@pytest.mark.campaign
+def test_a_crash_in_native_code_is_tried_again(lab: Lab, reference: Training) -> None:
+    training = failing(lab, "segfault", step_seconds=0.05)
+    training.wait_end()
+
+    assert causes(training) == [Cause.SEGFAULT], training.story()
+    assert_complete(training, reference)
+
+
+@pytest.mark.campaign
+def test_a_crash_at_the_same_step_twice_goes_one_checkpoint_back_and_then_ends(lab: Lab) -> None:
+    training = failing(lab, "segfault", step=25, launches=ALWAYS, step_seconds=0.05)
+    training.wait_end()
+
+    assert causes(training) == [Cause.SEGFAULT] * 3, training.story()
+    (order,) = [effect for record in training.records() for effect in record.effects if isinstance(effect, do.RollBack)]
+    assert order.below_step == 20
+    chosen = [record.event.step for record in training.events(on.CheckpointChosen)]
+    assert 10 in chosen
+    written = (training.run_dir / "checkpoints" / lineage.LINEAGE_NAME).read_text()
+    assert written.count('"rollback"') == 1
+    assert training.exits() == [ExitCode.CAUSE_STAYS]
+
+
+@pytest.mark.campaign
+def test_a_loss_that_is_no_number_goes_on_from_before_it_once(lab: Lab, reference: Training) -> None:
+    training = failing(lab, "nan", step_seconds=0.05)
+    training.wait_end()
+
+    assert causes(training) == [Cause.NUMERICAL], training.story()
+    assert_complete(training, reference)
+
+
+@pytest.mark.campaign
+def test_a_loss_that_is_no_number_again_ends_the_run(lab: Lab) -> None:
+    training = failing(lab, "nan", launches=ALWAYS, step_seconds=0.05)
+    training.wait_end()
+
+    assert causes(training) == [Cause.NUMERICAL] * 2, training.story()
+    assert training.exits() == [ExitCode.CAUSE_STAYS]

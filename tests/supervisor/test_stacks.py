@@ -1,0 +1,202 @@
+"""What ranks that stand still do: stacks of real processes, and what is said of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepkeeper.actions.standing import Standing, find_suspect, summarise
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.sources.clock import Clock
+from stepkeeper.sources.inbox import Inbox
+from stepkeeper.watcher import messages as lines
+from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.watcher.stacks import Frame, StackTaker, describe, of_faulthandler, of_py_spy
+from stepkeeper_trainer.formats import stacks
+
+RANK = """
+import faulthandler, sys, threading, time
+from stepkeeper_trainer.formats import stacks
+faulthandler.register(stacks.SIGNAL, file=open(sys.argv[1], "a"), all_threads=True, chain=False)
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+def stuck():
+    time.sleep(600)
+
+def busy():
+    for number in range(10**6):
+        scope = {"time": time}
+        exec(f"def step_{number}(): time.sleep(0.2)", scope)
+        scope[f"step_{number}"]()
+
+print("ready", flush=True)
+globals()[sys.argv[2]]()
+"""
+ASSIGNMENT = {
+    "run_id": "r", "job_id": 1, "slurm_name": "1", "restart_count": 0, "attempt": 0, "nodes": ("n1",),
+    "kill_wait_s": 30.0, "nonce": "x",
+}  # fmt: skip
+
+
+@pytest.fixture
+def rank(tmp_path: Path):
+    """Start a process that stands for a rank; its main thread runs the function named."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(number: int, function: str) -> int:
+        path = stacks.file(tmp_path, 0, 3, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        process = subprocess.Popen([sys.executable, "-c", RANK, str(path), function], stdout=subprocess.PIPE, text=True)
+        running.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process.pid
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def taken(tmp_path: Path, pids: dict[int, int]) -> dict[int, lines.Stood]:
+    taker = StackTaker(Assignment(run_directory=str(tmp_path), **ASSIGNMENT), "n1")
+    taker.take(lines.Stacks(launch=3, number=7), pids)
+    os.set_blocking(taker.fileno(), True)
+    *stood, last = taker.words()
+    assert last == lines.StacksTaken(node="n1", number=7)
+    os.close(taker.fileno())
+    return {each.rank: each for each in stood}
+
+
+def test_a_rank_that_is_stuck_one_that_works_and_one_that_was_stopped(rank, tmp_path: Path) -> None:
+    pids = {0: rank(0, "stuck"), 1: rank(1, "busy"), 2: rank(2, "stuck")}
+    os.kill(pids[2], signal.SIGSTOP)
+
+    stood = taken(tmp_path, pids)
+
+    assert stood[0].where.startswith("is in stuck (")
+    assert not stood[0].moved
+    assert stood[1].moved
+    assert stood[2].where == "was stopped by a signal"
+    assert "in stuck" in stacks.file(tmp_path, 0, 3, 0).read_text()
+
+
+def test_a_process_that_would_die_of_the_signal_gets_none(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        stood = taken(tmp_path, {0: process.pid})
+
+        assert process.poll() is None
+        process.kill()
+    assert stood[0].where.startswith("is in state S")
+
+
+def test_a_rank_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    assert taken(tmp_path, {0: process.pid})[0].where == "is gone"
+
+
+TORCH = "/v/lib/python3.11/site-packages/torch"
+ALL_REDUCE = f"{TORCH}/distributed/distributed_c10d.py", "all_reduce"
+BACKWARD = f"{TORCH}/autograd/graph.py", "_engine_run_backward"
+LOADER = f"{TORCH}/utils/data/dataloader.py", "_try_get_data"
+LAYER = f"{TORCH}/nn/modules/linear.py", "forward"
+OURS = "/v/lib/python3.11/site-packages/stepkeeper_trainer/agreement.py", "share"
+STEP = "/w/train.py", "step"
+
+
+@pytest.mark.parametrize(
+    ("frames", "where", "waits"),
+    [
+        ([ALL_REDUCE, STEP], "waits in all_reduce (train.py:7 in step)", True),
+        ([BACKWARD, STEP], "is in _engine_run_backward (train.py:7 in step)", True),
+        ([LOADER, STEP], "is in the data loader (train.py:7 in step)", False),
+        ([STEP, ALL_REDUCE], "is in step (train.py:7)", False),
+        ([LAYER, STEP], "is in step (train.py:7)", False),
+        ([LAYER], f"is in forward ({TORCH}/nn/modules/linear.py:7)", False),
+        ([OURS, STEP], "is in stepkeeper_trainer's share (train.py:7 in step)", False),
+        ([ALL_REDUCE, OURS, STEP], "waits in all_reduce (train.py:7 in step)", True),
+    ],
+)
+def test_a_stack_in_words(frames: list[tuple[str, str]], where: str, waits: bool) -> None:  # noqa: FBT001
+    doing = describe(tuple(Frame(path, "7", name) for path, name in frames))
+
+    assert (doing.where, doing.waits) == (where, waits)
+
+
+def test_the_main_thread_is_the_one_that_counts() -> None:
+    text = """Thread 0x00007f1 (most recent call first):
+  File "/w/loader.py", line 3 in fetch
+
+Current thread 0x00007f2 (most recent call first):
+  File "/w/train.py", line 9 in step
+  File "/w/train.py", line 20 in main
+"""
+    spied = """Process 12: python train.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 13 (idle): "loader"
+    fetch (loader.py:3)
+Thread 12 (active): "MainThread"
+    step (train.py:9)
+    main (train.py:20)
+"""
+    assert [frame.function for frame in of_faulthandler(text)] == ["step", "main"]
+    assert [frame.function for frame in of_py_spy(spied)] == ["step", "main"]
+
+
+def stood(rank: int, where: str, *, waits: bool = False, node: str = "a") -> lines.Stood:
+    return lines.Stood(node=node, number=1, rank=rank, where=where, waits=waits)
+
+
+def test_the_rank_that_all_others_wait_for_is_named_first() -> None:
+    words = [stood(rank, "waits in all_reduce", waits=True) for rank in range(5)]
+    words.append(stood(5, "is in the data loader", node="b"))
+
+    assert find_suspect(words) == words[5]
+    assert summarise(words, ["c"]) == (
+        "rank 5 is in the data loader; 5 ranks, 0 to 4: each waits in all_reduce; nothing is known of the ranks on c"
+    )
+
+
+def test_where_all_do_the_same_nobody_is_suspected() -> None:
+    assert find_suspect([stood(0, "is in evaluate"), stood(1, "is in evaluate")]) is None
+    assert find_suspect([stood(0, "waits", waits=True)]) is None
+
+
+def test_a_watcher_that_does_not_answer_is_waited_for_only_so_long() -> None:
+    inbox = Inbox(Clock())
+    standing = Standing(inbox)
+    number = standing.begin(do.CollectStacks(launch=4, nodes=("a", "b"), within_s=0.3))
+    standing.heard(msgspec.structs.replace(stood(0, "sleeps"), number=number))
+    standing.heard(lines.StacksTaken(node="a", number=number))
+    standing.heard(lines.StacksTaken(node="b", number=number + 1))
+
+    event = inbox.get(10.0)
+
+    assert isinstance(event, on.StacksCollected)
+    assert (event.launch, event.moved) == (4, False)
+    assert event.summary == "rank 0 sleeps; nothing is known of the ranks on b"
+
+
+def test_all_watchers_answers_end_the_collection_at_once() -> None:
+    inbox = Inbox(Clock())
+    standing = Standing(inbox)
+    number = standing.begin(do.CollectStacks(launch=4, nodes=("a",), within_s=600.0))
+    standing.heard(lines.StacksTaken(node="a", number=number))
+
+    began = time.monotonic()
+
+    assert inbox.get(10.0) is not None
+    assert time.monotonic() - began < 10.0
+    standing.heard(lines.StacksTaken(node="a", number=number))
+    assert inbox.get(0.1) is None, "it came twice"

@@ -313,7 +313,7 @@ class Supervisor:
 
     def _verify(self, effect: do.VerifyCheckpoint) -> None:
         directory = self.setting.directory.checkpoints
-        checkpoints.verify_back(directory, effect.directory, writers=self.writers, crew=self.crew, inbox=self.inbox)
+        checkpoints.verify_back(directory, effect, writers=self.writers, crew=self.crew, inbox=self.inbox)
 
     def _collect_stacks(self, effect: do.CollectStacks) -> None:
         number = self.standing.begin(effect)

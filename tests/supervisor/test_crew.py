@@ -9,6 +9,7 @@ import pytest
 from stepkeeper.actions import checkpoints as acts
 from stepkeeper.actions import shares as sharing
 from stepkeeper.actions.crew import Crew, Limits, Wanted
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
@@ -96,7 +97,8 @@ def choose(checkpoints: Path, crew: Crew) -> on.Event:
 
 def verify_back(step: Path, crew: Crew, writers: acts.Writers | None = None) -> on.CheckpointVerified:
     inbox = Inbox(Clock())
-    acts.verify_back(step.parent, step.name, writers=writers, crew=crew, inbox=inbox)
+    effect = do.VerifyCheckpoint(directory=step.name, from_disk=True)
+    acts.verify_back(step.parent, effect, writers=writers, crew=crew, inbox=inbox)
     event = inbox.get(ANSWER_S)
     assert isinstance(event, on.CheckpointVerified), event
     return event
@@ -244,7 +246,7 @@ def test_a_newer_verification_ends_the_one_before(tmp_path: Path, watchers: Watc
     crew.use(watchers)
     watchers.heard = crew.heard
     inbox = Inbox(Clock())
-    acts.verify_back(tmp_path, step.name, writers=None, crew=crew, inbox=inbox)
+    acts.verify_back(tmp_path, do.VerifyCheckpoint(directory=step.name), writers=None, crew=crew, inbox=inbox)
 
     read = verify_back(newest, crew)
 
@@ -262,3 +264,11 @@ def test_an_unreadable_word_of_a_share_is_not_needed(crew: Crew, tmp_path: Path)
 
     assert read is not None
     assert read.verdict.ok
+
+
+def test_a_step_that_was_removed_meanwhile_is_no_damaged_one(tmp_path: Path, crew: Crew):
+    step = make_big(tmp_path)
+    gone = step.rename(tmp_path / ".trash")
+
+    assert verify_back(tmp_path / step.name, crew).gone
+    assert gone.is_dir()

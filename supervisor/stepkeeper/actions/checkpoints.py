@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stepkeeper.actions.crew import Crew, Read, Wanted
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper_trainer import space
@@ -134,13 +135,16 @@ def choose(checkpoints: Path, *, crew: Crew, inbox: Inbox, after: threading.Thre
     inbox.run_thread("choose-checkpoint", work)
 
 
-def verify_back(checkpoints: Path, name: str, *, writers: Writers | None, crew: Crew, inbox: Inbox) -> None:
-    """Read back one step directory, from the disk; `CheckpointVerified` comes, unless a newer one begins."""
+def verify_back(
+    checkpoints: Path, effect: do.VerifyCheckpoint, *, writers: Writers | None, crew: Crew, inbox: Inbox
+) -> None:
+    """Read back one step directory; `CheckpointVerified` comes, unless a newer verification begins."""
+    name = effect.directory
     verification = Verification(crew, crew.begin())
 
     def work() -> None:
         verdict = verification.check(
-            checkpoints / name, Cache(checkpoints, knows=False), from_disk=True, writers=writers
+            checkpoints / name, Cache(checkpoints, knows=False), from_disk=effect.from_disk, writers=writers
         )
         if verification.is_old():
             return
@@ -153,6 +157,7 @@ def verify_back(checkpoints: Path, name: str, *, writers: Writers | None, crew: 
                 seconds=verification.seconds,
                 bytes_read=verification.bytes_read,
                 readers=tuple(sorted(verification.readers)),
+                gone=not verdict.ok and not (checkpoints / name).is_dir(),
             )
         )
 

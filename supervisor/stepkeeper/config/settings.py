@@ -35,6 +35,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     metavar: str = "VALUE"
     least: float | None = None
     most: float | None = None
+    choices: tuple[str, ...] = ()  # of a text: no other one
     has_flag: bool = True
     has_variable: bool = True
     in_run_directory: bool = True  # may stand in the run directory's own file
@@ -119,6 +120,7 @@ _POLICY = {
     "progress_every_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "judged_from": About(least=0, most=1, has_flag=False),
     "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),
+    "read_back": About(metavar="off|newest|all", choices=("off", "newest", "all")),
     "requeue_tries_max": About(unit="tries", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
     "node_losses_max": About(unit="nodes", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
     "excluded_max": About(unit="nodes", metavar="N", least=0, most=COUNT_MAX, has_flag=False),
@@ -161,6 +163,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wanted(self) -> str:
         """Return in words what is allowed."""
+        if self.about.choices:
+            return "one of " + ", ".join(self.about.choices)
         kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
         least, most = self.about.least, self.about.most
         between = ""

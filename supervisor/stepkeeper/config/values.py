@@ -64,6 +64,8 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
             _refuse(setting, value, where)
     if isinstance(value, str) and (not value or not value.isprintable()):
         _refuse(setting, value, where)
+    if setting.about.choices and value not in setting.about.choices:
+        _refuse(setting, value, where)
     if isinstance(value, str) and setting.key.startswith("policy.on_"):
         _refuse_row(setting, value, where)
     found: Value = value  # of `setting.kind`, as compared above

@@ -31,9 +31,10 @@ class ChooseCheckpoint(_Effect, frozen=True, kw_only=True, tag="choose_checkpoin
 
 
 class VerifyCheckpoint(_Effect, frozen=True, kw_only=True, tag="verify_checkpoint"):
-    """Read every byte of a step directory and compare."""
+    """Read every byte of a step directory and compare; one under way is given up for a newer one."""
 
     directory: str
+    from_disk: bool = False  # past the page cache
 
 
 class TestStorage(_Effect, frozen=True, kw_only=True, tag="test_storage"):

@@ -248,6 +248,7 @@ class CheckpointVerified(_Event, frozen=True, kw_only=True, tag="checkpoint_veri
     seconds: float = 0.0
     bytes_read: int = 0
     readers: tuple[str, ...] = ()  # nodes that read
+    gone: bool = False  # it was removed meanwhile: that says nothing
 
 
 class StorageTested(_Event, frozen=True, kw_only=True, tag="storage_tested"):

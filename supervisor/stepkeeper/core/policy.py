@@ -57,6 +57,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     verify_within_s: float = 120.0
     """Reading back the emergency checkpoint before the requeue, if the deadline allows."""
 
+    read_back: str = "off"
+    """Read back, past the page cache and where possible on another node than wrote it, what was saved while training
+    goes on: off, newest (no more than one at a time, the newest), all."""
+
     requeue_retry_s: float = 2.0
     """After the first try of a requeue that Slurm did not take; doubled from try to try."""
 

@@ -178,6 +178,8 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         doubt=Doubt.NONE,
         step=None,
         saving=None,
+        reading_back=(),
+        read_back_wrong=0,
         killed=False,
         first_failure="",
         found=None,

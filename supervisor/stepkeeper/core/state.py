@@ -128,6 +128,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     bus_restarted_in_launch: bool = False
     step: int | None = None  # last completed step that we heard of, in this launch
     saving: str | None = None  # save_id in flight
+    reading_back: tuple[str, ...] = ()  # step directories: the first is being read, the others wait
+    read_back_wrong: int = 0  # in a row
     killed: bool = False
     pace: Pace = Pace()
     hang_at: float | None = None  # in TRAINING: until then a word of the ranks must come

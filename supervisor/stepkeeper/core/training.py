@@ -6,6 +6,7 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reading_back
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.pace import stepped
 from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, close, closed, kill, relaunch, take
@@ -75,9 +76,11 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     if event.drift:
         why += f"; copies differ between ranks, a device may compute wrongly: {event.drift}"
     emergency = state.phase is Phase.SAVING and event.emergency
-    effects = (do.VerifyCheckpoint(directory=event.directory),) if emergency else ()
+    read = reading_back.on_commit(state, event.directory, policy)
+    state, effects = read.state, read.effects
     if emergency:
-        state = replace(state, verifying=event.directory)
+        effects = (do.VerifyCheckpoint(directory=event.directory, from_disk=reading_back.from_disk(policy)),)
+        state = replace(state, verifying=event.directory, reading_back=())
     if state.first_failure:
         ended = _end_survivors(state, event.at, why, policy)
         return Decision(ended.state, (*effects, *ended.effects), ended.why)
@@ -258,7 +261,9 @@ def _again(state: State, why: str) -> Plan:
 
 
 def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: Policy) -> Decision:
-    """The emergency checkpoint was read back."""
+    """The emergency checkpoint was read back, or one beside training."""
+    if event.directory != state.verifying and event.directory in state.reading_back[:1]:
+        return reading_back.on_read_back(state, event)
     if event.directory != state.verifying:
         return Decision(state)
     state = replace(state, verifying=None)

@@ -1,0 +1,57 @@
+"""A large step directory is verified by the nodes of the job together, on a real Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.core import events as on
+from stepkeeper.core.state import Phase
+from tests.lab import Lab
+from tests.stories.acts import kill_rank, kill_watcher
+from tests.training import Training
+
+pytestmark = pytest.mark.slurm
+LARGE = ("--width=256", "--layers=3")  # some 35 MB of state
+SHARED = {"STEPKEEPER_VERIFY_SHARED_MIB_MIN": "1", "STEPKEEPER_VERIFY_MIB_PER_S": "4"}  # slowly enough to interfere
+
+
+def damage(step: Path) -> Path:
+    """Change one byte in the middle of the largest file."""
+    victim = max(step.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    with victim.open("r+b") as file:
+        file.seek(victim.stat().st_size // 2)
+        (value,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([value ^ 1]))
+    return victim
+
+
+@pytest.mark.campaign
+def test_both_nodes_verify_and_neither_damage_nor_a_lost_watcher_is_missed(lab: Lab) -> None:
+    """The newest step is damaged and one of the readers dies: the step before is verified and used all the same."""
+    training = Training(lab, name="shared", step_seconds=0.3, steps=30, script_args=LARGE, env=SHARED).submit()
+    training.wait_step(23)
+    training.until(lambda: 20 in training.committed(), "step 20")
+    victim = damage(training.run_dir / "checkpoints" / "step_00000020")
+
+    kill_rank(training)
+    training.until(lambda: training.records()[-1].phase is Phase.STARTING, "the relaunch")
+    kill_watcher(training)
+    training.wait_end()
+
+    assert lab.job(training.job_id).state == "COMPLETED", training.story()
+    assert len(training.losses()) == training.steps
+    assert [record.event.ok for record in training.events(on.StorageTested)] == [True]
+    assert len(training.events(on.WatcherLost)) >= 1, "nothing was interfered with"
+    first, second = (record.event for record in training.events(on.CheckpointChosen))
+    assert (first.directory, first.readers) == (None, ())
+    assert second.directory.endswith("step_00000010"), training.story()
+    (skipped,) = second.skipped
+    assert (skipped.directory, skipped.damaged) == ("step_00000020", True)
+    assert victim.name in skipped.problem
+    nodes = training.launches()[0]
+    assert set(second.readers) == set(nodes), training.story()
+    whole = sum(path.stat().st_size for path in (training.run_dir / "checkpoints" / "step_00000010").rglob("*.distcp"))
+    assert second.bytes_read >= whole

@@ -6,6 +6,8 @@ learning rate changes in each step, and the data are shuffled.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import random
 import re
@@ -50,8 +52,11 @@ def train(
     steps: int,
     resume_from: str | None = None,
     fall: dict[str, Any] | None = None,
+    hit: dict[str, Any] | None = None,
 ) -> int:
     """Train to the end or until something befalls."""
+    if hit is not None and hit.pop("rank") == rank:
+        _arm(**hit)
     mine = Fall(**fall) if fall is not None and rank in fall["ranks"] else None
     _slow_disk()
     torch.use_deterministic_algorithms(mode=True)
@@ -124,6 +129,24 @@ def _befall(fall: Fall, keeper: Keeper, directory: Path) -> None:
         else:
             print("killed with a save in flight", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _arm(place: str, number: int, *, how: str) -> None:
+    """Have this process killed or stopped as it comes to a place of the library, the so manieth time."""
+    module, *owners, name = place.split(".")
+    holder = functools.reduce(getattr, owners, importlib.import_module(f"stepkeeper_trainer.{module}"))
+    original = getattr(holder, name)
+    calls = 0
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            print("hit", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        return original(*arguments, **options)
+
+    setattr(holder, name, counted)
 
 
 def _slow_disk() -> None:

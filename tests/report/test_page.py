@@ -199,6 +199,7 @@ def test_states_of_step_directories() -> None:
     assert found[20].seconds == 1.0
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
 def test_a_real_browser_shows_it_without_a_complaint(tmp_path: Path) -> None:
     target = tmp_path / "page.html"

@@ -1,4 +1,4 @@
-"""`stepkeeper dev inject xid 79 --gpu 0`: a fault that is none, for acceptance tests at a site.
+"""`stepkeeper dev`: replay, simulate, and `inject xid 79 --gpu 0`, a fault that is none, for tests at a site.
 
 Only root can do it, and only where the agent's own configuration says that injected lines are believed.  Never through
 the socket.
@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from stepkeeper import printing
+from stepkeeper.commands import dev_replay, dev_simulate
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node import config as node_config
@@ -36,7 +37,9 @@ DEFAULT_TEXTS = {
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    dev = subcommands.add_parser("dev", help="tools for tests", description="Tools for tests.", allow_abbrev=False)
+    dev = subcommands.add_parser(
+        "dev", help="replay, simulate and test", description="Tools to test rules and sites.", allow_abbrev=False
+    )
     actions = dev.add_subparsers(dest="action", metavar="ACTION", required=True)
     inject = actions.add_parser(
         "inject",
@@ -51,6 +54,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     inject.add_argument("--text", default="", help="what the driver says about it")
     inject.add_argument("--config", type=Path, metavar="FILE", help=f"(default: {node_config.DEFAULT_PATH})")
     inject.set_defaults(execute=inject_fault)
+    dev_replay.add(actions)
+    dev_simulate.add(actions)
 
 
 @printing.reading

@@ -50,15 +50,15 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         type=_positive,
         help="mean hours between infrastructure failures of one node; default 4800, or the run's own experience",
     )
-    rates.add_argument("--mtbf", metavar="TIME", type=_duration, help="the same, of the whole job")
-    command.add_argument("--save-s", metavar="TIME", type=_duration, help="from the request of a save to durable")
+    rates.add_argument("--mtbf", metavar="TIME", type=duration, help="the same, of the whole job")
+    command.add_argument("--save-s", metavar="TIME", type=duration, help="from the request of a save to durable")
     command.add_argument(
-        "--blocked-s", metavar="TIME", type=_duration, help="what a save takes from training; default: as --save-s"
+        "--blocked-s", metavar="TIME", type=duration, help="what a save takes from training; default: as --save-s"
     )
     command.add_argument(
         "--restart-s",
         metavar="TIME",
-        type=_duration,
+        type=duration,
         help=f"from a failure to the first new step; default {RESTART_S:g}",
     )
     command.add_argument(
@@ -73,7 +73,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.set_defaults(execute=execute)
 
 
-def _duration(text: str) -> float:
+def duration(text: str) -> float:
+    """Return the seconds of `90s`, `5min`, `3h`, `2d`; for arguments.  Raises argparse.ArgumentTypeError."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds, or 90s, 5min, 3h, 2d")

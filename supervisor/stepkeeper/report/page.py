@@ -226,8 +226,8 @@ def _definitions(seen: Timeline) -> str:
         "<p><b>ETTR</b>, the effective training time ratio: productive time over all time from the first attempt's "
         "start, the queue between attempts included (Kokolis et al., arXiv 2410.21680). The wait before the first "
         "attempt is not known to the run.</p><p><b>Goodput</b>: productive node-time over the node-time that the run "
-        "held, spares included (the runtime part of Google's ML Productivity Goodput). A step is productive where no later "
-        "launch did it again; time in which a command reported no steps is in neither figure.</p>"
+        "held, spares included (the runtime part of Google's ML Productivity Goodput). A step is productive where no "
+        "later launch did it again; time in which a command reported no steps is in neither figure.</p>"
         f"<p>All times {text(zone())}. The parts add up to the whole: "
         f"{sum(seen.accounts.wall.values()):,} of {seen.accounts.wall_total:,} microseconds.</p></details>"
     )

@@ -1,0 +1,438 @@
+"""Months of a run in a second: a world that answers the orders of the real `decide`, event by event.
+
+What is simulated is the world only: its failures, and how long everything takes.  What is done about them is decided
+by `core`, with its budgets, deadlines and retries.  Node names cost time and change nothing, so of the nodes of a
+launch at most `NAMED_MAX` have one; a failure of any of the others befalls one of these.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from typing import Any, NamedTuple
+
+import msgspec
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
+from stepkeeper.core.decide import decide
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import Phase, State
+from stepkeeper.seeing.model import Use
+from stepkeeper.simulating.world import MIX, Kind, World
+
+NAMED_MAX = 64
+TURNS_MAX = 50_000_000  # a run that decides so much is stuck
+CARRIED = ("failures", "best_step", "node_losses", "excluded", "tried")
+CAUSES = {Kind.FAULT: Cause.NODE_FAULT, Kind.LOST: Cause.NODE_LOST, Kind.FAILURE: Cause.NETWORK}
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What came of one simulated run.  Seconds of the clock."""
+
+    wall_s: float = 0.0
+    spent: dict[Use, float] = msgspec.field(default_factory=lambda: dict.fromkeys(Use, 0.0))
+    happened: dict[Kind, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    hits: int = 0  # failures that ended a launch, or kept one from its first step
+    launches: int = 0
+    attempts: int = 0
+    persons: int = 0  # times that the run stopped, and a person was needed
+    saves: int = 0
+    stopped_for: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def ettr(self) -> float:
+        """Productive time over all time; see `seeing.model.Accounts.ettr`."""
+        return self.spent[Use.PRODUCTIVE] / self.wall_s
+
+    @property
+    def restart_s(self) -> float:
+        """Mean time from a failure to the next first step, the first start left out."""
+        away = sum(self.spent[use] for use in (Use.HUNG, Use.STOPPING, Use.STARTING, Use.QUEUE))
+        first = away / (self.launches or 1) if not self.hits else 0.0
+        return (away - first) / self.hits if self.hits else 0.0
+
+
+class _Turn(NamedTuple):
+    at: float
+    number: int  # in the order of scheduling
+    what: on.Event | str  # an event for `decide`, or the name of what the world does
+    launch: int | None  # it is void when another launch runs
+
+
+class Clockwork:
+    """One simulated run."""
+
+    def __init__(self, world: World, policy: Policy, seed: int) -> None:
+        self.world = world
+        self.policy = _deaf(policy)
+        self.random = random.Random(seed)  # noqa: S311 - the same run for the same seed
+        self.result = Result()
+        self.now = 0.0
+        self.turns: list[_Turn] = []
+        self.scheduled = 0
+        self.state = State()
+        self.use = Use.STARTING
+        self.since = 0.0
+        self.over = False  # this attempt
+        self.serial = 0  # of launches, over all attempts
+        self.hurt: Kind | None = None  # what befell the launch
+        self.struck: Kind | None = None  # what befell the one before
+        self.dead: set[str] = set()
+        self.incidents = 0
+        self.facts: dict[str, float] = {}  # what Slurm would say of the job
+        # progress, in seconds of training
+        self.done = 0.0
+        self.stepping_since: float | None = None
+        self.snapshots: deque[float] = deque()  # of the saves in flight, oldest first
+        self.durable = [0.0]
+
+    def run(self) -> Result:
+        """Play until the days are over."""
+        end = self.world.days * 86_400.0
+        while self.now < end:
+            self._attempt(end)
+            self._go_to(min(end, self.now))
+        self._pause()
+        self._spend(self.use)
+        self.result.wall_s = self.now
+        return self.result
+
+    # --- one attempt ------------------------------------------------------------------------------
+
+    def _attempt(self, end: float) -> None:
+        carried: dict[str, Any] = {name: getattr(self.state, name) for name in CARRIED}
+        named = min(self.world.nodes, NAMED_MAX)
+        nodes = tuple(f"n{index}" for index in range(named + self.world.spares))
+        number = self.result.attempts
+        self.result.attempts += 1
+        self.turns.clear()
+        self.state, self.over, self.dead, self.hurt, self.facts = State(), False, set(), None, {}
+        self._spend(Use.STARTING)
+        started: dict[str, Any] = {
+            "job_id": 1,
+            "restart_count": number,
+            "attempt": number,
+        }
+        self._feed(
+            on.AttemptStarted(
+                at=self.now, nodes=nodes, nodes_wanted=named, batch_node=nodes[0], kill_wait_s=30.0,
+                previous="" if not number else "requeued",
+                **started, **carried,
+            )
+        )  # fmt: skip
+        self._later(self._gap(), "fail")
+        if self.world.preemptions_per_day:
+            self._later(self.random.expovariate(self.world.preemptions_per_day / 86_400.0), "preempt")
+        self._later(max(1.0, self.world.time_limit_s - self.world.limit_notice_s), "limit")
+        self.facts = {"end": self.now + self.world.time_limit_s}
+        for _ in range(TURNS_MAX):
+            deadline = self.state.deadline_at
+            following = self.turns[0].at if self.turns else float("inf")
+            if self.over:
+                return
+            at = min(following, deadline if deadline is not None else float("inf"))
+            if at >= end:
+                self._go_to(end)
+                return
+            self._go_to(at)
+            if deadline is not None and deadline <= following:
+                self._feed(on.Tick(at=self.now))
+                continue
+            turn = heapq.heappop(self.turns)
+            if turn.launch is not None and turn.launch != self.serial:
+                continue
+            if isinstance(turn.what, str):
+                getattr(self, f"_do_{turn.what}")()
+            else:
+                self._feed(msgspec.structs.replace(turn.what, at=self.now))
+        raise AssertionError(f"stuck in {self.state}")
+
+    def _go_to(self, at: float) -> None:
+        self.now = max(self.now, at)
+
+    def _later(self, after: float, what: on.Event | str, *, launch: int | None = None) -> None:
+        self.scheduled += 1
+        heapq.heappush(self.turns, _Turn(self.now + after, self.scheduled, what, launch))
+
+    def _spend(self, use: Use) -> None:
+        """From now on time goes into this."""
+        self.result.spent[self.use] += self.now - self.since
+        self.use, self.since = use, self.now
+
+    # --- what befalls it --------------------------------------------------------------------------
+
+    def _gap(self) -> float:
+        held = self.world.nodes + self.world.spares
+        rate = self.world.failures * held / 86_400_000.0
+        return self.random.expovariate(rate) if rate else float("inf")
+
+    def _do_fail(self) -> None:
+        self._later(self._gap(), "fail")
+        kind = self.random.choices(list(MIX), list(MIX.values()))[0]
+        spares = [node for node in self.state.nodes if node not in self.state.launched]
+        idle = len(spares) if self.state.launched else 0
+        hits_spare = self.random.random() < idle / (self.world.nodes + idle)
+        among = spares if hits_spare else [node for node in self.state.nodes if node not in spares or not idle]
+        alive = [node for node in among if node not in self.dead]
+        if not alive or (kind is Kind.FAILURE and (hits_spare or not self.state.running)):
+            return  # nothing runs there that could fail
+        node = self.random.choice(alive)
+        self.result.happened[kind] += 1
+        if not hits_spare:
+            self.result.hits += 1
+            self._break(kind)
+        self.incidents += 1
+        match kind:
+            case Kind.FAULT:
+                fault: dict[str, Any] = {
+                    "incident": f"i{self.incidents}",
+                    "name": "XID 79",
+                    "action": "drain_reboot",
+                    "leave": True,
+                }
+                seen = on.NodeFaulted(at=0, node=node, why="simulated", drained=True, **fault)
+                self._later(self.world.detect_s, seen)
+            case Kind.LOST:
+                self.dead.add(node)
+                lost = on.WatcherLost(at=0, node=node, bus=self.state.bus, why="silent")
+                self._later(self.world.silence_s, lost)
+            case _:
+                exited = on.RankExited(at=0, launch=self.state.launch, rank=0, node=node, code=1)
+                self._later(self.world.detect_s, exited, launch=self.serial)
+
+    def _break(self, kind: Kind) -> None:
+        """No further step comes; what is not durable is lost."""
+        if self.hurt is None and self.state.running:
+            self.hurt = kind
+            self._pause()
+            self._lose()
+            self.snapshots.clear()
+            self._spend(Use.HUNG)
+
+    def _do_preempt(self) -> None:
+        self.result.happened[Kind.PREEMPTION] += 1
+        self.facts |= {"preempt": self.now, "end": self.now + self.world.grace_s}
+        self._feed(on.SignalReceived(at=self.now, signal="TERM"))
+
+    def _do_limit(self) -> None:
+        self.result.happened[Kind.TIME_LIMIT] += 1
+        self._feed(on.SignalReceived(at=self.now, signal="USR1"))
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def _do_first_step(self) -> None:
+        if self.hurt is None:
+            self._go_on()
+            self._feed(on.Progressed(at=self.now, launch=self.state.launch, step=self._step(self.done) + 1, tokens=0))
+
+    def _go_on(self) -> None:
+        self._spend(Use.PRODUCTIVE)
+        self.stepping_since = self.now
+        self._later(self.world.interval_s, "save", launch=self.serial)
+
+    def _pause(self) -> None:
+        if self.stepping_since is not None:
+            self.done += self.now - self.stepping_since
+            self.stepping_since = None
+
+    def _lose(self) -> None:
+        lost = self.done - self.durable[-1]
+        self.result.spent[Use.PRODUCTIVE] -= lost
+        self.result.spent[Use.LOST] += lost
+        self.done = self.durable[-1]
+
+    def _do_save(self) -> None:
+        if self.hurt is not None or self.stepping_since is None:
+            return
+        self._pause()
+        self._begin_save(emergency=False)
+        self._spend(Use.SAVING)
+        self._later(self.world.blocked_s, "go_on", launch=self.serial)
+
+    def _do_go_on(self) -> None:
+        if self.hurt is None and self.use is Use.SAVING and self.state.phase is not Phase.SAVING:
+            self._go_on()
+
+    def _begin_save(self, *, emergency: bool) -> None:
+        self.snapshots.append(self.done)
+        step, launch = self._step(self.done), self.state.launch
+        saved: dict[str, Any] = {
+            "launch": launch,
+            "step": step,
+            "save_id": f"s{self.result.saves}",
+            "emergency": emergency,
+        }
+        self._later(0.0, on.SaveBegan(at=0, **saved), launch=self.serial)
+        self._later(self.world.persist_s, "commit", launch=self.serial)
+
+    def _do_commit(self) -> None:
+        if not self.snapshots:
+            return
+        snapshot = self.snapshots.popleft()
+        emergency = self.state.phase is Phase.SAVING and not self.snapshots
+        self.durable = [*self.durable[-9:], snapshot]
+        self.result.saves += 1
+        step, launch = self._step(snapshot), self.state.launch
+        self._feed(
+            on.CheckpointCommitted(
+                at=self.now, launch=launch, step=step, save_id="s", directory=f"step_{step:08d}", bytes=1,
+                seconds=self.world.persist_s, emergency=emergency,
+            )
+        )  # fmt: skip
+        if emergency:
+            self._feed(on.TrainingStopped(at=self.now, launch=launch, step=step))
+            self._spend(Use.STOPPING)
+            self._later(self.world.stop_s, on.LaunchEnded(at=0, launch=launch, code=75, stopped=True))
+
+    def _step(self, done: float) -> int:
+        """A step a second: a number that decisions can compare."""
+        return int(done)
+
+    # --- orders -----------------------------------------------------------------------------------
+
+    def _feed(self, event: on.Event) -> None:
+        before = self.state.phase
+        decision = decide(self.state, event, self.policy)
+        self.state = decision.state
+        if isinstance(event, on.LaunchEnded):
+            self._pause()
+            self._lose()
+            self.snapshots.clear()
+            self.struck, self.hurt = self.hurt, None
+            self.serial += 1
+        phase = self.state.phase
+        if phase is not before and phase in (Phase.STARTING, Phase.STOPPING, Phase.CLOSING, Phase.REQUEUEING):
+            self._pause()
+            self._spend(Use.STARTING if phase is Phase.STARTING else Use.STOPPING)
+        for effect in decision.effects:
+            self._perform(effect)
+
+    def _perform(self, effect: do.Effect) -> None:  # noqa: C901, PLR0912 - one case an effect
+        world, state = self.world, self.state
+        match effect:
+            case do.StartBus():
+                self._start_bus(effect)
+            case do.StopBus():
+                self._later(world.slurm_s, on.BusEnded(at=0, bus=state.bus, code=0))
+            case do.ChooseCheckpoint():
+                step = self._step(self.durable[-1])
+                directory = f"step_{step:08d}" if step else None
+                self._later(world.verify_s, on.CheckpointChosen(at=0, directory=directory, step=step or None))
+            case do.TestStorage():
+                self._later(world.slurm_s, on.StorageTested(at=0, ok=True))
+            case do.VerifyCheckpoint():
+                self._later(world.verify_s, on.CheckpointVerified(at=0, directory=effect.directory, ok=True))
+            case do.ClearNodes():
+                cleared: dict[str, Any] = {
+                    "launch": effect.launch,
+                    "nodes": effect.nodes,
+                    "address": effect.first,
+                    "port": 1,
+                }
+                self._later(world.clear_s, on.NodesCleared(at=0, **cleared))
+            case do.AskUncleared():
+                self._later(0.0, on.NodesNotCleared(at=0, launch=effect.launch, nodes=tuple(sorted(self.dead))))
+            case do.StartLaunch():
+                self._start_launch(effect)
+            case do.RequestSave():
+                self._request_save(effect)
+            case do.KillRanks():
+                self._pause()
+                self._later(world.stop_s, on.LaunchEnded(at=0, launch=effect.launch, code=137), launch=self.serial)
+            case do.JudgeLaunch():
+                cause = CAUSES[self.struck] if self.struck is not None else Cause.UNKNOWN
+                judged: dict[str, Any] = {
+                    "launch": effect.launch,
+                    "cause": cause,
+                    "rule": "simulated",
+                    "confidence": 1.0,
+                }
+                self._later(world.judge_s, on.Judged(at=0, **judged))
+            case do.RollBack():
+                self._roll_back()
+            case do.ReleaseNodes():
+                self._later(world.slurm_s, on.NodesReleased(at=0, ok=True))
+            case do.AskSlurm():
+                self._later(world.slurm_s, on.SlurmAnswered(at=0, job=self._job()))
+            case do.Requeue():
+                self._later(world.slurm_s, on.RequeueAnswered(at=0, ok=True))
+            case do.Exit():
+                self._exit(effect)
+            case _:
+                pass  # a look of the agent's, a call for a person: nothing comes back
+
+    def _start_bus(self, effect: do.StartBus) -> None:
+        after = effect.after_s + self.world.bus_s
+        if self.dead.intersection(effect.nodes):  # a lost node keeps the whole Slurm step from starting
+            self._later(after, on.BusEnded(at=0, bus=effect.bus, code=1, error="node down"))
+            return
+        for node in effect.nodes:
+            self._later(after, on.WatcherReady(at=0, node=node, bus=effect.bus))
+
+    def _start_launch(self, effect: do.StartLaunch) -> None:
+        self.serial += 1
+        self.hurt = None
+        self.result.launches += 1
+        self._spend(Use.STARTING)
+        self._later(1.0, on.LaunchBegan(at=0, launch=effect.launch), launch=self.serial)
+        hello = on.RankHello(at=0, launch=effect.launch, rank=0, node=effect.nodes[0])
+        self._later(self.world.load_s / 2, hello, launch=self.serial)
+        self._later(self.world.load_s, "first_step", launch=self.serial)
+
+    def _request_save(self, effect: do.RequestSave) -> None:
+        if self.hurt is not None:
+            return  # the ranks cannot any more
+        if effect.stop:
+            self._pause()
+            self._spend(Use.SAVING)
+        if effect.stop or not self.snapshots:
+            self._pause_for_snapshot()
+            self._begin_save(emergency=effect.stop)
+
+    def _pause_for_snapshot(self) -> None:
+        """Take the progress so far into the snapshot, and go on where training does."""
+        if self.stepping_since is not None:
+            self._pause()
+            self.stepping_since = self.now
+
+    def _roll_back(self) -> None:
+        if len(self.durable) > 1:
+            lost = self.durable.pop() - self.durable[-1]
+            self.done = self.durable[-1]
+            self.result.spent[Use.PRODUCTIVE] -= lost
+            self.result.spent[Use.LOST] += lost
+        step = self._step(self.durable[-1])
+        directory = f"step_{step:08d}" if step else None
+        self._later(self.world.slurm_s, on.RolledBack(at=0, launch=self.state.launch, directory=directory, step=step))
+
+    def _job(self) -> on.JobFacts:
+        end = self.facts.get("end", float("inf"))
+        return on.JobFacts(
+            state=on.JobState.RUNNING,
+            slurm_state="RUNNING",
+            restarts=self.state.restart_count,
+            preempt_at=self.facts.get("preempt"),
+            end_at=end if end < float("inf") else None,
+        )
+
+    def _exit(self, effect: do.Exit) -> None:
+        self.over = True
+        self._pause()
+        self._lose()
+        self._spend(Use.QUEUE)
+        wait = self.random.expovariate(1 / self.world.queue_s) if self.world.queue_s else 0.0
+        if effect.code != ExitCode.REQUEUED:
+            self.result.persons += 1
+            self.result.stopped_for.append(effect.reason)
+            wait += self.world.person_s
+            self.state = State()  # submitted again by hand: nothing is carried over but the checkpoints
+        self._go_to(self.now + wait)
+
+
+def _deaf(policy: Policy) -> Policy:
+    """Return a policy that does not wait for words of single steps: the world here sends none."""
+    return msgspec.structs.replace(policy, hang_watch=False) if "hang_watch" in Policy.__struct_fields__ else policy

@@ -1,0 +1,107 @@
+"""Decide a real run again, and find where today's rules differ from what was decided then.
+
+The journal leaves out what changed nothing, and most progress and save records of a quick training: what the state
+then lacks is a step number or a save in flight, so a difference right after such a gap may be none.  Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from stepkeeper.core import events as on
+from stepkeeper.core.decide import decide
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import State
+from stepkeeper.store.journal import Line, Record
+
+REPEATS_KEPT = 300  # where storage failed in the middle of a write, records may stand there twice
+_SHOWN = ("phase", "launch", "failures", "node_losses", "best_step", "nodes")
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """One record that would be decided otherwise today."""
+
+    line: int  # of the journal, from 1
+    record: Record
+    then: dict[str, Any]  # what differs: key -> as it stands there
+    now: dict[str, Any]  # key -> as it is decided today
+
+
+class Replayed(msgspec.Struct, kw_only=True):
+    """What came of it."""
+
+    attempts: int = 0
+    records: int = 0  # that were decided again
+    differences: list[Difference] = msgspec.field(default_factory=list)
+    unreadable: int = 0  # lines: torn, or of a newer version
+    repeated: int = 0
+    without_start: int = 0  # records of attempts whose beginning is missing
+
+
+def replay(
+    lines: Iterable[Line], policies: Mapping[int, Policy], *, words: bool = False, stop_after: int = 1
+) -> Replayed:
+    """Decide every record again, in order.
+
+    Args:
+        lines: of the journal.
+        policies: of the attempts; an attempt without one goes by the defaults.
+        words: a reason that is worded otherwise is a difference too.
+        stop_after: so many differences end it.
+    """
+    found = Replayed()
+    states: dict[tuple[int, int, int], State] = {}
+    recent: dict[bytes, None] = {}
+    for number, line in enumerate(lines, start=1):
+        record = line.record
+        if record is None:
+            found.unreadable += 1
+            continue
+        if line.data in recent:
+            found.repeated += 1
+            continue
+        recent[line.data] = None
+        if len(recent) > REPEATS_KEPT:
+            del recent[next(iter(recent))]
+        key = (record.attempt, record.job_id, record.restart_count)
+        if key not in states:
+            if not isinstance(record.event, on.AttemptStarted | on.SignalReceived):
+                found.without_start += 1
+                continue
+            states[key] = State()  # a signal may come before the attempt knows its allocation
+            found.attempts += 1
+        decision = decide(states[key], record.event, policies.get(record.attempt, Policy()))
+        states[key] = decision.state
+        found.records += 1
+        then, now = _then(record), _now(decision.state, decision.effects)
+        if words:
+            then["why"], now["why"] = record.why, decision.why
+        differing = [name for name in then if then[name] != now[name]]
+        if differing:
+            difference = Difference(
+                line=number,
+                record=record,
+                then={name: then[name] for name in differing},
+                now={name: now[name] for name in differing} | {"why": decision.why},
+            )
+            found.differences.append(difference)
+            if len(found.differences) >= stop_after:
+                break
+    return found
+
+
+def _then(record: Record) -> dict[str, Any]:
+    return {**{name: getattr(record, name) for name in _SHOWN}, "effects": [_plain(each) for each in record.effects]}
+
+
+def _now(state: State, effects: Iterable[msgspec.Struct]) -> dict[str, Any]:
+    return {**{name: getattr(state, name) for name in _SHOWN}, "effects": [_plain(each) for each in effects]}
+
+
+def _plain(effect: msgspec.Struct) -> dict[str, Any]:
+    """Return an effect without its words: a sentence may be worded better without deciding otherwise."""
+    plain: dict[str, Any] = msgspec.to_builtins(effect)
+    return {key: value for key, value in plain.items() if key not in ("why", "reason")}

@@ -368,6 +368,7 @@ assert all(placing.wait(time.time() + 30) for placing in nodes.placings)
 """
 
 
+@pytest.mark.campaign
 def test_killed_at_any_moment_of_the_way_nothing_is_torn_and_what_the_disks_have_comes_back(tmp_path: Path) -> None:
     ended = []
     for left in range(0, 60, 2):

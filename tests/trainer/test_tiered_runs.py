@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from stepkeeper_trainer.formats import steps
-from stepkeeper_trainer.formats.verify import verify
-from stepkeeper_trainer.tiers import DirectoryTier
 from tests.trainer.ranks import Ranks, finish, losses
+from tests.trainer.s3_server import s3_server, variables
 
 NODES = 2
 
@@ -20,6 +19,12 @@ NODES = 2
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return finish(NODES, tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server() as endpoint:
+        yield endpoint
 
 
 def nodes(tmp_path: Path, **more: str) -> Callable[[int], dict[str, str]]:
@@ -70,28 +75,32 @@ def newest(run_dir: Path) -> str | None:
     return chosen.path.name if chosen else None
 
 
-def test_steps_go_by_the_nodes_disks_to_shared_storage_and_the_cold_tier(
-    tmp_path: Path, undisturbed: dict[int, str]
+def test_when_all_but_the_cold_tier_is_lost_it_goes_on_from_there_with_the_same_losses(
+    tmp_path: Path, undisturbed: dict[int, str], s3: str
 ) -> None:
-    run, cold = tmp_path / "run", tmp_path / "cold"
-    with Ranks(NODES, run, of_rank=nodes(tmp_path, STEPKEEPER_COLD_TIER=str(cold))) as ranks:
+    """On the way: nodes' disks, shared storage, an object store; then back."""
+    run = tmp_path / "run"
+    own = variables(s3) | {"STEPKEEPER_COLD_TIER": "s3://bucket/lost", "STEPKEEPER_COLD_ZSTD": "3"}
+    with Ranks(NODES, run, of_rank=nodes(tmp_path, **own)) as ranks:
+        ranks.until(lambda: "cold_copied" in ranks.output())
+        for rank in range(NODES):
+            for files in parts(tmp_path, rank).values():
+                assert f"__{rank}_0.distcp" in files
+                assert f"__{1 - rank}_0.distcp" not in files, "each disk has the files of its own ranks"
+    for lost in (run / "checkpoints", tmp_path / "disk0", tmp_path / "disk1"):
+        shutil.rmtree(lost)
+    with Ranks(NODES, run, "--resume-from=latest", of_rank=nodes(tmp_path, **own)) as ranks:
         assert ranks.wait() == [0, 0], ranks.output()
         said = ranks.output()
+    assert "came_from=s3://bucket/lost" in said
+    assert "resumed step=" in said
+    assert "anything-that-is-secret" not in said
     assert losses(run) == undisturbed
     assert newest(run) == "step_00000024"
-    assert {path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")} <= {
-        ".tiers-id",
-        ".verified.json",
-    }, said
+    left = {path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")}
+    assert not {name for name in left if name.startswith((".tmp-", ".copy-", ".cold-"))}, said
     for rank in range(NODES):
-        held = parts(tmp_path, rank)
-        assert len(held) <= 3, "the newest ones"
-        for files in held.values():
-            assert f"__{rank}_0.distcp" in files
-            assert f"__{1 - rank}_0.distcp" not in files, "each disk has the files of its own ranks"
-    in_cold = DirectoryTier(cold).steps()
-    assert in_cold[0].manifest.step == 24, said
-    assert verify(cold / in_cold[0].directory).ok
+        assert len(parts(tmp_path, rank)) <= 3, "the newest ones"
 
 
 def lose_nothing(_tmp_path: Path, _step: int) -> None:

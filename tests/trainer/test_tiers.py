@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +35,7 @@ from stepkeeper_trainer.tiers import (
 )
 from stepkeeper_trainer.tiers.copying import CopyStoppedError
 from tests.trainer.ranks import free_port
+from tests.trainer.s3_server import CONFIG, s3_server
 
 CHUNK = 1000
 LATE_S = 30.0
@@ -589,37 +589,8 @@ def test_the_pace_is_kept_by_all_together_and_idle_time_is_not_saved_up() -> Non
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    pytest.importorskip("obstore")
-    pytest.importorskip("moto")
-    port = free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    endpoint = f"http://127.0.0.1:{port}"
-    try:
-        limit_at = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=5).close()  # noqa: S310
-                break
-            except OSError:
-                assert server.poll() is None
-                assert time.monotonic() < limit_at, "the server does not answer"
-                time.sleep(0.1)
+    with s3_server() as endpoint:
         yield endpoint
-    finally:
-        server.kill()
-        server.wait()
-
-
-CONFIG = {
-    "access_key_id": "anyone",
-    "secret_access_key": "anything",  # the server takes any
-    "region": "us-east-1",
-    "virtual_hosted_style_request": False,
-}
 
 
 def cold_tier(endpoint: str, path: str, **options: object) -> Tier:

@@ -6,7 +6,6 @@ do.  It works the same with and without a supervisor.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import uuid
@@ -28,16 +27,16 @@ from stepkeeper_trainer.leave import install_excepthook, leave
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.listeners import Listeners
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.metrics import Metrics
 from stepkeeper_trainer.optimizers import OptimizerStates
 from stepkeeper_trainer.periodic import Periodic
-from stepkeeper_trainer.records import Records
+from stepkeeper_trainer.records import Records, begin_records
 from stepkeeper_trainer.reporter import Reporter
 from stepkeeper_trainer.requests import Requests
 from stepkeeper_trainer.retention import Policy
 from stepkeeper_trainer.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState
 from stepkeeper_trainer.tiering import find_tiers
+from stepkeeper_trainer.trackers import Tracker, keep_wandb_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,6 +65,7 @@ class Keeper:
         checkpoint_every_steps: int | None = None,
         retention: str | Policy | None = None,
         storage_test: str | int = "quick",
+        tracker: Tracker | None = None,
         total_steps: int | None = None,
         seed: int = 0,
         save_within_s: float = SAVE_WITHIN_S,
@@ -92,6 +92,7 @@ class Keeper:
                 `all`; the newest 3 and ends of epochs if it is not given.  `STEPKEEPER_RETENTION` counts instead, where
                 it is set.
             storage_test: a dummy save beside the first steps, on each node: `quick`, a number of bytes, or `off`.
+            tracker: where losses and metrics go besides `metrics.csv`, such as `MlflowTracker("experiment")`.
             total_steps: when the work is done.
             seed: for the generators of ranks that a checkpoint does not know.
             save_within_s: how long one save may take.
@@ -112,12 +113,11 @@ class Keeper:
         self._resume_from = str(resume_from) if resume_from else self._environment.resume_from
         check_choice("when_busy", when_busy, get_args(WhenBusy))
         check_choice("replicas", replicas, get_args(Replication))
-        self._when_busy, self._replicas = when_busy, replicas
+        self._when_busy, self._replicas, self._tracker = when_busy, replicas, tracker
         self._rule = choose_rule(self._environment.checkpoint_every, checkpoint_every, checkpoint_every_steps)
         self._policy = choose_policy(self._environment.retention, retention, total_steps=total_steps)
         self._test_bytes = storage.bytes_to_test(storage_test)
-        self._total_steps = total_steps
-        self._save_within_s = save_within_s
+        self._total_steps, self._save_within_s = total_steps, save_within_s
         self._group = attach.new_group(save_within_s)
         self._agreement = Agreement(attach.new_group(AGREE_WITHIN_S))
         self.run_dir = attach.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
@@ -127,8 +127,7 @@ class Keeper:
         self._requests = Requests(self._link)
         self.listeners = Listeners()  # told of each commit
         self._tiering = find_tiers(tiers, self._commits, self._agreement, self.rank, self.world_size)
-        self._metrics: Metrics | None = None  # on rank 0, as the records
-        self._records: Records | None = None
+        self._records: Records | None = None  # on rank 0
         self._counters = Counters(seed=seed)
         named = {"scheduler": scheduler, "sampler": sampler, **(others or {})}
         self._state = TrainingState(
@@ -143,6 +142,8 @@ class Keeper:
         self._resumed: resuming.Resumed | None = None
         self._random: dict[str, torch.Tensor] | None = None  # the generators, as they were resumed
         self._prepared = False  # the state has been complete once, and memory for saves is being made
+        if self.rank == 0:
+            keep_wandb_run(self._environment.run_id)
         self._reporter = Reporter(self._link, self.rank, self.world_size)
 
     @property
@@ -186,10 +187,8 @@ class Keeper:
             self._random = random_state.collect()
         tensors = self._state.collect()  # what cannot be saved is said now, and not at the first save
         if self.rank == 0:
-            self._metrics = Metrics(self.run_dir, self._environment.attempt, self._environment.launch)
-            self._records = Records(self._counters, self._metrics)
-        self._wire(resumed)
-        saver = self._ready()
+            self._records = begin_records(self._counters, self.run_dir, self._environment, self._tracker)
+        saver = self._wire(resumed)
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
         if torch.cuda.is_available():
@@ -241,7 +240,7 @@ class Keeper:
         counters.tokens += tokens
         loss, lr, grad_norm = whole(loss), whole(lr), whole(grad_norm)
         if self._records is not None:
-            self._records.step(loss, lr, grad_norm)
+            self._records.step(loss, lr, grad_norm, metrics)
         self._reporter.step(counters.step, counters.tokens, counters.last_loss if self.rank == 0 else None)
         self._periodic.step(counters.step, epoch_end=epoch_end)
         self._boundary.metrics.update(metrics or {})
@@ -314,13 +313,13 @@ class Keeper:
         saver.hear_committed(saver.sequence if code != outcomes.EXIT_UNSAVED else 0)
         saver.finish_telling(self._requests.limit_at(self._save_within_s))
         self.listeners.close(self._requests.limit_at(self._save_within_s))
-        if self._metrics is not None:
-            self._metrics.finish()
+        if self._records is not None:
+            self._records.finish(finished=self.finished)
         if leave_process:
             leave(code)
         return code
 
-    def _wire(self, resumed: resuming.Resumed) -> None:
+    def _wire(self, resumed: resuming.Resumed) -> Saver:
         """Make what works from the first step on; all ranks at the same time."""
         nodes = self._agreement.gather(self._environment.node)
         self._periodic = Periodic(self._rule, rank=self.rank, nodes=len(set(nodes)), seen=self._environment.reliability)
@@ -346,7 +345,7 @@ class Keeper:
             nonce=self._agreement.share(uuid.uuid4().hex),
             parent=resumed.parent,
             limit_s=self._save_within_s,
-            before_commit=self._metrics.sync if self._metrics else lambda _limit_at: None,
+            before_commit=self._records.sync if self._records else lambda _limit_at: None,
             guard=self._guard,
             listeners=self.listeners,
             check_replicas=self._replicas != "ignore",
@@ -364,6 +363,7 @@ class Keeper:
             save_within_s=self._save_within_s,
             settle=self._settle_records,
         )
+        return self._saver
 
     def _listen(self) -> Wish:
         self._link.flush()
@@ -394,7 +394,5 @@ class Keeper:
         """Give a save in flight the chance to be committed, when training has failed."""
         if self._saver is not None and self._saver.busy:
             self._saver.wait(time.time() + LAST_SECONDS_S)
-        with contextlib.suppress(RuntimeError):  # the device may be what has failed
-            self._settle_records()
-        if self._metrics is not None:
-            self._metrics.finish()
+        if self._records is not None:
+            self._records.finish(finished=False)

@@ -160,6 +160,7 @@ def test_the_losses_do_not_show_twenty_interruptions(stage: Stage, tmp_path: Pat
     check_equal(run_dir, reference, LONG)
 
 
+@pytest.mark.campaign
 def test_after_a_rollback_the_same_steps_are_saved_again_and_latest_follows(
     stage: Stage, tmp_path: Path, references: dict[int, Reference]
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+from operator import eq
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.log import say, warn
@@ -49,6 +50,9 @@ class History:
         """Take in one save; true if the groups are others now."""
         last, self._last = self._last, list(digests)
         if last is None:
+            return False
+        if not self.groups and not any(map(eq, last, digests)):  # as it mostly is: everything trains
+            self._same = [0] * len(digests)
             return False
         cold = {number for group in self.groups for number in group}
         thawed: set[int] = set()

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from stepkeeper_trainer.conditions import conditions, versions
 from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestError, seal
 from stepkeeper_trainer.formats.messages import Committed, SaveFailed, shorten
 from stepkeeper_trainer.formats.steps import read_manifest, step_name
@@ -56,7 +57,7 @@ class _Sheets:
 
     share: Share
     sheets: tuple[Sheet, ...]
-    names: tuple[tuple[str, ...], ...]  # the tensors in each
+    shuffle: tuple[int, ...]  # where in the sheets each tensor of the share is, counted through
     items: msgspec.Raw  # as reported
 
 
@@ -88,6 +89,7 @@ class Persister:
         self._on_committed = on_committed
         self._placing = placing  # where the nodes' own disks come first
         self._sheets: _Sheets | None = None
+        self._by_file = False  # the arena is laid out by the files of the share in force
         self._history: History | None = None  # of the share in force
         self._cold_numbers: dict[tuple[int, ...], int] = {}
         self._links = Links()
@@ -100,7 +102,7 @@ class Persister:
 
     def forget(self) -> None:
         """The arena was laid out anew: by the state's order, and not by file."""
-        self._sheets = None
+        self._sheets, self._by_file = None, False
 
     def prepare(self, tensors: Mapping[str, torch.Tensor], within_s: float) -> None:
         """Agree on the shares and lay the arena out by file, before the first save.
@@ -113,8 +115,7 @@ class Persister:
         if changed or self._sheets is None or self._sheets.share is not share:
             self._history = None
             self._staging.take(tensors)
-            self._staging.regroup(self._groups(share))
-            self._sheets = self._divide(share)
+            self._lay_out(share)
 
     def persist(
         self,
@@ -133,6 +134,7 @@ class Persister:
         within_s = save.limit_at - time.time()
         share = self._planner.agree(tensors, changed=changed, problem=None, within_s=within_s)
         if self._sheets is None or self._sheets.share is not share:
+            self._by_file = False
             self._sheets = self._divide(share)
             self._history = None
         sheets = self._sheets
@@ -202,24 +204,26 @@ class Persister:
             sheets.append(Sheet(file, marks, is_cold))
             lies = zip(own, extents(marks), strict=True)
             items += [_item(indices[piece.name], file, start, length) for piece, (start, length) in lies]
-        told = tuple(tuple(piece.name for piece in own) for _, own, _ in files)
-        return _Sheets(share, tuple(sheets), told, encode_items(tuple(items)))
+        lies_at = {piece.name: number for number, piece in enumerate(p for _, own, _ in files for p in own)}
+        shuffle = tuple(lies_at[name] for name in share.names)
+        return _Sheets(share, tuple(sheets), shuffle, encode_items(tuple(items)))
 
     def _learn(self, share: Share, written: list[Written]) -> None:
         """Take note of what changes, and lay the arena out by it while nobody uses it."""
         assert self._sheets is not None
-        names = itertools.chain.from_iterable(self._sheets.names)
-        crcs = dict(zip(names, itertools.chain.from_iterable(one.crcs for one in written), strict=True))
+        crcs = list(itertools.chain.from_iterable(one.crcs for one in written))
         if self._history is None:
             self._history = History([self._staging.size_of(name) for name in share.names])
-        changed = self._history.observe([crcs[name] for name in share.names])
-        groups = self._groups(share)
-        assert self._staging.layout is not None
-        if not changed and [[p.name for p in group] for group in self._staging.layout.groups] == groups:
+        if not self._history.observe([crcs[number] for number in self._sheets.shuffle]) and self._by_file:
             return
+        self._lay_out(share)
+
+    def _lay_out(self, share: Share) -> None:
+        """Lay the arena out by file, so that each is one stretch of whole pages."""
         self._sheets = None
-        self._staging.regroup(groups)
+        self._staging.regroup(self._groups(share))
         self._sheets = self._divide(share)
+        self._by_file = True
 
     # --- bytes -----------------------------------------------------------------------------------------
 
@@ -409,7 +413,8 @@ class Persister:
         """
         made_from = (share, *(xxhash.xxh3_128_digest(bytes(report.items)) for report in reports))
         if self._metadata is None or self._metadata[0][0] is not share or self._metadata[0] != made_from:
-            self._metadata = (made_from, _encode_metadata(share, reports))
+            with paused():
+                self._metadata = (made_from, _encode_metadata(share, reports))
         return self._metadata[1].replace(_NO_SAVE_ID.encode(), save.save_id.encode())
 
 

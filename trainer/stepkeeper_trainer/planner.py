@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.replicas import Replicas, find_replicas
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class Planner:
         return bool(flags[0])
 
     def _plan_together(self, tensors: Mapping[str, torch.Tensor]) -> Share:
-        own = create_default_local_save_plan(cast("dict[str, Any]", dict(tensors)), self._rank == 0)
+        with paused():
+            own = create_default_local_save_plan(cast("dict[str, Any]", dict(tensors)), self._rank == 0)
         for item in own.items:
             if item.tensor_data is None:
                 raise SaveError(f"{item.index.fqn} is no tensor")
@@ -134,6 +136,11 @@ class Planner:
 
 def _divide(plans: list[SavePlan], *, to_lowest: bool) -> list[Share]:
     """Give every chunk to one rank, and say which chunks several ranks hold."""
+    with paused():
+        return _divide_all(plans, to_lowest=to_lowest)
+
+
+def _divide_all(plans: list[SavePlan], *, to_lowest: bool) -> list[Share]:
     replicas, groups = find_replicas([[item.index for item in plan.items] for plan in plans])
     names = {item.index.fqn: (item.index.fqn,) for plan in plans for item in plan.items}
     plans = [dataclasses.replace(plan, planner_data={}) for plan in plans]

@@ -52,6 +52,7 @@ class Story:
     epoch: int = 0  # steps of an epoch; 0: there are none
     full_until: int = 0  # the disk takes nothing of rank `rank` before that step is done
     step_s: float = 0.02
+    loader: bool = False  # each rank has a position of its own in the data
     save_on: str = ""  # environment
 
 
@@ -167,9 +168,11 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if story.hit is not None and story.rank == rank:
         _arm(story.hit, story.how)
+    loader = _Position(20 * rank)
     keeper = Keeper(
         model=model,
         optimizer=optimizer,
+        others={"loader": loader} if story.loader else None,
         run_dir=story.run_dir,
         resume_from=story.resume_from,
         checkpoint_every_steps=story.every,
@@ -192,6 +195,9 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
             if story.drift_at == keeper.step and rank == 1:
                 with torch.no_grad():
                     model[1].weight.view(-1)[3] += 1
+            loader.at += 2
+            if story.loader:
+                logging.getLogger("loader").info("loader at %s", loader.at)
             time.sleep(story.step_s)
             at_end = bool(story.epoch) and (keeper.step + 1) % story.epoch == 0
             done = keeper.step_done(loss=loss.detach(), epoch_end=at_end)
@@ -203,6 +209,21 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
         print(f"[{rank}] left alone: {str(error).splitlines()[0]}", file=sys.stderr)
         keeper._last_seconds()
         return 1
+
+
+class _Position:
+    """A loader of which each rank has its own state."""
+
+    per_rank = True
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
 
 
 class _Hearing:

@@ -269,7 +269,11 @@ def remove(
             spared.append((name, "pinned"))
             continue
         lineages.append(checkpoints, lineages.Mark(at=time.time(), save_id=save_id, mark=lineages.PRUNED))
-        os.rename(checkpoints / name, _trash_name(checkpoints, name))
+        try:
+            os.rename(checkpoints / name, _trash_name(checkpoints, name))
+        except FileNotFoundError:
+            spared.append((name, "somebody else has removed it"))
+            continue
         fsync_directory(checkpoints)
         removed.append(name)
     return Outcome(plan, tuple(removed), tuple(spared))

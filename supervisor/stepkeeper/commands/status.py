@@ -1,4 +1,4 @@
-"""`stepkeeper status [RUN]`: where a run stands, on one screen."""
+"""`stepkeeper status [RUN]`: where a run stands, on one screen; without RUN, all runs that there are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from stepkeeper import printing
+from stepkeeper.commands import follow
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
@@ -22,6 +23,7 @@ from stepkeeper.store.status import Status
 
 SILENT_S = 120.0  # a supervisor hears of each step; what says nothing for longer is pointed out
 SILENT_STEPS = 10
+RUNS_MAX = 100  # lines of the list of all runs
 LINES_BACK_MAX = 20_000  # two weeks of progress records
 
 
@@ -34,8 +36,10 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "run",
         nargs="?",
         metavar="RUN",
-        help="run directory or job id (default: the run here, STEPKEEPER_RUN_DIR, the newest in runs/)",
+        help="run directory or job id (default: the run here, STEPKEEPER_RUN_DIR; else all runs, one a line)",
     )
+    command.add_argument("--all", action="store_true", help="all runs below runs/, and those that you have started")
+    command.add_argument("--follow", "-f", action="store_true", help="stay, and show what changes, until it is over")
     command.add_argument("--json", action="store_true", help="one JSON document")
     command.set_defaults(execute=execute)
 
@@ -43,7 +47,18 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 @printing.reading
 def execute(arguments: argparse.Namespace) -> int:
     """Print the status of a run."""
+    if arguments.run is not None and arguments.all:
+        raise StepkeeperError("--all goes without RUN", ExitCode.USAGE)
+    if arguments.follow and (arguments.json or arguments.all):
+        raise StepkeeperError("--follow shows one run, for people: it goes without --json and --all", ExitCode.USAGE)
+    unsaid = arguments.run is None and not (arguments.follow or arguments.json)  # programs get one document
+    if arguments.all or (unsaid and not find.is_here(os.environ)):
+        found = find.every(os.environ)
+        if arguments.all or len(found) > 1:
+            return _show_all(found, as_json=arguments.json)
     run = find.find(arguments.run, os.environ)
+    if arguments.follow:
+        return follow.follow(run)
     status = _read(run)
     seen = _computed(run, status, time.time())
     if arguments.json:
@@ -51,6 +66,63 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         _show(run, status, seen)
     return ExitCode.FINISHED
+
+
+def _show_all(runs: list[RunDirectory], *, as_json: bool) -> int:
+    """Print one line a run, the newest first; what cannot be read is said in its line."""
+    now = time.time()
+    documents: list[dict[str, Any]] = []
+    rows = [("RUN", "PHASE", "JOB", "ATTEMPT", "STEP", "LOSS", "SAVED", "UPDATED")]
+    for run in runs[:RUNS_MAX]:
+        try:
+            status = status_file.read(run.status)
+            problem = None if status is not None else "no supervisor yet"
+        except (OSError, msgspec.MsgspecError) as error:
+            status, problem = None, f"its status cannot be read: {getattr(error, 'strerror', None) or error}"
+        if status is None:
+            documents.append({"run_directory": str(run.path), "problem": problem})
+            rows.append((_place(run), problem or "", "", "", "", "", "", ""))
+            continue
+        silent = _silent(status, now)
+        documents.append({**msgspec.to_builtins(status), "run_directory": str(run.path), "silent": silent})
+        rows.append(
+            (
+                _place(run),
+                _phase_word(status) + (" (silent)" if silent else ""),
+                str(status.job_id),
+                f"{status.attempt}.{status.launch}",
+                "-" if status.step is None else str(status.step),
+                "-" if status.loss is None else f"{status.loss:.5g}",
+                "-" if status.checkpoint_step is None else str(status.checkpoint_step),
+                f"{duration(max(0.0, now - status.updated_at))} ago",
+            )
+        )
+    if as_json:
+        printing.say_json(documents, indent=2)
+    elif runs:
+        printing.say_table(rows, right=frozenset((2, 3, 4, 5, 6)))
+        if len(runs) > RUNS_MAX:
+            printing.say(f"and {len(runs) - RUNS_MAX} older ones")
+    else:
+        printing.say("no runs below runs/ here, and none that this account has started")
+    return ExitCode.FINISHED
+
+
+def _place(run: RunDirectory) -> str:
+    """Return the run's directory as it can be typed from here."""
+    here = os.path.relpath(run.path)
+    return here if len(here) < len(str(run.path)) and not here.startswith("..") else str(run.path)
+
+
+def _phase_word(status: Status) -> str:
+    if status.phase != Phase.DONE or status.exit_code is None:
+        return status.phase
+    return {0: "finished", 10: "requeued", 11: "cancelled"}.get(status.exit_code, f"ended ({status.exit_code})")
+
+
+def _silent(status: Status, now: float) -> bool:
+    patience_s = max(SILENT_S, SILENT_STEPS * (status.step_seconds or 0.0))
+    return status.phase != Phase.DONE and now - status.updated_at > patience_s
 
 
 def _read(run: RunDirectory) -> Status:
@@ -73,13 +145,12 @@ def _computed(run: RunDirectory, status: Status, now: float) -> dict[str, Any]:
     """Return what `--json` adds to the status document."""
     done = status.phase == Phase.DONE
     age_s = max(0.0, now - status.updated_at)
-    patience_s = max(SILENT_S, SILENT_STEPS * (status.step_seconds or 0.0))
     return {
         "run_directory": str(run.path),
         "done": done,
         "phase_since": _phase_since(run, status),
         "updated_ago_s": round(age_s, 3),
-        "silent": not done and age_s > patience_s,
+        "silent": _silent(status, now),
         "exit_meaning": _meaning(status.exit_code),
         "checkpoint_directory": _checkpoint(run, status.checkpoint_step),
     }

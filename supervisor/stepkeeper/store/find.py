@@ -45,6 +45,22 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
     raise StepkeeperError(f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND)
 
 
+def every(environment: Mapping[str, str]) -> list[RunDirectory]:
+    """Return all runs that can be found: below `runs/`, and those that this account has started; the newest first.
+
+    Raises:
+        OSError: `runs/` cannot be read.
+    """
+    found = {path.resolve() for path in (*_runs_below(), *known.runs(environment)) if _is_run(path)}
+    return [RunDirectory(path) for path in sorted(found, key=_changed_at, reverse=True)]
+
+
+def is_here(environment: Mapping[str, str]) -> bool:
+    """Tell whether one stands in a run directory, or STEPKEEPER_RUN_DIR names one."""
+    named = environment.get("STEPKEEPER_RUN_DIR", "")
+    return _is_run(Path()) or bool(named and "%" not in named and _is_run(Path(named)))
+
+
 def checkpoints(wanted: str, environment: Mapping[str, str]) -> Path:
     """Return the `checkpoints/` directory that is meant: itself, a run directory's, or a job's.
 

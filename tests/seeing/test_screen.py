@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.core import events as on
+from stepkeeper.seeing import reading
+from stepkeeper.seeing.glance import Glance, glance, is_over
+from stepkeeper.seeing.screen import line, screen
+from stepkeeper.store.rundir import RunDirectory
+from tests.reading import build
+
+NOW = build.START + 90
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = build.make_run(tmp_path / "run")
+    fault = {"incident": "i", "name": "XID 79", "action": "drain", "leave": True, "why": "it left the bus"}
+    told = [*build.story(run), build.record(on.NodeFaulted(at=build.START + 50, node="n9", **fault), why="n9 is left")]
+    build.write_journal(run, told)
+    build.write_status(run)
+    rows = "".join(f"{step},{5 - step / 100},0,,,{build.START + step},1,0\n" for step in range(1, 60))
+    (run.path / "metrics.csv").write_text("step,loss,tokens,lr,grad_norm,time,attempt,launch\n" + rows + "60,torn")
+    return run
+
+
+def drawn(run: RunDirectory, width: int = 80, height: int = 24, *, plain: bool = False, now: float = NOW) -> list[str]:
+    accounts = reading.see(run, now=now).accounts
+    return screen("my-run", glance(run), accounts, now=now, width=width, height=height, plain=plain)
+
+
+def test_what_an_on_call_person_needs_fits_on_a_small_terminal(run: RunDirectory) -> None:
+    said = "\n".join(drawn(run))
+
+    for words in (
+        "my-run",
+        "TRAINING for",
+        "job 12 (restart 1), attempt 1, launch 0",
+        "step    250, loss 2.125, 0.5 s a step, 250,000 tokens, heard 30 s ago",
+        "saved   step 200, 50 steps ago, 50 s ago",
+        "4.41 to 4.88",
+        "nodes   2 in use; left: n9 (XID 79)",
+        "why     step 200 is committed",
+        "ETTR",
+        "newest verified step directory",
+        "n9 is left",
+        "to stop: scancel 12",
+    ):
+        assert words in said, (words, said)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 12), (200, 60), (20, 5), (1, 1)])
+def test_nothing_stands_out_of_the_terminal(run: RunDirectory, width: int, height: int) -> None:
+    lines = drawn(run, width, height)
+
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_a_terminal_without_unicode_gets_none(run: RunDirectory) -> None:
+    assert all(each.isascii() for each in drawn(run, plain=True))
+
+
+def test_silence_is_said(run: RunDirectory) -> None:
+    said = "\n".join(drawn(run, now=NOW + 3600))
+
+    assert "SILENT  for 1 h 00 min: is the job there? squeue -j 12" in said
+
+
+def test_what_a_training_writes_cannot_act_on_the_terminal(run: RunDirectory) -> None:
+    build.write_status(run, why="\x1b[2Jgone\x07\u202e", nodes=("\x1b]0;title\x07",))
+
+    assert not any("\x1b" in each or "\x07" in each or "\u202e" in each for each in drawn(run))
+    assert "\x1b" not in line(glance(run), NOW)
+
+
+def test_an_end_is_told_from_a_requeue(run: RunDirectory) -> None:
+    build.write_status(run, phase="done", exit_code=10)
+    assert not is_over(glance(run))
+
+    build.write_status(run, phase="done", exit_code=20)
+    assert is_over(glance(run))
+    said = "\n".join(drawn(run))
+    assert "ENDED (20): the training failed again and again" in said
+    assert "scancel" not in said
+
+
+def test_a_run_without_anything_is_said(tmp_path: Path) -> None:
+    run = build.make_run(tmp_path / "run")
+
+    assert glance(run) == Glance(status=None)
+    assert "no supervisor has worked on this run yet" in "\n".join(drawn(run))
+    assert line(glance(run), time.time()).endswith("no status yet")
+
+
+def test_ordinary_saves_do_not_hide_what_matters(run: RunDirectory) -> None:
+    saves = [
+        build.record(
+            on.CheckpointCommitted(
+                at=build.START + 60 + n, launch=0, step=300 + n, save_id="s", directory="d", bytes=1, seconds=1.0
+            ),
+            why=f"step {300 + n} is committed",
+        )
+        for n in range(100)
+    ]
+    build.write_journal(run, saves)
+
+    said = "\n".join(drawn(run, now=NOW + 100))
+
+    assert "step 399 is committed" not in said
+    assert "n9 is left" in said

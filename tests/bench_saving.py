@@ -59,7 +59,13 @@ class Work:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, foreach=True)
         for parameter in self.model:
             parameter.grad = torch.full_like(parameter, 1e-3)
-        self.keeper = Keeper(model=self.model, optimizer=self.optimizer, run_dir=directory / "run")
+        self.keeper = Keeper(
+            model=self.model,
+            optimizer=self.optimizer,
+            run_dir=directory / "run",
+            retention="all",  # nothing is read or removed beside what is measured
+            storage_test="off",
+        )
         self.keeper.resume()
         self.group = new_group(LIMIT_S)
         self.keeper._prepared = not prepare  # the other ways do without its memory

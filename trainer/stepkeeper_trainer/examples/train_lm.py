@@ -89,11 +89,14 @@ def main() -> None:
         sampler=sampler,
         run_dir=options.run_dir,
         resume_from=options.resume_from,
-        checkpoint_every_steps=options.checkpoint_every_steps,
+        checkpoint_every=options.checkpoint_every or options.checkpoint_every_steps,
+        retention=options.retention,
         total_steps=options.steps,
         seed=options.seed,
     )
     keeper.resume()
+    # The iterator of a DataLoader would be made here; making it draws from the generators, so that
+    # `keeper.restore_random_state()` would come next.
     if options.save_at_start:
         keeper.save()
     done = keeper.finished
@@ -173,6 +176,11 @@ def parse_options() -> argparse.Namespace:
     add("--steps", type=positive, default=200, help="optimizer steps of the whole run")
     add("--seed", type=int, default=0, help="of weights, data order and dropout")
     add("--checkpoint-every-steps", type=positive, default=50, help="steps between saves")
+    add(
+        "--checkpoint-every",
+        help="`500 steps`, `30 min`, `auto`, or several joined by `or`; counts before the option above",
+    )
+    add("--retention", default="all", help="which steps are kept, such as `newest 3, every 1000 steps, best loss 2`")
     add("--save-at-start", action="store_true", help="save before the first step too: tries the storage")
     add("--batch", type=positive, default=16, help="samples of one optimizer step, of all ranks together")
     add("--micro-batch", type=positive, default=4, help="samples of one forward pass; the rest is accumulated")

@@ -228,6 +228,36 @@ def test_what_a_node_wrote_is_read_back_from_the_disk_by_another_one(tmp_path: P
     assert not [message for message in given if message.node in avoid[message.index] and len(avoid[message.index]) == 1]
 
 
+def test_what_was_read_back_is_not_read_again_at_the_next_start(tmp_path: Path, crew: Crew):
+    step = make_big(tmp_path, chunks=40)
+    read_back = verify_back(step, crew)
+
+    chosen = choose(tmp_path, crew)
+
+    assert read_back.bytes_read == total(step)
+    assert isinstance(chosen, on.CheckpointChosen)
+    assert (chosen.directory, chosen.bytes_read) == (str(step), 0)
+
+
+def test_a_new_bus_is_asked_anew_for_what_the_one_before_had_begun(
+    tmp_path: Path, watchers: Watchers, crew: Crew, monkeypatch: pytest.MonkeyPatch
+):
+    """Its watchers stand on the same nodes, and know nothing of it."""
+    monkeypatch.setattr(sharing, "STALLED_S", 600.0)
+    step = make_big(tmp_path, chunks=40)
+    successors = Watchers(tmp_path, "n1", "n2")
+    successors.heard = crew.heard
+    watchers.mute = {"n1", "n2"}
+    watchers.on_ask = lambda _message: crew.use(successors)
+
+    chosen = choose(tmp_path, crew)
+
+    assert isinstance(chosen, on.CheckpointChosen)
+    assert (chosen.directory, chosen.bytes_read) == (str(step), total(step))
+    assert asked(watchers)
+    assert asked(successors)
+
+
 def test_a_damaged_step_is_found_when_it_is_read_back(tmp_path: Path, crew: Crew):
     step = make_big(tmp_path, chunks=40)
     flip(step / "__2_0.distcp", 5)

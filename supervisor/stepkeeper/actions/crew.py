@@ -90,7 +90,7 @@ class Crew:
         self.size = size
         self.limits = limits
         self.note = note
-        self._bus: Bus | None = None
+        self.bus: Bus | None = None
         self._number = 0  # of the newest verification
         self._reads = 0  # step directories read in shares: each has a number of its own on the bus
         self._words: queue.SimpleQueue[_Word] = queue.SimpleQueue()
@@ -99,7 +99,7 @@ class Crew:
 
     def use(self, bus: Bus) -> None:
         """Speak to the watchers of a new bus from now on."""
-        self._bus = bus
+        self.bus = bus
 
     def heard(self, message: lines.ShareRead) -> None:
         """Take the word of a watcher."""
@@ -165,7 +165,7 @@ class Crew:
 
     def readers(self) -> set[str]:
         """Return who can read now; this process stands for the watcher beside it."""
-        bus = self._bus
+        bus = self.bus
         others = sorted(bus.readers() - {self.own_node}) if bus is not None else []
         return {self.own_node, *others[: READERS_MAX - 1]}
 
@@ -195,7 +195,7 @@ class Crew:
         )
 
     def _say(self, message: lines.ToWatcher) -> None:
-        bus = self._bus
+        bus = self.bus
         if bus is not None:
             bus.say(message)
 
@@ -215,11 +215,15 @@ class _Shared:
     def run(self) -> None:
         crew, shares = self._crew, self.shares
         failed: dict[str, str] = {}  # reader -> why
+        bus = crew.bus
         own: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         reader = threading.Thread(target=self._read_own, args=(own,), name="read-own-share", daemon=True)
         reader.start()
         try:
             while not shares.over and not self._is_old():
+                if crew.bus is not bus:  # its watchers know nothing of what the ones before were asked
+                    bus = crew.bus
+                    shares.here({crew.own_node})
                 shares.here(crew.readers() - failed.keys())
                 if not shares.readers:
                     raise RuntimeError(f"nobody can read {self._wanted.directory}: {failed}")

@@ -1,0 +1,52 @@
+"""Only watchers that know how are asked to read: one of an older version would never answer."""
+
+import msgspec
+import pytest
+
+from stepkeeper.core import events as on
+from stepkeeper.sources.bus import Bus
+from stepkeeper.sources.clock import Clock
+from stepkeeper.sources.inbox import Inbox
+from stepkeeper.watcher import messages as lines
+from stepkeeper_trainer.formats.messages import shorten
+
+ANSWER_S = 20.0
+
+
+def started(*said: bytes) -> tuple[Bus, Inbox]:
+    """Start a bus whose other end says something and then listens."""
+    text = b"".join(said).decode().replace("'", "")
+    inbox = Inbox(Clock())
+    argv = ["sh", "-c", f"printf %s '{text}'; cat >/dev/null"]
+    bus = Bus(1, argv, {}, inbox=inbox, attempt=0, note=lambda *_: None, on_share=lambda _share: None)
+    return bus, inbox
+
+
+def test_a_watcher_of_an_older_version_is_not_asked_to_read():
+    older = b'{"type":"ready","node":"old","pid":1,"version":"0.1"}\n'
+    newer = lines.encode(lines.Ready(node="new", pid=2, version="0.2", reads=True))
+    bus, inbox = started(older, newer)
+
+    heard = [inbox.get(ANSWER_S), inbox.get(ANSWER_S)]
+    readers = bus.readers()
+    bus.close()
+
+    assert [type(event) for event in heard] == [on.WatcherReady, on.WatcherReady]
+    assert readers == {"new"}
+    assert isinstance(inbox.get(ANSWER_S), on.BusEnded)
+
+
+def test_an_older_watcher_skips_what_it_does_not_know():
+    """As any unknown line: so that the newer supervisor may say `ReadNoMore` to all."""
+    assert lines.decode_to_watcher(b'{"type":"not_yet_invented","number":1}') is None
+
+
+@pytest.mark.parametrize("message", [
+    lines.Read(node="n" * 64, number=2**31, directory="step_" + "9" * 40, index=10**6, of=10**6, mib_per_s=1e6,
+               from_disk=True),
+    lines.ShareRead(node="n" * 64, number=2**31, index=10**6, of=10**6, bytes_read=2**60, done=True,
+                    problem=shorten("x" * 999), problems=10**6, manifest="f" * 32, seen="f" * 32, began_at=1e10 / 3),
+])  # fmt: skip
+def test_the_longest_words_fit_into_a_line(message: lines.Read | lines.ShareRead):
+    assert len(lines.encode(message)) <= lines.LINE_BYTES_MAX
+    assert msgspec.json.decode(lines.encode(message))

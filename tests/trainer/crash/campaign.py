@@ -78,16 +78,7 @@ class _Campaign:
         watched = play(partial(self._act, root), self._scene.world_size, watch=True)
         assert watched.codes == [0] * self._scene.world_size, watched.output
         assert (problems := self._wrong(root, watched)) == [], problems
-        points = []
-        for rank, calls in enumerate(watched.calls):
-            counts: Counter[tuple[str, str, str]] = Counter()
-            for role, call in calls:
-                counts.update((role, call.name, path) for path in call.matches())
-                if call.changes(root):
-                    assert role != "other", f"a thread that no gate has seen: {call}"
-                    path = call.matches()[0]
-                    number = counts[role, call.name, path]
-                    points.append(Point(rank, role, call.name, path, number, call.about(root)))
+        points = points_of(watched, root)
         assert points, "nothing was changed"
         return points
 
@@ -135,6 +126,21 @@ class _Campaign:
         if after.codes != [0]:
             return [f"the next process ended with {after.codes}: {after.output}"]
         return self._scene.judge_next(root, self._said + played.said, after.said, self._wanted)
+
+
+def points_of(watched: Played, root: Path) -> list[Point]:
+    """Return all calls that have changed something below `root`, in the order in which they were made."""
+    points = []
+    for rank, calls in enumerate(watched.calls):
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for role, call in calls:
+            counts.update((role, call.name, path) for path in call.matches())
+            if call.changes(root):
+                assert role != "other", f"a thread that no gate has seen: {call}"
+                path = call.matches()[0]
+                number = counts[role, call.name, path]
+                points.append(Point(rank, role, call.name, path, number, call.about(root)))
+    return points
 
 
 def _tear(hit: Call) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepkeeper_trainer.formats.messages import Committed, decode_from_rank
+from stepkeeper_trainer.formats.messages import Committed, SaveFailed, decode_from_rank
 from tests.trainer.crash.calls import Call, read
 from tests.trainer.crash.gates import Gate, Point, Strace, injecting, watching
 from tests.trainer.ranks import free_port
@@ -40,8 +40,22 @@ Tell = Callable[..., None]
 Act = Callable[[int, Tell], None]  # of a rank
 
 
+@dataclass(frozen=True)
+class Meanwhile:
+    """What is done while the ranks run."""
+
+    stopped: Callable[[], None] = lambda: None  # when one has got a SIGSTOP; it goes on afterwards
+    said: Callable[[dict[str, Any]], None] = lambda _words: None  # when one has said something
+
+
 def play(
-    act: Act, world_size: int, *, at: Point | None = None, what: str = "signal=SIGKILL", watch: bool = False
+    act: Act,
+    world_size: int,
+    *,
+    at: Point | None = None,
+    what: str = "signal=SIGKILL",
+    watch: bool = False,
+    meanwhile: Meanwhile | None = None,
 ) -> Played:
     """Play once.
 
@@ -51,9 +65,10 @@ def play(
         at: where to have strace inject something.
         what: it injects.
         watch: log all calls.
+        meanwhile: what is done on the way.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        return _Play(act, world_size, Path(scratch), at, what, watch=watch).run()
+        return _Play(act, world_size, Path(scratch), at, what, watch=watch, meanwhile=meanwhile or Meanwhile()).run()
 
 
 @dataclass
@@ -66,7 +81,18 @@ class _Rank:
 
 
 class _Play:
-    def __init__(self, act: Act, world_size: int, scratch: Path, at: Point | None, what: str, *, watch: bool) -> None:
+    def __init__(
+        self,
+        act: Act,
+        world_size: int,
+        scratch: Path,
+        at: Point | None,
+        what: str,
+        *,
+        watch: bool,
+        meanwhile: Meanwhile,
+    ) -> None:
+        self._meanwhile = meanwhile
         self._act, self._scratch, self._at, self._what, self._watch = act, scratch, at, what, watch
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind("")
@@ -110,14 +136,27 @@ class _Play:
                     self._hear(number, rank)
             self._hear_watcher()
             for rank in self._ranks:
-                if rank.code is None and os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                    rank.code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
+                if rank.code is None and self._ended(rank):
+                    assert rank.code is not None
                     limit_at = min(limit_at, time.monotonic() + (ALONE_S if rank.code < 0 else LIMIT_S))
             if time.monotonic() > limit_at:
                 break
         for number, rank in enumerate(self._ranks):
             self._hear(number, rank)
         self._hear_watcher()
+
+    def _ended(self, rank: _Rank) -> bool:
+        pid, status = os.waitpid(rank.pid, os.WNOHANG | os.WUNTRACED)
+        if pid and os.WIFSTOPPED(status):
+            self._meanwhile.stopped()
+            os.kill(pid, signal.SIGCONT)
+        elif pid:
+            rank.code = os.waitstatus_to_exitcode(status)
+        return rank.code is not None
+
+    def _say(self, **words: Any) -> None:
+        self._played.said.append(words)
+        self._meanwhile.said(words)
 
     def _hear(self, number: int, rank: _Rank) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -129,14 +168,16 @@ class _Play:
             if "gate" in words:
                 self._at_gate(number, rank, words["gate"], words["thread"])
             else:
-                self._played.said.append(words | {"rank": number})
+                self._say(**words, rank=number)
 
     def _hear_watcher(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
                 message = decode_from_rank(self._socket.recv(65536, socket.MSG_DONTWAIT))
                 if isinstance(message, Committed):
-                    self._played.said.append({"committed": message.save_id, "step": message.step})
+                    self._say(committed=message.save_id, step=message.step)
+                elif isinstance(message, SaveFailed):
+                    self._say(failed=message.error, step=message.step)
 
     def _at_gate(self, number: int, rank: _Rank, role: str, thread: int) -> None:
         self._roles[number][thread] = role

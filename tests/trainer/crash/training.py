@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from stepkeeper_trainer import Keeper, incremental, persist
+from stepkeeper_trainer import Keeper, incremental, metrics, persist, space
 from tests.trainer.crash.playing import Tell
 
 WIDTH = 40
@@ -67,34 +67,23 @@ def digests(count: int) -> dict[int, str]:
     return found
 
 
-def train(
-    run_dir: Path,
-    upto: int,
-    tell: Tell,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    resume_from: str = "latest",
-    **options: Any,
-) -> None:
-    """Resume, save each step from there on, wait for each save, and finish."""
+def keep(training: Training, run_dir: Path, *, rank: int = 0, **options: Any) -> Keeper:
+    """Return a keeper of small files; nothing beside its saves changes the directory."""
     logging.basicConfig(format=f"[{rank}] %(message)s", level=logging.INFO, stream=sys.stderr, force=True)
     incremental.COLD_BYTES_MIN = 1000
     persist.FILE_BYTES_MIN = 20_000
+    space.MARGIN_BYTES = 0  # a disk is as small as can be
+    usual = {"resume_from": "latest", "save_within_s": SAVED_WITHIN_S, "retention": "all", "storage_test": "off"}
+    return Keeper(model=training.model, optimizer=training.optimizer, run_dir=run_dir, **(usual | options))
+
+
+def train(run_dir: Path, upto: int, tell: Tell, *, rank: int = 0, world_size: int = 1, **options: Any) -> None:
+    """Resume, save each step from there on, wait for each save, and finish."""
     if world_size > 1:
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, is_master=rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
     training = Training()
-    keeper = Keeper(
-        model=training.model,
-        optimizer=training.optimizer,
-        run_dir=run_dir,
-        resume_from=resume_from,
-        checkpoint_every_steps=1,
-        total_steps=upto,
-        save_within_s=SAVED_WITHIN_S,
-        **options,
-    )
+    keeper = keep(training, run_dir, rank=rank, checkpoint_every_steps=1, total_steps=upto, **options)
     keeper.resume()
     if world_size == 1:
         tell(resumed=keeper.step, digest=training.digest())
@@ -105,3 +94,21 @@ def train(
         keeper._saver.wait(time.time() + SAVED_WITHIN_S)
     keeper.finish(leave_process=False)
     tell(finished=keeper.step)
+
+
+def train_on(run_dir: Path, saves: int, steps_max: int, tell: Tell) -> None:
+    """Save after each step, whatever becomes of it; end when enough saves were made and the last one was good."""
+    metrics.SYNC_WITHIN_S = metrics.RETRY_S = 0.1
+    training = Training()
+    keeper = keep(training, run_dir)
+    keeper.resume()
+    good = False
+    while keeper.step < steps_max and not (good and keeper.step >= saves):
+        training.step(keeper.step + 1)
+        keeper.step_done(loss=1.0)
+        tell(stepped=keeper.step)
+        keeper.save()
+        assert keeper._saver is not None
+        good = keeper._saver.wait(time.time() + SAVED_WITHIN_S)
+        time.sleep(0.0 if good else 0.02)
+    keeper.finish(leave_process=False)

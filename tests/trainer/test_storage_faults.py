@@ -1,0 +1,75 @@
+"""Storage that fails in the middle of a save costs that save and nothing else.
+
+Real faults of real file systems, begun at a system call of a save: the disk is full, out of inodes, over its quota,
+mounted again for reading only, loses what was written, or is gone; then single calls that fail.  Each time training
+goes on, every committed step is whole, the event names the error and the file, and the next save is made when the
+fault is over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.crash.disks import DISKS
+from tests.trainer.ranks import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+
+LIMIT_S = 580.0
+INJECTED = ("EIO", "ESTALE", "EDQUOT", "ENOSPC", "EROFS")
+FAULTS = [*(disk.name for disk in DISKS), *(f"injected {name}" for name in INJECTED)]
+POINTS_MIN = 60  # system calls of the saves that are struck
+
+
+def play(tmp_path: Path, stride: int, *faults: str) -> list[dict[str, Any]]:
+    """Return the reports of `tests.trainer.crash.storage`; skip where this machine has none of these faults."""
+    path = os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STEPKEEPER_", "RANK", "WORLD"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trainer.crash.storage", str(tmp_path), str(stride), *faults],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    for report in reports:
+        print({name: value for name, value in report.items() if name != "problems"})
+    if absent := [f"{report['fault']}: {report['absent']}" for report in reports if report["absent"]]:
+        assert os.environ.get("STEPKEEPER_REQUIRE_SLURM") != "1" or os.getuid() != 0, absent
+        if len(absent) == len(reports):
+            pytest.skip("; ".join(absent))
+    return [report for report in reports if not report["absent"]]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_storage_fails_at_many_calls_of_a_save(tmp_path: Path, fault: str) -> None:
+    [report] = play(tmp_path, 1 if fault == "injected EIO" else 5, fault)
+
+    assert report["problems"] == []
+    assert report["points"] >= POINTS_MIN
+    assert report["played"] + report["busy"] >= report["points"] // 5
+    assert report["failed"] > report["played"] / 2
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_storage_fails_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    """Each fault at a call or two: `make campaign` plays many."""
+    reports = play(tmp_path, 40, *FAULTS)
+
+    assert [problem for report in reports for problem in report["problems"]] == []
+    assert all(report["played"] for report in reports)
+    assert all(report["failed"] for report in reports)

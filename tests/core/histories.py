@@ -117,7 +117,8 @@ FIELDS = {
         "signal": st.none() | st.sampled_from((9, 15)),
     },
     on.Progressed: {
-        **_launch, "step": _small, "tokens": _small, "loss": st.just(1.0), "step_seconds": st.just(1.0)
+        **_launch, "step": _small, "tokens": _small, "loss": st.just(1.0), "step_seconds": st.none() | st.just(1.0),
+        "not_finite": st.sampled_from((False, False, False, True)),
     },
     on.SaveBegan: {**_launch, **_save},
     on.CheckpointCommitted: {

@@ -51,9 +51,7 @@ def test_the_same_exception_again_ends_the_run_and_calls_a_person(lab: Lab) -> N
     """Two launches, a code of its own, the reason everywhere, and one command: no third try of a bug."""
     told = lab.workdir("games") / "told"
     command = f'echo "$STEPKEEPER_EXIT_CODE $STEPKEEPER_CAUSE $STEPKEEPER_REASON" > {told}; echo sent'
-    training = failing(
-        lab, "exception", launches=ALWAYS, step_seconds=0.05, run_args=("--notify-command", command)
-    )
+    training = failing(lab, "exception", launches=ALWAYS, step_seconds=0.05, run_args=("--notify-command", command))
     training.wait_end()
 
     assert causes(training) == [Cause.EXCEPTION] * 2, training.story()
@@ -116,3 +114,25 @@ def test_a_loss_that_is_no_number_again_ends_the_run(lab: Lab) -> None:
 
     assert causes(training) == [Cause.NUMERICAL] * 2, training.story()
     assert training.exits() == [ExitCode.CAUSE_STAYS]
+
+
+IMPATIENT = ("--set", "policy.hang_least_s=8", "--set", "policy.hang_steps=5", "--set", "policy.hang_most_s=40")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("how", "doing"), [("hang", "is in waiting_for_data (failing.py:"), ("stopped", "was stopped by a signal")]
+)
+def test_a_rank_that_stands_still_is_found_named_and_ended(lab: Lab, reference: Training, how: str, doing: str) -> None:
+    """By the run's own pace, seconds after it fell silent: no collective's timeout of half an hour is waited for."""
+    training = failing(lab, how, step=25, step_seconds=0.5, run_args=IMPATIENT)
+    training.wait_end()
+
+    (seen,) = [record.event for record in training.events(on.StacksCollected)]
+    assert f"rank 1 {doing}" in seen.summary, training.story()
+    assert "rank 0 waits in all_" in seen.summary, seen.summary
+    assert seen.rank == 1
+    (said,) = [record.event for record in training.events(on.Judged)]
+    assert (said.cause, said.rank, said.rule) == (Cause.HANG, 1, "progress-silence")
+    assert list(training.run_dir.glob("logs/attempt-000/launch-000/stacks/rank-*.txt"))
+    assert_complete(training, reference)

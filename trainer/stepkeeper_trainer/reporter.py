@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import TYPE_CHECKING
@@ -52,4 +53,14 @@ class Reporter:
     def _say(self, step: int, tokens: int, loss: float | None, step_seconds: float | None) -> None:
         self._said_at = time.monotonic()
         rounded = None if step_seconds is None else round(step_seconds, 6)
-        self._link.send(Progress(rank=self._rank, step=step, tokens=tokens, loss=loss, step_seconds=rounded))
+        not_finite = loss is not None and not math.isfinite(loss)
+        self._link.send(
+            Progress(
+                rank=self._rank,
+                step=step,
+                tokens=tokens,
+                loss=None if not_finite else loss,
+                step_seconds=rounded,
+                not_finite=not_finite,
+            )
+        )

@@ -79,11 +79,11 @@ def judge(run: RunDirectory, launch: gathering.Launch, *, inbox: Inbox) -> None:
         except OSError as error:  # what is known besides counts
             unread, ended = f"{error.filename}: {error.strerror}", None
         verdict = join(evidence)
-        step = ended.step if ended is not None else None
-        if verdict.cause is Cause.NUMERICAL and ended is not None and ended.wrong_step is not None:
-            step = ended.wrong_step
-        if launch.found is not None and launch.found.cause is verdict.cause and launch.found.step is not None:
-            step = launch.found.step
+        seen = launch.found.step if launch.found is not None else None  # by words, at most one a second
+        step = ended.step if ended is not None else seen
+        if verdict.cause is Cause.NUMERICAL:
+            wrong = [each for each in (seen, ended.wrong_step if ended else None) if each is not None]
+            step = min(wrong, default=step)
         text = verdict.evidence[0].text if verdict.evidence else unread
         inbox.put(
             on.Judged(

@@ -160,7 +160,7 @@ def nccl_recorder(job: Job, launch: int, environment: Mapping[str, str]) -> dict
     """Return the settings of NCCL's flight recorder that the user has not made: its dumps go to the launch's logs."""
     place = RunDirectory(job.run_directory).logs(job.attempt, launch) / logs.STACKS_NAME
     defaults = {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_FR_BUFFER_SIZE": "2000",  # its older name would have torch warn in every rank's log
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{place}/nccl-of-rank-",
     }

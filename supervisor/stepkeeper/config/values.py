@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from stepkeeper.config.settings import SETTINGS, Setting, Value
 from stepkeeper.core import ladder
+from stepkeeper.core.anomalies import WATCH
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import clean
@@ -16,6 +17,7 @@ from stepkeeper.printing import clean
 _YES = frozenset(("1", "true", "yes", "on"))
 _NO = frozenset(("0", "false", "no", "off"))
 SHOWN_MAX = 80
+_WATCHES = frozenset(("policy.loss_not_finite", "policy.loss_spike"))
 
 
 def from_text(setting: Setting, text: str, where: str) -> Value:
@@ -66,13 +68,20 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
         _refuse(setting, value, where)
     if setting.about.choices and value not in setting.about.choices:
         _refuse(setting, value, where)
-    if isinstance(value, str) and setting.key.startswith("policy.on_"):
-        _refuse_row(setting, value, where)
+    if isinstance(value, str):
+        _refuse_words(setting, value, where)
     found: Value = value  # of `setting.kind`, as compared above
     return found
 
 
-def _refuse_row(setting: Setting, value: str, where: str) -> None:
+def _refuse_words(setting: Setting, value: str, where: str) -> None:
+    """Refuse a text that has a grammar of its own, and is none."""
+    if setting.key in _WATCHES and value not in WATCH:
+        raise StepkeeperError(
+            f"{where}: {setting.key} = {shown(value)}: one of {', '.join(WATCH)} is wanted", ExitCode.USAGE
+        )
+    if not setting.key.startswith("policy.on_"):
+        return
     try:
         ladder.parse(value)
     except ladder.LadderError as error:

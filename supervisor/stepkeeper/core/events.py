@@ -301,6 +301,7 @@ class Progressed(_RankEvent, frozen=True, kw_only=True, tag="progressed"):
     tokens: int
     loss: float | None = None
     step_seconds: float | None = None
+    not_finite: bool = False  # the loss is NaN or infinite: JSON has no word for these
 
 
 class SaveBegan(_RankEvent, frozen=True, kw_only=True, tag="save_began"):

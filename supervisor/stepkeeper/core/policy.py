@@ -146,6 +146,22 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     hang_most_s: float = 3600.0
     """A longer silence is looked at whatever is usual: also before the first statistics of a run."""
 
+    loss_not_finite: str = "rollback"
+    """A loss that stays NaN or infinite: `off`, `tell` (in the log) or `rollback` (end the launch, go on from the
+    verified step before it; what then is said by `on_numerical`)."""
+
+    loss_spike: str = "tell"
+    """The same for a loss that jumps and stays up, after a resume too."""
+
+    loss_words: int = 5
+    """Words of progress in a row (at most one a second) until a wrong loss counts: single ones pass."""
+
+    loss_sigmas: float = 8.0
+    """A jump is so many times the usual spread of the loss's logarithm above its median."""
+
+    loss_times: float = 1.5
+    """And at least so many times the usual loss."""
+
     stacks_within_s: float = 30.0
     """The stacks of all ranks, taken twice; then the training counts as standing still."""
 

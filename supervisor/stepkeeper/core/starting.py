@@ -10,9 +10,9 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import losses, pace
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import lose_nodes, lost_in_words, on_unfit
-from stepkeeper.core.pace import launched
 from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, finish, go_on_starting, request_save, stop
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
@@ -183,7 +183,8 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         killed=False,
         first_failure="",
         found=None,
-        pace=launched(state.pace),
+        pace=pace.launched(state.pace),
+        losses=losses.launched(state.losses, state.resume_step),
         hang_at=None,
         patience=1.0,
         looking=False,

@@ -9,6 +9,7 @@ import msgspec
 from stepkeeper.core.causes import Cause, Finding, Tried
 from stepkeeper.core.events import Exclusion, Judged
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.losses import Losses
 from stepkeeper.core.pace import Pace
 
 NODE_TERM = "node TERM"  # a watcher got SIGTERM, and nobody else
@@ -132,6 +133,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     read_back_wrong: int = 0  # in a row
     killed: bool = False
     pace: Pace = Pace()
+    losses: Losses = Losses()
     hang_at: float | None = None  # in TRAINING: until then a word of the ranks must come
     patience: float = 1.0  # how many times longer, since the ranks were seen to move
     looking: bool = False  # their stacks are being collected

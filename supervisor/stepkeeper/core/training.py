@@ -7,6 +7,7 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reading_back
+from stepkeeper.core.anomalies import watch_loss
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.pace import stepped
 from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, close, closed, kill, relaunch, take
@@ -56,7 +57,8 @@ def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decisio
     if event.launch != state.launch or not state.running:
         return Decision(state)
     pace = stepped(state.pace, event.step_seconds) if event.step_seconds is not None else state.pace
-    return Decision(alive(replace(_heard(state), step=event.step, pace=pace), event.at, policy))
+    state = alive(replace(_heard(state), step=event.step, pace=pace), event.at, policy)
+    return watch_loss(state, event, policy)
 
 
 def on_save_began(state: State, event: on.SaveBegan, policy: Policy) -> Decision:

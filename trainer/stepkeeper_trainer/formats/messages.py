@@ -61,6 +61,7 @@ class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
     tokens: int
     loss: float | None = None  # from rank 0; the newest known, which may be of the step before
     step_seconds: float | None = None
+    not_finite: bool = False  # the loss is NaN or infinite: JSON has no word for these
 
 
 class SaveStarted(_Message, frozen=True, kw_only=True, tag="save_started"):

@@ -1,0 +1,98 @@
+"""Losses that go wrong, by a run's own history: no number at all, or far above what was usual.  Pure.
+
+The history is of words, at most one a second, and survives a relaunch up to the step that training resumed from: so a
+jump right after a resume is seen as well.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import msgspec
+
+from stepkeeper.core.policy import Policy
+
+KEPT_MAX = 128  # words
+ENOUGH = 20  # of them to know what is usual
+JUST_RESUMED = 20  # words: a jump within them has to do with the resume
+MAD_TO_SIGMA = 1.4826  # of a normal distribution
+NOT_FINITE, SPIKE, DISCONTINUITY = "loss-not-finite", "loss-spike", "loss-discontinuity"
+
+replace = msgspec.structs.replace
+
+
+class Losses(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run's losses."""
+
+    recent: tuple[tuple[int, float], ...] = ()  # (step, logarithm of the loss), the newest last
+    heard: int = 0  # words of this launch
+    resumed: bool = False
+    wrong_words: int = 0  # in a row, up to now
+    wrong_since: int | None = None  # the step of the first of them
+    told: bool = False  # of these
+
+
+class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
+    """A loss that went wrong and stayed so."""
+
+    rule: str
+    step: int  # the first
+    text: str
+
+
+def launched(losses: Losses, resume_step: int | None) -> Losses:
+    """Begin a launch: what lies beyond its first step did not happen."""
+    kept = tuple(each for each in losses.recent if resume_step is not None and each[0] <= resume_step)
+    return Losses(recent=kept, resumed=bool(kept))
+
+
+def heard(losses: Losses, step: int, loss: float | None, policy: Policy) -> tuple[Losses, Anomaly | None]:
+    """Take in a loss; tell of an anomaly once it has lasted.
+
+    Args:
+        losses: so far.
+        step: that was completed.
+        loss: of it; NaN where it was no number, None where nobody said.
+        policy: how much is too much.
+    """
+    if loss is None:
+        return losses, None
+    losses = replace(losses, heard=losses.heard + 1)
+    rule, text = _wrong(losses, loss, policy)
+    if not rule:
+        return _usual(losses, step, loss), None
+    since = losses.wrong_since if losses.wrong_since is not None else step
+    losses = replace(losses, wrong_words=losses.wrong_words + 1, wrong_since=since)
+    if losses.wrong_words < policy.loss_words:
+        return losses, None
+    if losses.told:  # a level that stays becomes the usual one
+        return (losses if rule == NOT_FINITE else _kept(losses, step, loss)), None
+    return replace(losses, told=True), Anomaly(rule=rule, step=since, text=f"{text} since step {since}")
+
+
+def _usual(losses: Losses, step: int, loss: float) -> Losses:
+    losses = replace(losses, wrong_words=0, wrong_since=None, told=False)
+    return _kept(losses, step, loss) if loss > 0 else losses  # of others no logarithm: they are no likelihoods
+
+
+def _kept(losses: Losses, step: int, loss: float) -> Losses:
+    return replace(losses, recent=(*losses.recent, (step, math.log(loss)))[-KEPT_MAX:])
+
+
+def _wrong(losses: Losses, loss: float, policy: Policy) -> tuple[str, str]:
+    """Return the rule that a loss breaks, and how, in words; nothing for a usual one."""
+    if not math.isfinite(loss):
+        return NOT_FINITE, "the loss is no finite number"
+    if loss <= 0 or len(losses.recent) < ENOUGH:
+        return "", ""
+    logs = [log for _, log in losses.recent]
+    median = statistics.median(logs)
+    sigma = MAD_TO_SIGMA * statistics.median([abs(log - median) for log in logs])
+    above = math.log(loss) - median
+    if above <= max(policy.loss_sigmas * sigma, math.log(policy.loss_times)):
+        return "", ""
+    usual = math.exp(median)
+    if losses.resumed and losses.heard <= JUST_RESUMED + losses.wrong_words:
+        return DISCONTINUITY, f"the loss is {loss:.4g} after the resume, and was {usual:.4g} before it,"
+    return SPIKE, f"the loss is {loss:.4g}, and was {usual:.4g},"

@@ -1,0 +1,83 @@
+"""Which losses are wrong, by a run's own history."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from stepkeeper.core.losses import DISCONTINUITY, NOT_FINITE, SPIKE, Anomaly, Losses, heard, launched
+from stepkeeper.core.policy import Policy
+
+POLICY = Policy()
+
+
+def curve(steps: int, *, seed: int = 0) -> list[float]:
+    """Return losses as a language model has them: falling, and noisy."""
+    noise = random.Random(seed)  # noqa: S311 - noise, and the same each time
+    return [2.0 + 8.0 * math.exp(-step / 50) * (1 + noise.gauss(0, 0.05)) for step in range(steps)]
+
+
+def played(values: list[float | None], losses: Losses | None = None, first: int = 1) -> tuple[Losses, list[Anomaly]]:
+    losses, found = losses or Losses(), []
+    for step, loss in enumerate(values, first):
+        losses, anomaly = heard(losses, step, loss, POLICY)
+        found += [anomaly] if anomaly is not None else []
+    return losses, found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_ordinary_curve_is_nothing(seed: int) -> None:
+    assert played(curve(2000, seed=seed))[1] == []
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_loss_that_stays_no_number_is_told_once(wrong: float) -> None:
+    (anomaly,) = played([*curve(10), *[wrong] * 50])[1]
+
+    assert (anomaly.rule, anomaly.step) == (NOT_FINITE, 11)
+    assert anomaly.text == "the loss is no finite number since step 11"
+
+
+def test_a_single_one_passes() -> None:
+    assert played([*curve(300), math.nan, *curve(300)[-20:], 50.0, *curve(300)[-20:]])[1] == []
+
+
+def test_a_jump_that_stays_is_a_spike_and_then_the_usual() -> None:
+    losses, found = played([*curve(300), *[9.0] * 300])
+
+    assert [(each.rule, each.step) for each in found] == [(SPIKE, 301)]
+    assert played([9.1] * 20, losses, 601)[1] == [], "it is the usual level by now"
+    assert [each.rule for each in played([50.0] * 20, losses, 601)[1]] == [SPIKE], "and the next jump is one again"
+
+
+def test_a_jump_right_after_a_resume_is_named_so() -> None:
+    losses, _ = played(curve(300))
+    resumed = launched(losses, 250)
+
+    (anomaly,) = played([7.0] * 10, resumed, 251)[1]
+
+    assert (anomaly.rule, anomaly.step) == (DISCONTINUITY, 251)
+    assert "after the resume" in anomaly.text
+    assert played(curve(300)[250:], resumed, 251)[1] == [], "one that goes on as before is none"
+
+
+def test_a_jump_long_after_a_resume_is_a_spike() -> None:
+    losses, _ = played(curve(300))
+
+    assert [each.rule for each in played([*[2.0] * 60, *[7.0] * 10], launched(losses, 250), 251)[1]] == [SPIKE]
+
+
+def test_what_was_rolled_back_is_no_history() -> None:
+    losses, _ = played([*curve(300), *[9.0] * 300])
+
+    assert max(step for step, _ in launched(losses, 480).recent) == 480
+    assert launched(losses, None) == Losses()
+
+
+def test_losses_without_a_logarithm_and_steps_without_a_loss_are_left_alone() -> None:
+    losses, found = played([-3.0, 0.0, None] * 40)
+
+    assert found == []
+    assert losses.recent == ()

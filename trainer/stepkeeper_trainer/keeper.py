@@ -309,6 +309,7 @@ class Keeper:
             begin_save=lambda limit_at: self._boundary.begin_together(limit_at=limit_at, emergency=stopping, last=True),
             agreement=self._agreement,
             link=self._link,
+            when_saved=self._finish_copies,
         )
         saver.hear_committed(saver.sequence if code != outcomes.EXIT_UNSAVED else 0)
         saver.finish_telling(self._requests.limit_at(self._save_within_s))
@@ -318,6 +319,13 @@ class Keeper:
         if leave_process:
             leave(code)
         return code
+
+    def _finish_copies(self, limit_at: float) -> None:
+        """Have the last step of finished work copied to the cold tier, before anybody hears that all is done."""
+        saver = self._ready()
+        if self._tiering is not None:
+            saver.flush(saver.sequence, limit_at)
+            self._tiering.finish_copies(limit_at)
 
     def _wire(self, resumed: resuming.Resumed) -> Saver:
         """Make what works from the first step on; all ranks at the same time."""

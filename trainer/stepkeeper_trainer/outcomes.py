@@ -56,6 +56,7 @@ def conclude(
     begin_save: Callable[[float], bool],
     agreement: Agreement,
     link: Link,
+    when_saved: Callable[[float], object] = lambda _limit_at: None,
 ) -> int:
     """Return the exit code, when the last step is committed or its limit has passed.
 
@@ -66,6 +67,7 @@ def conclude(
         begin_save: saves the state as it is, on all ranks or none: false where one is busy until the given time.
         agreement: brings the ranks together.
         link: to the supervisor.
+        when_saved: what follows the last save of finished work, before that is said; by a time in Unix seconds.
 
     Raises:
         SaveError: the work is finished, and its last step could not be saved.
@@ -78,6 +80,8 @@ def conclude(
     if not saved_here and not ending.stopping:
         error = saver.last.error if saver.last else None
         raise SaveError(f"the last step ({ending.step}) could not be saved: {error or 'not in time'}")
+    if not ending.stopping:
+        when_saved(ending.limit_at)
     if ending.rank == 0:
         _last_words(ending, save_id, link)
     try:

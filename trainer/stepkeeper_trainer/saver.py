@@ -257,6 +257,13 @@ class Saver:
         """Wait until the last save is on shared storage, as far as this rank has to do with it."""
         return self.wait(limit_at) and (self._placing is None or self._placing.wait(limit_at))
 
+    def flush(self, committed: int, limit_at: float) -> bool:
+        """Have this rank's listeners hear of a commit, and wait until they have, by `limit_at`; true if they have."""
+        self.hear_committed(committed)
+        done = threading.Event()
+        self._do(done.set)
+        return done.wait(max(0.0, limit_at - time.time()))
+
     def _do(self, job: Callable[[], None]) -> None:
         """Have the save's thread do something: one after the other, in the same order on all ranks."""
         if self._worker is None:

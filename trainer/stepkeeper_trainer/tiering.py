@@ -14,7 +14,7 @@ from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.manifest import Manifest
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.cold import ColdCopies, Going
-from stepkeeper_trainer.tiers.config import Tiers, from_environment
+from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers, from_environment
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.gathering import Gatherer, Place, find_place
 from stepkeeper_trainer.tiers.keeping import prune
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.agreement import Agreement
     from stepkeeper_trainer.commit import Commits
     from stepkeeper_trainer.listeners import CommittedStep
-
-IDENTITY_NAME = ".tiers-id"  # of a run directory, below checkpoints/: what nodes' disks have belongs to it
 
 
 @dataclass(slots=True)
@@ -117,20 +115,36 @@ class Tiering:
         if self.placing is not None:
             self.placing.leaving = True
 
+    def finish_copies(self, limit_at: float) -> None:
+        """The work is finished: its last step goes to the cold tier too, if there is time until `limit_at`."""
+        if self._copies is None:
+            return
+        through = self._parts.place.rank != 0 or self._copies.close(limit_at)
+        try:
+            through = self._agreement.share(through)  # the others send on until rank 0 has all, or gives up
+        except RuntimeError as error:
+            warn("rank_lost", why=str(error).splitlines()[0])
+        self._copies.close(0.0)
+        if not through and self._parts.place.rank == 0:
+            warn(
+                "cold_copy_unfinished",
+                tier=self._tiers.cold,
+                why="it fails, or there was no time: `stepkeeper checkpoints copy RUN --to URL` goes on with it",
+            )
+        self._copies = None
+
     def committed(self, step: CommittedStep) -> None:
         """Send a step to the cold tier (a listener's)."""
         if self._copies is not None:
             self._copies.offer(Going(step.step, step.save_id, step.directory))
 
     def close(self, limit_at: float) -> None:
-        """Stop copying, at the latest at `limit_at` (Unix seconds) (a listener's)."""
+        """Stop copying (a listener's): nodes that are given back do not wait for the cold tier."""
         if self.placing is not None:
             self.placing.close(limit_at)
-        if self._copies is not None and not self._copies.close(limit_at):
-            warn(
-                "cold_copy_unfinished",
-                tier=self._tiers.cold,
-                why="the process leaves; the next launch goes on, or `stepkeeper checkpoints copy`",
+        if self._copies is not None and not self._copies.close(0.0):
+            say(
+                "cold_copy_unfinished", tier=self._tiers.cold, why="the process leaves: the next launch goes on with it"
             )
 
     def _prune(self) -> None:

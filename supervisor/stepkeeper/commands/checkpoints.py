@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepkeeper import printing
-from stepkeeper.commands import checkpoints_export
+from stepkeeper.commands import checkpoints_export, checkpoints_tiers
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
@@ -72,6 +72,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         command.add_argument("--json", action="store_true", help="one JSON document")
     _add_retention(below)
     checkpoints_export.add(below)
+    checkpoints_tiers.add(below)
 
 
 def _add_retention(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -88,6 +88,7 @@ class ColdCopies:
         self._changed = threading.Condition()
         self._waiting: list[Going] = []
         self._in_hand = False
+        self._failing = False  # the newest try came to nothing
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="stepkeeper-cold", daemon=True)
         self._thread.start()
@@ -99,11 +100,15 @@ class ColdCopies:
             self._changed.notify_all()
 
     def close(self, limit_at: float) -> bool:
-        """Let what waits go until `limit_at` (Unix seconds), then stop between two chunks; true if all went."""
+        """Let what waits go until `limit_at` (Unix seconds), then stop between two chunks; true if all went.
+
+        A tier that fails is not waited for.
+        """
         with self._changed:
-            through = self._changed.wait_for(
-                lambda: not (self._waiting or self._in_hand), max(0.0, limit_at - time.time())
+            self._changed.wait_for(
+                lambda: self._failing or not (self._waiting or self._in_hand), max(0.0, limit_at - time.time())
             )
+            through = not (self._waiting or self._in_hand)
             self._stopping = True
             self._changed.notify_all()
         self._thread.join(max(0.0, limit_at - time.time()) + 1.0)
@@ -126,8 +131,10 @@ class ColdCopies:
                 continue
             try:
                 self._send(going)
+                self._failing = False
             except CopyStoppedError:
-                continue
+                if self._rank != 0 and self._board(going).is_dir():  # else it was given up: nobody waits
+                    self._mark_failed(going, "its process leaves")
             except Exception as error:  # noqa: BLE001 - told; training must go on
                 self._tell_failure(going, error)
 
@@ -189,6 +196,9 @@ class ColdCopies:
                     raise CopyStoppedError(f"step {going.step}: given up") from error
                 if attempt == TRIES_MAX:
                     raise
+                with self._changed:
+                    self._failing = True
+                    self._changed.notify_all()
                 warn("cold_copy_failed", step=going.step, rank=self._rank, attempt=attempt, why=error)
             self._pause(delay_s)
             delay_s = min(2 * delay_s, RETRY_MAX_S)
@@ -235,13 +245,16 @@ class ColdCopies:
     def _tell_failure(self, going: Going, error: Exception) -> None:
         text = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
         warn("cold_copy_given_up", step=going.step, save_id=going.save_id, rank=self._rank, why=text)
-        board = self._board(going)
         if self._rank == 0:
-            shutil.rmtree(board, ignore_errors=True)
-            return
+            shutil.rmtree(self._board(going), ignore_errors=True)
+        else:
+            self._mark_failed(going, text)
+
+    def _mark_failed(self, going: Going, why: str) -> None:
+        """Let rank 0 know that it need not wait."""
         with suppress(FileNotFoundError):  # given up already
             try:
-                (board / f"{FAILED}{self._rank}").write_text(text, encoding="utf-8")
+                (self._board(going) / f"{FAILED}{self._rank}").write_text(why, encoding="utf-8")
             except OSError as unsaid:
                 warn("failure_unsaid", step=going.step, rank=self._rank, why=unsaid)
 

@@ -14,6 +14,7 @@ import xxhash
 from stepkeeper_trainer.tiers.tier import TierError
 
 LOCAL_KEEP = 2
+IDENTITY_NAME = ".tiers-id"  # of a run directory, below checkpoints/: what nodes' disks have belongs to it
 
 
 class Tiers(msgspec.Struct, frozen=True, kw_only=True):

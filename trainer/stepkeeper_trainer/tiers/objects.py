@@ -7,6 +7,7 @@ full; the manifest is sent last, and without it a folder is no step.  With `zstd
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -44,7 +45,7 @@ class ObjectTier:
             TierError: the URL, an option or the credentials make no sense.
         """
         self._url, self.zstd_level, self.read_back = url, zstd_level, read_back
-        client: Any = {"timeout": REQUEST_WITHIN, **config.pop("client_options", {})}
+        client: Any = {"timeout": REQUEST_WITHIN, **_from_environment(), **config.pop("client_options", {})}
         retry: Any = {"max_retries": RETRIES_MAX, "retry_timeout": RETRY_WITHIN, **config.pop("retry_config", {})}
         with _told(url):
             self.store: Any = from_url(url, **{"client_options": client, "retry_config": retry, **config})
@@ -241,6 +242,13 @@ class _Remembering:
         except Exception as error:
             self.error = error
             raise
+
+
+def _from_environment() -> dict[str, Any]:
+    """Return what the stores' own variables say of the connection: options given at the call would hide it."""
+    names = ("AWS_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP", "AZURE_ALLOW_HTTP")
+    allowed = any(os.environ.get(name, "").lower() in {"1", "true", "yes", "on"} for name in names)
+    return {"allow_http": True} if allowed else {}
 
 
 @contextmanager

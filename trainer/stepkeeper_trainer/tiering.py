@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepkeeper_trainer.environment import find_place as find_place_of_rank
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats.durable import write_atomically
@@ -21,6 +22,7 @@ from stepkeeper_trainer.tiers.keeping import prune
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.opening import open_tier
 from stepkeeper_trainer.tiers.pace import Pace
+from stepkeeper_trainer.tiers.peers import Keeping, PeerCopies, next_node, own_host
 from stepkeeper_trainer.tiers.placing import Placing
 from stepkeeper_trainer.tiers.tier import Tier, TierError
 
@@ -53,6 +55,8 @@ class Tiering:
         self._tiers, self._commits, self._agreement = tiers, commits, agreement
         self.placing: Placing | None = None
         self._copies: ColdCopies | None = None
+        self._keeping: Keeping | None = None
+        self._peers: PeerCopies | None = None
         shared = DirectoryTier(commits.checkpoints, attempt=commits.environment.attempt, read_back=False)
         identity = agreement.share(_identity(commits.checkpoints) if rank == 0 else "")
         where = tiers.local_checkpoints(commits.run_directory, identity)
@@ -92,8 +96,14 @@ class Tiering:
         parts = self._parts
         rank = parts.place.rank
         if parts.local is not None:
+            self._start_peers(parts.local)
             self.placing = Placing(
-                parts.local, rank=rank, leads=parts.place.leads, shared=self._commits.checkpoints, pace=parts.pace
+                parts.local,
+                rank=rank,
+                leads=parts.place.leads,
+                shared=self._commits.checkpoints,
+                pace=parts.pace,
+                on_local=self._peers.offer if self._peers is not None else lambda _held: None,
             )
         if parts.cold is None:
             return
@@ -109,6 +119,24 @@ class Tiering:
         )
         if resumed is not None and manifest is not None and resumed.parent == self._commits.checkpoints:
             self._copies.offer(Going(manifest.step, manifest.save_id, resumed))
+
+    def _start_peers(self, local: LocalTier) -> None:
+        """Have the next node keep this one's files too, and keep those of the one before; all ranks do so together."""
+        if not self._tiers.peers:
+            return
+        place, address = self._parts.place, None
+        if place.leads:
+            meeting = find_place_of_rank()
+            try:
+                self._keeping = Keeping(local, own_host(meeting.master_address if meeting is not None else "127.0.0.1"))
+                address = self._keeping.address
+            except OSError as error:
+                warn("peer_copies_off", rank=place.rank, why=error)
+        addresses = self._agreement.gather(address)
+        leaders = sorted(set(self._agreement.gather(place.node[0])))
+        to = next_node(leaders, place.rank) if place.leads else None
+        if to is not None and addresses[to] is not None:
+            self._peers = PeerCopies(local, addresses[to], place.node, Pace())  # the limit is for storage
 
     def leave(self) -> None:
         """The processes end: what is saved from now on must get to shared storage."""
@@ -142,6 +170,10 @@ class Tiering:
         """Stop copying (a listener's): nodes that are given back do not wait for the cold tier."""
         if self.placing is not None:
             self.placing.close(limit_at)
+        if self._peers is not None:
+            self._peers.close()
+        if self._keeping is not None:
+            self._keeping.close()
         if self._copies is not None and not self._copies.close(0.0):
             say(
                 "cold_copy_unfinished", tier=self._tiers.cold, why="the process leaves: the next launch goes on with it"

@@ -1,0 +1,129 @@
+"""A node's files are kept by the next node too."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stepkeeper_trainer.tiers import Held, Pace
+from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.peers import Address, Keeping, PeerCopies, own_host
+from tests.trainer.tier_steps import LATE_S, content, lay, make
+
+FILES = content(100)
+HELD = make(100, FILES)
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> list[LocalTier]:
+    """Two nodes with a rank each."""
+    found = []
+    for rank in range(2):
+        local = LocalTier(tmp_path / f"disk{rank}", keep=2)
+        own = {f"__{rank}_0.distcp": FILES[f"__{rank}_0.distcp"]}
+        lay(local.begin(100, HELD.manifest.save_id, 0), own | ({".metadata": FILES[".metadata"]} if rank == 0 else {}))
+        local.commit(HELD)
+        found.append(local)
+    return found
+
+
+@pytest.fixture
+def keeping(disks: list[LocalTier]) -> Iterator[Keeping]:
+    made = Keeping(disks[1], "127.0.0.1")
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    limit_at = time.monotonic() + LATE_S
+    while not condition():
+        assert time.monotonic() < limit_at
+        time.sleep(0.01)
+
+
+def here(local: LocalTier) -> Held:
+    return local.steps()[0]
+
+
+def send(disks: list[LocalTier], address: Address, said: Callable[[], str], word: str) -> None:
+    copies = PeerCopies(disks[0], address, (0,), Pace())
+    copies.offer(here(disks[0]))
+    until(lambda: word in said())
+    copies.close()
+
+
+def test_the_next_node_has_this_ones_files_too(
+    disks: list[LocalTier], keeping: Keeping, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    send(disks, keeping.address, lambda: caplog.text, "peer_copied")
+    assert set(disks[1].files(here(disks[1]))) == set(FILES)
+    directory = disks[1].checkpoints / "step_00000100"
+    assert all((directory / name).read_bytes() == data for name, data in FILES.items())
+    assert disks[0].files(here(disks[0])) == [".metadata", "__0_0.distcp"], "it goes one way"
+    caplog.clear()
+    send(disks, keeping.address, lambda: caplog.text, "peer_copied")
+    assert "bytes=0" in caplog.text, "and not again"
+
+
+def test_who_does_not_know_the_key_is_refused(
+    disks: list[LocalTier], keeping: Keeping, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = Address(keeping.address.host, keeping.address.port, b"x" * 32)
+    send(disks, wrong, lambda: caplog.text, "peer_copy_failed")
+    until(lambda: "does not know this launch's key" in caplog.text)
+    assert disks[1].files(here(disks[1])) == ["__1_0.distcp"]
+    assert keeping.address.key.hex() not in caplog.text
+
+
+def test_a_damaged_file_is_not_passed_on(
+    disks: list[LocalTier], keeping: Keeping, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = disks[0].checkpoints / "step_00000100" / "__0_0.distcp"
+    data = bytearray(bad.read_bytes())
+    data[3500] ^= 1
+    bad.write_bytes(data)
+    send(disks, keeping.address, lambda: caplog.text, "peer_copy_failed")
+    assert "bytes of chunk 3" in caplog.text
+    assert "__0_0.distcp" not in disks[1].files(here(disks[1]))
+
+
+def test_a_file_that_breaks_off_gets_no_name_and_others_are_served(
+    disks: list[LocalTier], keeping: Keeping, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BreaksOff(Pace):
+        def take(self, _count: int) -> None:
+            raise OSError("the node is lost")
+
+    copies = PeerCopies(disks[0], keeping.address, (0,), BreaksOff())
+    copies.offer(here(disks[0]))
+    until(lambda: "ends in chunk" in caplog.text)
+    copies.close()
+    assert disks[1].files(here(disks[1])) == ["__1_0.distcp"]
+    with socket.create_connection((keeping.address.host, keeping.address.port), timeout=LATE_S):
+        pass
+    caplog.set_level("INFO")
+    send(disks, keeping.address, lambda: caplog.text, "peer_copied")
+    assert set(disks[1].files(here(disks[1]))) == set(FILES)
+
+
+def test_names_that_are_no_file_of_the_step_are_refused(
+    disks: list[LocalTier], keeping: Keeping, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = here(disks[0])
+    other = make(100, FILES | {"__0_9.distcp": b"planted"}, save_id=mine.manifest.save_id)
+    (disks[0].checkpoints / "step_00000100" / "__0_9.distcp").write_bytes(b"planted")
+    copies = PeerCopies(disks[0], keeping.address, (0,), Pace())
+    copies.offer(Held(mine.directory, other.manifest, other.raw))
+    until(lambda: "not a file of step 100" in caplog.text)
+    copies.close()
+    assert "__0_9.distcp" not in os.listdir(disks[1].checkpoints / "step_00000100")
+
+
+def test_the_address_is_the_one_on_the_way_to_where_ranks_meet() -> None:
+    assert own_host("127.0.0.1") == "127.0.0.1"

@@ -16,8 +16,9 @@ import xxhash
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from stepkeeper_trainer.copying import MANY
 from stepkeeper_trainer.errors import StateError
-from stepkeeper_trainer.staging import MANY, PAGE_BYTES, Staging, lay_out
+from stepkeeper_trainer.staging import PAGE_BYTES, Staging, lay_out
 from stepkeeper_trainer.writer import DIRECT_BYTES_MIN, SEAL_BYTES, WRITE_BYTES, Sheet, extents, seal, write_sheet
 
 
@@ -92,6 +93,28 @@ def test_another_layout_is_noticed(change) -> None:
     assert staging.fits(state(1)), "other numbers are no other layout"
 
     assert not staging.fits(change(state()))
+    assert not staging.copy_if_it_fits(change(state()))
+    assert staging.copy_if_it_fits(state(2))
+    assert torch.equal(staged(staging, "a"), state(2)["a"])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_tensors_are_looked_at_while_they_are_copied(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        tensors = {str(n): torch.rand(1 + n % 50) for n in range(3 * MANY)}
+        staging = taken(tensors)
+
+        assert staging.copy_if_it_fits({name: tensor + 1 for name, tensor in tensors.items()})
+        assert torch.equal(staged(staging, "77"), tensors["77"] + 1)
+        for change in ({"77": torch.rand(3)}, {"77": tensors["77"].double()}, {"more": torch.rand(1)}):
+            assert not staging.copy_if_it_fits(tensors | change)
+        assert staging.copy_if_it_fits(tensors)
+        for name in ("0", "1", str(MANY), str(3 * MANY - 1)):
+            assert torch.equal(staged(staging, name), tensors[name])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_sparse_tensor_is_refused_by_name() -> None:

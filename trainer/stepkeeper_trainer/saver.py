@@ -231,12 +231,12 @@ class Saver:
         try:
             if not self._prepared.wait(max(0.0, save.limit_at - now)):
                 raise SaveError("the memory for staging is not ready in time")  # noqa: TRY301
-            changed = not self._staging.fits(tensors)
+            changed = not self._staging.copy_if_it_fits(tensors, early)
             if changed:
                 self._persister.forget()
                 self._staging.take(tensors)
                 self._staging.regroup([list(tensors)])
-            self._staging.copy(tensors, early)
+                self._staging.copy(tensors, early)
         except (Exception, CheckpointException) as error:  # noqa: BLE001  # training must go on
             problem = error
         save.blocked_s = blocked_s = round(time.time() - now, 4)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import threading
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from stepkeeper_trainer.copying import Copier
 from stepkeeper_trainer.errors import StateError
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.serialise import ALIGNMENT, Frame, frame
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.writer import Mark
 
 PAGE_BYTES = 4096
-MANY = 1000  # tensors, from which on several threads go through the small ones
-SMALL_NUMEL = 32768  # torch's own limit for going through a tensor with one thread
-THREADS_MAX = 8
 
 
 _look = attrgetter("shape", "dtype")
@@ -46,13 +43,23 @@ class Signature:
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> Signature:
-        """Return the signature of a state.  Each tensor is looked at once: that it is not in the cache is the cost."""
-        values = list(tensors.values())
-        specs = None
-        if DTensor in set(map(type, values)):
-            specs = [tensor._spec if type(tensor) is DTensor else None for tensor in values]  # noqa: SLF001  # pinned by a test
+        """Return the signature of a state."""
         with paused():
-            return Signature(list(tensors), list(map(_look, values)), specs)
+            return Signature(list(tensors), list(map(_look, tensors.values())), _specs(tensors))
+
+    def is_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether it is that of a state.  Each tensor is looked at once: that it is not in the cache is the cost."""
+        return (
+            list(tensors) == self.names
+            and all(map(eq, map(_look, tensors.values()), self.kinds))
+            and _specs(tensors) == self.specs
+        )
+
+
+def _specs(tensors: Mapping[str, torch.Tensor]) -> list[Any] | None:
+    if DTensor not in set(map(type, tensors.values())):
+        return None
+    return [tensor._spec if type(tensor) is DTensor else None for tensor in tensors.values()]  # noqa: SLF001  # pinned by a test
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,61 +181,6 @@ class Arena:
         # Otherwise memory stays pageable: copies are slower, and as right.
 
 
-class Copier:
-    """Copies lists of tensors to their places, within the memory of the host.
-
-    torch spreads a large tensor over its threads, and goes through small ones with a single one: those are
-    given to several threads here.
-    """
-
-    def __init__(self, places: list[torch.Tensor], order: list[int]) -> None:
-        """Prepare; `order` says which tensor of a state belongs to each place."""
-        self._places, self._order = places, order
-        self._parts: dict[int, list[tuple[list[torch.Tensor], list[int]]]] = {}  # by how many threads
-
-    def copy(self, tensors: list[torch.Tensor]) -> None:
-        """Copy each tensor of a state to its place.  Gradients must be off."""
-        threads = min(THREADS_MAX, torch.get_num_threads())
-        if threads == 1 or len(self._places) < MANY:
-            threads = 1
-        parts = self._parts.get(threads)
-        if parts is None:
-            parts = self._parts[threads] = self._divide(threads)
-        errors: list[BaseException] = []
-
-        def work(places: list[torch.Tensor], order: list[int]) -> None:
-            try:
-                if places:
-                    with torch.no_grad():
-                        torch._foreach_copy_(places, [tensors[number] for number in order])
-            except BaseException as error:  # noqa: BLE001  # raised below
-                errors.append(error)
-
-        first, *others, large = parts
-        helpers = [threading.Thread(target=work, args=part, daemon=True) for part in others]
-        for helper in helpers:
-            helper.start()
-        work(*first)
-        for helper in helpers:
-            helper.join()
-        work(*large)
-        if errors:
-            raise errors[0]
-
-    def _divide(self, threads: int) -> list[tuple[list[torch.Tensor], list[int]]]:
-        """Return what each thread copies, about as many bytes each, and last what torch spreads itself."""
-        pairs = list(zip(self._places, self._order, strict=True))
-        small = [pair for pair in pairs if threads > 1 and pair[0].numel() < SMALL_NUMEL]
-        large = [pair for pair in pairs if threads == 1 or pair[0].numel() >= SMALL_NUMEL]
-        total = sum(place.nbytes for place, _ in small)
-        parts: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(threads)]
-        at = 0
-        for pair in small:
-            parts[min(threads - 1, at * threads // max(1, total))].append(pair)
-            at += pair[0].nbytes
-        return [([place for place, _ in part], [number for _, number in part]) for part in [*parts, large]]
-
-
 class Staging:
     """Copies a state into the arena.  Its memory belongs to one save at a time."""
 
@@ -249,7 +201,7 @@ class Staging:
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the state is laid out as the one before."""
-        return self.signature is not None and Signature.of(tensors) == self.signature
+        return self.signature is not None and self.signature.is_of(tensors)
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Learn the layout of a state; `regroup` then places it.
@@ -308,11 +260,27 @@ class Staging:
         """
         assert self.layout is not None
         with torch.no_grad():
-            if not self._device:
-                values = list(tensors.values())
-                self._copier.copy(values if self._whole else [local(tensor) for tensor in values])
-                return
-            self._copy_beside(tensors, early or frozenset())
+            if self._device:
+                self._copy_beside(tensors, early or frozenset())
+            else:
+                self._copier.copy(self._local(tensors))
+
+    def copy_if_it_fits(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str] | None = None) -> bool:
+        """Copy the state if it is laid out as the one before, and say so; otherwise the arena holds nothing of use.
+
+        With many tensors the look at each and the copying go on beside each other.
+        """
+        if self._device or self.signature is None or len(tensors) != len(self.signature.names):
+            if not self.fits(tensors):
+                return False
+            self.copy(tensors, early)
+            return True
+        with torch.no_grad():
+            return self._copier.copy(self._local(tensors), lambda: self.fits(tensors))
+
+    def _local(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        values = list(tensors.values())
+        return values if self._whole else [local(tensor) for tensor in values]
 
     def _copy_beside(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str]) -> None:
         current = torch.cuda.current_stream()

@@ -15,6 +15,7 @@ TOLD = frozenset(
     VARIABLE_PREFIX + name
     for name in (
         "SOCKET", "RUN_ID", "ATTEMPT", "LAUNCH", "RESUME_FROM", "TASKS_PER_NODE", "AGENT_SOCKET", "WATCHER",
+        "ERROR_DIR", "REASON", "EXIT_CODE", "CAUSE", "JOB_ID",  # the last four the notify command
         "RESUME_NEWEST", "RELIABILITY",
         "CHECKPOINT_EVERY", "RETENTION",  # what the user tells the ranks
     )

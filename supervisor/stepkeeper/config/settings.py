@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from stepkeeper.core.anomalies import WATCH
 from stepkeeper.core.policy import Policy
 from stepkeeper.store import rundir
 
@@ -73,6 +74,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     progress_log_every_s: Annotated[float, About(unit="s", metavar="SECONDS", least=0, most=YEAR_S)] = 10.0
     """A progress line in the log at most this often."""
 
+    same_code: Annotated[bool, About()] = False
+    """Do not resume by other code (git commit, uncommitted changes, scripts) than that of the attempt before; without
+    it, other code is told in the log."""
+
     local_tier: Annotated[str | None, About(metavar="DIR")] = None
     """A directory on each node's own disk: steps are written there first, and copied to the run directory beside
     training (docs/tiers.md)."""
@@ -108,6 +113,16 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     """The watchers of all nodes share the verification of a step directory of at least this size."""
 
+    metrics_textfile: Annotated[str | None, About(metavar="DIR")] = None
+    """A directory in which metrics for Prometheus are kept up to date, for node_exporter's textfile collector
+    (docs/metrics.md)."""
+
+    metrics_port: Annotated[int | None, About(metavar="PORT", least=0, most=65535)] = None
+    """Serve them over HTTP too, at /metrics; 0: any free port, which the log names."""
+
+    metrics_address: Annotated[str, About(metavar="ADDRESS", has_flag=False)] = "127.0.0.1"
+    """Where that port is open: by default to this node alone."""
+
     policy: Policy = Policy()
 
 
@@ -118,6 +133,8 @@ _POLICY = {
     "commit_grace_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "exclude_for_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "progress_every_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
+    "loss_not_finite": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
+    "loss_spike": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
     "judged_from": About(least=0, most=1, has_flag=False),
     "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),
     "read_back": About(metavar="off|newest|all", choices=("off", "newest", "all")),

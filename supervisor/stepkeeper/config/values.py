@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from stepkeeper.config.settings import SETTINGS, Setting, Value
 from stepkeeper.core import ladder
-from stepkeeper.core.anomalies import WATCH
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import clean
@@ -17,7 +16,6 @@ from stepkeeper.printing import clean
 _YES = frozenset(("1", "true", "yes", "on"))
 _NO = frozenset(("0", "false", "no", "off"))
 SHOWN_MAX = 80
-_WATCHES = frozenset(("policy.loss_not_finite", "policy.loss_spike"))
 
 
 def from_text(setting: Setting, text: str, where: str) -> Value:
@@ -68,19 +66,14 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
         _refuse(setting, value, where)
     if setting.about.choices and value not in setting.about.choices:
         _refuse(setting, value, where)
-    if isinstance(value, str):
-        _refuse_words(setting, value, where)
+    _refuse_no_row(setting, value, where)
     found: Value = value  # of `setting.kind`, as compared above
     return found
 
 
-def _refuse_words(setting: Setting, value: str, where: str) -> None:
-    """Refuse a text that has a grammar of its own, and is none."""
-    if setting.key in _WATCHES and value not in WATCH:
-        raise StepkeeperError(
-            f"{where}: {setting.key} = {shown(value)}: one of {', '.join(WATCH)} is wanted", ExitCode.USAGE
-        )
-    if not setting.key.startswith("policy.on_"):
+def _refuse_no_row(setting: Setting, value: Value, where: str) -> None:
+    """Refuse a row of the ladder that is none."""
+    if not setting.key.startswith("policy.on_") or not isinstance(value, str):
         return
     try:
         ladder.parse(value)

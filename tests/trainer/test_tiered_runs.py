@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats.verify import verify
 from tests.trainer.ranks import Ranks, finish, losses
 from tests.trainer.s3_server import s3_server, variables
 
@@ -55,16 +58,22 @@ def held_locally(ranks: Ranks) -> int:
     return max(found, default=0)
 
 
-def kill_with_a_step_on_the_disks_only(tmp_path: Path) -> tuple[int, int]:
-    """Kill all ranks when a step is on the nodes' disks only; return the newest on shared storage, and that one."""
+def kill_with_a_step_on_the_disks_only(tmp_path: Path, *, word: str = "held_locally") -> tuple[int, int]:
+    """Kill all ranks when a step is on the nodes' disks only; return the newest on shared storage, and that one.
+
+    `word` is what both nodes have said of it by then.
+    """
     run = tmp_path / "run"
     with Ranks(NODES, run, of_rank=nodes(tmp_path)) as ranks:
         ranks.until(lambda: newest(run))
     before = newest(run)
     assert before is not None
-    with Ranks(NODES, run, "--resume-from=latest", of_rank=nodes(tmp_path, STEPKEEPER_COPY_RATE="0.001")) as ranks:
-        ranks.until(lambda: held_locally(ranks))
+    peers = str(word == "peer_copied").lower()
+    slow = nodes(tmp_path, STEPKEEPER_COPY_RATE="0.001", STEPKEEPER_PEER_COPIES=peers)
+    with Ranks(NODES, run, "--resume-from=latest", of_rank=slow) as ranks:
+        ranks.until(lambda: all(word in log.read_text() for log in ranks.logs))
         step = held_locally(ranks)
+        ranks.until(lambda: all(f"{word} step={step} " in log.read_text() for log in ranks.logs))
     base = newest(run)
     assert base is not None
     return int(base.removeprefix("step_")), step
@@ -141,3 +150,65 @@ def test_killed_with_the_newest_step_on_the_nodes_disks_only_it_goes_on_from_wha
             assert f"resumed step={resumed}" in ranks.output()
         assert losses(run) == undisturbed, lose.__name__
         assert newest(run) == "step_00000024"
+
+
+@pytest.mark.campaign
+def test_a_lost_node_loses_nothing_that_the_next_one_keeps(tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    _, step = kill_with_a_step_on_the_disks_only(tmp_path, word="peer_copied")
+    shutil.rmtree(tmp_path / "disk1")
+    run = tmp_path / "run"
+    with Ranks(NODES, run, "--resume-from=latest", of_rank=nodes(tmp_path)) as ranks:
+        assert ranks.wait() == [0, 0]
+        assert f"step_brought step={step}" in ranks.output()
+    assert losses(run) == undisturbed
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system that does not hold a node's part of a step."""
+    at = tmp_path / "disk1"
+    at.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(at)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.strip()}")
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", "--lazy", str(at)], check=True, timeout=30)
+
+
+@pytest.mark.campaign
+@pytest.mark.usefixtures("small_disk")
+def test_a_full_disk_of_a_node_is_told_and_shared_storage_takes_its_files_at_once(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    run = tmp_path / "run"
+    with Ranks(NODES, run, of_rank=nodes(tmp_path)) as ranks:
+        assert ranks.wait() == [0, 0], ranks.output()
+        said = ranks.logs[1].read_text()
+    assert "local_tier_failed" in said
+    assert "No space left" in said
+    assert losses(run) == undisturbed
+    found = steps.list_steps(run / "checkpoints")
+    assert len(found) >= 2
+    assert all(verify(step.path).ok for step in found)
+
+
+@pytest.mark.campaign
+def test_asked_to_stop_ranks_leave_when_their_step_is_on_shared_storage_whatever_the_rate_limit(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    run = tmp_path / "run"
+    with Ranks(NODES, run, of_rank=nodes(tmp_path, STEPKEEPER_COPY_RATE="0.001")) as ranks:
+        ranks.until(lambda: held_locally(ranks))
+        for process in ranks.processes:
+            process.send_signal(signal.SIGTERM)
+        assert ranks.wait() == [75, 75], ranks.output()
+    stopped_at = max(losses(run))
+    assert newest(run) == f"step_{stopped_at:08d}"
+    with Ranks(NODES, run, "--resume-from=latest", of_rank=nodes(tmp_path)) as ranks:
+        assert ranks.wait() == [0, 0]
+        assert f"resumed step={stopped_at}" in ranks.output()
+    assert losses(run) == undisturbed

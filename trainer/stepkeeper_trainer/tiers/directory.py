@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
-from stepkeeper_trainer.formats.durable import fsync_directory, write_all
+from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, FileEntry, ManifestError
 from stepkeeper_trainer.formats.names import step_name
 from stepkeeper_trainer.formats.verify import Reading, verify
@@ -156,7 +156,7 @@ class _DirectoryStaging:
 
     def write(self, name: str, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:
         path = self._directory / name
-        os.makedirs(path.parent, exist_ok=True)
+        make_directories(path.parent)
         write_file(path, entry, first, chunks)
 
     def missing(self) -> list[str]:

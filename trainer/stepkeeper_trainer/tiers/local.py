@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from stepkeeper_trainer.formats.durable import fsync_directory, write_all
+from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, ManifestError
 from stepkeeper_trainer.formats.names import parse_step_name, step_name
 from stepkeeper_trainer.tiers.directory import DirectoryTier, write_file
@@ -47,7 +47,7 @@ class LocalTier:
         Raises:
             OSError: there is not, or the disk refuses.
         """
-        os.makedirs(self.checkpoints, mode=0o700, exist_ok=True)
+        make_directories(self.checkpoints, mode=0o700)
         status = os.statvfs(self.checkpoints)
         if status.f_bavail * status.f_frsize < size * ROOM_FACTOR:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.checkpoints))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 BURST_S = 1.0  # of idle time that may be made up for
+LIFTED_WITHIN_S = 0.2  # whoever waits goes on so soon after the limit is lifted
 
 
 class Pace:
@@ -36,8 +37,7 @@ class Pace:
             if self._rate is None:
                 return
             now = self._clock()
-            self._free_at = max(self._free_at, now - BURST_S) + count / self._rate
-            wait_s = self._free_at - now
-            self.waited_s += max(0.0, wait_s)
-        if wait_s > 0:
-            self._sleep(wait_s)
+            free_at = self._free_at = max(self._free_at, now - BURST_S) + count / self._rate
+            self.waited_s += max(0.0, free_at - now)
+        while self._rate is not None and (left_s := free_at - self._clock()) > 0:
+            self._sleep(min(left_s, LIFTED_WITHIN_S))

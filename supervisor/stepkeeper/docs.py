@@ -21,6 +21,7 @@ from stepkeeper.core import effects, events
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.store import journal
+from stepkeeper.telemetry import page as metrics
 
 MADE = "<!-- Made by `python -m stepkeeper.docs docs/` from the code.  Change it there. -->"
 
@@ -50,6 +51,7 @@ def pages() -> dict[str, str]:
         "configuration.md": configuration.page(MADE),
         "events.md": _events_page(),
         "exit-codes.md": _exit_codes_page(),
+        "metrics.md": metrics.page(MADE),
     }
 
 

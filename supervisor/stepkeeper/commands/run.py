@@ -32,6 +32,8 @@ from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import journal, rundir, tenure
 from stepkeeper.supervise import Setting, Supervisor
+from stepkeeper.telemetry.starting import exported
+from stepkeeper.telemetry.tally import TalliedJournal, Tally
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.lease import Lease
 
@@ -156,12 +158,14 @@ def execute(arguments: argparse.Namespace) -> int:
         inbox=inbox,
         on_error=lambda error: log.warning("lease_unreadable", error=str(error)),
     )
-    writer = journal.JournalWriter(directory.journal)
+    tally = Tally()
+    writer = TalliedJournal(directory.journal, tally)
     supervisor = Supervisor(
         setting=setting, client=client, inbox=inbox, journal=writer, environment=environment, log=log
     )
     try:
-        return supervisor.run()
+        with exported(settings, directory, tally, lambda: supervisor.status, now=clock.now, log=log):
+            return supervisor.run()
     finally:
         out.drain(LOG_WITHIN_S)
 

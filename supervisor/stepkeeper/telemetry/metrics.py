@@ -1,0 +1,114 @@
+"""Every metric, declared once, and the text that Prometheus reads (exposition format 0.0.4).  Pure.
+
+Counters count within an attempt: a requeued run begins anew, as `rate()` and `increase()` expect of counters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+import msgspec
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Kind(StrEnum):
+    """What a metric is."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One declared metric.  Its name tells the unit, and ends in `_total` where it counts."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()  # besides `run` and `job`
+
+
+def _gauge(name: str, text: str, *labels: str) -> Metric:
+    return Metric(f"stepkeeper_{name}", Kind.GAUGE, text, labels)
+
+
+def _counter(name: str, text: str, *labels: str) -> Metric:
+    return Metric(f"stepkeeper_{name}_total", Kind.COUNTER, text, labels)
+
+
+INFO = _gauge("info", "Always 1; the version is a label.", "version")
+UPDATED = _gauge("updated_timestamp_seconds", "When the supervisor last took in an event.")
+STARTED = _gauge("attempt_started_timestamp_seconds", "When this attempt began.")
+PHASE = _gauge("phase", "1 for the phase that the supervisor is in, 0 for the others.", "phase")
+PHASE_SECONDS = _counter("phase_seconds", "Time that this attempt spent in a phase.", "phase")
+ATTEMPT = _gauge("attempt", "Number of the attempt, from 0: requeues so far.")
+LAUNCH = _gauge("launch", "Number of the launch in this attempt, from 0: relaunches so far.")
+STEP = _gauge("step", "Newest completed optimizer step.")
+TOKENS = _gauge("tokens", "Tokens trained on up to the newest step.")
+LOSS = _gauge("loss", "Loss of the newest step.")
+STEP_SECONDS = _gauge("step_seconds", "Time that the newest step took.")
+NODES = _gauge("nodes", "Nodes of the allocation that the run uses, spares included.")
+CHECKPOINT_STEP = _gauge("checkpoint_step", "Step of the newest checkpoint that counts.")
+CHECKPOINT_TIME = _gauge("checkpoint_timestamp_seconds", "When the newest checkpoint of this attempt was committed.")
+CHECKPOINT_BYTES = _gauge("checkpoint_bytes", "Size of the newest checkpoint of this attempt.")
+CHECKPOINT_SECONDS = _gauge("checkpoint_save_seconds", "From the request of that checkpoint to durable.")
+FAILURES = _gauge("failures_without_progress", "Launches that failed since the last newly verified step.")
+EXIT_CODE = _gauge("exit_code", "Exit code of the supervisor (docs/exit-codes.md); only when it has ended.")
+CHECKPOINTS = _counter("checkpoints", "Saves that came to an end.", "outcome")
+SAVE_SECONDS = _counter("checkpoint_save_seconds", "Time from request to durable, of all committed saves.")
+LAUNCHES = _counter("launches", "Starts of the training step.")
+LAUNCH_FAILURES = _counter("launch_failures", "Launches that failed, by the verdict (docs/verdicts.md).", "cause")
+NODE_FAULTS = _counter("node_faults", "Faults of nodes that were reported.", "leave")
+NODES_LEFT = _counter("nodes_left", "Times that nodes were given up: lost, faulty or unfit.")
+NOTICES = _counter("notices", "Preemptions, time limits and other notices from Slurm.", "notice")
+WATCHERS_LOST = _counter("watchers_lost", "Watchers that fell silent or ended.")
+REQUEUES = _counter("requeues", "Requeues that were ordered.", "outcome")
+
+METRICS: tuple[Metric, ...] = tuple(each for each in list(globals().values()) if isinstance(each, Metric))
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One value of a metric."""
+
+    metric: Metric
+    value: float
+    labels: tuple[str, ...] = ()  # in the order that the metric declares
+
+
+def text(samples: Iterable[Sample], common: Mapping[str, str]) -> str:
+    """Return the exposition: each metric once, with its help, type and samples; `common` labels stand in all."""
+    by_metric: dict[str, list[Sample]] = {}
+    for sample in samples:
+        assert len(sample.labels) == len(sample.metric.labels), sample
+        by_metric.setdefault(sample.metric.name, []).append(sample)
+    out: list[str] = []
+    for metric in METRICS:
+        found = by_metric.get(metric.name)
+        if not found:
+            continue
+        out += [f"# HELP {metric.name} {_help(metric.help)}", f"# TYPE {metric.name} {metric.kind.value}"]
+        for sample in found:
+            pairs = {**common, **dict(zip(metric.labels, sample.labels, strict=True))}
+            labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs.items())
+            out.append(f"{metric.name}{{{labels}}} {_number(sample.value)}")
+    return "".join(f"{line}\n" for line in out)
+
+
+def _help(words: str) -> str:
+    return words.replace("\\", "\\\\").replace("\n", "\\n")
+
+
+def _escaped(value: str) -> str:
+    """Return a label's value; what is no UTF-8 becomes `?`, so that the whole file stays readable."""
+    clean = value.encode(errors="replace").decode()
+    return clean.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))

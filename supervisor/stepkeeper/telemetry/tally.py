@@ -1,0 +1,139 @@
+"""Counts what the journal is told, and reads the status: the samples of one supervisor at one moment."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.judge import Notice
+from stepkeeper.core.state import Phase
+from stepkeeper.store.journal import JournalWriter, Record
+from stepkeeper.store.status import Status
+from stepkeeper.telemetry import metrics
+from stepkeeper.telemetry.metrics import Metric, Sample
+
+_NOTICES = {
+    Notice.PREEMPTED: "preempted",
+    Notice.TIME_LIMIT: "time_limit",
+    Notice.REQUEUED: "requeued",
+    Notice.CANCELLED: "cancelled",
+}
+
+
+class Tally:
+    """The counters of an attempt.  `take` costs the loop microseconds; `samples` is called from other threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[Metric, tuple[str, ...]]] = Counter()
+        self._seconds: dict[tuple[Metric, tuple[str, ...]], float] = {}
+        self._gauges: dict[Metric, float] = {}
+        self._phase: Phase | None = None
+        self._phase_since = 0.0
+        self._losses = 0
+
+    def take(self, record: Record) -> None:
+        """Count one record."""
+        with self._lock:
+            before = self._phase
+            self._take_phase(record)
+            self._take_event(record, before)
+            for effect in record.effects:
+                if isinstance(effect, do.StartLaunch):
+                    self._counts[metrics.LAUNCHES, ()] += 1
+            self._gauges[metrics.FAILURES] = record.failures
+            if record.node_losses > self._losses:
+                self._counts[metrics.NODES_LEFT, ()] += record.node_losses - self._losses
+            self._losses = record.node_losses
+
+    def _take_phase(self, record: Record) -> None:
+        at = record.event.at
+        if self._phase is None:
+            self._phase_since = at
+        else:
+            self._add(metrics.PHASE_SECONDS, (self._phase.value,), max(0.0, at - self._phase_since))
+            self._phase_since = max(at, self._phase_since)
+        self._phase = record.phase
+
+    def _take_event(self, record: Record, before: Phase | None) -> None:  # noqa: C901 - one case an event
+        match record.event:
+            case on.AttemptStarted():
+                self._losses = record.node_losses
+            case on.CheckpointCommitted() as event:
+                self._counts[metrics.CHECKPOINTS, ("committed",)] += 1
+                self._add(metrics.SAVE_SECONDS, (), max(0.0, event.seconds))
+                self._gauges[metrics.CHECKPOINT_TIME] = event.at
+                self._gauges[metrics.CHECKPOINT_BYTES] = event.bytes
+                self._gauges[metrics.CHECKPOINT_SECONDS] = event.seconds
+            case on.SaveGaveUp():
+                self._counts[metrics.CHECKPOINTS, ("failed",)] += 1
+            case on.NodeFaulted() as event:
+                self._counts[metrics.NODE_FAULTS, ("yes" if event.leave else "no",)] += 1
+            case on.Judged() as event:
+                self._counts[metrics.LAUNCH_FAILURES, (event.cause.value,)] += 1
+            case on.WatcherLost():
+                self._counts[metrics.WATCHERS_LOST, ()] += 1
+            case on.RequeueAnswered() as event:
+                self._counts[metrics.REQUEUES, ("accepted" if event.ok else "refused",)] += 1
+            case on.SlurmAnswered() if before is not Phase.REQUEUEING:  # there it is the last look, no news
+                for notice, name in _NOTICES.items():
+                    if record.why.startswith(f"{notice.value} ("):
+                        self._counts[metrics.NOTICES, (name,)] += 1
+            case _:
+                pass  # nothing that is counted
+
+    def _add(self, metric: Metric, labels: tuple[str, ...], seconds: float) -> None:
+        key = (metric, labels)
+        self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+
+    def samples(self, status: Status, version: str, now: float) -> list[Sample]:
+        """Return everything as of now; `now` is Unix seconds by the supervisor's clock."""
+        with self._lock:
+            found = [Sample(metric, value, labels) for (metric, labels), value in self._counts.items()]
+            seconds = dict(self._seconds)
+            gauges = dict(self._gauges)
+            if self._phase is not None and self._phase is not Phase.DONE:
+                key = (metrics.PHASE_SECONDS, (self._phase.value,))
+                seconds[key] = seconds.get(key, 0.0) + max(0.0, now - self._phase_since)
+        found += [Sample(metric, value, labels) for (metric, labels), value in seconds.items()]
+        found += [Sample(metric, value) for metric, value in gauges.items()]
+        return [*found, *_of_status(status, version)]
+
+
+def _of_status(status: Status, version: str) -> Iterator[Sample]:
+    yield Sample(metrics.INFO, 1, (version,))
+    for phase in Phase:
+        yield Sample(metrics.PHASE, float(phase.value == status.phase), (phase.value,))
+    values = {
+        metrics.UPDATED: status.updated_at,
+        metrics.STARTED: status.started_at,
+        metrics.ATTEMPT: status.attempt,
+        metrics.LAUNCH: status.launch,
+        metrics.NODES: len(status.nodes),
+        metrics.STEP: status.step,
+        metrics.TOKENS: status.tokens,
+        metrics.LOSS: status.loss,
+        metrics.STEP_SECONDS: status.step_seconds,
+        metrics.CHECKPOINT_STEP: status.checkpoint_step,
+        metrics.EXIT_CODE: status.exit_code,
+    }
+    for metric, value in values.items():
+        if value is not None:
+            yield Sample(metric, float(value))
+
+
+class TalliedJournal(JournalWriter):
+    """A journal that counts what is written to it."""
+
+    def __init__(self, path: Path, tally: Tally) -> None:
+        super().__init__(path)
+        self._tally = tally
+
+    def append(self, record: Record) -> None:
+        """Count a record, and hand it over; returns at once."""
+        self._tally.take(record)
+        super().append(record)

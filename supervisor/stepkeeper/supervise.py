@@ -312,8 +312,14 @@ class Supervisor:
         self.log.info("watcher", node=node, said=text)
 
     def _verify(self, effect: do.VerifyCheckpoint) -> None:
-        directory = self.setting.directory.checkpoints
-        checkpoints.verify_back(directory, effect, writers=self.writers, crew=self.crew, inbox=self.inbox)
+        checkpoints.verify_back(
+            self.setting.directory.checkpoints,
+            effect,
+            writers=self.writers,
+            patient=self.state.phase is Phase.TRAINING,  # else the job is about to leave
+            crew=self.crew,
+            inbox=self.inbox,
+        )
 
     def _collect_stacks(self, effect: do.CollectStacks) -> None:
         number = self.standing.begin(effect)

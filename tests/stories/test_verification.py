@@ -55,3 +55,33 @@ def test_both_nodes_verify_and_neither_damage_nor_a_lost_watcher_is_missed(lab: 
     assert set(second.readers) == set(nodes), training.story()
     whole = sum(path.stat().st_size for path in (training.run_dir / "checkpoints" / "step_00000010").rglob("*.distcp"))
     assert second.bytes_read >= whole
+
+
+@pytest.mark.campaign
+def test_what_was_read_back_beside_training_is_not_read_again_at_a_relaunch(lab: Lab) -> None:
+    """Both nodes read it past their page caches while training goes on; the relaunch then waits for no reading."""
+    training = Training(
+        lab,
+        name="read-back",
+        step_seconds=0.3,
+        steps=30,
+        run_args=("--read-back=newest",),
+        script_args=LARGE,
+        env={"STEPKEEPER_VERIFY_SHARED_MIB_MIN": "1"},
+    ).submit()
+    training.wait_event(on.CheckpointVerified, count=2)
+    committed = [record.event.directory for record in training.events(on.CheckpointCommitted)]
+
+    kill_rank(training)
+    training.wait_end()
+
+    assert lab.job(training.job_id).state == "COMPLETED", training.story()
+    assert len(training.losses()) == training.steps
+    nodes = set(training.launches()[0])
+    read = [record.event for record in training.events(on.CheckpointVerified)]
+    assert [(event.directory, event.ok, set(event.readers)) for event in read[:2]] == [
+        (directory, True, nodes) for directory in committed[:2]
+    ], training.story()
+    _, second = (record.event for record in training.events(on.CheckpointChosen))
+    assert second.directory.endswith(committed[1])
+    assert (second.bytes_read, second.readers) == (0, ()), training.story()

@@ -95,10 +95,12 @@ def choose(checkpoints: Path, crew: Crew) -> on.Event:
     return event
 
 
-def verify_back(step: Path, crew: Crew, writers: acts.Writers | None = None) -> on.CheckpointVerified:
+def verify_back(
+    step: Path, crew: Crew, writers: acts.Writers | None = None, *, patient: bool = False
+) -> on.CheckpointVerified:
     inbox = Inbox(Clock())
     effect = do.VerifyCheckpoint(directory=step.name, from_disk=True)
-    acts.verify_back(step.parent, effect, writers=writers, crew=crew, inbox=inbox)
+    acts.verify_back(step.parent, effect, writers=writers, patient=patient, crew=crew, inbox=inbox)
     event = inbox.get(ANSWER_S)
     assert isinstance(event, on.CheckpointVerified), event
     return event
@@ -239,6 +241,21 @@ def test_what_was_read_back_is_not_read_again_at_the_next_start(tmp_path: Path, 
     assert (chosen.directory, chosen.bytes_read) == (str(step), 0)
 
 
+def test_what_was_saved_a_moment_ago_is_read_when_a_change_would_show(
+    tmp_path: Path, crew: Crew, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the result could not be remembered, and the next start would read it all again."""
+    monkeypatch.setattr(caching, "SETTLED_S", 1.0)
+    step = make_big(tmp_path, chunks=40)
+
+    read_back = verify_back(step, crew, patient=True)
+    known = choose(tmp_path, crew)
+
+    assert read_back.ok
+    assert isinstance(known, on.CheckpointChosen)
+    assert (known.directory, known.bytes_read) == (str(step), 0)
+
+
 def test_a_new_bus_is_asked_anew_for_what_the_one_before_had_begun(
     tmp_path: Path, watchers: Watchers, crew: Crew, monkeypatch: pytest.MonkeyPatch
 ):
@@ -276,7 +293,8 @@ def test_a_newer_verification_ends_the_one_before(tmp_path: Path, watchers: Watc
     crew.use(watchers)
     watchers.heard = crew.heard
     inbox = Inbox(Clock())
-    acts.verify_back(tmp_path, do.VerifyCheckpoint(directory=step.name), writers=None, crew=crew, inbox=inbox)
+    effect = do.VerifyCheckpoint(directory=step.name)
+    acts.verify_back(tmp_path, effect, writers=None, patient=False, crew=crew, inbox=inbox)
 
     read = verify_back(newest, crew)
 

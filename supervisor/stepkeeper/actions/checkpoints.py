@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stepkeeper.actions.crew import Crew, Read, Wanted
@@ -13,12 +14,15 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper_trainer import space
+from stepkeeper_trainer.formats import cache as caching
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.verify import Reading, Verdict, names_of_share, unread, verify
 
 PROBLEM_CHARACTERS_MAX = 500
+SETTLE_MAX_S = 5.0  # a server's clock may be ahead
+SETTLE_LOOK_S = 0.1
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote a file
 
 
@@ -136,13 +140,30 @@ def choose(checkpoints: Path, *, crew: Crew, inbox: Inbox, after: threading.Thre
 
 
 def verify_back(
-    checkpoints: Path, effect: do.VerifyCheckpoint, *, writers: Writers | None, crew: Crew, inbox: Inbox
+    checkpoints: Path,
+    effect: do.VerifyCheckpoint,
+    *,
+    writers: Writers | None,
+    patient: bool,
+    crew: Crew,
+    inbox: Inbox,
 ) -> None:
-    """Read back one step directory; `CheckpointVerified` comes, unless a newer verification begins."""
+    """Read back one step directory; `CheckpointVerified` comes, unless a newer verification begins.
+
+    Args:
+        checkpoints: where it is.
+        effect: which, and how.
+        writers: which node wrote what, so that others read it.
+        patient: let the files settle first; only then the result can be remembered.
+        crew: who reads.
+        inbox: where the answer goes.
+    """
     name = effect.directory
     verification = Verification(crew, crew.begin())
 
     def work() -> None:
+        if patient:
+            _let_settle(checkpoints / name, verification.is_old)
         verdict = verification.check(
             checkpoints / name, Cache(checkpoints, knows=False), from_disk=effect.from_disk, writers=writers
         )
@@ -162,3 +183,15 @@ def verify_back(
         )
 
     inbox.run_thread("verify-checkpoint", work)
+
+
+def _let_settle(directory: Path, should_stop: Callable[[], bool]) -> None:
+    """Wait until a change of a file would show in its times: a second or two after it was written."""
+    try:
+        with os.scandir(directory) as entries:
+            newest = max((entry.stat(follow_symlinks=False).st_ctime for entry in entries), default=0.0)
+    except OSError:
+        return  # the verification says what is wrong
+    until = time.monotonic() + min(newest + caching.SETTLED_S - time.time(), SETTLE_MAX_S)
+    while time.monotonic() < until and not should_stop():
+        time.sleep(SETTLE_LOOK_S)

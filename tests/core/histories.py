@@ -20,6 +20,7 @@ STARTS = tuple(
     )
     for nodes, shape in (
         (("a", "b"), {}),
+        (("a", "b"), {"end_at": 500.0}),
         (("a", "b"), {"nodes_min": 1}),
         (("a", "b", "c"), {"nodes_wanted": 2}),
         (("a", "b", "c"), {"nodes_wanted": 2, "nodes_min": 1}),
@@ -162,6 +163,7 @@ FIELDS = {
         "wrapped": st.booleans(),
         "nodes_wanted": st.integers(0, 2),
         "nodes_min": st.integers(0, 2),
+        "end_at": _optional_time,
     },
 }  # fmt: skip
 

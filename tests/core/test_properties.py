@@ -185,6 +185,17 @@ def _bad_answer(effect: do.Effect, at: float, world: str) -> list[on.Event]:
 
 
 @invariant
+def a_limit_that_is_known_is_acted_on(turns):
+    """By our own clock: a site may send no signal before it."""
+    for turn in turns:
+        state = turn.before
+        due = isinstance(turn.event, on.Tick) and state.limit_at is not None and turn.event.at >= state.limit_at
+        if due and state.phase in (Phase.STARTING, Phase.TRAINING):
+            assert turn.after.asking
+            assert turn.after.limit_at is None
+
+
+@invariant
 def ranks_are_killed_no_later_than_the_save_deadline(turns):
     """The time after it belongs to the requeue."""
     limit = None

@@ -150,6 +150,7 @@ def execute(arguments: argparse.Namespace) -> int:
             nodes_min=settings.min_nodes,
             excluded=carried.excluded,
             tried=carried.tried,
+            end_at=patiently(lambda: client.job(allocation.slurm_name)).end_at,
         )
     )
     lease_source.watch(

@@ -130,6 +130,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 _POLICY = {
     "save_margin_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S),
     "time_limit_notice_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
+    "time_limit_margin": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S),
     "commit_grace_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "exclude_for_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "progress_every_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),

@@ -11,6 +11,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.bus import on_no_watcher
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import lose_nodes, lost_in_words
+from stepkeeper.core.limit import on_limit_near
 from stepkeeper.core.notices import retry_requeue
 from stepkeeper.core.phases import (
     Decision,
@@ -39,6 +40,8 @@ NOT_ANNOUNCED = (
 
 def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
     """The deadline of a phase has passed."""
+    if state.limit_at is not None and event.at >= state.limit_at and state.phase in (Phase.STARTING, Phase.TRAINING):
+        return on_limit_near(state)
     if state.deadline_at is None or event.at < state.deadline_at:
         silent = state.phase is Phase.TRAINING and state.hang_at is not None and event.at >= state.hang_at
         return on_silence(state, event.at, policy) if silent else Decision(state)

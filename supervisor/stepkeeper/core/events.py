@@ -109,6 +109,7 @@ class AttemptStarted(_Event, frozen=True, kw_only=True, tag="attempt_started"):
     nodes_min: int = 0  # that a launch may shrink to.  0: never
     excluded: tuple[Exclusion, ...] = ()  # carried over
     tried: tuple[Tried, ...] = ()  # carried over
+    end_at: float | None = None  # the job's time limit, Unix seconds
 
 
 class Tick(_Event, frozen=True, kw_only=True, tag="tick"):

@@ -12,8 +12,9 @@ from enum import StrEnum
 import msgspec
 
 from stepkeeper.core.events import JobFacts, JobState
+from stepkeeper.core.limit import margin_s
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, State
+from stepkeeper.core.state import LIMIT, NO_SIGNAL, NODE_TERM, State
 
 
 class Notice(StrEnum):
@@ -37,10 +38,8 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge(state: State, job: JobFacts | None, at: float, policy: Policy) -> Judgement:
     """Tell why Slurm signaled.  `state.term_at` says when the batch process got SIGTERM, if it did."""
-    if job is None and state.signal == NO_SIGNAL:
-        return Judgement(notice=Notice.NOT_FOR_US)
     if job is None:
-        return Judgement(notice=Notice.UNKNOWN, deadline_at=_kill_deadline(state, at, policy))
+        return _unreachable(state, at, policy)
     if job.restarts > state.restart_count:
         return Judgement(notice=Notice.REQUEUED, deadline_at=_kill_deadline(state, at, policy))
     if job.state in (JobState.COMPLETING, JobState.ENDED):
@@ -49,12 +48,23 @@ def judge(state: State, job: JobFacts | None, at: float, policy: Policy) -> Judg
         return Judgement(notice=Notice.CANCELLED, deadline_at=_kill_deadline(state, at, policy))
     if job.preempt_at is not None:
         return Judgement(notice=Notice.PREEMPTED, deadline_at=_end_deadline(state, job, at, policy))
-    if state.signal in (NODE_TERM, NO_SIGNAL):
+    if state.signal == LIMIT and job.end_at is not None and job.end_at - at <= margin_s(state, policy):
+        return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_end_deadline(state, job, at, policy))
+    if state.signal in (NODE_TERM, NO_SIGNAL, LIMIT):
         return Judgement(notice=Notice.NOT_FOR_US)
     near = job.end_at is not None and job.end_at - at <= policy.time_limit_notice_s
     if near and state.signal != "TERM":
         return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_end_deadline(state, job, at, policy))
     return Judgement(notice=Notice.ASKED_TO_SAVE)
+
+
+def _unreachable(state: State, at: float, policy: Policy) -> Judgement:
+    """Slurm could not be asked: a signal of its own means the worst, our own clock what Slurm said last."""
+    if state.signal == NO_SIGNAL:
+        return Judgement(notice=Notice.NOT_FOR_US)
+    if state.signal == LIMIT and state.end_at is not None:
+        return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_with_margin(state.end_at, at, policy))
+    return Judgement(notice=Notice.UNKNOWN, deadline_at=_kill_deadline(state, at, policy))
 
 
 def _kill_deadline(state: State, at: float, policy: Policy) -> float:

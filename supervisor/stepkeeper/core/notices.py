@@ -15,6 +15,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.bus import try_bus_again
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.judge import Judgement, Notice, judge
+from stepkeeper.core.limit import expecting
 from stepkeeper.core.phases import (
     Decision,
     ask,
@@ -76,6 +77,8 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
         return Decision(state)  # too late: it was given up
     again = state.again
     state = replace(state, asking=False, again=False)
+    if event.job is not None:
+        state = expecting(replace(state, end_at=event.job.end_at), policy)
     if state.phase is Phase.REQUEUEING and again:
         state = replace(state, deadline_at=event.at + policy.ask_within_s)
         return ask(state, "a signal came after the question: ask again before the requeue")

@@ -39,6 +39,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     time_limit_notice_s: float = 1200.0
     """A user signal with less than this left to the time limit is taken for the notice of it."""
 
+    time_limit_margin: float = 0.0
+    """Leave so many seconds before the job's time limit, with or without a signal; 0: by how long the run's saves take,
+    at least 60 s, at most a fifth of the attempt."""
+
     commit_grace_s: float = 60.0
     """When a rank died while a save was in flight: how long the survivors may finish the commit."""
 

@@ -13,6 +13,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core import losses, pace
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import lose_nodes, lost_in_words, on_unfit
+from stepkeeper.core.limit import expecting
 from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, finish, go_on_starting, request_save, stop
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
@@ -44,10 +45,13 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         nodes_min=event.nodes_min,
         excluded=event.excluded,
         tried=event.tried,
+        started_at=event.at,
+        end_at=event.end_at,
         bus=1,
         bus_open=True,
         deadline_at=event.at + policy.start_within_s,
     )
+    state = expecting(state, policy)
     if event.finished_step is not None:
         why = f"the training finished at step {event.finished_step} in an earlier attempt"
         return finish(replace(state, bus_open=False), Plan(next=Next.END, why=why, code=ExitCode.FINISHED))

@@ -13,6 +13,7 @@ from stepkeeper.core.losses import Losses
 from stepkeeper.core.pace import Pace
 
 NODE_TERM = "node TERM"  # a watcher got SIGTERM, and nobody else
+LIMIT = "limit"  # the time limit is near, by our own clock
 NO_SIGNAL = "no signal"  # asked of our own accord: no answer, and a job that just runs, mean nothing
 
 
@@ -87,6 +88,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     nodes_min: int = 0  # that a launch may shrink to; 0: never
     batch_node: str = ""
     kill_wait_s: float = 30.0
+    started_at: float | None = None
+    end_at: float | None = None  # the job's time limit, as Slurm said last
+    limit_at: float | None = None  # when to leave because of it
 
     # the bus
     bus: int = 0
@@ -167,4 +171,5 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     def wake_at(self) -> float | None:
         """When the next `Tick` must come."""
         hang_at = self.hang_at if self.phase is Phase.TRAINING else None
-        return min((at for at in (self.deadline_at, hang_at) if at is not None), default=None)
+        limit_at = self.limit_at if self.phase in (Phase.STARTING, Phase.TRAINING) else None
+        return min((at for at in (self.deadline_at, hang_at, limit_at) if at is not None), default=None)

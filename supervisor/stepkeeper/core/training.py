@@ -9,6 +9,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reading_back
 from stepkeeper.core.anomalies import watch_loss
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.limit import expecting
 from stepkeeper.core.pace import stepped
 from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, close, closed, kill, relaunch, take
 from stepkeeper.core.policy import Policy
@@ -74,6 +75,7 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
         return Decision(state)
     pace = replace(state.pace, save=max(state.pace.save, event.seconds))
     state = alive(replace(state, saving=None, bus_restarts=0, node_losses=0, pace=pace), event.at, policy)
+    state = expecting(state, policy) if state.limit_at is not None else state
     why = f"step {event.step} is committed"
     if event.drift:
         why += f"; copies differ between ranks, a device may compute wrongly: {event.drift}"

@@ -183,6 +183,18 @@ def test_where_copies_cannot_keep_up_the_newest_goes_and_the_rest_stays_on_the_d
     assert {held.manifest.step for held in nodes.locals[0].steps()} >= {200, 300}
 
 
+def test_a_slow_copy_delays_no_later_step_of_the_nodes_disks(nodes: Nodes) -> None:
+    nodes.start(rate=10.0)
+    for step in (100, 200, 300):
+        files = content(step)
+        nodes.hand_over(nodes.write(make(step, files), files))
+    limit_at = time.monotonic() + LATE_S
+    while any(local.steps()[:1] == [] or local.steps()[0].manifest.step != 300 for local in nodes.locals):
+        assert time.monotonic() < limit_at
+        time.sleep(0.01)
+    assert steps.list_steps(nodes.shared) == []
+
+
 def test_a_save_that_was_given_up_ends_on_all_ranks(nodes: Nodes) -> None:
     nodes.start()
     files = content(100)
@@ -207,6 +219,7 @@ def test_the_disk_keeps_the_newest_and_whatever_shared_storage_lacks(nodes: Node
     assert nodes.locals[0].prune([]) == [], "nothing is on shared storage"
     assert nodes.locals[0].prune([save_ids[2]]) == ["step_00000200", "step_00000100"]
     assert nodes.locals[0].prune([save_ids[0]]) == [], "two stay"
+    assert nodes.locals[0].prune([], given_up=save_ids) == [], "the newest two, whatever becomes of them"
     assert [held.manifest.step for held in nodes.locals[0].steps()] == [400, 300]
 
 

@@ -46,37 +46,32 @@ def parts(tmp_path: Path, rank: int) -> dict[str, list[str]]:
     return {path.name: sorted(os.listdir(path)) for path in (tmp_path / f"disk{rank}").glob("run.*/checkpoints/step_*")}
 
 
-def held_locally(ranks: Ranks) -> int:
-    """Return the newest step that is complete on the nodes' disks."""
+def held_locally(tmp_path: Path, *, by_peers: bool = False) -> int:
+    """Return the newest step of which each node has its part, and with `by_peers` the other's too; 0: none."""
     found = [
-        int(word.removeprefix("step="))
-        for line in ranks.output().splitlines()
-        if "held_locally" in line
-        for word in line.split()
-        if word.startswith("step=")
+        {
+            int(name.removeprefix("step_"))
+            for name, files in parts(tmp_path, rank).items()
+            if f"__{rank}_0.distcp" in files and (not by_peers or f"__{1 - rank}_0.distcp" in files)
+        }
+        for rank in range(NODES)
     ]
-    return max(found, default=0)
+    return max(set.intersection(*found), default=0)
 
 
-def kill_with_a_step_on_the_disks_only(tmp_path: Path, *, word: str = "held_locally") -> tuple[int, int]:
-    """Kill all ranks when a step is on the nodes' disks only; return the newest on shared storage, and that one.
-
-    `word` is what both nodes have said of it by then.
-    """
+def kill_with_a_step_on_the_disks_only(tmp_path: Path, *, by_peers: bool = False) -> tuple[int, int]:
+    """Kill all ranks when a step is on the nodes' disks only; return the newest on shared storage, and that one."""
     run = tmp_path / "run"
     with Ranks(NODES, run, of_rank=nodes(tmp_path)) as ranks:
         ranks.until(lambda: newest(run))
-    before = newest(run)
-    assert before is not None
-    peers = str(word == "peer_copied").lower()
-    slow = nodes(tmp_path, STEPKEEPER_COPY_RATE="0.001", STEPKEEPER_PEER_COPIES=peers)
+    for rank in range(NODES):
+        shutil.rmtree(tmp_path / f"disk{rank}")
+    slow = nodes(tmp_path, STEPKEEPER_COPY_RATE="0.001", STEPKEEPER_PEER_COPIES=str(by_peers).lower())
     with Ranks(NODES, run, "--resume-from=latest", of_rank=slow) as ranks:
-        ranks.until(lambda: all(word in log.read_text() for log in ranks.logs))
-        step = held_locally(ranks)
-        ranks.until(lambda: all(f"{word} step={step} " in log.read_text() for log in ranks.logs))
+        ranks.until(lambda: held_locally(tmp_path, by_peers=by_peers))
     base = newest(run)
     assert base is not None
-    return int(base.removeprefix("step_")), step
+    return int(base.removeprefix("step_")), held_locally(tmp_path, by_peers=by_peers)
 
 
 def newest(run_dir: Path) -> str | None:
@@ -154,7 +149,8 @@ def test_killed_with_the_newest_step_on_the_nodes_disks_only_it_goes_on_from_wha
 
 @pytest.mark.campaign
 def test_a_lost_node_loses_nothing_that_the_next_one_keeps(tmp_path: Path, undisturbed: dict[int, str]) -> None:
-    _, step = kill_with_a_step_on_the_disks_only(tmp_path, word="peer_copied")
+    base, step = kill_with_a_step_on_the_disks_only(tmp_path, by_peers=True)
+    assert base < step
     shutil.rmtree(tmp_path / "disk1")
     run = tmp_path / "run"
     with Ranks(NODES, run, "--resume-from=latest", of_rank=nodes(tmp_path)) as ranks:
@@ -202,7 +198,7 @@ def test_asked_to_stop_ranks_leave_when_their_step_is_on_shared_storage_whatever
 ) -> None:
     run = tmp_path / "run"
     with Ranks(NODES, run, of_rank=nodes(tmp_path, STEPKEEPER_COPY_RATE="0.001")) as ranks:
-        ranks.until(lambda: held_locally(ranks))
+        ranks.until(lambda: held_locally(tmp_path))
         for process in ranks.processes:
             process.send_signal(signal.SIGTERM)
         assert ranks.wait() == [75, 75], ranks.output()

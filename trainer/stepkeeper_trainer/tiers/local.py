@@ -117,16 +117,21 @@ class LocalTier:
             write_file(path, entry, 0, chunks)
             fsync_directory(path.parent)
 
-    def prune(self, on_shared: Collection[str]) -> list[str]:
-        """Remove all but the newest, as far as shared storage has them or newer ones; return their names.
+    def prune(self, on_shared: Collection[str], given_up: Collection[str] = ()) -> list[str]:
+        """Remove all but the newest, as far as nobody waits for them; return their names.
+
+        What is on its way to shared storage stays, until that has it or a newer one.
 
         Args:
             on_shared: save_ids of what was committed there.
+            given_up: save_ids of what will not get there: newer ones here stand in for them.
         """
         steps = self.steps()
         safe_from = next((at for at, held in enumerate(steps) if held.manifest.save_id in on_shared), len(steps))
         removed = []
-        for held in steps[max(self._keep, safe_from) :]:
+        for at, held in enumerate(steps):
+            if at < self._keep or (at < safe_from and held.manifest.save_id not in given_up):
+                continue
             trash = self.checkpoints / f"{_TRASH}{held.directory}"
             with suppress(OSError):  # the next time then
                 os.rename(self.checkpoints / held.directory, trash)

@@ -1,7 +1,7 @@
 """A save on its way from the nodes' own disks to shared storage, beside training.
 
 Each rank has written its files to its node's disk and reported; rank 0 has sealed the manifest and laid it beside
-the reports, on shared storage.  From then on, on a thread of each rank: the first rank of each node makes its node's
+the reports, on shared storage.  From then on, on threads of each rank: the first rank of each node makes its node's
 part a step of the local tier; every rank copies its own files into the save in flight on shared storage; rank 0 sees
 them all there and commits, by the rules of every commit.  A rank that could not write to its node's disk has written
 to shared storage at once, and has nothing to copy.
@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,6 +55,20 @@ class Placed:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A save whose manifest is known."""
+
+    save: Placed
+    held: Held
+    part: str | None  # this node's, on its disk
+
+
+@dataclass(slots=True)
+class _Ending:
+    settled: bool = True
+
+
 class Placing:
     """One a rank; nothing is in it where the run has no local tier."""
 
@@ -69,7 +83,7 @@ class Placing:
         on_local: Callable[[Held], object] = lambda _held: None,
         retry_s: float = RETRY_S,
     ) -> None:
-        """Start the thread.
+        """Start the threads.
 
         Args:
             local: this node's disk.
@@ -86,12 +100,18 @@ class Placing:
         self._local_rate, self._shared_rate = Rate(), Rate()
         self._size = 0  # of the save before
         self._changed = threading.Condition()
-        self._waiting: deque[Placed] = deque()
+        self._written: deque[Placed] = deque()  # by this rank
+        self._waiting: deque[_Ready] = deque()  # to be copied
+        self._given_up: set[str] = set()  # save_ids that shared storage will not have
         self._stopping = False
         self.leaving = False  # the process ends after the next save
         self.last: Placed | None = None
-        self._thread = threading.Thread(target=self._work, name="stepkeeper-placing", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=work, name=f"stepkeeper-{name}", daemon=True)
+            for name, work in (("parts", self._part_all), ("copies", self._copy_all))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # --- the save's thread calls -----------------------------------------------------------------------
 
@@ -121,7 +141,7 @@ class Placing:
         (self._local_rate if save.is_local else self._shared_rate).measured(size, seconds)
         with self._changed:
             self.last = save
-            self._waiting.append(save)
+            self._written.append(save)
             self._changed.notify_all()
 
     def seal(self, directory: Path, raw: bytes) -> None:
@@ -145,40 +165,65 @@ class Placing:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join(max(0.0, limit_at - time.time()) + 1.0)
+        for thread in self._threads:
+            thread.join(max(0.0, limit_at - time.time()) + 1.0)
         return through
 
-    # --- this thread -----------------------------------------------------------------------------------
+    # --- its own threads -----------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _part_all(self) -> None:
+        """Make this node's part of each save a step of its disk, when its manifest is there: no copy delays it."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._written or self._stopping)
+                if self._stopping:
+                    return
+                save = self._written.popleft()
+            with self._ending(save) as ready:
+                held = self._sealed(save)
+                part = self._part(save, held)
+                with self._changed:
+                    self._waiting.append(_Ready(save, held, part))
+                    self._changed.notify_all()
+                ready.settled = False  # by the copies
+
+    def _copy_all(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._stopping)
                 if self._stopping:
                     return
-                save = self._waiting.popleft()
-                newer = list(self._waiting)
-            try:
-                if self._rank == 0 and any((each.directory / PENDING_NAME).exists() for each in newer):
+                ready = self._waiting.popleft()
+                newer = bool(self._waiting)
+            save = ready.save
+            with self._ending(save):
+                if self._rank == 0 and newer:
                     self._leave_out(save)
-                else:
-                    self._place(save)
-            except CopyStoppedError as stopped:
-                if save.is_local or self._rank == 0:  # else there was nothing to copy, and rank 0 may have committed
-                    save.error = str(stopped)
-            except Exception as error:  # noqa: BLE001 - told; training must go on
-                save.error = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
-                self._tell_failure(save)
-            finally:
-                save.settled.set()
+                    continue
+                if ready.part is not None and save.is_local:
+                    self._copy(save, Held(ready.part, ready.held.manifest, ready.held.raw))
+                if self._rank == 0:
+                    self._commit(save, ready.held)
 
-    def _place(self, save: Placed) -> None:
-        held = self._sealed(save)
-        part = self._part(save, held)
-        if part is not None and save.is_local:
-            self._copy(save, Held(part, held.manifest, held.raw))
-        if self._rank == 0:
-            self._commit(save, held)
+    @contextmanager
+    def _ending(self, save: Placed) -> Iterator[_Ending]:
+        """Record how a save ended, unless it has not; nothing is raised, for training must go on."""
+        ending = _Ending()
+        try:
+            yield ending
+        except CopyStoppedError as stopped:
+            ending.settled = True
+            if save.is_local or self._rank == 0:  # else there was nothing to copy, and rank 0 may have committed
+                save.error = str(stopped)
+                self._given_up.add(save.save_id)
+        except Exception as error:  # noqa: BLE001 - told
+            ending.settled = True
+            save.error = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
+            self._given_up.add(save.save_id)
+            self._tell_failure(save)
+        finally:
+            if ending.settled:
+                save.settled.set()
 
     def _sealed(self, save: Placed) -> Held:
         """Wait for the manifest."""
@@ -199,7 +244,7 @@ class Placing:
                 say("held_locally", step=save.step, save_id=save.save_id, directory=self.local.checkpoints / name)
                 self._on_local(Held(name, held.manifest, held.raw))
                 lineage = lineages.read(self._shared)
-                if removed := self.local.prune(lineage.commits if lineage is not None else {}):
+                if removed := self.local.prune({*(lineage.commits if lineage is not None else ())}, self._given_up):
                     say("local_steps_removed", directories=",".join(removed))
             return name
         if not save.is_local:
@@ -275,8 +320,8 @@ class Placing:
 
     def _leave_out(self, save: Placed) -> None:
         """A newer one waits, and is complete: this one stays on the nodes' disks only."""
-        self._part(save, self._sealed(save))
         shutil.rmtree(save.directory, ignore_errors=True)
+        self._given_up.add(save.save_id)
         save.error = "left out: a newer save is waiting"
         warn(
             "copy_left_out", step=save.step, save_id=save.save_id, why="copies are slower than saves: a newer one waits"

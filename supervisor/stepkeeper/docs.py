@@ -12,10 +12,14 @@ import sys
 import tokenize
 import typing
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import msgspec
+
+from stepkeeper import logpage
 from stepkeeper.config import page as configuration
 from stepkeeper.core import effects, events
 from stepkeeper.core.exits import ExitCode
@@ -51,6 +55,7 @@ def pages() -> dict[str, str]:
         "configuration.md": configuration.page(MADE),
         "events.md": _events_page(),
         "exit-codes.md": _exit_codes_page(),
+        "log.md": logpage.page(MADE),
         "metrics.md": metrics.page(MADE),
     }
 
@@ -91,11 +96,31 @@ def _events_page() -> str:
     for each in typing.get_args(effects.Effect):
         out += _section(each, effects, ())
     out += ["## Structures inside events", ""]
-    for each in (events.JobFacts, events.Skipped):
-        out += [f"### {each.__name__}", "", inspect.cleandoc(_doc(each)), "", *_fields(each, events, ())]
-    states = ", ".join(f"`{state.value}`" for state in events.JobState)
-    out += ["### JobState", "", inspect.cleandoc(_doc(events.JobState)), "", f"One of {states}.", ""]
+    for structure in _inside():
+        out += [f"### {structure.__name__}", "", inspect.cleandoc(_doc(structure)), ""]
+        if issubclass(structure, StrEnum):
+            out += [f"One of {', '.join(f'`{each.value}`' for each in structure)}.", ""]
+        else:
+            out += _fields(structure, sys.modules[structure.__module__], ())
     return "\n".join(out).rstrip() + "\n"
+
+
+def _inside() -> list[type]:
+    """Return the structures and enumerations that stand in records, events and effects, each once, in their order."""
+    found: dict[type, None] = {}
+    waiting: list[Any] = [journal.Record, *typing.get_args(events.Event), *typing.get_args(effects.Effect)]
+    told = set(waiting)
+    while waiting:
+        kind = waiting.pop(0)
+        if isinstance(kind, type) and issubclass(kind, StrEnum | msgspec.Struct):
+            if kind not in told and kind is not Phase:
+                found[kind] = None
+            told.add(kind)
+            hints = typing.get_type_hints(kind) if issubclass(kind, msgspec.Struct) else {}
+            waiting += [hint for hint in hints.values() if hint not in told]
+        else:
+            waiting += [part for part in typing.get_args(kind) if part not in told]
+    return list(found)
 
 
 def _section(declared: Any, module: ModuleType, known: tuple[str, ...]) -> list[str]:

@@ -1,0 +1,132 @@
+"""`docs/log.md`: every line that the supervisor and the node agent can log, found in the code.
+
+Names, levels and keys come from the calls themselves; what they mean to a reader is said here, and a test sees to it
+that none is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+SUPERVISOR, AGENT = "supervisor", "node agent"
+MEANINGS = {
+    # supervisor
+    "ask_not_answered": "a request such as `stepkeeper save` was taken, and its answer could not be written",
+    "attempt_started": "the first line: what runs where, how the attempt before ended, and what to type",
+    "code_changed": "this attempt runs other code than the one before",
+    "code_not_recorded": "the run directory did not take the record of the code",
+    "config_not_recorded": "the run directory did not take the record of the settings",
+    "configured": "settings that are not the defaults, and where they came from; one key each",
+    "decision": "one decision, why, and what was ordered",
+    "exit": "the last line: exit code (docs/exit-codes.md) and reason",
+    "fewer_cpus_than_ranks": "the job has fewer CPUs than ranks on a node",
+    "job_comment_not_set": "Slurm did not take the reason code as the job's comment",
+    "journal_late": "a requeue does not wait longer for the journal; what is missing is on the node's disk",
+    "journal_not_written": "the run directory does not take the journal; it is tried again",
+    "journal_written_again": "the journal is up to date again",
+    "lease_unreadable": "the lease cannot be read; the run goes on",
+    "metrics_not_served": "the port of the metrics could not be opened",
+    "metrics_not_written": "the directory does not take the metrics file; said once",
+    "metrics_served": "where Prometheus finds the metrics",
+    "notified": "the notify command told a person",
+    "notify_command_failed": "the notify command ended with an error, or took too long",
+    "notify_command_not_started": "the notify command could not be started",
+    "progress": "the newest step; at most one in `progress_log_every_s`",
+    "run_not_noted": "the home directory did not take the note where this run is",
+    "spool_merged": "records of an earlier attempt were found on this node's disk and taken over",
+    "status_not_written": "the run directory does not take `status.json`",
+    "watcher": "a word of a node's watcher",
+    # node agent
+    "agent_ready": "the agent sees and hears; mode and open incidents",
+    "agent_started": "the first line: version and configuration",
+    "agent_stopped": "the last line, and why",
+    "alarm": "somebody should look",
+    "evidence": "what the kernel log or another sensor showed",
+    "hasten_accepted": "a job's supervisor asks for its requeued job to start at once",
+    "hasten_over": "what came of that",
+    "hasten_waits_for_slurm": "Slurm does not answer yet",
+    "hastened_job_requeued": "the agent requeues a job itself, and why",
+    "job_hastened": "a requeued job is eligible at once, and what that saved",
+    "job_joined": "a job on this node wants to hear of faults",
+    "jobs_unknown": "Slurm did not say which jobs are on this node",
+    "kernel_log_gap": "the kernel's log lost records before they were read",
+    "ledger_late": "the ledger was not durable in time at the end",
+    "ledger_not_written": "the ledger cannot be written: no drain is made without it",
+    "ledger_written_again": "the ledger is up to date again",
+    "look_asked": "a job asks the agent to look at a GPU; only what the agent then sees counts",
+    "nvml": "the state of NVML",
+    "sensor_sees_again": "a sensor that was blind works again",
+    "socket_failed": "a mistake in the socket's loop; it goes on",
+    "socket_listening": "where jobs can ask",
+    "socket_refused": "a request was refused, by whom and why",
+    "verdict": "whether this node is fit",
+    "verdict_not_written": "the verdict's file could not be written",
+}
+
+
+class Line(msgspec.Struct, frozen=True, order=True):
+    """One event name of a program's log."""
+
+    program: str
+    name: str
+    levels: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+@functools.cache
+def found() -> tuple[Line, ...]:
+    """Return every log line in the sources, by program and name."""
+    root = Path(__file__).parent
+    levels: dict[tuple[str, str], set[str]] = {}
+    keys: dict[tuple[str, str], dict[str, None]] = {}
+    for path in sorted(root.rglob("*.py")):
+        part = path.relative_to(root).parts
+        program = AGENT if part[0] == "node" or part == ("commands", "node.py") else SUPERVISOR
+        for level, name, words in _calls(ast.parse(path.read_text(encoding="utf-8"))):
+            levels.setdefault((program, name), set()).add(level)
+            keys.setdefault((program, name), {}).update(dict.fromkeys(words))
+    lines = sorted(
+        Line(program, name, tuple(sorted(levels[program, name])), tuple(keys[program, name]))
+        for program, name in levels
+    )
+    return tuple(lines)
+
+
+def _calls(tree: ast.AST) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield (level, event, keys) of each call of a logger."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS):
+            continue
+        logger = ast.unparse(node.func.value).rpartition(".")[2].strip("_")
+        first = node.args[0] if node.args else None
+        if logger != "log" or not (isinstance(first, ast.Constant) and isinstance(first.value, str)):
+            continue
+        yield node.func.attr, first.value, [keyword.arg or "..." for keyword in node.keywords]
+
+
+def page(made: str) -> str:
+    """Return the page; `made` says that it is made from the code."""
+    out = [
+        "# The log",
+        "",
+        made,
+        "",
+        "JSON lines on stdout, or coloured text where that is a terminal. Every line has `timestamp` (ISO 8601, UTC),",
+        "`level` and `event`; a supervisor's also `job` and `attempt`. `...` stands for keys that depend on what is",
+        "told. What looks like a token, a key or a secret is replaced. Events of the journal are in [events.md](events.md).",
+        "",
+    ]
+    for program in (SUPERVISOR, AGENT):
+        out += [f"## {program.capitalize()}", "", "| event | level | keys | meaning |", "| --- | --- | --- | --- |"]
+        for line in found():
+            if line.program == program:
+                keys = ", ".join(key if key == "..." else f"`{key}`" for key in line.keys)
+                out.append(f"| `{line.name}` | {', '.join(line.levels)} | {keys} | {MEANINGS.get(line.name, '')} |")
+        out.append("")
+    return "\n".join(out)

@@ -1,0 +1,50 @@
+"""What the generated pages cover; that the committed ones are up to date is tested in `tests/reading/test_docs.py`."""
+
+from __future__ import annotations
+
+import re
+import typing
+
+import msgspec
+
+from stepkeeper import docs, logpage
+from stepkeeper.core import effects, events
+from stepkeeper.store import journal
+
+
+def test_every_log_event_says_what_it_means() -> None:
+    silent = [line.name for line in logpage.found() if line.name not in logpage.MEANINGS]
+
+    assert not silent, "say in `stepkeeper/logpage.py` what these lines mean to a reader"
+
+
+def test_the_calls_are_found_with_their_keys() -> None:
+    found = {(line.program, line.name): line for line in logpage.found()}
+
+    assert found["supervisor", "decision"].keys[:2] == ("why", "...")
+    assert found["supervisor", "exit"].keys == ("code", "reason")
+    assert found["supervisor", "journal_not_written"].levels == ("warning",)
+    assert "decision" in [name for program, name in found if program == "node agent"]
+    assert len(found) > 40
+
+
+def test_every_structure_in_a_record_has_a_section_with_its_keys() -> None:
+    page = docs.pages()["events.md"]
+    kinds = set()
+
+    def walk(kind: object) -> None:
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind not in kinds:
+            kinds.add(kind)
+            for hint in typing.get_type_hints(kind).values():
+                walk(hint)
+        for part in typing.get_args(kind):
+            walk(part)
+
+    walk(journal.Record)
+    assert len(kinds) > len(typing.get_args(events.Event)) + len(typing.get_args(effects.Effect))
+    for kind in kinds - {journal.Record}:
+        tag = kind.__struct_config__.tag
+        section = re.search(rf"^### {tag or kind.__name__}\n(.*?)(?=^##|\Z)", page, re.DOTALL | re.MULTILINE)
+        assert section, kind
+        for key in kind.__struct_fields__:
+            assert key == "at" or f"| `{key}` |" in section.group(1), (kind, key)

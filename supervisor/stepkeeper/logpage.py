@@ -119,7 +119,7 @@ def page(made: str) -> str:
         "",
         "JSON lines on stdout, or coloured text where that is a terminal. Every line has `timestamp` (ISO 8601, UTC),",
         "`level` and `event`; a supervisor's also `job` and `attempt`. `...` stands for keys that depend on what is",
-        "told. What looks like a token, a key or a secret is replaced. Events of the journal are in [events.md](events.md).",
+        "told. What looks like a token, a key or a secret is replaced. The journal is in [events.md](events.md).",
         "",
     ]
     for program in (SUPERVISOR, AGENT):

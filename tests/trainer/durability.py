@@ -8,11 +8,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CALLS = "write,writev,pwrite64,fsync,fdatasync,rename,renameat,renameat2,openat,link,linkat,mkdir,unlink"
+CALLS = (
+    "write,writev,pwrite64,ftruncate,fsync,fdatasync,rename,renameat,renameat2,openat,link,linkat,mkdir,unlink,"
+    "unlinkat,rmdir"
+)
 _LINE = re.compile(r"^(\d+)\s+(?:<\.\.\. )?(\w+)(.*)$")
 _PATH = re.compile(r"<([^<>]+)>")
 _NAME = re.compile(r'"([^"]+)"')
@@ -34,15 +37,16 @@ class Disk:
     def see(self, call: str, rest: str) -> None:
         """Take in one call."""
         names = _NAME.findall(rest)
-        if call in ("write", "writev", "pwrite64"):
+        if call in ("write", "writev", "pwrite64", "ftruncate"):
             self.files.add(_PATH.findall(rest)[0])
         elif call in ("fsync", "fdatasync"):
             path = _PATH.findall(rest)[0]
             self.files.discard(path)
             self.names = {name for name in self.names if str(Path(name).parent) != path}
-        elif call == "unlink":
-            self.names.discard(names[0])
-            self.files.discard(names[0])
+        elif call in ("unlink", "unlinkat", "rmdir"):
+            path = names[0] if names[0].startswith("/") else f"{_PATH.findall(rest)[0]}/{names[0]}"
+            self.names.discard(path)
+            self.files.discard(path)
         elif call.startswith("rename"):
             self.files = {_moved(path, names[0], names[-1]) for path in self.files}
             self.names = {_moved(path, names[0], names[-1]) for path in self.names} | {names[-1]}
@@ -82,14 +86,20 @@ def _calls(lines: list[str]) -> Iterator[tuple[str, str]]:
         yield call, rest
 
 
-def replay(calls: list[tuple[str, str]], commit: re.Pattern[str]) -> tuple[list[list[str]], Disk]:
-    """Return what each commit (a rename whose text matches) would lose in a power cut, and what is open at the end."""
-    disk = Disk()
+def replay(
+    calls: list[tuple[str, str]], commit: re.Pattern[str], by: str = "rename", *, there: Iterable[str] = ()
+) -> tuple[list[list[str]], Disk]:
+    """Return what each commit would lose in a power cut, and what is open at the end.
+
+    A commit is a call whose name begins with `by` and whose text matches; the first group is what must not be lost.
+    `there` are names that were there before.
+    """
+    disk = Disk(known=set(there))
     found: list[list[str]] = []
     for call, rest in calls:
         if "= -1 " in rest:
             continue
-        match = commit.search(rest) if call.startswith("rename") else None
+        match = commit.search(rest) if call.startswith(by) else None
         if match is not None:
             found.append(disk.lost(match.group(1)))
         disk.see(call, rest)

@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from stepkeeper_trainer.formats import lineage
 from tests.trainer.durability import replay, trace
 from tests.trainer.ranks import ROOT
+from tests.trainer.steps_by_dcp import save
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 
@@ -45,7 +48,8 @@ def test_nothing_of_a_committed_step_could_be_lost_in_a_power_cut(tmp_path: Path
     commits, after = replay(calls, re.compile(r'"([^"]+/\.tmp-step_[^"/]+)", "[^"]+/step_\d+"'))
 
     assert commits == [[]] * 5
-    assert after.lost(str(run / "checkpoints")) == [], "renames and the lineage are durable too"
+    found = [text for text in after.lost(str(tmp_path)) if "metrics.csv" not in text]  # rows since the last save
+    assert found == [], "renames, the lineage and the run directory's own name are durable too"
     linked = [rest for call, rest in calls if call.startswith("link") and ".distcp" in rest]
     assert linked, "the frozen layer was linked, and its name is as durable"
 
@@ -58,3 +62,87 @@ def test_stock_dcp_commits_before_its_bytes_are_on_disk(tmp_path: Path) -> None:
 
     assert f"bytes of {tmp_path}/step_00000001/.metadata.tmp" in lost
     assert any(text.startswith("name ") for text in lost)
+
+
+# Beside the save --------------------------------------------------------------------------------------------------
+
+# Each does its part below a directory that is given; the second argument names an fsync to leave out.
+BEGIN = """
+import os, stat, sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[3] + "/trainer", sys.argv[3]]
+from stepkeeper_trainer import export, retention
+from stepkeeper_trainer.tiers import DirectoryTier, copy_step
+root, left_out, fsync = Path(sys.argv[1]), sys.argv[2], os.fsync
+def lazy(descriptor):
+    if left_out != ("directories" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "files"):
+        fsync(descriptor)
+os.fsync = lazy
+"""
+
+COPY = (
+    BEGIN
+    + """
+local, shared = DirectoryTier(root / "local"), DirectoryTier(root / "shared")
+for held in reversed(local.steps()):
+    copy_step(local, held, shared)
+"""
+)
+
+PRUNE = (
+    BEGIN
+    + """
+retention.prune(root / "local", retention.Policy(keep_last=1))
+retention.empty_trash(root / "local")
+"""
+)
+
+EXPORT = (
+    BEGIN
+    + """
+export.export(export.plan_export(root / "local/step_00000001", prefix="", shard_bytes_max=2000), root / "out")
+"""
+)
+
+
+def losses(tmp_path: Path, script: str, commit: str, by: str = "rename", left_out: str = "nothing") -> list[list[str]]:
+    """Return what a power cut at each commit would take, and at last what one after the end would."""
+    root = tmp_path / "root"
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    for step in range(1, 4):
+        at, save_id = root / f"local/step_{step:08d}", f"{step:032x}"
+        parent = f"{step - 1:032x}" if step > 1 else None
+        save(at, {f"layer.{n}": torch.rand(400) for n in range(3)}, step=step, save_id=save_id, parent=parent)
+        record = lineage.Commit(at=1.0, step=step, save_id=save_id, parent=parent, directory=at.name)
+        lineage.append(root / "local", record)
+    there = [str(path) for path in root.rglob("*")]
+    calls = trace(script, str(root), left_out, str(ROOT), log=tmp_path / "log")
+    commits, after = replay(calls, re.compile(commit), by, there=there)
+    assert commits, "nothing was committed"
+    return [*commits, after.lost(str(root))]
+
+
+OPERATIONS = {
+    "a tier copy's files": (COPY, r'"([^"]+/\.copy-step_[^"/]+)", "[^"]+/step_\d+"', "rename"),
+    "the export's files": (EXPORT, r'"([^"]+/\.out\.export-[^"/]+)", "[^"]+/out"', "rename"),
+    # a step is told as pruned before it goes, and has lost its name before its files go
+    "a pruned step's mark": (PRUNE, r'"([^"]+)/step_\d+", "[^"]+/\.trash-', "rename"),
+    "a pruned step's new name": (PRUNE, r"<([^<>]+)/\.trash-[^<>]+>", "unlinkat"),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_nothing_that_another_operation_rests_on_could_be_lost(tmp_path: Path, operation: str) -> None:
+    whole = losses(tmp_path, *OPERATIONS[operation])
+
+    assert whole == [[]] * len(whole), "and nothing is open at its end"
+
+
+@pytest.mark.parametrize("left_out", ["files", "directories"])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "mark" not in name])
+def test_an_fsync_that_is_left_out_is_found(tmp_path: Path, operation: str, left_out: str) -> None:
+    """The checker's own proof: stock DCP is not the only one that it finds out."""
+    found = losses(tmp_path, *OPERATIONS[operation], left_out=left_out)
+
+    assert any(found[:-1]), "something would be lost at the moment that counts"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import Environment, find_place
 from stepkeeper_trainer.errors import KeeperError, RunDirectoryError, UsageError
+from stepkeeper_trainer.formats.durable import make_directories
 
 if TYPE_CHECKING:
     import os
@@ -74,8 +75,8 @@ def _prepare(path: Path, environment: Environment) -> None:
     if not path.parent.is_dir():
         raise RunDirectoryError(f"{path.parent} is no directory: make it, or choose another run directory than {path}")
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        commits.checkpoints.mkdir(exist_ok=True)
+        make_directories(path, mode=0o700)
+        make_directories(commits.checkpoints)
         for directory in (path, commits.checkpoints):
             with tempfile.TemporaryFile(dir=directory):
                 pass  # can be written

@@ -25,7 +25,7 @@ import xxhash
 
 from stepkeeper_trainer.formats import numbers, safetensors
 from stepkeeper_trainer.formats.assemble import tensor_blocks
-from stepkeeper_trainer.formats.durable import fsync_directory, write_all
+from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, write_all
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import (
     METADATA_BYTES_MAX,
@@ -209,7 +209,7 @@ def export(
     if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not os.listdir(target)):
         raise ExportError(f"{target}: is there already: name a directory that is not")
     _check_copies(plan, copies)
-    os.makedirs(target.parent, exist_ok=True)
+    make_directories(target.parent)
     _clear_leftovers(target)
     needed = plan.bytes + sum(os.path.getsize(path) for path in copies) + SPARE_BYTES
     free = shutil.disk_usage(target.parent).free

@@ -42,6 +42,19 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_directories(path: Path, *, mode: int = 0o777) -> None:
+    """Make a directory and those above it that are missing, and make their names durable.
+
+    Raises:
+        OSError: they cannot be made.
+    """
+    missing = [each for each in (path, *path.parents) if not each.is_dir()]
+    os.makedirs(path, mode=mode, exist_ok=True)
+    for each in missing:
+        with contextlib.suppress(PermissionError):  # what may be entered and not read cannot be synced by us
+            fsync_directory(each.parent)
+
+
 def write_all(descriptor: int, data: bytes) -> None:
     """Write every byte of `data`: `os.write` may take fewer on a nearly full disk.  Raises OSError."""
     view = memoryview(data)

@@ -310,6 +310,14 @@ def test_a_job_that_runs_gives_back_all_nodes_but_some(lab: Lab, client: ClientO
     assert not list(lab.workdir(ME).glob("slurm_job_*_resize*"))
 
 
+def test_a_comment_of_a_job_that_runs_shows(lab: Lab, client: ClientOfUser, submit) -> None:
+    job = running(lab, submit)
+
+    client.call("comment", str(job), "stepkeeper:29:CAUSE_STAYS:exception")
+
+    assert "Comment=stepkeeper:29:CAUSE_STAYS:exception" in lab.run("scontrol", "-o", "show", "job", str(job)).stdout
+
+
 def test_nodes_that_are_drained_are_not_usable(lab: Lab, client: ClientOfUser, submit) -> None:
     job = running(lab, submit)
     drained, *others = lab.node_names

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause, Finding
 from stepkeeper.core.state import Phase
 from stepkeeper.store.rundir import RunDirectory
 from tests.reading import build
@@ -159,3 +161,29 @@ def test_wrong_use_is_said_in_one_line(command: Command, run: RunDirectory, tmp_
         said = command("explain", *argv)
 
         assert (said.code, said.err.count("\n")) == (code, 1), argv
+
+
+def test_what_the_supervisor_saw_of_a_hang_is_explained(command: Command, run: RunDirectory) -> None:
+    """Its ranks were ended by us: that they were killed says nothing."""
+    found = Finding(
+        cause=Cause.HANG, rule="progress-silence", text="stands still: rank 1 is in load", rank=1, node="n2"
+    )
+    ended = on.LaunchEnded(at=START + 13, launch=0, code=137)
+    records = [
+        build.record(on.LaunchBegan(at=START + 1, launch=0), attempt=0),
+        build.record(
+            on.StacksCollected(at=START + 9, launch=0, moved=False, summary="rank 1 is in load"),
+            attempt=0,
+            effects=(do.KillRanks(launch=0, why="stands still"),),
+        ),
+        build.record(on.RankExited(at=START + 10, launch=0, rank=0, node="n1", signal=9), attempt=0),
+        build.record(
+            ended, attempt=0, launch=1, phase=Phase.STARTING, effects=(do.JudgeLaunch(launch=0, found=found),)
+        ),
+    ]
+    build.write_journal(run, records)
+
+    document = explained(command, run.path)
+
+    assert (document["cause"], document["rule"], document["rank"]) == ("hang", "progress-silence", 1)
+    assert [piece["rule"] for piece in document["evidence"]] == ["progress-silence"]  # type: ignore[attr-defined]

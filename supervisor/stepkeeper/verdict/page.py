@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.policy import Policy
 from stepkeeper.verdict import planes, rules
 from stepkeeper.verdict.causes import Cause, Role
 from stepkeeper.verdict.joining import LIKELY
@@ -21,6 +22,11 @@ LEAD = f"""
 The rules are data: `supervisor/stepkeeper/verdict/rules.toml`.  The logs that they are measured by are in
 `tests/verdict/corpus`.
 
+A supervisor that finds a launch failed judges it in the same way, while the next one is prepared, and goes by the
+cause's row of the ladder (below).  A verdict of less confidence than `policy.judged_from` decides as `unknown` does.
+What the supervisor itself saw is a root too: `progress-silence` (a hang, with what the ranks' stacks say),
+`loss-not-finite`, `loss-spike` and `loss-discontinuity` (numerical).  A rank that it killed itself is no evidence.
+
 ## How evidence is joined
 
 1. A root says what went wrong, a cascade follows from it elsewhere, a confirmation supports.  Roots beat cascades: a
@@ -32,6 +38,22 @@ The rules are data: `supervisor/stepkeeper/verdict/rules.toml`.  The logs that t
 6. An error that training went on after did not end it.
 
 A log is read at both ends (0.5 MiB and 4 MiB), lines beyond {LINE_CHARACTERS_MAX:,} characters without their middle.
+"""
+
+
+LADDER = """
+Failures in the same way (the same cause at the same place) go along a row, `policy.on_CAUSE` in the configuration,
+until a step is verified beyond the one at which they happened; what cannot be done is passed over, and the last word
+holds for all that follow.  Causes without a row go by that of `unknown`.  Besides:
+
+- `policy.failures_max` launches without a newly verified step end the run, whatever their causes.  Faults of nodes and
+  storage are in no budget of the training.
+- A hang, a crash in native code, a collective's timeout or an unknown cause at the very same step twice: the step
+  before is tried once (a `rollback` in the lineage), then the run ends.
+- `rollback` goes to the newest verified step before the one at which a loss went wrong, else one checkpoint back; never
+  to the very start.
+- Where the run ends, the exit code is 29 (or 20 for `failures_max`), the reason is in log and status, the code in the
+  job's comment, and `notify_command` is run.
 """
 
 
@@ -52,6 +74,9 @@ def page() -> str:
         ("cause", "what happened", "what to do"),
         [(f"`{cause.value}`", table.meanings[cause].happened, table.meanings[cause].todo) for cause in Cause],
     )
+    out += ["", "## What follows", "", LADDER.strip(), ""]
+    rows = [cause for cause in Cause if hasattr(Policy, f"on_{cause.value}")]
+    out += _table(("cause", "first, second, ... failure"), [(f"`{c.value}`", _row(c)) for c in rows])
     out += ["", "## Rules for logs and error files", "", "The first that matches a line or an exception decides.", ""]
     out += _table(
         ("rule", "cause", "role", "confidence", "plane", "says"),
@@ -71,6 +96,11 @@ def page() -> str:
         ],
     )
     return "\n".join([*out, ""])
+
+
+def _row(cause: Cause) -> str:
+    row: str = getattr(Policy(), f"on_{cause.value}")
+    return f"`{row}`"
 
 
 def _role(role: Role) -> str:

@@ -97,12 +97,9 @@ def test_a_private_name_is_where_it_was(private: Private) -> None:
 
 
 def test_no_other_private_name_of_torchs_is_used() -> None:
-    used = {(name, path.stem) for path in sorted(PACKAGE.rglob("*.py")) for name in _private_names(path)}
-    listed = {
-        (private.name.replace(":", ".").split(".")[-1], where) for private in PRIVATE for where in private.used_in
-    }
-    listed = {(name, where) for name, where in listed if name.startswith("_")}
-    listed |= {("torch.distributed.tensor._utils", "safetensors_io"), ("_utils", "serialise")}
+    used = {name for path in PACKAGE.rglob("*.py") for name in _private_names(path)}
+    listed = {private.name.replace(":", ".").split(".")[-1] for private in PRIVATE}
+    listed = {name for name in listed if name.startswith("_")} | {"torch.distributed.tensor._utils", "_utils"}
 
     assert used - listed == set(), "add it to PRIVATE, with what to do when it is gone"
     assert listed - used == set(), "used no more: take it off PRIVATE"

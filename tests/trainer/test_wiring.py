@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from stepkeeper_trainer.cadence import parse_rule
 from stepkeeper_trainer.errors import NoRoomError, SaveError, UsageError
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
+from stepkeeper_trainer.listeners import CommittedStep
 from stepkeeper_trainer.periodic import Periodic, Toll
 from stepkeeper_trainer.storage import Backoff
 from tests.trainer.forked import Story, play
@@ -120,6 +122,19 @@ def test_a_rank_that_has_the_storage_against_it_holds_all_and_none_for_ever() ->
 # --- the clock -----------------------------------------------------------------------------------------
 
 
+def committed(number: int, *, blocked_s: float, persist_s: float) -> CommittedStep:
+    return CommittedStep(
+        step=number,
+        save_id=str(number),
+        checkpoints=Path("none"),
+        emergency=False,
+        epoch_end=False,
+        requested_at=0.0,
+        blocked_s=blocked_s,
+        persist_s=persist_s,
+    )
+
+
 class _Clock:
     def __init__(self) -> None:
         self.now = 1000.0
@@ -139,7 +154,7 @@ def _play_auto(seen: tuple[float, float] | None, *, slowed_s: float) -> list[flo
         clock.now += 10 + (slowed_s / 2 if saving else 0)
         periodic.step(step, epoch_end=False)
         if began and 20 <= clock.now - began[-1] < 40:
-            periodic.note_commit(len(began), 0.5, 20.0)
+            periodic.note_commit(committed(len(began), blocked_s=0.5, persist_s=20.0))
         periodic.hear(Wish(want=Want.DUE if periodic.asks(step) else Want.NOTHING))
         if periodic.due:
             periodic.begun(step)
@@ -182,7 +197,7 @@ def test_an_evaluation_is_no_cost_of_a_save() -> None:
             clock.now += 500.0
         periodic.step(step, epoch_end=False)
         periodic.spoken(saving=step >= 4)
-    periodic.note_commit(1, 0.0, 4.0)
+    periodic.note_commit(committed(1, blocked_s=0.0, persist_s=4.0))
     assert periodic._cadence.costs is not None
     assert periodic._cadence.costs.blocked_s == 0.0
 
@@ -196,6 +211,12 @@ def test_ranks_other_than_the_first_have_no_clock() -> None:
     assert not periodic.asks(1)
     periodic.hear(Wish(want=Want.SAVE))
     assert not periodic.due, "a request is no word of the clock"
+    periodic.hear(Wish(want=Want.DUE))
+    assert periodic.due
+    periodic.begun(1)
+    periodic.hear(Wish(want=Want.DUE))
+    assert not periodic.due, "what was said before the save began is served by it"
+    periodic.spoken(saving=True)
     periodic.hear(Wish(want=Want.DUE))
     assert periodic.due
 
@@ -246,6 +267,19 @@ def test_steps_that_no_rule_wants_go_and_marked_ones_stay(tmp_path: Path, monkey
     expected = [4, 7, 10, 13, 20, 22, 23]
     until(lambda: [step.step for step in reversed(list_steps(run_dir / "checkpoints"))] == expected)
     assert newest_verified(run_dir / "checkpoints").chosen.step == 23  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_metric_that_is_no_number_spoils_no_manifest(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "run")
+    loop.keeper.resume()
+    loop.step_with(metrics={"score": 2, "broken": float("nan"), "far": float("inf")})
+    loop.keeper.save()
+    loop.saved()
+
+    [step] = list_steps(tmp_path / "run/checkpoints")
+    assert step.manifest is not None, step.problem
+    assert step.manifest.metrics == {"score": 2.0}
 
 
 @pytest.mark.usefixtures("one_process")
@@ -305,6 +339,22 @@ def test_periodic_saves_come_back_when_the_storage_does(
     assert "storage_works_again rank=0 failures=3" in caplog.text
     assert caplog.text.count("storage_alarm") == 3
     assert caplog.text.count("it is given time") == 3, "said once for each wait"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_an_emergency_save_is_tried_where_no_other_would_be(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(small_disk / "run", checkpoint_every=1)
+    loop.keeper.resume()
+    loop.run(3)
+    loop.keeper._saver.last.settled.wait(20)  # type: ignore[union-attr]
+    until(lambda: "storage_alarm" in caplog.text)
+    assert names(small_disk / "run") == []
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    assert loop.step()[1]
+    assert loop.keeper.finish(leave_process=False) == 75
+
+    assert names(small_disk / "run") == ["step_00000004"]
 
 
 @pytest.mark.usefixtures("one_process")

@@ -21,7 +21,7 @@ from stepkeeper_trainer.outcomes import TOGETHER_WITHIN_S
 from stepkeeper_trainer.saver import Saver, Summary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from stepkeeper_trainer.periodic import Periodic
     from stepkeeper_trainer.requests import Requests
@@ -58,12 +58,17 @@ class Boundary:
         self._gave_up_for = False  # the save in flight was cancelled for the one that is due
         self._protected = False  # another was cancelled for the save in flight
         self._held_said = False
-        self.metrics: dict[str, float] = {}  # the newest that the script has told, for the manifest
+        self._metrics: dict[str, float] = {}  # the newest that the script has told, for the manifest
 
     @property
     def wanted(self) -> bool:
         """Whether something asks for a save now."""
         return self._periodic.due or self._requests.save_agreed or self._requests.stop_agreed
+
+    def note_metrics(self, metrics: Mapping[str, float] | None) -> None:
+        """Take in what the script says of this step; the newest number of each name goes into the manifest."""
+        for name, value in (metrics or {}).items():
+            self._metrics[name] = float(value)
 
     def spoken(self) -> None:
         """The ranks are about to speak: what was begun before, all will know of."""
@@ -167,7 +172,7 @@ class Boundary:
                     tokens=counters.tokens,
                     loss=loss if loss is not None and math.isfinite(loss) else None,
                     parts=self._state.parts(),
-                    metrics=dict(self.metrics),
+                    metrics={name: value for name, value in self._metrics.items() if math.isfinite(value)},
                     epoch_end=self._periodic.epoch_end,
                 ),
                 sequence=sequence,

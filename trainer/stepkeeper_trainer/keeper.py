@@ -1,14 +1,12 @@
 """What a training loop uses: `resume()`, `step_done()` after each optimizer step, `finish()`.
 
-All decisions of a rank are taken at step boundaries, from what all ranks have agreed on; the modules below only
-do.  It works the same with and without a supervisor.
+Decisions are taken at step boundaries, from what all ranks have agreed on.  It works with and without a supervisor.
 """
 
 from __future__ import annotations
 
 import os
 import time
-import uuid
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -142,8 +140,7 @@ class Keeper:
         self._resumed: resuming.Resumed | None = None
         self._random: dict[str, torch.Tensor] | None = None  # the generators, as they were resumed
         self._prepared = False  # the state has been complete once, and memory for saves is being made
-        if self.rank == 0:
-            keep_wandb_run(self._environment.run_id)
+        keep_wandb_run(self._environment.run_id if self.rank == 0 else "")
         self._reporter = Reporter(self._link, self.rank, self.world_size)
 
     @property
@@ -243,7 +240,7 @@ class Keeper:
             self._records.step(loss, lr, grad_norm, metrics)
         self._reporter.step(counters.step, counters.tokens, counters.last_loss if self.rank == 0 else None)
         self._periodic.step(counters.step, epoch_end=epoch_end)
-        self._boundary.metrics.update(metrics or {})
+        self._boundary.note_metrics(metrics)
         agreed = self._listen()
         if not self._prepared:
             self._prepared = True
@@ -311,8 +308,8 @@ class Keeper:
             link=self._link,
             when_saved=self._finish_copies,
         )
-        saver.hear_committed(saver.sequence if code != outcomes.EXIT_UNSAVED else 0)
-        saver.finish_telling(self._requests.limit_at(self._save_within_s))
+        committed = saver.sequence if code != outcomes.EXIT_UNSAVED else 0
+        saver.flush(committed, self._requests.limit_at(outcomes.TOGETHER_WITHIN_S))
         self.listeners.close(self._requests.limit_at(self._save_within_s))
         if self._records is not None:
             self._records.finish(finished=self.finished)
@@ -322,9 +319,8 @@ class Keeper:
 
     def _finish_copies(self, limit_at: float) -> None:
         """Have the last step of finished work copied to the cold tier, before anybody hears that all is done."""
-        saver = self._ready()
         if self._tiering is not None:
-            saver.flush(saver.sequence, limit_at)
+            self._ready().flush(self._ready().sequence, limit_at)
             self._tiering.finish_copies(limit_at)
 
     def _wire(self, resumed: resuming.Resumed) -> Saver:
@@ -350,7 +346,7 @@ class Keeper:
             world_size=self.world_size,
             group=self._group,
             link=self._link,
-            nonce=self._agreement.share(uuid.uuid4().hex),
+            nonce=self._agreement.share(os.urandom(16).hex()),
             parent=resumed.parent,
             limit_s=self._save_within_s,
             before_commit=self._records.sync if self._records else lambda _limit_at: None,
@@ -378,12 +374,9 @@ class Keeper:
         self._requests.hear()
         agreed = self._agreement.read(self._wish())
         self._requests.agree(agreed)
-        saver = self._ready()
-        saver.hear_failure(agreed.failed_save)
-        saver.hear_committed(agreed.committed)
+        self._ready().hear(agreed)
         self._periodic.hear(agreed)
-        if saver.newest is not None:
-            self._periodic.note_commit(saver.committed, saver.newest.blocked_s, saver.newest.persist_s or 0.0)
+        self._periodic.note_commit(self._ready().newest)
         return agreed
 
     def _wish(self) -> Wish:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stepkeeper_trainer.cadence import Rule
+    from stepkeeper_trainer.listeners import CommittedStep
 
 OBSERVE_EVERY_S = 60.0  # node-hours that passed without a failure are taken in so often
 STEPS_KEPT = 64  # whose median tells how long a step usually takes
@@ -75,7 +76,8 @@ class Periodic:
         self._toll = Toll()
         self._stepped_at: float | None = None
         self._saving = False  # a save was in flight since the boundary before
-        self._priced = 0  # sequence number of the newest save whose cost is known
+        self._begun_since = False  # a save has, since the ranks last spoke
+        self._priced = ""  # save_id of the newest save whose cost is known
         self._observed_at = clock()
         self._told_s: float | None = None  # the interval that was told
         self.due = False  # a save is due, and has not been begun
@@ -110,12 +112,13 @@ class Periodic:
         return self._cadence.due_by_time(step, now)
 
     def hear(self, agreed: Wish) -> None:
-        """Take over what all ranks have heard of rank 0's clock."""
-        self.due |= agreed.want is Want.DUE
+        """Take over what all ranks have heard of rank 0's clock, unless a save has begun since it was said."""
+        self.due |= agreed.want is Want.DUE and not self._begun_since
 
     def begun(self, step: int) -> None:
         """Say that a save has begun, for whatever reason."""
         self.due = self.epoch_end = False
+        self._begun_since = True
         self._cadence.note_begun(step, self._now())
 
     def left_out(self, step: int) -> None:
@@ -126,15 +129,16 @@ class Periodic:
     def spoken(self, *, saving: bool) -> None:
         """Say at the end of a boundary whether a save is in flight in the step to come."""
         self._saving = saving
+        self._begun_since = False
         if self._stepped_at is None:
             self._stepped_at = self._now()
 
-    def note_commit(self, sequence: int, blocked_s: float, persist_s: float) -> None:
-        """Take in what a committed save cost, once; at a boundary, as the steps count."""
-        if sequence <= self._priced:
+    def note_commit(self, newest: CommittedStep | None) -> None:
+        """Take in what the newest save cost that is committed, once; at a boundary, as the steps count (rank 0)."""
+        if newest is None or newest.save_id == self._priced:
             return
-        self._priced = sequence
-        self._cadence.note_save(self._toll.settle(blocked_s), persist_s)
+        self._priced = newest.save_id
+        self._cadence.note_save(self._toll.settle(newest.blocked_s), newest.persist_s or 0.0)
         self._tell()
 
     def _tell(self) -> None:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Save", "Saver", "Summary"]
 
 PREPARE_WITHIN_S = 600.0
-TELL_WITHIN_S = 5.0  # listeners return soon
 BEGUN_MAX = 16  # saves that may be on their way from the nodes' disks
 
 
@@ -150,6 +149,11 @@ class Saver:
         self._planner.renew(group)
         say("save_group_renewed", rank=self._rank, why="a rank was away for longer than a save could wait")
 
+    def hear(self, agreed: Wish) -> None:
+        """Take note of what all ranks have said of their saves."""
+        self.hear_failure(agreed.failed_save)
+        self.hear_committed(agreed.committed)
+
     def hear_failure(self, sequence: int) -> None:
         """Take note that a save came to nothing on some rank, so that rank 0 does not wait for it."""
         self._failed_elsewhere = max(self._failed_elsewhere, sequence)
@@ -161,12 +165,6 @@ class Saver:
             return
         self._told = sequence
         self._do(lambda: self._listeners.tell(self._committed_step(save)))
-
-    def finish_telling(self, limit_at: float) -> None:
-        """Wait until this rank's listeners know of all commits that it has heard of, by `limit_at` (Unix seconds)."""
-        told = threading.Event()
-        self._do(told.set)
-        told.wait(max(0.0, min(TELL_WITHIN_S, limit_at - time.time())))
 
     def cancel(self, why: str) -> None:
         """Have the save in flight end as soon as it can, unless it is committed by then.  All ranks call it."""

@@ -53,6 +53,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ChoiceFailed": {"error": "checkpoints: Input/output error"},
     "CheckpointVerified": {"ok": True},
     "StorageTested": {"ok": True, "bytes": 4194304, "write_s": 0.02, "read_s": 0.01, "from_disk": True},
+    "StacksCollected": {"moved": False, "summary": "rank 1 is in load (data.py:7); rank 0 waits in all_reduce"},
+    "Asked": {"name": "ask-1", "by": "ada"},
     "RankHello": {"rank": 0, "node": "a"},
     "RankExited": {"rank": 1, "node": "b"},
     "Progressed": {"tokens": 0, "loss": 1.0, "step_seconds": 1.0},

@@ -14,7 +14,7 @@ from typing import assert_never
 import msgspec
 import structlog
 
-from stepkeeper.actions import calling, checkpoints, judging, launch, rollback, slurm, standing, storage
+from stepkeeper.actions import answering, calling, checkpoints, judging, launch, rollback, slurm, standing, storage
 from stepkeeper.actions.crew import Crew, Limits
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -267,7 +267,8 @@ class Supervisor:
             case do.CollectStacks():
                 self._collect_stacks(effect)
             case do.JudgeLaunch():
-                judging.judge(setting.directory, self.witness.launch(effect), inbox=self.inbox)
+                within_s = setting.policy.judge_within_s
+                judging.judge(setting.directory, self.witness.launch(effect), within_s=within_s, inbox=self.inbox)
             case do.RollBack():
                 rollback.roll_back(setting.directory.checkpoints, effect, setting.lease, inbox=self.inbox)
             case do.CallPerson():
@@ -278,12 +279,17 @@ class Supervisor:
                 slurm.ask(self.client, setting.assignment.slurm_name, inbox=self.inbox)
             case do.Requeue():
                 self._requeue(effect)
+            case do.AnswerAsk():
+                answering.answer(setting.directory.path, effect, inbox=self.inbox, on_error=self._not_answered)
             case do.Exit():
                 self.exit_code = effect.code
                 self.status = msgspec.structs.replace(self.status, exit_code=effect.code)
                 self.log.info("exit", code=effect.code, reason=effect.reason)
             case _:
                 assert_never(effect)
+
+    def _not_answered(self, error: OSError) -> None:
+        self.log.warning("ask_not_answered", error=f"{error.filename}: {error.strerror}")
 
     # --- acts -------------------------------------------------------------------------------------
 

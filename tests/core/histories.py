@@ -151,6 +151,11 @@ FIELDS = {
         "node": st.sampled_from(("", *NODES)),
     },
     on.RolledBack: {**_launch, "directory": _directory, "step": _small, "error": st.sampled_from(("", "", "full"))},
+    on.Asked: {
+        "name": st.sampled_from(("ask-1", "ask-2")),
+        "kind": st.sampled_from(("save", "stop")),
+        "by": st.just("ada"),
+    },
     on.Superseded: {"by_job_id": st.just(7), "by_restart_count": st.just(1)},
     on.AttemptStarted: {
         "job_id": st.just(7),
@@ -273,7 +278,7 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
         case do.AskUncleared():
             missing = draw(st.sampled_from(((), state.nodes[:1], state.nodes)))
             return on.NodesNotCleared(at=at, launch=effect.launch, nodes=missing), []
-        case do.Look() | do.CallPerson():
+        case do.Look() | do.CallPerson() | do.AnswerAsk():
             return None, []
         case do.CollectStacks():
             if draw(st.integers(0, 3)) == 0:
@@ -324,6 +329,7 @@ def _trouble(state: State, at: float) -> st.SearchStrategy[on.Event]:
         on.TrainingFinished,
         on.TrainingStopped,
         on.LaunchEnded,
+        on.Asked,
         on.Superseded,
     )
     return st.one_of(

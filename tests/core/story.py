@@ -57,6 +57,7 @@ DEFAULTS = {
     on.ChoiceFailed: {"error": "checkpoints: Input/output error"},
     on.CheckpointVerified: {"ok": True},
     on.StorageTested: {"ok": True, "bytes": 4194304, "write_s": 0.02, "read_s": 0.01, "from_disk": True},
+    on.Asked: {"name": "ask-1", "by": "ada"},
     on.RankHello: {"rank": 0, "node": "a"},
     on.RankExited: {"rank": 1, "node": "b"},
     on.Progressed: {"tokens": 0, "loss": 1.0, "step_seconds": 1.0},

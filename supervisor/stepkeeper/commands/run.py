@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-import structlog
-
 from stepkeeper import __version__, printing
 from stepkeeper.actions.crew import Limits
-from stepkeeper.commands import attempt, dry_run, print_config
-from stepkeeper.config import flags, record, resolve, shape
+from stepkeeper.commands import attempt, dry_run, noting, print_config
+from stepkeeper.config import flags, resolve, shape
 from stepkeeper.config.resolve import Config, Origin, Sources
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
@@ -124,9 +122,9 @@ def execute(arguments: argparse.Namespace) -> int:
         previous=carried.previous or "none",
         see_status=f"stepkeeper status {directory.path}",
         see_logs=f"stepkeeper logs {directory.path}",
-        to_stop=f"scancel {allocation.slurm_name}",
+        to_stop=f"stepkeeper stop {directory.path}",
     )
-    _record(config, directory, lease.attempt, log)
+    noting.note(config, directory, lease.attempt, command, log)
     if merged:
         log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
     if allocation.overcommit:
@@ -203,18 +201,6 @@ def _configure(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     config = sources.resolve(path)
     is_default = config.values["run_dir"].origin is Origin.DEFAULT
     return config, rundir.prepare(path, group_readable=config.settings.group_readable, default=is_default)
-
-
-def _record(
-    config: Config, directory: rundir.RunDirectory, number: int, log: structlog.typing.FilteringBoundLogger
-) -> None:
-    """Say and keep by what the attempt goes; storage that does not take it stops nothing."""
-    if changed := record.changes(config):
-        log.info("configured", **{key.replace(".", "_"): value for key, value in changed.items()})
-    try:
-        record.write(directory.path, number, config)
-    except OSError as error:
-        log.warning("config_not_recorded", error=f"{error.filename}: {error.strerror}")
 
 
 def patiently(call: Callable[[], T]) -> T:

@@ -1,8 +1,8 @@
 """The rules: `decide(state, event, policy)` returns the next state, what to do, and why.
 
 Pure, like the whole of `core`: no clock, no I/O, no log, no thread.  Time is `event.at`.  Read on in the
-order of a run: `starting`, `storage`, `training`, `silence`, `settling`, `notices`, `faults`, `bus`, `deadlines`; all
-of them end in `phases`.
+order of a run: `starting`, `storage`, `training`, `silence`, `settling`, `notices`, `asked`, `faults`, `bus`,
+`deadlines`; all of them end in `phases`.
 
 Every phase that waits has a deadline.  When it passes, the next rougher means is used.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from stepkeeper.core import events as on
+from stepkeeper.core.asked import on_asked
 from stepkeeper.core.bus import on_bus_ended, on_watcher_lost
 from stepkeeper.core.deadlines import on_tick
 from stepkeeper.core.faults import on_node_faulted, on_nodes_not_cleared, on_nodes_released
@@ -117,6 +118,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_judged(state, event, policy)
         case on.RolledBack():
             return on_rolled_back(state, event, policy)
+        case on.Asked():
+            return on_asked(state, event, policy)
         case on.Superseded():
             return on_superseded(state, event, policy)
         case _:

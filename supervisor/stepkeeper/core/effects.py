@@ -150,6 +150,14 @@ class Requeue(_Effect, frozen=True, kw_only=True, tag="requeue"):
     readmit: tuple[str, ...] = ()  # that we excluded earlier, and whose time is over
 
 
+class AnswerAsk(_Effect, frozen=True, kw_only=True, tag="answer_ask"):
+    """Tell a person what becomes of what was asked."""
+
+    name: str
+    said: str
+    ok: bool = True  # false: it cannot be done
+
+
 class Exit(_Effect, frozen=True, kw_only=True, tag="exit"):
     """End the supervisor."""
 
@@ -176,5 +184,6 @@ Effect = (
     | ReleaseNodes
     | AskSlurm
     | Requeue
+    | AnswerAsk
     | Exit
 )

@@ -31,6 +31,7 @@ Where each comes from, and what may be concluded from it:
     Judged              logs, error files, exits, faults and Slurm's answers, joined (`actions.judging`): an opinion
     StacksCollected     the watchers: faulthandler or py-spy, and /proc (`actions.standing`)
     RolledBack          the lineage file (`actions.rollback`)
+    Asked               a person, by a file in the run directory (`sources.asked`)
     Superseded          the lease file (`sources.lease`, and `actions.slurm` before a requeue)
 
 Words of ranks are datagrams through a watcher, the bus and a pipe: they come late, twice (the library repeats
@@ -41,6 +42,7 @@ each has a deadline behind it, and `LaunchEnded` behind all.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -399,6 +401,14 @@ class RolledBack(_RankEvent, frozen=True, kw_only=True, tag="rolled_back"):
 # --- fencing --------------------------------------------------------------------------------------
 
 
+class Asked(_Event, frozen=True, kw_only=True, tag="asked"):
+    """A person asks for a checkpoint, or for the end of the run.  Told again until it is answered."""
+
+    name: str  # of the ask
+    kind: Literal["save", "stop"]
+    by: str = ""  # the account
+
+
 class Superseded(_Event, frozen=True, kw_only=True, tag="superseded"):
     """A newer attempt holds the lease: this one must stop its ranks and leave."""
 
@@ -438,5 +448,6 @@ Event = (
     | StacksCollected
     | Judged
     | RolledBack
+    | Asked
     | Superseded
 )

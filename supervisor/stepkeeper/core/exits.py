@@ -22,13 +22,14 @@ class ExitCode(IntEnum):
     REQUEUE_FAILED = 24, "Slurm did not take the requeue; the newest checkpoint is safe"
     UNDECIDED = 25, "Slurm could not be asked why it stops the job: saved, not requeued"
     NODES_LOST = 26, "nodes were lost or faulty again and again without new progress"
-    STOPPED = 27, "all ranks left on their own request with a checkpoint: run again to go on"
+    STOPPED = 27, "stopped on request, of a person or of the ranks, with a checkpoint: run again to go on"
     NODES_UNFIT = 28, "most nodes fail the checks before a launch, and did not recover"
     CAUSE_STAYS = 29, "the training failed for a cause that another start does not change: a person is needed"
     NO_SLURM = 30, "not inside a Slurm job, or Slurm's commands are missing"
     NOT_BATCH_PROCESS = 31, "not the batch process: start it with `exec` in the batch script"
     RUN_DIRECTORY = 32, "the run directory cannot be used"
     RUN_BUSY = 33, "another job's live supervisor holds this run directory"
+    CODE_CHANGED = 34, "the code is not that of the attempt before, and --same-code wants no other"
     NOTHING_FOUND = 40, "no such run, step directory or record"
     NOT_VERIFIED = 41, "a step directory is not what its manifest says"
     SITE_UNFIT = 42, "the doctor found a problem, or the self-test did not pass"
@@ -59,5 +60,6 @@ _NEEDS_PERSON = frozenset(
         ExitCode.NODES_LOST,
         ExitCode.NODES_UNFIT,
         ExitCode.CAUSE_STAYS,
+        ExitCode.CODE_CHANGED,
     )
 )

@@ -36,6 +36,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     save_margin_s: float = 4.0
     """Kept free between the last moment of a save and the moment Slurm kills: to requeue and leave."""
 
+    stop_within_s: float = 900.0
+    """For the save when a person asks to save and end; then the ranks are killed."""
+
     time_limit_notice_s: float = 1200.0
     """A user signal with less than this left to the time limit is taken for the notice of it."""
 

@@ -160,6 +160,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     requesting: bool = False  # a requeue was ordered, and not answered
     verifying: str | None = None  # directory that is being read back
 
+    answered: tuple[str, ...] = ()  # asks of people, the newest
+
     # budgets: carried over attempts through the journal
     failures: int = 0
     node_losses: int = 0

@@ -138,6 +138,7 @@ def _samples() -> dict[str, on.Event]:
         "Judged, a segfault": _judged(Cause.SEGFAULT),
         "RolledBack": on.RolledBack(at=AT, launch=0, directory=STEP, step=901),
         "LaunchRefused": on.LaunchRefused(at=AT, launch=0, error="no srun"),
+        "Asked: stop": on.Asked(at=AT, name="ask", kind="stop", by="ada"),
         "Superseded": on.Superseded(at=AT, by_job_id=7, by_restart_count=1),
     }
 

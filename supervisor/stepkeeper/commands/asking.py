@@ -1,0 +1,126 @@
+"""`stepkeeper save RUN`, `stepkeeper stop RUN`: ask the supervisor of a run, and wait for what becomes of it."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from stepkeeper import printing
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.state import Phase
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.store import asks, find, journal
+from stepkeeper.store import status as status_file
+from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.store.status import Status
+
+T = TypeVar("T")
+WITHIN_S = 900.0
+LOOK_EVERY_S = 0.5
+RECORDS_BACK_MAX = 10_000
+
+
+def declare(command: argparse.ArgumentParser, kind: asks.Kind) -> None:
+    """Add what both commands take."""
+    command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
+    command.add_argument("--no-wait", action="store_true", help="do not wait until it is done, only for the answer")
+    command.add_argument("--within", type=float, default=WITHIN_S, metavar="S", help="wait no longer than this")
+    command.add_argument("--json", action="store_true", help="one JSON document")
+    command.set_defaults(execute=_execute, kind=kind)
+
+
+@printing.reading
+def _execute(arguments: argparse.Namespace) -> int:
+    kind: asks.Kind = arguments.kind
+    run = find.find(arguments.run, os.environ)
+    status = _alive(run)
+    give_up_at = time.monotonic() + arguments.within
+    asked_at = time.time()
+    ask = asks.Ask(kind=kind, job_id=status.job_id, at=asked_at, by=getpass.getuser())
+    name = asks.write(run.path, ask)
+    answer = _until(lambda: asks.read_answer(run.path, name), give_up_at)
+    if answer is None:
+        asks.withdraw(run.path, name)
+        raise StepkeeperError(
+            f"no answer within {arguments.within:g} s, so the ask is taken back; is job {status.job_id} there? "
+            f"see `squeue -j {status.job_id}` and `stepkeeper status {run.path}`",
+            ExitCode.NOTHING_FOUND,
+        )
+    if not answer.ok:
+        raise StepkeeperError(answer.said, ExitCode.NOTHING_FOUND)
+    if not arguments.json:
+        printing.say(answer.said)
+    if arguments.no_wait:
+        return _tell(arguments, {"said": answer.said})
+    if kind == "save":
+        return _tell(arguments, {"said": answer.said, **_saved(run, asked_at, give_up_at)})
+    return _tell(arguments, {"said": answer.said, **_ended(run, status, give_up_at)})
+
+
+def _alive(run: RunDirectory) -> Status:
+    status = status_file.read(run.status)
+    if status is None or status.phase == Phase.DONE:
+        raise StepkeeperError(f"{run.path}: no supervisor works on this run now", ExitCode.NOTHING_FOUND)
+    return status
+
+
+def _saved(run: RunDirectory, asked_at: float, give_up_at: float) -> dict[str, object]:
+    """Wait for the next commit, or the word that the save failed."""
+    if not _until(lambda: _end_of_save(run, asked_at) or None, give_up_at):
+        raise StepkeeperError("no new checkpoint yet; `stepkeeper status --follow` shows it", ExitCode.NOTHING_FOUND)
+    (found,) = _end_of_save(run, asked_at)
+    if isinstance(found, on.CheckpointCommitted):
+        return {"step": found.step, "directory": str(run.checkpoints / found.directory), "seconds": found.seconds}
+    raise StepkeeperError(f"the save of step {found.step} failed: {found.error}", ExitCode.STORAGE)
+
+
+def _end_of_save(run: RunDirectory, asked_at: float) -> list[on.CheckpointCommitted | on.SaveGaveUp]:
+    """Return the newest end of a save since then; nothing before there is one."""
+    for record, _ in itertools.islice(journal.read_lines(run.journal, newest_first=True), RECORDS_BACK_MAX):
+        event = record.event if record is not None else None
+        if event is not None and event.at < asked_at:
+            break
+        if isinstance(event, on.CheckpointCommitted | on.SaveGaveUp):
+            return [event]
+    return []
+
+
+def _ended(run: RunDirectory, asked: Status, give_up_at: float) -> dict[str, object]:
+    """Wait until the supervisor has left."""
+
+    def over() -> Status | None:
+        try:
+            status = status_file.read(run.status)
+        except msgspec.MsgspecError:
+            return None
+        return status if status is not None and status.phase == Phase.DONE and status.exit_code is not None else None
+
+    status = _until(over, give_up_at)
+    if status is None:
+        raise StepkeeperError(f"job {asked.job_id} has not ended yet", ExitCode.NOTHING_FOUND)
+    return {"checkpoint_step": status.checkpoint_step, "exit_code": status.exit_code}
+
+
+def _tell(arguments: argparse.Namespace, found: dict[str, object]) -> int:
+    if arguments.json:
+        printing.say_json(found, indent=2)
+        return ExitCode.FINISHED
+    if "directory" in found:
+        printing.say(f"step {found['step']} is saved: {found['directory']}")
+    if "exit_code" in found:
+        printing.say(f"ended with the checkpoint of step {found['checkpoint_step']}; submit it again to go on")
+    return ExitCode.FINISHED
+
+
+def _until(look: Callable[[], T | None], give_up_at: float) -> T | None:
+    while (found := look()) is None and time.monotonic() < give_up_at:
+        time.sleep(LOOK_EVERY_S)
+    return found

@@ -1,0 +1,19 @@
+"""`stepkeeper stop RUN`: save, and end."""
+
+from __future__ import annotations
+
+import argparse
+
+from stepkeeper.commands import asking
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    command = subcommands.add_parser(
+        "stop",
+        help="have a run save a checkpoint, and end",
+        description="Have a run save a checkpoint at the next step, and end; it is not requeued.  Submitted again with "
+        "the same run directory, it goes on from there.  (`scancel JOB` ends it without a checkpoint.)",
+        allow_abbrev=False,
+    )
+    asking.declare(command, "stop")

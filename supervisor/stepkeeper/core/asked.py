@@ -1,0 +1,71 @@
+"""What a person asks of a run that is under way: save now, or save and end.  Pure.
+
+An ask is told again until it is answered, so what cannot be done at the moment is simply left for later: through a
+requeue it waits for the next attempt.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.phases import Decision, close, closed, save, stop, take
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import Next, Phase, Plan, State
+
+replace = msgspec.structs.replace
+
+
+def on_asked(state: State, event: on.Asked, policy: Policy) -> Decision:
+    """Somebody asks for a checkpoint, or for the end of the run."""
+    if event.name in state.answered:
+        return Decision(state)  # the answer is on its way
+    decision = _save(state, event) if event.kind == "save" else _stop(state, event, policy)
+    if decision is None:
+        return Decision(state)
+    answer, ok = decision.why, not decision.why.startswith(REFUSED)
+    told = replace(decision.state, answered=(*decision.state.answered, event.name)[-ANSWERED_MAX:])
+    effects = (do.AnswerAsk(name=event.name, said=answer, ok=ok), *decision.effects)
+    return Decision(told, effects, decision.why)
+
+
+REFUSED = "refused"
+ANSWERED_MAX = 16
+
+
+def _save(state: State, event: on.Asked) -> Decision | None:
+    """Ask the ranks; without any that could, it is refused at once: the asker waits for an answer."""
+    why = f"{event.by} asks for a checkpoint"
+    if state.phase is Phase.SAVING or (state.phase is Phase.TRAINING and state.saving is not None):
+        return None  # one is under way; the next one can be asked for then
+    if state.phase is not Phase.TRAINING:
+        return Decision(state, (), f"{REFUSED}: no rank trains (the run is {state.phase.value})")
+    if not state.heard:
+        return Decision(
+            state, (), f"{REFUSED}: no rank has the trainer library (or none has spoken yet): none can save"
+        )
+    return Decision(state, (do.RequestSave(stop=False, why=why),), why)
+
+
+def _stop(state: State, event: on.Asked, policy: Policy) -> Decision | None:
+    why = f"{event.by} asks to save and end"
+    plan = Plan(next=Next.END, why=why, code=ExitCode.STOPPED)
+    match state.phase:
+        case Phase.TRAINING if not state.heard:
+            return Decision(state, (), f"{REFUSED}: no rank of the trainer library has spoken; `scancel` ends the job")
+        case Phase.TRAINING if state.step is not None or state.bus_restarted_in_launch:
+            return save(state, event.at + policy.stop_within_s, plan)
+        case Phase.SAVING:
+            return Decision(take(state, plan), (), why)
+        case Phase.STOPPING if state.running:
+            return Decision(take(state, plan), (), why)
+        case Phase.CLOSING:
+            return closed(take(state, plan), event.at, policy, why)
+        case Phase.REQUEUEING if state.requesting:
+            return None  # the next attempt hears of it
+        case Phase.REQUEUEING:
+            return close(take(state, plan), event.at, plan, policy)
+        case _:
+            return stop(state, event.at, plan, policy)

@@ -147,7 +147,7 @@ def test_the_private_names_of_torch_are_what_we_take_them_for(tmp_path_factory: 
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [0, 1, 5000, 100_000])
+@pytest.mark.parametrize("size", [0, 1, 5120, 5121, 65536, 100_000])
 def test_a_checksum_goes_on_from_one_part_to_the_next(size: int) -> None:
     data = bytes(n * n % 251 for n in range(size))
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _CRC = struct.Struct("<I")
+_HELD_BYTES = 5 * 1024  # up to which the interpreter is held
+_SMALL_BYTES = 64 * 1024
 
 
 def _find_crc32() -> Callable[[Any, int], int]:
@@ -28,8 +30,16 @@ _crc32 = _find_crc32()
 
 
 def crc32(data: memoryview, before: int = 0) -> int:
-    """Return the CRC-32 of bytes that follow some whose CRC-32 is `before`."""
-    return _crc32(data, before)
+    """Return the CRC-32 of bytes that follow some whose CRC-32 is `before`.
+
+    Of more than 5 KiB both libraries let the interpreter go, and then wait to get it back, up to a switch interval
+    (5 ms) if training is busy in Python. For a small tensor that would be a thousand times the work.
+    """
+    if not _HELD_BYTES < len(data) <= _SMALL_BYTES:
+        return _crc32(data, before)
+    for at in range(0, len(data), _HELD_BYTES):
+        before = _crc32(data[at : at + _HELD_BYTES], before)
+    return before
 
 
 def put_crc(buffer: memoryview, first: int, second: int, crc: int) -> None:

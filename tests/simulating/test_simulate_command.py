@@ -103,3 +103,17 @@ def test_what_makes_no_sense_is_a_usage_error(options: tuple[str, str], command:
 
     assert said.code == 2
     assert said.err.startswith("stepkeeper: ")
+
+
+@pytest.mark.parametrize("name", ["fresh_start", "node_fault_with_a_spare", "finished_in_grace", "exit_93"])
+def test_the_project_s_own_scenarios_play_to_what_they_promise(name: str) -> None:
+    text = (Path(__file__).parents[1] / "core" / "scenarios" / f"{name}.txt").read_text()
+
+    assert scenario.play(text) == text
+
+
+def test_flags_are_written_as_they_are_shown() -> None:
+    state = scenario.given_training()
+
+    assert scenario.parse("5 CheckpointVerified directory=d ok=no", state).ok is False  # type: ignore[union-attr]
+    assert scenario.parse("5 CheckpointVerified directory=no ok=yes", state).directory == "no"  # type: ignore[union-attr]

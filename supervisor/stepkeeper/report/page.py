@@ -68,7 +68,7 @@ def _headline(seen: Timeline, about: About) -> str:
         ("ETTR", percent(accounts.ettr), "of the time became progress"),
         ("goodput", percent(accounts.goodput), "of the node-hours became progress"),
         ("steps done again", f"{seen.steps_lost:,}", f"{hours(lost)} of training lost"),
-        ("launches", f"{launches:,}", f"in {len(seen.attempts):,} attempts"),
+        ("launches", f"{launches:,}", f"in {len(seen.attempts):,} attempt{'s' * (len(seen.attempts) != 1)}"),
         ("time", hours(accounts.wall_total), f"{node_hours(accounts.node_total)} node-hours"),
     ]
     cards = "".join(
@@ -155,7 +155,7 @@ def _failure(launch: Launch, seen: Timeline) -> tuple[str, ...]:
     redone = max(0, last - max(limit, launch.resumed_step)) if last is not None and limit is not None else 0
     why = f"<div class=words>{text(launch.why)}</div>"
     if launch.cause:
-        why += f"<br><small>verdict: <b>{text(launch.cause)}</b> {text(launch.evidence)}</small>"
+        why += f"<small>verdict: <b>{text(launch.cause)}</b> {text(launch.evidence)}</small>"
     return (
         launch.name,
         f"<time>{instant(lanes.ended_at(launch, seen))}</time>",

@@ -135,6 +135,7 @@ def parse(line: str, state: State) -> on.Event:
     kind = EVENTS[name]
     names = kind.__struct_fields__
     given = {key: _value(value) for key, value in (_pair(word) for word in words)}
+    given |= {key: given[key] == "yes" for key in given if given[key] in ("yes", "no") and _is_flag(kind, key)}
     fields = _job(given) if name == "SlurmAnswered" and "error" not in given else _structures(given)
     if unknown := sorted(set(fields) - set(names)):
         raise ValueError(f"{name} has no {', '.join(unknown)}; it has {', '.join(names)}")
@@ -145,6 +146,10 @@ def parse(line: str, state: State) -> on.Event:
         fields.setdefault("directory", f"step_{fields['step']:08d}")
     event: on.Event = msgspec.convert({**implied, **DEFAULTS.get(name, {}), **fields, "at": float(at)}, kind)
     return event
+
+
+def _is_flag(kind: Any, key: str) -> bool:
+    return typing.get_type_hints(kind).get(key) is bool
 
 
 def _structures(given: dict[str, Any]) -> dict[str, Any]:

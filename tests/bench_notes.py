@@ -29,8 +29,8 @@ NOTES = """## What it costs, and why
 - **First save, many tensors.** `.metadata` is pickled once for a layout: 0.4 s for 20,000, in the save's thread.
   It holds the interpreter for parts of it. It is not blocked time, and the same bytes serve all later saves.
 - **No process of its own for writing.** What the save's threads compute for 256 MiB in 20,000 tensors fell from 0.8 s
-  to 0.12 s, and *slowed* to far below a tenth of stock's, in threads. What is left of it under the interpreter's lock is
-  the CRC of small tensors: it holds the lock, 5 KiB at a time. To let it go and take it again for each tensor, as zlib
-  does by itself, made such a save 1.2 times as long beside a loop that never leaves the interpreter.
+  to 0.12 s, and *slowed* to far below a tenth of stock's, in threads. What is left of it under the interpreter's lock
+  is the CRC of small tensors: it holds the lock, 5 KiB at a time. To let it go and take it again for each tensor, as
+  zlib does by itself, made such a save 1.2 times as long beside a loop that never leaves the interpreter.
 - **Memory**: the arena is one copy of the state. Beyond it there are about 1 KiB a tensor for plans, and 40 MiB of
   modules and threads, which weigh more the smaller the state that is measured."""

@@ -40,7 +40,7 @@ def test_what_was_printed_plays_to_the_same_again() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("5 NoSuchEvent", "no event NoSuchEvent; there are AttemptStarted"),
+        ("5 NoSuchEvent", "no event NoSuchEvent; there are A"),
         ("5 RankExited colour=red", "RankExited has no colour; it has at, launch, rank"),
         ("5 RankExited code=many", "Expected `int | null`"),
         ("5 RankExited 1", "`1` is not key=value"),

@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def judged(run: RunDirectory, inbox: Inbox, witness: judging.Witness, found: Finding | None = None) -> on.Judged:
-    judging.judge(run, witness.launch(do.JudgeLaunch(launch=0, found=found)), inbox=inbox)
+    judging.judge(run, witness.launch(do.JudgeLaunch(launch=0, found=found)), within_s=WITHIN_S, inbox=inbox)
     event = inbox.get(WITHIN_S)
     assert isinstance(event, on.Judged)
     return event
@@ -128,6 +128,21 @@ def test_logs_that_cannot_be_read_leave_the_rest_of_the_evidence(run: RunDirecto
     said = judged(run, inbox, witness(exited(1, 5.0, signal=11)))
 
     assert said.cause is Cause.SEGFAULT
+
+
+def test_of_a_thousand_nodes_those_that_failed_are_read_first(run: RunDirectory, inbox: Inbox) -> None:
+    """And what there is no time to read is left."""
+    for node in range(300):
+        (run.logs(1, 0) / f"n{node}.log").write_bytes(b"0: waiting for the others, as ever\n" * 4000)
+    with (run.logs(1, 0) / "n299.log").open("a") as file:
+        file.write("299: torch.OutOfMemoryError: CUDA out of memory.\n")
+    heard = witness(exited(299, 5.0, code=1))
+
+    judging.judge(run, heard.launch(do.JudgeLaunch(launch=0)), within_s=0.1, inbox=inbox)
+    said = inbox.get(WITHIN_S)
+
+    assert isinstance(said, on.Judged)
+    assert said.cause is Cause.GPU_MEMORY
 
 
 def test_a_fault_just_before_the_launch_belongs_to_it_and_old_events_do_not() -> None:

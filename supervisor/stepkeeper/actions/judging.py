@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -12,10 +13,11 @@ from stepkeeper.redaction import redact
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import metrics
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.verdict import gathering
+from stepkeeper.verdict import gathering, reading
 from stepkeeper.verdict.joining import judge as join
 
 TEXT_CHARACTERS_MAX = 300
+READING_SHARE = 0.25  # of the time for a verdict: other logs than the first ones wait no relaunch longer
 HEARD_MAX = 4096  # events of one launch: exits of so many ranks, and what nodes and Slurm said besides
 _HEARD = (
     on.RankExited,
@@ -67,14 +69,25 @@ class Witness:
         )
 
 
-def judge(run: RunDirectory, launch: gathering.Launch, *, inbox: Inbox) -> None:
-    """Tell why a launch failed; `Judged` comes, unless the storage hangs."""
+def judge(run: RunDirectory, launch: gathering.Launch, *, within_s: float, inbox: Inbox) -> None:
+    """Tell why a launch failed; `Judged` comes, unless the storage hangs.
+
+    The logs of the nodes whose ranks failed are read first, then others for as long as there is time: of a thousand
+    nodes most say the same.
+    """
+    until = time.monotonic() + READING_SHARE * within_s
+    failed = dict.fromkeys(each.node for each in launch.events if isinstance(each, on.RankExited))
 
     def work() -> None:
         evidence = gathering.of_journal(launch)
         unread = ""
         try:
-            evidence += gathering.of_logs(run.logs(launch.attempt, launch.launch))
+            evidence += gathering.of_logs(
+                run.logs(launch.attempt, launch.launch),
+                first=tuple(failed),
+                ends=reading.QUICK,
+                enough=lambda: time.monotonic() > until,
+            )
             ended = metrics.ended_at(run.path, launch.attempt, launch.launch)
         except OSError as error:  # what is known besides counts
             unread, ended = f"{error.filename}: {error.strerror}", None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -160,31 +160,51 @@ def _words(launch: Launch) -> list[Evidence]:
     ]
 
 
-def of_logs(directory: Path) -> list[Evidence]:
+def of_logs(
+    directory: Path,
+    *,
+    first: Sequence[str] = (),
+    ends: reading.Ends = reading.THOROUGH,
+    enough: Callable[[], bool] = lambda: False,
+) -> list[Evidence]:
     """Return what the logs and torch's error files of a launch tell; nothing where there are none.
+
+    Args:
+        directory: of the launch's logs.
+        first: nodes whose logs are read before the others.
+        ends: how much of each log is read.
+        enough: asked before each file; true ends the reading.
 
     Raises:
         OSError: one of them is there and cannot be read.
     """
     found: list[Evidence] = []
-    for path in _files(directory):
+    places = {node: place for place, node in enumerate(first)}
+    # error files and srun's own words are short and tell most
+    files = sorted(
+        _files(directory),
+        key=lambda path: (path.suffix != ".json" and path.name != SRUN_NAME, places.get(path.stem, len(places))),
+    )
+    for path in files:
+        if enough():
+            break
         if path.suffix == ".json":
             match = _RANK.fullmatch(path.stem)
             said = errorfiles.sight(lines.read_small(path), rank=int(match[1]) if match else None)
             found += [said] if said is not None else []
         else:
-            found += of_log(path)
+            found += of_log(path, ends)
     return found
 
 
-def of_log(path: Path) -> list[Evidence]:
+def of_log(path: Path, ends: reading.Ends = reading.THOROUGH) -> list[Evidence]:
     """Return what one log tells: srun's own, or that of a node, whose name it has.
 
     Raises:
         OSError: it cannot be read.
     """
     with lines.open_plain(path) as file:
-        log = reading.read(file)
+        log = reading.read(file, ends)
     node = "" if path.name == SRUN_NAME else path.stem
     return [msgspec.structs.replace(each, node=node) for each in logs.sight(log)]
 

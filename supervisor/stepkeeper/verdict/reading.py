@@ -44,14 +44,25 @@ class Log(NamedTuple):
     skipped_bytes: int  # between its two ends
 
 
-def read(file: BinaryIO) -> Log:
+class Ends(NamedTuple):
+    """How much of a log is read."""
+
+    head_bytes: int
+    tail_bytes: int
+
+
+THOROUGH = Ends(HEAD_BYTES_MAX, TAIL_BYTES_MAX)
+QUICK = Ends(64 * 1024, 256 * 1024)  # while a relaunch waits for it
+
+
+def read(file: BinaryIO, ends: Ends = THOROUGH) -> Log:
     """Read both ends of a log, from a file or a pipe.
 
     Raises:
         OSError: it cannot be read.
     """
-    head = file.read(HEAD_BYTES_MAX)
-    tail, skipped = _tail(file)
+    head = file.read(ends.head_bytes)
+    tail, skipped = _tail(file, ends.tail_bytes)
     if not skipped:
         head, tail = head + tail, b""
     pieces = list(_lines(head, 1))
@@ -61,24 +72,24 @@ def read(file: BinaryIO) -> Log:
     return Log(tuple(pieces), skipped)
 
 
-def _tail(file: BinaryIO) -> tuple[bytes, int]:
+def _tail(file: BinaryIO, most: int) -> tuple[bytes, int]:
     """Return what follows, at most so much of its end, and how much was passed over."""
     if file.seekable():
         position = file.tell()
         size = file.seek(0, os.SEEK_END)
-        start = max(position, size - TAIL_BYTES_MAX)
+        start = max(position, size - most)
         file.seek(start)
-        return file.read(TAIL_BYTES_MAX), start - position
+        return file.read(most), start - position
     kept = bytearray()
     skipped = 0
     while block := file.read(256 * 1024):
         kept += block
-        if len(kept) > 2 * TAIL_BYTES_MAX:
-            skipped += len(kept) - TAIL_BYTES_MAX
-            del kept[:-TAIL_BYTES_MAX]
-    if skipped and len(kept) > TAIL_BYTES_MAX:
-        skipped += len(kept) - TAIL_BYTES_MAX
-        del kept[:-TAIL_BYTES_MAX]
+        if len(kept) > 2 * most:
+            skipped += len(kept) - most
+            del kept[:-most]
+    if skipped and len(kept) > most:
+        skipped += len(kept) - most
+        del kept[:-most]
     return bytes(kept), skipped
 
 

@@ -1,0 +1,25 @@
+"""The job's time limit, where no signal announces it."""
+
+import pytest
+
+from stepkeeper.core import events as on
+from tests.lab import Lab
+from tests.training import Training, assert_complete
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.mark.campaign
+def test_a_chain_of_time_limited_jobs_needs_neither_a_signal_nor_a_hand(lab: Lab, reference: Training) -> None:
+    """A minute a job: each leaves in time with its steps saved, and the next one goes on."""
+    training = Training(
+        lab, name="limited", step_seconds=1.3, every=1000, sbatch_args=("--time=1", "--signal=B:USR2@1")
+    ).submit()
+    training.wait_end(240)
+
+    assert len(training.events(on.AttemptStarted)) >= 2, training.story()
+    first = [record for record in training.records() if record.attempt == 0]
+    assert any(record.why.startswith("time limit") for record in first), training.story()
+    assert any(record.why == "the time limit is near" for record in first), "no signal told of it"
+    assert any(isinstance(record.event, on.CheckpointCommitted) and record.event.emergency for record in first)
+    assert_complete(training, reference)

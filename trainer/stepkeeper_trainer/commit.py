@@ -165,7 +165,8 @@ class Commits:
 
     def clear_leftovers(self) -> None:
         """Remove saves in flight whose writers are dead.  A failure to is logged, and harmless."""
-        clear_temporaries(self.run_directory)
+        for directory in (self.run_directory, self.checkpoints):
+            clear_temporaries(directory)
         for path in sorted(self.checkpoints.glob(f"{_IN_FLIGHT}*")):
             why = self._dead(path)
             if why is None:

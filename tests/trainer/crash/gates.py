@@ -81,6 +81,7 @@ def steady_names() -> None:
 
     tempfile._name_sequence = Names()
     uuid.uuid4 = lambda: uuid.UUID(int=next(numbers))
+    os.urandom = lambda count: next(numbers).to_bytes(count, "big")
     secrets.token_hex = lambda count=32: f"{next(numbers):0{2 * count}x}"
 
 

@@ -18,6 +18,7 @@ from stepkeeper_trainer.formats.steps import list_steps, newest_verified
 from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.retention import Policy, empty_trash, prune
 from stepkeeper_trainer.tiers import DirectoryTier, copy_step, newest_anywhere
+from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers
 from tests.trainer.crash.playing import Tell
 from tests.trainer.crash.training import train
 
@@ -81,7 +82,7 @@ def age(run_dir: Path) -> None:
 
 def leftovers(root: Path) -> list[str]:
     """Return what no process of the run made to last."""
-    lasting = {CACHE_NAME}
+    lasting = {CACHE_NAME, IDENTITY_NAME}
     return sorted(
         str(path.relative_to(root))
         for path in root.rglob("*")
@@ -139,6 +140,32 @@ class SaveOfTwo(Save):
     name = "save of two ranks"
     world_size = 2
     upto = 3
+
+
+class TieredSave(Save):
+    """Files go to the node's own disk first, and to shared storage by a thread beside; a commit is what is shared."""
+
+    name = "save by way of a node's disk"
+    upto = 3
+
+    def act(self, rank: int, root: Path, tell: Tell) -> None:
+        train(root / "run", self.upto, tell, tiers=Tiers(local=str(root / "nvme")))
+
+    def go_on(self, root: Path, tell: Tell) -> None:
+        tell(latest=_latest(root / "run/checkpoints"))
+        age(root / "run")
+        train(root / "run", self.upto + 1, tell, tiers=Tiers(local=str(root / "nvme")))
+
+    def judge_next(self, root: Path, said: Words, then: Words, digests: dict[int, str]) -> list[str]:
+        # the node's disk may have a newer step, whole, than was ever shared
+        resumed = next((words["resumed"] for words in then if "resumed" in words), 0)
+        older = resumed < next(words["latest"] for words in then if "latest" in words)
+        return [
+            *(["an older step than latest was resumed"] if older else []),
+            *wrong_next(then, resumed, digests, self.upto + 1),
+            *wrong_steps(root / "run/checkpoints", said + then),
+            *(f"{name} is left over" for name in leftovers(root / "run")),
+        ]
 
 
 class Replay(Save):
@@ -309,5 +336,6 @@ def _contents(directory: Path) -> dict[str, bytes]:
 
 
 SCENES: dict[str, Scene] = {
-    scene.name: scene for scene in (Save(), SaveOfTwo(), Replay(), Retention(), TierCopy(), BringHome(), Export())
+    scene.name: scene
+    for scene in (Save(), SaveOfTwo(), TieredSave(), Replay(), Retention(), TierCopy(), BringHome(), Export())
 }

@@ -91,7 +91,7 @@ def train(run_dir: Path, upto: int, tell: Tell, *, rank: int = 0, world_size: in
         training.step(keeper.step + 1)
         keeper.step_done(loss=1.0)
         assert keeper._saver is not None
-        keeper._saver.wait(time.time() + SAVED_WITHIN_S)
+        keeper._saver.wait_shared(time.time() + SAVED_WITHIN_S)
     keeper.finish(leave_process=False)
     tell(finished=keeper.step)
 

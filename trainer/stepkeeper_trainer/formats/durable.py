@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STALE_S = 3600.0  # nobody takes so long to write a small file
-_TEMPORARY = re.compile(r"\.[\w.-]+\.json\.[a-z0-9_]{8}")  # as `write_atomically` names them
+_TEMPORARY = re.compile(r"\.(?:[\w.-]+\.json|\.tiers-id)\.[a-z0-9_]{8}")  # as `write_atomically` names them
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
 
 
 def clear_temporaries(directory: Path) -> None:
-    """Remove what writers of JSON files that were killed in `write_atomically` have left.
+    """Remove what writers of small files of a run that were killed in `write_atomically` have left.
 
     One that cannot be removed now harms nothing; the next run tries again.
     """

@@ -153,9 +153,7 @@ def test_a_full_disk_leaves_training_alive_and_older_steps_whole(tmp_path: Path,
     assert "No space left" in failed.error
     assert losses(run_dir) == uninterrupted[1]
     committed = {step.step for step in list_steps(run_dir / "checkpoints")}
-    assert {4, 24} <= committed
-    assert failed.step not in committed
-    assert max(committed - {24}) >= 12, "saves go on after the failed one"
+    assert committed == {4, 24}, "periodic saves give the storage time, and the last one is tried anyway"
     assert all(verify(step.path).ok for step in list_steps(run_dir / "checkpoints"))
     assert not list((run_dir / "checkpoints").glob(".tmp-*"))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.commands import follow
+from stepkeeper.seeing import follow
 from stepkeeper.store.rundir import RunDirectory
 from tests.reading import build
 from tests.reading.conftest import Command, command, run

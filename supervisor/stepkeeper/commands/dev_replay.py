@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,8 +16,10 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import instant
-from stepkeeper.simulating.replaying import Difference, Replayed, replay
 from stepkeeper.store import find, journal, lines
+
+if TYPE_CHECKING:  # a supervisor, which knows all commands, stays small
+    from stepkeeper.simulating.replaying import Difference, Replayed
 
 DIFFERENT = 1  # exit code: something would be decided otherwise
 ATTEMPTS_MAX = 10_000
@@ -51,6 +53,8 @@ def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 @printing.reading
 def execute(arguments: argparse.Namespace) -> int:
     """Decide again, and say what differs."""
+    from stepkeeper.simulating.replaying import replay  # noqa: PLC0415 - only where it is asked for
+
     path = Path(arguments.run)
     file = path if path.is_file() else find.find(arguments.run, os.environ).journal
     if not file.exists():

@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,10 +19,11 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.planning.draw import short
 from stepkeeper.seeing.model import Use
-from stepkeeper.simulating import scenario
-from stepkeeper.simulating.many import Summary, simulate
 from stepkeeper.simulating.world import PRESETS, World
 from stepkeeper.store import lines
+
+if TYPE_CHECKING:  # a supervisor, which knows all commands, stays small
+    from stepkeeper.simulating.many import Summary
 
 RUNS = 5
 CHOICES_MAX = 200
@@ -79,6 +81,8 @@ def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 @printing.reading
 def execute(arguments: argparse.Namespace) -> int:
     """Play, or simulate."""
+    from stepkeeper.simulating.many import simulate  # noqa: PLC0415 - only where it is asked for
+
     if arguments.files:
         for index, path in enumerate(arguments.files):
             _play(path, titled=len(arguments.files) > 1, first=index == 0)
@@ -96,6 +100,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _play(path: Path, *, titled: bool, first: bool) -> None:
+    from stepkeeper.simulating import scenario  # noqa: PLC0415 - only where it is asked for
+
     text = lines.read_small(path).decode(errors="replace")
     if titled:
         printing.say(f"{'' if first else chr(10)}== {path}")

@@ -3,25 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import time
-from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from stepkeeper import __version__, printing
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
-from stepkeeper.report.page import About, page
-from stepkeeper.seeing import reading
-from stepkeeper.seeing.model import SECOND, Use, micro
-from stepkeeper.seeing.timeline import Standing, Timeline
-from stepkeeper.store import find
-from stepkeeper_trainer.formats.durable import write_atomically
-
-DEFAULT_NAME = "report.html"
+from stepkeeper import printing
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,7 +18,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         allow_abbrev=False,
     )
     command.add_argument("run", metavar="RUN", nargs="?", help="run directory or job id (default: as `status`)")
-    command.add_argument("-o", "--output", metavar="FILE", help=f"where to write (default: {DEFAULT_NAME}; -: stdout)")
+    command.add_argument("-o", "--output", metavar="FILE", help="where to write (default: report.html; -: stdout)")
     command.add_argument("--json", action="store_true", help="the figures as one JSON document instead of a page")
     command.set_defaults(execute=execute)
 
@@ -43,65 +26,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 @printing.reading
 def execute(arguments: argparse.Namespace) -> int:
     """Write the page."""
-    run = find.find(arguments.run, os.environ)
-    now = time.time()
-    seen = reading.see(run, now=now)
-    if seen.standing is Standing.EMPTY:
-        raise StepkeeperError(
-            f"{run.journal}: tells nothing: no supervisor has worked on this run yet", ExitCode.NOTHING_FOUND
-        )
-    if arguments.json:
-        printing.say_json(document(seen), indent=2)
-        return ExitCode.FINISHED
-    about = About(name=run.path.name, path=str(run.path), made_at=micro(now), version=__version__)
-    data = page(seen, about).encode("utf-8", errors="replace")
-    if arguments.output == "-":
-        sys.stdout.buffer.write(data)
-        return ExitCode.FINISHED
-    target = Path(arguments.output or DEFAULT_NAME)
-    write_atomically(target, data, mode=0o644)
-    ettr = seen.accounts.ettr
-    share = "" if ettr is None else f"; {ettr:.1%} of the time became progress"
-    printing.say(f"written: {target} ({printing.size(len(data))}){share}")
-    return ExitCode.FINISHED
+    from stepkeeper.report.command import write  # noqa: PLC0415 - a supervisor, which knows all commands, stays small
 
-
-def document(seen: Timeline) -> dict[str, Any]:
-    """Return the figures for programs.  Times are seconds, instants Unix seconds."""
-    accounts = seen.accounts
-    return {
-        "standing": seen.standing.value,
-        "began": seen.began / SECOND,
-        "until": seen.until / SECOND,
-        "step": seen.step,
-        "tokens": seen.tokens,
-        "loss": seen.loss,
-        "steps_lost": seen.steps_lost,
-        "ettr": accounts.ettr,
-        "goodput": accounts.goodput,
-        "wall_s": {use.value: accounts.wall[use] / SECOND for use in Use},
-        "wall_total_s": accounts.wall_total / SECOND,
-        "node_s": {use.value: accounts.node_time[use] / SECOND for use in Use},
-        "node_total_s": accounts.node_total / SECOND,
-        "launches": [
-            {
-                "attempt": launch.attempt,
-                "launch": launch.number,
-                "began": launch.began / SECOND,
-                "ended": None if launch.ended is None else launch.ended / SECOND,
-                "nodes": list(launch.nodes),
-                "resumed_step": launch.resumed_step,
-                "last_step": launch.last_step,
-                "ending": launch.ending.value,
-                "why": launch.why,
-                "cause": launch.cause or None,
-                "decided": launch.decided,
-            }
-            for launch in seen.launches()
-        ],
-        "checkpoints": [
-            {**msgspec.to_builtins(each), "at": None if each.at is None else each.at / SECOND}
-            for each in seen.checkpoints
-        ],
-        "incidents": [{**msgspec.to_builtins(each), "at": each.at / SECOND} for each in seen.incidents],
-    }
+    return write(arguments)

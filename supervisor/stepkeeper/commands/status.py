@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from stepkeeper import printing
-from stepkeeper.commands import follow
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
@@ -58,7 +57,9 @@ def execute(arguments: argparse.Namespace) -> int:
             return _show_all(found, as_json=arguments.json)
     run = find.find(arguments.run, os.environ)
     if arguments.follow:
-        return follow.follow(run)
+        from stepkeeper.seeing.follow import follow  # noqa: PLC0415 - a supervisor, which knows all commands, stays small
+
+        return follow(run)
     status = _read(run)
     seen = _computed(run, status, time.time())
     if arguments.json:

@@ -61,7 +61,8 @@ def test_torn_lines_and_nonsense_cost_nothing_else(run: RunDirectory) -> None:
     told = killed()
     write(run, told)
     whole = reading.see(run, now=START + 116)
-    nonsense = b"31,nan,1,,,1e400,0,0\n-5,1,1,,,1,0,0\n\xff\xfe,1\n99999999999999999999,1,1,,,1,0,0\nstep,loss\n,,,,,,,\n12,1.0,3"
+    nonsense = b"31,nan,1,,,1e400,0,0\n-5,1,1,,,1,0,0\n\xff\xfe,1\n99999999999999999999,1,1,,,1,0,0\n"
+    nonsense += b"step,loss\n,,,,,,,\n12,1.0,3"
     with (run.path / "metrics.csv").open("ab") as file:
         file.write(nonsense)
     with run.journal.open("ab") as file:

@@ -22,38 +22,13 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase, State
 from stepkeeper.seeing.model import Use
+from stepkeeper.simulating.result import Result
 from stepkeeper.simulating.world import MIX, Kind, World
 
 NAMED_MAX = 64
 TURNS_MAX = 50_000_000  # a run that decides so much is stuck
 CARRIED = ("failures", "best_step", "node_losses", "excluded", "tried")
 CAUSES = {Kind.FAULT: Cause.NODE_FAULT, Kind.LOST: Cause.NODE_LOST, Kind.FAILURE: Cause.NETWORK}
-
-
-class Result(msgspec.Struct, kw_only=True):
-    """What came of one simulated run.  Seconds of the clock."""
-
-    wall_s: float = 0.0
-    spent: dict[Use, float] = msgspec.field(default_factory=lambda: dict.fromkeys(Use, 0.0))
-    happened: dict[Kind, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Kind, 0))
-    hits: int = 0  # failures that ended a launch, or kept one from its first step
-    launches: int = 0
-    attempts: int = 0
-    persons: int = 0  # times that the run stopped, and a person was needed
-    saves: int = 0
-    stopped_for: list[str] = msgspec.field(default_factory=list)
-
-    @property
-    def ettr(self) -> float:
-        """Productive time over all time; see `seeing.model.Accounts.ettr`."""
-        return self.spent[Use.PRODUCTIVE] / self.wall_s
-
-    @property
-    def restart_s(self) -> float:
-        """Mean time from a failure to the next first step, the first start left out."""
-        away = sum(self.spent[use] for use in (Use.HUNG, Use.STOPPING, Use.STARTING, Use.QUEUE))
-        first = away / (self.launches or 1) if not self.hits else 0.0
-        return (away - first) / self.hits if self.hits else 0.0
 
 
 class _Turn(NamedTuple):

@@ -9,7 +9,8 @@ import msgspec
 
 from stepkeeper.core.policy import Policy
 from stepkeeper.seeing.model import Use
-from stepkeeper.simulating.clockwork import Clockwork, Result
+from stepkeeper.simulating.clockwork import Clockwork
+from stepkeeper.simulating.result import Result
 from stepkeeper.simulating.world import World
 from stepkeeper_trainer.formats.interval import Costs, productive_share
 

@@ -47,7 +47,10 @@ def main() -> None:
 
     def failing_step(training: train_lm.Training, done: int) -> tuple[float, float]:
         loss, norm = train_step(training, done)
-        now = done + 1 == step and int(os.environ["STEPKEEPER_LAUNCH"]) < launches
+        fails = int(os.environ["STEPKEEPER_LAUNCH"]) < launches
+        if fails and how == "silent-nan" and done + 1 >= step:
+            return float("nan"), norm
+        now = fails and done + 1 == step
         if now and how == "nan":
             loss = float("nan")
             if training.place.rank == rank:

@@ -65,6 +65,7 @@ def test_the_same_exception_again_ends_the_run_and_calls_a_person(lab: Lab) -> N
     assert f"Comment=stepkeeper:{int(ExitCode.CAUSE_STAYS)}:CAUSE_STAYS:exception" in comment
 
 
+@pytest.mark.campaign
 def test_a_wrong_argument_is_not_tried_again(lab: Lab) -> None:
     training = Training(lab, name="wrong-argument", script_args=("--stepz=3",)).submit()
     training.wait_end()
@@ -114,6 +115,21 @@ def test_a_loss_that_is_no_number_again_ends_the_run(lab: Lab) -> None:
 
     assert causes(training) == [Cause.NUMERICAL] * 2, training.story()
     assert training.exits() == [ExitCode.CAUSE_STAYS]
+
+
+@pytest.mark.campaign
+def test_a_loss_that_nobody_checks_is_seen_and_led_back_from(lab: Lab, reference: Training) -> None:
+    """The script trains on with NaN, and saves that too: those steps count no more, and are marked."""
+    training = failing(lab, "silent-nan", step=18, rank=0, step_seconds=0.4, run_args=("--set", "policy.loss_words=3"))
+    training.wait_end()
+
+    (said,) = [record.event for record in training.events(on.Judged)]
+    assert (said.cause, said.rule, said.step) == (Cause.NUMERICAL, "loss-not-finite", 18), training.story()
+    assert [record.event.step for record in training.events(on.RolledBack)] == [10], training.story()
+    told = lineage.read(training.run_dir / "checkpoints")
+    assert told is not None
+    assert any(lineage.SUSPECT in marks for marks in told.marks.values())
+    assert_complete(training, reference)
 
 
 IMPATIENT = ("--set", "policy.hang_least_s=8", "--set", "policy.hang_steps=5", "--set", "policy.hang_most_s=40")

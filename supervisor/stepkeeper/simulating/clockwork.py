@@ -59,7 +59,7 @@ class Clockwork:
         self.dead: set[str] = set()
         self.incidents = 0
         self.facts: dict[str, float] = {}  # what Slurm would say of the job
-        # progress, in seconds of training
+        # progress, in seconds of training; a step takes one
         self.done = 0.0
         self.stepping_since: float | None = None
         self.snapshots: deque[float] = deque()  # of the saves in flight, oldest first
@@ -70,7 +70,7 @@ class Clockwork:
         end = self.world.days * 86_400.0
         while self.now < end:
             self._attempt(end)
-            self._go_to(min(end, self.now))
+            self.now = min(end, self.now)
         self._pause()
         self._spend(self.use)
         self.result.wall_s = self.now
@@ -87,11 +87,7 @@ class Clockwork:
         self.turns.clear()
         self.state, self.over, self.dead, self.hurt, self.facts = State(), False, set(), None, {}
         self._spend(Use.STARTING)
-        started: dict[str, Any] = {
-            "job_id": 1,
-            "restart_count": number,
-            "attempt": number,
-        }
+        started: dict[str, Any] = {"job_id": 1, "restart_count": number, "attempt": number}
         self._feed(
             on.AttemptStarted(
                 at=self.now, nodes=nodes, nodes_wanted=named, batch_node=nodes[0], kill_wait_s=30.0,
@@ -111,9 +107,9 @@ class Clockwork:
                 return
             at = min(following, deadline if deadline is not None else float("inf"))
             if at >= end:
-                self._go_to(end)
+                self.now = end
                 return
-            self._go_to(at)
+            self.now = max(self.now, at)
             if deadline is not None and deadline <= following:
                 self._feed(on.Tick(at=self.now))
                 continue
@@ -125,9 +121,6 @@ class Clockwork:
             else:
                 self._feed(msgspec.structs.replace(turn.what, at=self.now))
         raise AssertionError(f"stuck in {self.state}")
-
-    def _go_to(self, at: float) -> None:
-        self.now = max(self.now, at)
 
     def _later(self, after: float, what: on.Event | str, *, launch: int | None = None) -> None:
         self.scheduled += 1
@@ -202,7 +195,7 @@ class Clockwork:
     def _do_first_step(self) -> None:
         if self.hurt is None:
             self._go_on()
-            self._feed(on.Progressed(at=self.now, launch=self.state.launch, step=self._step(self.done) + 1, tokens=0))
+            self._feed(on.Progressed(at=self.now, launch=self.state.launch, step=int(self.done) + 1, tokens=0))
 
     def _go_on(self) -> None:
         self._spend(Use.PRODUCTIVE)
@@ -234,7 +227,7 @@ class Clockwork:
 
     def _begin_save(self, *, emergency: bool) -> None:
         self.snapshots.append(self.done)
-        step, launch = self._step(self.done), self.state.launch
+        step, launch = int(self.done), self.state.launch
         saved: dict[str, Any] = {
             "launch": launch,
             "step": step,
@@ -251,7 +244,7 @@ class Clockwork:
         emergency = self.state.phase is Phase.SAVING and not self.snapshots
         self.durable = [*self.durable[-9:], snapshot]
         self.result.saves += 1
-        step, launch = self._step(snapshot), self.state.launch
+        step, launch = int(snapshot), self.state.launch
         self._feed(
             on.CheckpointCommitted(
                 at=self.now, launch=launch, step=step, save_id="s", directory=f"step_{step:08d}", bytes=1,
@@ -262,10 +255,6 @@ class Clockwork:
             self._feed(on.TrainingStopped(at=self.now, launch=launch, step=step))
             self._spend(Use.STOPPING)
             self._later(self.world.stop_s, on.LaunchEnded(at=0, launch=launch, code=75, stopped=True))
-
-    def _step(self, done: float) -> int:
-        """A step a second: a number that decisions can compare."""
-        return int(done)
 
     # --- orders -----------------------------------------------------------------------------------
 
@@ -294,8 +283,7 @@ class Clockwork:
             case do.StopBus():
                 self._later(world.slurm_s, on.BusEnded(at=0, bus=state.bus, code=0))
             case do.ChooseCheckpoint():
-                step = self._step(self.durable[-1])
-                directory = f"step_{step:08d}" if step else None
+                step, directory = self._newest()
                 self._later(world.verify_s, on.CheckpointChosen(at=0, directory=directory, step=step or None))
             case do.TestStorage():
                 self._later(world.slurm_s, on.StorageTested(at=0, ok=True))
@@ -365,14 +353,10 @@ class Clockwork:
             self._pause()
             self._spend(Use.SAVING)
         if effect.stop or not self.snapshots:
-            self._pause_for_snapshot()
+            if self.stepping_since is not None:  # the snapshot holds what is done by now
+                self._pause()
+                self.stepping_since = self.now
             self._begin_save(emergency=effect.stop)
-
-    def _pause_for_snapshot(self) -> None:
-        """Take the progress so far into the snapshot, and go on where training does."""
-        if self.stepping_since is not None:
-            self._pause()
-            self.stepping_since = self.now
 
     def _roll_back(self) -> None:
         if len(self.durable) > 1:
@@ -380,9 +364,12 @@ class Clockwork:
             self.done = self.durable[-1]
             self.result.spent[Use.PRODUCTIVE] -= lost
             self.result.spent[Use.LOST] += lost
-        step = self._step(self.durable[-1])
-        directory = f"step_{step:08d}" if step else None
+        step, directory = self._newest()
         self._later(self.world.slurm_s, on.RolledBack(at=0, launch=self.state.launch, directory=directory, step=step))
+
+    def _newest(self) -> tuple[int, str | None]:
+        step = int(self.durable[-1])
+        return step, f"step_{step:08d}" if step else None
 
     def _job(self) -> on.JobFacts:
         end = self.facts.get("end", float("inf"))
@@ -405,7 +392,7 @@ class Clockwork:
             self.result.stopped_for.append(effect.reason)
             wait += self.world.person_s
             self.state = State()  # submitted again by hand: nothing is carried over but the checkpoints
-        self._go_to(self.now + wait)
+        self.now += wait
 
 
 def _deaf(policy: Policy) -> Policy:

@@ -149,12 +149,14 @@ def measure(options: argparse.Namespace) -> Figures:
             if way == OURS:
                 before -= work.keeper._saver._staging.arena.bytes  # type: ignore[union-attr]
         begin = begin_of(way, work, directory / f"{number}")
+        _forget_peak()  # what the limits took does not count
         one = _save(begin, work, statistics.median(calm), train=not options.paused)
+        one["memory"] = _peak(os.getpid()) - before + sum(_peak(pid) for pid in _children())
         one |= {"copy_s": copy_s, "write_s": write_s}
         one["blocked"], one["slowed"] = one["blocked_s"] / copy_s, one["slowed_s"] / copy_s
         one["durable"] = write_s / one["durable_s"]
         rounds.append(one)
-    memory = _peak(os.getpid()) - before + sum(_peak(pid) for pid in _children())
+    memory = max(one.pop("memory") for one in rounds)
     first, *later = rounds
     figures = {name: statistics.median(one[name] for one in later) for name in first} if later else dict(first)
     return figures | {f"first {name}": value for name, value in first.items()} | {"memory": memory / limits.bytes}

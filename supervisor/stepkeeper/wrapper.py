@@ -69,6 +69,7 @@ def rank_environment(environment: dict[str, str], *, agent: bool) -> dict[str, s
         environment.setdefault("TORCHELASTIC_ERROR_FILE", os.path.join(directory, f"{name}.json"))
     if agent:
         environment.setdefault("PET_LOCAL_ADDR", own_address(environment))  # torchrun's --local-addr
+        environment.setdefault("PET_NODE_RANK", environment.get("SLURM_NODEID", "0"))  # and its --node-rank
     else:
         environment["RANK"] = environment["SLURM_PROCID"]
         environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from stepkeeper import wrapper
-from stepkeeper.actions.launch import Job, Meeting, launch_argv, launch_environment, with_resume
+from stepkeeper.actions.launch import Job, Meeting, launch_argv, launch_environment
 from stepkeeper.slurm.argv import Geometry, own_srun_argv, training_argv, watcher_argv
+from stepkeeper.slurm.cmd import with_resume
 
 PYTHON = [sys.executable, "-I", "-S", os.path.abspath(wrapper.__file__)]
 STEP = (
@@ -142,6 +143,10 @@ def test_what_the_ranks_find_in_their_environment():
         "STEPKEEPER_RESUME_FROM": "/c/step_1",
         "STEPKEEPER_RESUME_NEWEST": "1",
         "STEPKEEPER_TASKS_PER_NODE": "4",
+        "STEPKEEPER_ERROR_DIR": "/run/logs/attempt-002/launch-003/errors",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/run/logs/attempt-002/launch-003/stacks/nccl-of-rank-",
         "MASTER_ADDR": "n1",
         "MASTER_PORT": "29501",
         "PYTHONUNBUFFERED": "1",

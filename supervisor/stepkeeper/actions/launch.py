@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -21,14 +20,13 @@ from stepkeeper.core import events as on
 from stepkeeper.log import PatientStream
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import argv as lines
-from stepkeeper.slurm import shepherd
+from stepkeeper.slurm import cmd, shepherd
 from stepkeeper.slurm.environment import scrub_geometry
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import logs
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import outcome
 
-RESUME_PLACEHOLDER = "{resume}"
 ERROR_CHARACTERS_MAX = 300
 UNREACHABLE = "unable to contact slurm controller"
 KILL_BY_SLURM_AFTER_S = 3.0
@@ -56,33 +54,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wrapped(self) -> bool:
         """Whether our wrapper stands around each task: not so in a user's own srun line."""
-        return self.command[0] != "srun"
+        return not cmd.is_own_srun(self.command)
+
+    @property
+    def launcher(self) -> bool:
+        """Whether each task starts ranks itself: one torchrun a node, ours or in CMD."""
+        return self.torchrun or cmd.kind(self.command) is cmd.Kind.LAUNCHER
 
     def tasks(self, nodes: Sequence[str]) -> int:
-        """Return the tasks of a training step on so many nodes: one a rank, or one torchrun a node."""
-        return len(nodes) * (1 if self.torchrun else self.geometry.tasks_per_node)
-
-
-def with_resume(command: Sequence[str], resume_from: str | None) -> list[str]:
-    """Put the resume argument where `{resume}` stands, else at the end; none on the first start.
-
-    >>> with_resume(["train.py", "{resume}", "--fast"], "/r/step_00000100")
-    ['train.py', '--resume-from', '/r/step_00000100', '--fast']
-    >>> with_resume(["train.py", "{resume}"], None)
-    ['train.py']
-    >>> with_resume(["bash", "-c", "python train.py {resume} | tee log"], "/r/s 1")
-    ['bash', '-c', "python train.py --resume-from '/r/s 1' | tee log"]
-    """
-    argument = ["--resume-from", resume_from] if resume_from is not None else []
-    if not any(RESUME_PLACEHOLDER in word for word in command):
-        return [*command, *argument]
-    result: list[str] = []
-    for word in command:
-        if word == RESUME_PLACEHOLDER:
-            result += argument
-        else:
-            result.append(word.replace(RESUME_PLACEHOLDER, shlex.join(argument)))
-    return result
+        """Return the tasks of a training step on so many nodes: one a rank, or one launcher a node."""
+        return len(nodes) * (1 if self.launcher else self.geometry.tasks_per_node)
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,14 +79,14 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 
 def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
     """Return the command line of a launch, by the one rule for CMD."""
-    command = with_resume(job.command, meeting.resume_from)
+    command = cmd.with_resume(job.command, meeting.resume_from)
     pattern = str(directory).replace("%", "%%") + "/%N.log"
     if not job.wrapped:
         return lines.own_srun_argv(command, pattern)
     program = [sys.executable, "-I", "-S", os.path.abspath(wrapper.__file__)]
     geometry = job.geometry
-    if job.torchrun:
-        program += ["--agent", "--", *_torchrun(job, meeting), *command]
+    if job.launcher:
+        program += ["--agent", "--", *(_torchrun(job, meeting) if job.torchrun else ()), *command]
         geometry = msgspec.structs.replace(
             geometry,
             tasks_per_node=1,
@@ -133,7 +114,8 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
     """Return what the ranks find in their environment, besides the user's own."""
     return {
         # the user's own srun line finds what it would find without us
-        **(scrub_geometry(environment) if job.wrapped else environment),
+        **(scrub_geometry(environment) if job.wrapped else own_line(environment, job.command)),
+        **_rendezvous(job, meeting, environment),
         "STEPKEEPER_SOCKET": job.socket,
         "STEPKEEPER_RUN_DIR": str(job.run_directory),
         "STEPKEEPER_RUN_ID": job.run_id,
@@ -149,6 +131,32 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         **job.told,
         "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
     }
+
+
+def own_line(environment: Mapping[str, str], line: Sequence[str]) -> dict[str, str]:
+    """Return the environment of the user's own srun line.
+
+    Since 22.05 srun takes sbatch's `--cpus-per-task` no more, and each rank has one CPU: it is passed on where the
+    line leaves tasks and CPUs to the job.
+    """
+    cpus = environment.get("SLURM_CPUS_PER_TASK", "")
+    passed_on = {"SRUN_CPUS_PER_TASK": cpus} if cpus and cmd.leaves_shape_to_the_job(line) else {}
+    return {**passed_on, **environment}
+
+
+def _rendezvous(job: Job, meeting: Meeting, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a torchrun in CMD goes by where its line says nothing; its options win over these variables."""
+    if job.torchrun or not (job.wrapped and job.launcher):
+        return {}
+    said = {
+        "PET_NNODES": str(len(meeting.nodes)),
+        "PET_NPROC_PER_NODE": str(job.geometry.tasks_per_node),
+        "PET_MASTER_ADDR": meeting.address,
+        "PET_MASTER_PORT": str(meeting.port),
+        "PET_RDZV_ENDPOINT": f"{meeting.address}:{meeting.port}",
+        "PET_RDZV_ID": f"{job.run_id}-{job.attempt}-{meeting.launch}",
+    }
+    return {name: value for name, value in said.items() if name not in environment}
 
 
 def errors_directory(job: Job, launch: int) -> Path:

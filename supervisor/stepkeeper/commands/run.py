@@ -21,6 +21,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.log import PatientStream, configure
+from stepkeeper.slurm import cmd
 from stepkeeper.slurm.allocation import Allocation, read_allocation, require_batch_process
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
@@ -127,6 +128,8 @@ def execute(arguments: argparse.Namespace) -> int:
     noting.note(config, directory, lease.attempt, command, log)
     if merged:
         log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
+    if not cmd.takes_resume(command):
+        log.warning("no_place_for_resume", why="CMD is a shell's script: say {resume} where the argument shall go")
     if allocation.overcommit:
         log.warning("fewer_cpus_than_ranks", ask_for=f"sbatch --cpus-per-task or -c {allocation.tasks_per_node}")
     inbox.put(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from stepkeeper.config.resolve import Config
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.slurm.cmd import is_own_srun, require_startable
 
 
 def nodes_wanted(config: Config, nodes: int, command: Sequence[str]) -> int:
@@ -16,7 +17,8 @@ def nodes_wanted(config: Config, nodes: int, command: Sequence[str]) -> int:
         StepkeeperError: the settings do not fit the allocation, or the user's own srun line.
     """
     settings = config.settings
-    if command[0] == "srun" and (settings.spares or settings.min_nodes):
+    require_startable(command, torchrun=settings.torchrun)
+    if is_own_srun(command) and (settings.spares or settings.min_nodes):
         said = " and ".join(config.told(key) for key in ("spares", "min_nodes") if config.values[key].value)
         raise StepkeeperError(
             f"{said}: spares and min_nodes choose the nodes of a launch, which an own srun line does itself: "

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from stepkeeper.slurm.cmd import is_own_srun
+
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a training step on each of its nodes."""
@@ -61,8 +63,8 @@ def training_argv(nodes: Sequence[str], geometry: Geometry, log_pattern: str, pr
 
 def own_srun_argv(line: Sequence[str], log_pattern: str) -> list[str]:
     """Return the user's own srun line with our step options, which yield to the user's."""
-    assert line[0] == "srun", "the CMD rule tells an own srun line by its first word"
-    return ["srun", *_step_options(log_pattern), *line[1:]]
+    assert is_own_srun(line), "the CMD rule tells an own srun line by its first word"
+    return [line[0], *_step_options(log_pattern), *line[1:]]
 
 
 def _step_options(log_pattern: str) -> list[str]:

@@ -26,7 +26,7 @@ MEANINGS = {
     "decision": "one decision, why, and what was ordered",
     "exit": "the last line: exit code (docs/exit-codes.md) and reason",
     "fewer_cpus_than_ranks": "the job has fewer CPUs than ranks on a node",
-    "no_place_for_resume": "CMD is the script of a shell (`bash -c`) that says neither `{resume}` nor `STEPKEEPER_RESUME_FROM`",
+    "no_place_for_resume": "CMD is the script of a shell (`bash -c`) that does not say where the resume argument goes",
     "job_comment_not_set": "Slurm did not take the reason code as the job's comment",
     "journal_late": "a requeue does not wait longer for the journal; what is missing is on the node's disk",
     "journal_not_written": "the run directory does not take the journal; it is tried again",

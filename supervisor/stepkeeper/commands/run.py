@@ -25,8 +25,8 @@ from stepkeeper.slurm import cmd
 from stepkeeper.slurm.allocation import Allocation, read_allocation, require_batch_process
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
+from stepkeeper.sources import asked, signals
 from stepkeeper.sources import lease as lease_source
-from stepkeeper.sources import signals
 from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import journal, rundir, tenure
@@ -159,6 +159,12 @@ def execute(arguments: argparse.Namespace) -> int:
         lease,
         inbox=inbox,
         on_error=lambda error: log.warning("lease_unreadable", error=str(error)),
+    )
+    asked.watch(
+        directory.path,
+        allocation.job_id,
+        inbox=inbox,
+        on_error=lambda error: log.warning("asks_unreadable", error=str(error)),
     )
     tally = Tally()
     writer = TalliedJournal(directory.journal, tally)

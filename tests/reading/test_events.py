@@ -28,7 +28,7 @@ def test_the_journal_reads_as_a_timeline(command: Command, run: RunDirectory) ->
         "-> ask_slurm why='got SIGTERM'",
         "-> exit code=10 reason=preempted",
         "1.0    training    checkpoint_committed",
-        "skipped=(directory=step_00000300 problem=torn)",
+        "skipped=(directory=step_00000300 problem=torn ",
         "loss=2.25",
     ):
         assert words in said.out

@@ -46,7 +46,10 @@ def _execute(arguments: argparse.Namespace) -> int:
     asked_at = time.time()
     ask = asks.Ask(kind=kind, job_id=status.job_id, at=asked_at, by=getpass.getuser())
     name = asks.write(run.path, ask)
-    answer = _until(lambda: asks.read_answer(run.path, name), give_up_at)
+    answer = _until(lambda: asks.read_answer(run.path, name), give_up_at, or_when=lambda: _is_over(run))
+    if answer is None and _is_over(run):
+        asks.withdraw(run.path, name)
+        raise StepkeeperError("the run ended before it heard of this: see `stepkeeper status`", ExitCode.NOTHING_FOUND)
     if answer is None:
         asks.withdraw(run.path, name)
         raise StepkeeperError(
@@ -74,7 +77,7 @@ def _alive(run: RunDirectory) -> Status:
 
 def _saved(run: RunDirectory, asked_at: float, give_up_at: float) -> dict[str, object]:
     """Wait for the next commit, or the word that the save failed."""
-    if not _until(lambda: _end_of_save(run, asked_at) or None, give_up_at):
+    if not _until(lambda: _end_of_save(run, asked_at) or None, give_up_at, or_when=lambda: _is_over(run)):
         raise StepkeeperError("no new checkpoint yet; `stepkeeper status --follow` shows it", ExitCode.NOTHING_FOUND)
     (found,) = _end_of_save(run, asked_at)
     if isinstance(found, on.CheckpointCommitted):
@@ -120,7 +123,19 @@ def _tell(arguments: argparse.Namespace, found: dict[str, object]) -> int:
     return ExitCode.FINISHED
 
 
-def _until(look: Callable[[], T | None], give_up_at: float) -> T | None:
-    while (found := look()) is None and time.monotonic() < give_up_at:
+def _is_over(run: RunDirectory) -> bool:
+    try:
+        status = status_file.read(run.status)
+    except msgspec.MsgspecError:
+        return False  # of another version
+    return status is not None and status.phase == Phase.DONE and status.exit_code != ExitCode.REQUEUED
+
+
+def _until(look: Callable[[], T | None], give_up_at: float, *, or_when: Callable[[], bool] = lambda: False) -> T | None:
+    """Return what is looked for, once it is there; None when it is too late, or something else has happened."""
+    while True:
+        over = or_when()  # asked first: what came just before it counts
+        found = look()
+        if found is not None or over or time.monotonic() >= give_up_at:
+            return found
         time.sleep(LOOK_EVERY_S)
-    return found

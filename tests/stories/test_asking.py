@@ -1,0 +1,36 @@
+"""People ask a run that is under way: `stepkeeper save`, `stepkeeper stop`."""
+
+import json
+
+from stepkeeper.core.exits import ExitCode
+from tests.lab import Lab
+from tests.training import Training, assert_complete
+
+
+def test_saved_on_request_then_stopped_and_gone_on_by_another_job(lab: Lab, reference: Training) -> None:
+    training = Training(lab, name="asked", every=1000, step_seconds=1.0).submit()
+    training.wait_step(3)
+
+    def ask(word: str, *more: str):
+        command = (training.stepkeeper, word, training.run_dir, "--json", *more)
+        return lab.run(*command, user=training.user, check=False, timeout_s=90.0)
+
+    saved = ask("save")
+    assert saved.returncode == 0, (saved.stderr, training.story())
+    answer = json.loads(saved.stdout)
+    assert answer["step"] in training.committed()
+    assert not training.exits(), "it goes on"
+
+    stopped = ask("stop")
+    assert stopped.returncode == 0, (stopped.stderr, training.story())
+    answer = json.loads(stopped.stdout)
+    assert answer["exit_code"] == ExitCode.STOPPED
+    assert answer["checkpoint_step"] == max(training.committed())
+    training.wait_end()
+    assert training.step() < training.steps, "it was stopped before its end"
+    late = ask("save")
+    assert "no supervisor works on this run now" in late.stderr
+
+    again = Training(lab, name="asked", every=1000, step_seconds=0.0).submit()
+    again.wait_end()
+    assert_complete(again, reference)

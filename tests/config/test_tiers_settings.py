@@ -59,7 +59,14 @@ def test_a_variable_that_is_no_number_is_named() -> None:
 
 def test_each_run_has_a_place_of_its_own_on_a_disk_that_runs_share(tmp_path: Path) -> None:
     tiers = Tiers(local="/nvme")
-    places = {tiers.local_checkpoints(tmp_path / owner / "run", made) for owner in ("a", "b") for made in ("1", "2")}
+    runs = [(tmp_path / owner / "run", made) for owner in ("a", "b") for made in ("1", "2")]
+    places = {tiers.local_checkpoints(run, made, "n1") for run, made in runs}
     assert len(places) == 4
     assert all(str(place).startswith("/nvme/run.") for place in places)
-    assert tiers.local_checkpoints(tmp_path / "a" / "run", "1") in places
+    assert tiers.local_checkpoints(tmp_path / "a" / "run", "1", "n2") in places
+
+
+def test_a_disk_may_be_named_by_its_node(tmp_path: Path) -> None:
+    tiers = Tiers(local="/disks/%N/fast").check()
+    places = [tiers.local_checkpoints(tmp_path / "run", "1", node) for node in ("n1", "n2")]
+    assert [str(place).partition("/run.")[0] for place in places] == ["/disks/n1/fast", "/disks/n2/fast"]

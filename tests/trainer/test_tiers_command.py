@@ -47,7 +47,7 @@ def test_tiers_says_what_each_has_and_how_far_copies_lag(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told(capsys, "copy", str(run), "--step", "100", "--to", str(tmp_path / "cold"))[0] == 0
-    place = Tiers(local=str(tmp_path / "disk")).local_checkpoints(run, "0123456789abcdef")
+    place = Tiers(local=str(tmp_path / "disk")).local_checkpoints(run, "0123456789abcdef", "n1")
     assert place is not None
     part = make_step(place, 300)
     (part / "__1_0.distcp").unlink()

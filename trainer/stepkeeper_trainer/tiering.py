@@ -59,7 +59,7 @@ class Tiering:
         self._peers: PeerCopies | None = None
         shared = DirectoryTier(commits.checkpoints, attempt=commits.environment.attempt, read_back=False)
         identity = agreement.share(_identity(commits.checkpoints) if rank == 0 else "")
-        where = tiers.local_checkpoints(commits.run_directory, identity)
+        where = tiers.local_checkpoints(commits.run_directory, identity, commits.environment.node)
         place = find_place(rank, world_size, f"{commits.environment.node}:{where}", agreement)
         rate = tiers.megabytes_per_s
         self._parts = _Parts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -235,4 +236,5 @@ def _local_place(run: Path, local: str) -> Path | None:
         identity = (run / "checkpoints" / IDENTITY_NAME).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None  # no rank has ever had a local tier
-    return Tiers(local=os.path.abspath(os.path.expanduser(local))).local_checkpoints(run, identity)
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    return Tiers(local=os.path.abspath(os.path.expanduser(local))).local_checkpoints(run, identity, node)

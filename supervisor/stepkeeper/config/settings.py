@@ -79,8 +79,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     it, other code is told in the log."""
 
     local_tier: Annotated[str | None, About(metavar="DIR")] = None
-    """A directory on each node's own disk: steps are written there first, and copied to the run directory beside
-    training (docs/tiers.md)."""
+    """A directory on each node's own disk (`%N` is the node's name): steps are written there first, and copied to the
+    run directory beside training (docs/tiers.md)."""
 
     cold_tier: Annotated[str | None, About(metavar="URL")] = None
     """A directory or the URL of an object store, of this run alone (`s3://bucket/my-run`): steps are copied there too;

@@ -14,13 +14,14 @@ import xxhash
 from stepkeeper_trainer.tiers.tier import TierError
 
 LOCAL_KEEP = 2
+NODE_PATTERN = "%N"  # in the local tier's path, as srun has it: the node's name
 IDENTITY_NAME = ".tiers-id"  # of a run directory, below checkpoints/: what nodes' disks have belongs to it
 
 
 class Tiers(msgspec.Struct, frozen=True, kw_only=True):
     """Where step directories are kept besides the run directory; without any, nothing is copied."""
 
-    local: str | None = None  # a directory on each node's own disk: steps are written there first
+    local: str | None = None  # a directory on each node's own disk, `%N` is the node: steps are written there first
     cold: str | None = None  # a directory, or the URL of an object store: steps are copied there last
     megabytes_per_s: float | None = None  # of the copies that one node makes; None: as fast as it goes
     cold_zstd: int | None = None  # level at which files in the cold tier are compressed; None: not
@@ -57,8 +58,8 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
         """Whether there is a tier besides the run directory."""
         return self.local is not None or self.cold is not None
 
-    def local_checkpoints(self, run_directory: Path, identity: str) -> Path | None:
-        """Return the local tier's place for the steps of one run: many runs may share a disk.
+    def local_checkpoints(self, run_directory: Path, identity: str, node: str) -> Path | None:
+        """Return the local tier's place on a node for the steps of one run: many runs may share a disk.
 
         A run directory that was removed and made anew is another run, by its `identity`.
         """
@@ -66,7 +67,7 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
             return None
         where = run_directory.resolve()
         name = f"{where.name}.{xxhash.xxh3_64_hexdigest(f'{where}/{identity}'.encode())[:12]}"
-        return Path(os.path.expanduser(self.local)) / name / "checkpoints"
+        return Path(os.path.expanduser(self.local.replace(NODE_PATTERN, node))) / name / "checkpoints"
 
 
 def check_place(where: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from stepkeeper import __version__
-from stepkeeper.commands import COMMANDS
+from stepkeeper.commands import COMMANDS, load
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 
@@ -21,8 +21,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(int(ExitCode.USAGE), f"stepkeeper: {message}; see `{self.prog} --help`\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser of commands: of all, where it is not known which one will be called."""
     top = Parser(
         prog="stepkeeper",
         description="Keeps a distributed PyTorch training job on Slurm moving forward.",
@@ -32,15 +32,17 @@ def parser() -> argparse.ArgumentParser:
     subcommands = top.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=Parser, title="commands"
     )
-    for command in COMMANDS:
-        command.add(subcommands)
+    for name in names:
+        load(name).add(subcommands)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    names = words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS
     try:
-        arguments = parser().parse_args(argv)
+        arguments = parser(names).parse_args(words)
         return int(arguments.execute(arguments))
     except StepkeeperError as error:
         print(f"stepkeeper: {error}", file=sys.stderr)  # noqa: T201 - a command's own words

@@ -11,7 +11,7 @@ import pytest
 from stepkeeper.commands import COMMANDS
 from tests.reading.conftest import Command
 
-NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
+NAMES = list(COMMANDS)
 
 
 def completed(script: Path, *words: str) -> list[str]:

@@ -1,49 +1,45 @@
 """The command line: one module a command, each thin: arguments in, a call, words out.
 
 A command module has `add(subcommands)`, which declares its arguments, and `execute(arguments)`, which
-returns the exit code.
+returns the exit code.  A module is loaded when its command is called: the supervisor's memory does not hold the others.
 """
 
 from __future__ import annotations
 
-from stepkeeper.commands import (
-    checkpoints,
-    completion,
-    dev,
-    doctor,
-    events,
-    explain,
-    logs,
-    man,
-    node,
-    plan,
-    report,
-    run,
-    save,
-    selftest,
-    status,
-    stop,
-    submit,
-    xid,
-)
+import argparse
+import importlib
+from typing import Any, Protocol, cast
 
 COMMANDS = (
-    run,
-    submit,
-    status,
-    save,
-    stop,
-    events,
-    logs,
-    report,
-    explain,
-    checkpoints,
-    plan,
-    doctor,
-    selftest,
-    xid,
-    node,
-    completion,
-    man,
-    dev,
+    "run",
+    "submit",
+    "status",
+    "save",
+    "stop",
+    "events",
+    "logs",
+    "report",
+    "explain",
+    "checkpoints",
+    "plan",
+    "doctor",
+    "selftest",
+    "xid",
+    "node",
+    "completion",
+    "man",
+    "dev",
 )
+
+
+class Command(Protocol):
+    """What a command module has."""
+
+    def add(self, subcommands: argparse._SubParsersAction[Any]) -> None:
+        """Declare its arguments."""
+        ...
+
+
+def load(name: str) -> Command:
+    """Return the module of a command."""
+    return cast("Command", importlib.import_module(f"{__name__}.{name}"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.story import play
+from stepkeeper.simulating.scenario import play
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 

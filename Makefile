@@ -7,7 +7,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
 AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 STEPKEEPER_REQUIRE_SLURM=$(STEPKEEPER_REQUIRE_SLURM)
 # three at a time: stories mostly wait for Slurm
 PYTEST = -p no:cacheprovider -n 3 --dist worksteal --durations=30 --durations-min=5
-PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev
+PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs
 V := .venv/bin
 
 help:  ## this list
@@ -52,6 +52,7 @@ bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/ben
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption
 	$(AS_ROOT) $(V)/python -m tests.bench_fault
 	$(AS_ROOT) $(V)/python -m tests.bench_agent
+	$(AS_ROOT) $(V)/python -m tests.bench_start
 
 bench-checkpoint: setup  ## what checkpoints cost, against torch's own (docs/benchmarks-checkpoint.md)
 	$(V)/python -m tests.bench_checkpoint $(BENCH)

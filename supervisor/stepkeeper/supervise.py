@@ -195,6 +195,9 @@ class Supervisor:
             changes["checkpoint_step"] = event.step
         if isinstance(event, on.CheckpointChosen):
             changes |= {"resumed_from": event.directory, "checkpoint_step": event.step}
+        if isinstance(event, on.RankHello) and state.resume_step != before.resume_step:
+            told = f"step {state.resume_step}, which the ranks brought"
+            changes |= {"resumed_from": told, "checkpoint_step": state.resume_step}
         if decision.why:
             changes["why"] = decision.why
             phase = {"phase": state.phase.value}
@@ -363,6 +366,7 @@ class Supervisor:
             address=effect.address,
             port=effect.port,
             resume_from=effect.resume_from,
+            newest=not effect.went_back,
         )
         self.launch = launch.Launch(job, meeting, self.environment, inbox=self.inbox)
 

@@ -66,5 +66,6 @@ def test_a_step_that_only_the_nodes_disks_have_is_gone_on_from_and_said_so(lab: 
     training.wait_end()
 
     assert (chosen.step or 0) < 20, training.story()
+    assert any("the ranks go on from step 20, and not from" in record.why for record in training.records())
     assert "step=20" in said(training, "step_brought")[0], training.story()
     assert_complete(training, reference)

@@ -68,6 +68,7 @@ class StartLaunch(_Effect, frozen=True, kw_only=True, tag="start_launch"):
     address: str
     port: int
     nodes: tuple[str, ...] = ()
+    went_back: bool | None = None  # true: on purpose, and the ranks take nothing newer from a tier
 
 
 class RequestSave(_Effect, frozen=True, kw_only=True, tag="request_save"):

@@ -286,6 +286,7 @@ class RankHello(_RankEvent, frozen=True, kw_only=True, tag="rank_hello"):
 
     rank: int
     node: str
+    resumed_step: int | None = None  # it goes on from here; None where it has not loaded anything, or not yet
 
 
 class RankExited(_RankEvent, frozen=True, kw_only=True, tag="rank_exited"):

@@ -57,6 +57,7 @@ def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decisi
         why = f"{state.first_failure}; no way back: {event.error}"
         plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS)
         return stop(state, event.at, plan, policy)
+    state = replace(state, went_back=True)
     return Decision(state, (do.ChooseCheckpoint(),), f"rolled back to {event.directory}")
 
 

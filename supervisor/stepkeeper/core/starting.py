@@ -195,7 +195,12 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         plan=None,
     )
     effect = do.StartLaunch(
-        launch=state.launch, nodes=nodes, resume_from=state.resume_from, address=event.address, port=event.port
+        launch=state.launch,
+        nodes=nodes,
+        resume_from=state.resume_from,
+        went_back=state.went_back or None,
+        address=event.address,
+        port=event.port,
     )
     return Decision(state, (effect,), f"the nodes are clear and fit{_shape(state)}")
 

@@ -147,6 +147,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     found: Finding | None = None  # what we saw ourselves
     failure: Failure | None = None  # of the launch before, until it is settled what follows
     rolling_back: bool = False  # the lineage is being led to an older step
+    went_back: bool = False  # it was, and nothing is committed since: what a tier has newer must not return
 
     # why it ends
     plan: Plan | None = None

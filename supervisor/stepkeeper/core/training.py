@@ -39,11 +39,16 @@ def _begun(state: State, at: float, policy: Policy) -> State:
 
 def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision:
     """The script can save, stop and resume."""
-    if event.launch != state.launch or not state.running or state.heard:
+    if event.launch != state.launch or not state.running:
         return Decision(state)
-    return Decision(
-        alive(_heard(state), event.at, policy), (), "the trainer library answers: this script can save and resume"
-    )
+    why = "" if state.heard else "the trainer library answers: this script can save and resume"
+    if event.resumed_step is not None and event.resumed_step != state.resume_step:
+        chosen = f"step {state.resume_step}" if state.resume_step is not None else "the beginning"
+        why = f"the ranks go on from step {event.resumed_step}, and not from {chosen}: a tier or the script has it so"
+        state = replace(state, resume_step=event.resumed_step)
+    elif state.heard:
+        return Decision(state)
+    return Decision(alive(_heard(state), event.at, policy), (), why)
 
 
 def _heard(state: State) -> State:
@@ -74,7 +79,8 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     if event.launch != state.launch or not state.running:
         return Decision(state)
     pace = replace(state.pace, save=max(state.pace.save, event.seconds))
-    state = alive(replace(state, saving=None, bus_restarts=0, node_losses=0, pace=pace), event.at, policy)
+    state = replace(state, saving=None, bus_restarts=0, node_losses=0, pace=pace, went_back=False)
+    state = alive(state, event.at, policy)
     state = expecting(state, policy) if state.limit_at is not None else state
     why = f"step {event.step} is committed"
     if event.drift:

@@ -156,6 +156,8 @@ class _Teller:
                 launch.begun = True
             case on.RankHello():
                 launch.heard = launch.begun = True
+                if event.resumed_step is not None and event.resumed_step != launch.resumed_step:
+                    launch.resumed_step, launch.resumed_from = event.resumed_step, ""
             case on.Progressed():
                 rows = self.seen.progress.setdefault((attempt.number, launch.number), Rows())
                 rows.add(event.at, event.step, event.loss, event.tokens)

@@ -282,7 +282,7 @@ class Bus:
                     at=at, launch=launch, rank=word.rank, node=node, code=word.code, signal=word.signal
                 )
             case words.Hello():
-                return on.RankHello(at=at, launch=launch, rank=word.rank, node=node)
+                return on.RankHello(at=at, launch=launch, rank=word.rank, node=node, resumed_step=word.resumed_step)
             case _:
                 names = set(word.__struct_fields__) - {"launch", "rank"}  # the rest is the same in both
                 return _EVENTS[type(word)](at=at, launch=launch, **{name: getattr(word, name) for name in names})

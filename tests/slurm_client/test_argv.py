@@ -147,6 +147,8 @@ def test_what_the_ranks_find_in_their_environment():
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/run/logs/attempt-002/launch-003/stacks/nccl-of-rank-",
+        "WANDB_RUN_ID": "r1",
+        "WANDB_RESUME": "allow",
         "MASTER_ADDR": "n1",
         "MASTER_PORT": "29501",
         "PYTHONUNBUFFERED": "1",

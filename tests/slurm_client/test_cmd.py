@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+import msgspec
 import pytest
 
 from stepkeeper.actions.launch import launch_environment
@@ -190,3 +191,24 @@ def test_cpus_that_the_user_set_for_srun_stay() -> None:
     variables = {"SLURM_CPUS_PER_TASK": "8", "SRUN_CPUS_PER_TASK": "3"}
 
     assert launch_environment(job("srun", "x"), meeting(), variables)["SRUN_CPUS_PER_TASK"] == "3"
+
+
+# --- experiment trackers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", ["python t.py", "torchrun t.py", "srun python t.py"])
+def test_each_attempt_goes_on_in_one_run_of_the_tracker(line: str) -> None:
+    first = job(*line.split())
+    later = msgspec.structs.replace(first, attempt=9)
+
+    told = [launch_environment(each, meeting(), {}) for each in (first, later)]
+
+    assert [each["WANDB_RUN_ID"] for each in told] == ["r1", "r1"]
+    assert [each["WANDB_RESUME"] for each in told] == ["allow", "allow"]
+
+
+@pytest.mark.parametrize("named", ["mine", ""])
+def test_a_run_of_the_tracker_that_the_user_named_stays(named: str) -> None:
+    theirs = launch_environment(job("x"), meeting(), {"WANDB_RUN_ID": named, "WANDB_RESUME": "must"})
+
+    assert (theirs["WANDB_RUN_ID"], theirs["WANDB_RESUME"]) == (named, "must")

@@ -126,6 +126,7 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         "STEPKEEPER_TASKS_PER_NODE": str(job.geometry.tasks_per_node),
         "STEPKEEPER_ERROR_DIR": str(errors_directory(job, meeting.launch)),
         **nccl_recorder(job, meeting.launch, environment),
+        **wandb_run(job, environment),
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
         **job.told,
@@ -173,6 +174,16 @@ def nccl_recorder(job: Job, launch: int, environment: Mapping[str, str]) -> dict
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{place}/nccl-of-rank-",
     }
     return {name: value for name, value in defaults.items() if name not in environment}
+
+
+def wandb_run(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what has `wandb.init()` of each attempt go on in one run; nothing where the user has named one.
+
+    An empty WANDB_RUN_ID counts as named: for scripts in which every rank has a run of its own.
+    """
+    if "WANDB_RUN_ID" in environment:
+        return {}
+    return {"WANDB_RUN_ID": job.run_id, "WANDB_RESUME": environment.get("WANDB_RESUME", "allow")}
 
 
 class Launch:

@@ -29,7 +29,7 @@ from stepkeeper.sources import asked, signals
 from stepkeeper.sources import lease as lease_source
 from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
-from stepkeeper.store import journal, rundir, tenure
+from stepkeeper.store import journal, rundir, sharing, tenure
 from stepkeeper.supervise import Setting, Supervisor
 from stepkeeper.telemetry.starting import exported
 from stepkeeper.telemetry.tally import TalliedJournal, Tally
@@ -172,7 +172,10 @@ def execute(arguments: argparse.Namespace) -> int:
         setting=setting, client=client, inbox=inbox, journal=writer, environment=environment, log=log
     )
     try:
-        with exported(settings, directory, tally, lambda: supervisor.status, now=clock.now, log=log):
+        with (
+            sharing.kept(directory.path, wanted=settings.group_readable),
+            exported(settings, directory, tally, lambda: supervisor.status, now=clock.now, log=log),
+        ):
             return supervisor.run()
     finally:
         out.drain(LOG_WITHIN_S)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import msgspec
+
 from stepkeeper import __version__
 from stepkeeper.node.client import AgentError, connect
 from stepkeeper.slurm.client import SlurmClient, SlurmError
@@ -50,6 +52,38 @@ def requeue(
         except SlurmError as error:
             trouble.append(f"the excluded nodes could not be set: {error}")
     return "; ".join(trouble)
+
+
+class Again(msgspec.Struct, frozen=True, kw_only=True):
+    """The job that goes on with the run in place of ours."""
+
+    job_id: int
+    besides: str  # what did not succeed, or may differ, in words
+
+
+def resubmit(
+    client: SlurmClient, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
+) -> Again:
+    """Submit the job again where Slurm may not requeue it, once; the arguments are those of `requeue`.
+
+    Raises:
+        SlurmError: it is not submitted; the message says how a person does it.
+        OSError: the same, for the node's own disk.
+    """
+    trouble = []
+    listed: tuple[str, ...] = ()
+    try:
+        listed = _merged(client, assignment.slurm_name, len(assignment.nodes), exclude, readmit)
+    except SlurmError as error:
+        trouble.append(f"no nodes are excluded: {error}")
+    new = client.resubmit(
+        assignment.slurm_name, assignment.run_directory, len(assignment.nodes), assignment.words, listed
+    )
+    if new.found:
+        trouble.append("it had been submitted before")
+    if new.unknown:
+        trouble.append(f"what it may lack of job {assignment.slurm_name}: {'; '.join(new.unknown)}")
+    return Again(job_id=new.job_id, besides="; ".join(trouble))
 
 
 def _hasten(assignment: Assignment, excluded: tuple[str, ...] | None) -> None:

@@ -299,7 +299,7 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
             facts |= draw(st.sampled_from(_ANSWERS))
             return on.SlurmAnswered(at=at, job=on.JobFacts(slurm_state="?", **facts)), []
         case do.Requeue():
-            return on.RequeueAnswered(at=at, ok=draw(st.booleans())), []
+            return on.RequeueAnswered(at=at, ok=draw(st.booleans()), forbidden=draw(st.booleans())), []
         case do.Exit():
             return None, []
         case _:

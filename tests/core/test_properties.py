@@ -98,7 +98,8 @@ def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
         job = turn.event.job
         assert job is not None
         assert job.restarts == 0
-        assert job.requeue_allowed
+        (ordered,) = turn.ordered(do.Requeue)
+        assert job.requeue_allowed or ordered.resubmit
         assert job.state not in (on.JobState.COMPLETING, on.JobState.ENDED) or job.reason == "TimeLimit"
         assert turn.before.phase is Phase.REQUEUEING
         assert not turn.before.running

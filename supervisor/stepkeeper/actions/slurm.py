@@ -54,10 +54,19 @@ def requeue(client: SlurmClient, assignment: Assignment, ours: Lease, effect: do
             inbox.put(on.Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))
             return
         try:
-            outcome = requeueing.requeue(client, assignment, exclude=effect.exclude, readmit=effect.readmit)
-        except SlurmError as failure:
-            inbox.put(on.RequeueAnswered(at=inbox.clock.now(), ok=False, error=str(failure)))
+            if effect.resubmit:
+                new = requeueing.resubmit(client, assignment, exclude=effect.exclude, readmit=effect.readmit)
+                outcome, job_id = new.besides, new.job_id
+            else:
+                outcome = requeueing.requeue(client, assignment, exclude=effect.exclude, readmit=effect.readmit)
+                job_id = None
+        except (SlurmError, OSError) as failure:
+            # whatever refuses a new job (a limit, a filter) does so while this one is there
+            refused = isinstance(failure, SlurmError) and not failure.unreachable
+            forbidden = isinstance(failure, SlurmError) and (failure.forbidden or (refused and effect.resubmit))
+            at = inbox.clock.now()
+            inbox.put(on.RequeueAnswered(at=at, ok=False, error=str(failure), forbidden=forbidden))
         else:
-            inbox.put(on.RequeueAnswered(at=inbox.clock.now(), ok=True, error=outcome))
+            inbox.put(on.RequeueAnswered(at=inbox.clock.now(), ok=True, error=outcome, job_id=job_id))
 
     inbox.run_thread("requeue", work)

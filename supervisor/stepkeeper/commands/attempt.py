@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from stepkeeper.actions.launch import Job
@@ -9,10 +10,11 @@ from stepkeeper.config import tiers
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.slurm import resubmission
 from stepkeeper.slurm.allocation import Allocation
 from stepkeeper.slurm.argv import Geometry
 from stepkeeper.store import journal, rundir
-from stepkeeper_trainer.formats import outcome
+from stepkeeper_trainer.formats import lease, outcome
 
 
 def carried(directory: rundir.RunDirectory) -> journal.Carried:
@@ -23,6 +25,22 @@ def carried(directory: rundir.RunDirectory) -> journal.Carried:
         raise StepkeeperError(
             f"{directory.journal}: cannot be read: {error.strerror}", ExitCode.RUN_DIRECTORY
         ) from error
+
+
+def continued(environment: dict[str, str]) -> Path | None:
+    """Take out of the environment whose run this job goes on with, where it was submitted in place of another.
+
+    It must be that job's run still, or ours already: the variable may have been inherited by any other job.
+    """
+    number, _, directory = environment.pop(resubmission.CONTINUES, "").partition(":")
+    if not number.isdigit() or not os.path.isabs(directory):
+        return None
+    try:
+        held = lease.read(Path(directory))
+    except (OSError, lease.LeaseError):
+        return None  # another place than that is then what the settings say
+    ours = environment.get("SLURM_JOB_ID", "")
+    return Path(directory) if held is not None and str(held.job_id) in (number, ours) else None
 
 
 def finished_step(path: Path) -> int | None:

@@ -94,6 +94,8 @@ def execute(arguments: argparse.Namespace) -> int:
         kill_wait_s=cluster.kill_wait_s,
         nonce=secrets.token_hex(8),
         started_at=clock.now(),
+        resubmit=settings.policy.resubmit == "auto",
+        words=tuple(sys.argv[1:]),
     )
     setting = Setting(
         directory=directory,
@@ -206,10 +208,10 @@ def _show(arguments: argparse.Namespace) -> int:
     return dry_run.show(sources, environment, _command(arguments.cmd), as_json=arguments.json)
 
 
-def _configure(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Config, rundir.RunDirectory]:
+def _configure(arguments: argparse.Namespace, environment: dict[str, str]) -> tuple[Config, rundir.RunDirectory]:
     """Return the configuration and the run directory, which holds a part of it."""
     sources = _sources(arguments, environment)
-    path = rundir.expand(sources.resolve().settings.run_dir, environment)
+    path = attempt.continued(environment) or rundir.expand(sources.resolve().settings.run_dir, environment)
     config = sources.resolve(path)
     is_default = config.values["run_dir"].origin is Origin.DEFAULT
     return config, rundir.prepare(path, group_readable=config.settings.group_readable, default=is_default)

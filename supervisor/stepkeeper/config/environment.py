@@ -9,6 +9,7 @@ from stepkeeper.config.settings import SETTINGS, VARIABLE_PREFIX
 from stepkeeper.config.values import from_text, nearest, shown
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.slurm.environment import KEPT
 
 # What Stepkeeper tells ranks and watchers: a run that is started inside another one inherits it.
 TOLD = frozenset(
@@ -18,6 +19,7 @@ TOLD = frozenset(
         "ERROR_DIR", "REASON", "EXIT_CODE", "CAUSE", "JOB_ID",  # the last four the notify command
         "RESUME_NEWEST", "RELIABILITY",
         "CHECKPOINT_EVERY", "RETENTION",  # what the user tells the ranks
+        "CONTINUES",  # what a job that was submitted in place of another is told
     )
 )  # fmt: skip
 # What a site's environment module sets for any software; the training may want it, we do not.
@@ -33,7 +35,7 @@ def read(environment: Mapping[str, str]) -> dict[str, Entry]:
     by_variable = {setting.variable: setting for setting in SETTINGS.values() if setting.variable}
     entries = {}
     for name, text in sorted(environment.items()):
-        if not name.startswith(VARIABLE_PREFIX) or name in TOLD or name in MODULES:
+        if not name.startswith(VARIABLE_PREFIX) or name in TOLD or name in MODULES or name.startswith(KEPT):
             continue
         if name not in by_variable:
             raise StepkeeperError(

@@ -149,6 +149,7 @@ class Requeue(_Effect, frozen=True, kw_only=True, tag="requeue"):
 
     exclude: tuple[str, ...] = ()  # nodes to add to the job's list of excluded ones
     readmit: tuple[str, ...] = ()  # that we excluded earlier, and whose time is over
+    resubmit: bool = False  # Slurm may not requeue it: submit another job in its place, once
 
 
 class AnswerAsk(_Effect, frozen=True, kw_only=True, tag="answer_ask"):

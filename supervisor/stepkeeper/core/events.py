@@ -149,6 +149,8 @@ class RequeueAnswered(_Event, frozen=True, kw_only=True, tag="requeue_answered")
 
     ok: bool
     error: str = ""  # where it is ok: what did not succeed besides
+    job_id: int | None = None  # of the job that was submitted in its place
+    forbidden: bool = False  # the site does not allow it: to try again is of no use
 
 
 # --- the bus --------------------------------------------------------------------------------------

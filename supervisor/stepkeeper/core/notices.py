@@ -192,7 +192,8 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     if judgement.notice is Notice.CANCELLED:
         plan = Plan(next=Next.END, why=f"cancelled meanwhile ({job.slurm_state})", code=ExitCode.CANCELLED)
         return close(state, event.at, plan, policy)
-    if not job.requeue_allowed:
+    anew = state.resubmitting or not job.requeue_allowed
+    if anew and policy.resubmit == "never":
         why = "Slurm does not requeue this job (Requeue=0): submit it again with the same --run-dir"
         plan = Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED)
         return close(state, event.at, plan, policy)
@@ -205,7 +206,11 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
         why += f"; without {', '.join(exclusion.node for exclusion in now)}"
     deadline = event.at + policy.requeue_within_s
     state = replace(state, requesting=True, deadline_at=deadline, excluded=now, readmit=readmit)
-    return Decision(state, (do.Requeue(exclude=tuple(exclusion.node for exclusion in now), readmit=readmit),), why)
+    exclude = tuple(exclusion.node for exclusion in now)
+    if anew:
+        state = replace(state, resubmitting=True)
+        why += "; Slurm may not requeue this job: it is submitted again"
+    return Decision(state, (do.Requeue(exclude=exclude, readmit=readmit, resubmit=anew),), why)
 
 
 def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy) -> Decision:
@@ -215,9 +220,17 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
     if event.ok:
         assert state.plan is not None, "REQUEUEING is entered with a plan"
         besides = f"; {event.error}" if event.error else ""
-        return close(state, event.at, Plan(next=Next.END, why=f"requeued: {state.plan.why}{besides}"), policy)
+        how = "requeued" if event.job_id is None else f"submitted again as job {event.job_id}"
+        return close(state, event.at, Plan(next=Next.END, why=f"{how}: {state.plan.why}{besides}"), policy)
     if not state.requesting:
         return Decision(state)  # too late: it was given up, and counted
+    if event.forbidden and (state.resubmitting or policy.resubmit == "never"):
+        why = f"Slurm takes this job no more: {event.error}"
+        return close(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED), policy)
+    if event.forbidden:
+        deadline = event.at + policy.ask_within_s
+        state = replace(state, requesting=False, resubmitting=True, deadline_at=deadline)
+        return ask(state, f"the requeue is not allowed ({event.error}); may the job be submitted again?")
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
 
 

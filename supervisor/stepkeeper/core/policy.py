@@ -80,6 +80,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     failures_max: int = 3
     """Launches that failed without a newly verified step in between; then the run stops."""
 
+    resubmit: str = "auto"
+    """Where Slurm may not requeue the job (`--no-requeue`, JobRequeue=0): submit it again, to start after its end and
+    to go on with its run (auto), or end and say how to go on (never)."""
+
     node_losses_max: int = 10
     """Lost and faulty nodes without a newly verified step in between; then the run stops."""
 

@@ -159,6 +159,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     asking: bool = False  # at most one question is under way
     again: bool = False  # something happened since it was asked: its answer may be out of date
     requesting: bool = False  # a requeue was ordered, and not answered
+    resubmitting: bool = False  # the site let us requeue nothing: the job is submitted again instead
     verifying: str | None = None  # directory that is being read back
 
     answered: tuple[str, ...] = ()  # asks of people, the newest

@@ -322,7 +322,8 @@ class Clockwork:
             case do.AskSlurm():
                 self._later(world.slurm_s, on.SlurmAnswered(at=0, job=self._job()))
             case do.Requeue():
-                self._later(world.slurm_s, on.RequeueAnswered(at=0, ok=True))
+                again = 2 if effect.resubmit else None
+                self._later(world.slurm_s, on.RequeueAnswered(at=0, ok=True, job_id=again))
             case do.Exit():
                 self._exit(effect)
             case _:

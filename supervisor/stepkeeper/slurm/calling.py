@@ -19,6 +19,7 @@ def call(
     delays: Collection[str],
     environment: Mapping[str, str] | None = None,
     directory: str | None = None,
+    instead_of_ours: bool = False,
 ) -> str:
     """Return what a command prints; times are Unix seconds.
 
@@ -29,6 +30,7 @@ def call(
         delays: words in its complaint, lower case, that mean that the controller did not answer.
         environment: on top of our own.
         directory: where it runs; ours by default.
+        instead_of_ours: `environment` is all it gets.
 
     Raises:
         SlurmError: it could not be run, was refused, or did not answer in time.
@@ -41,7 +43,12 @@ def call(
             errors="replace",
             timeout=within_s,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **(environment or {}), "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"},
+            env={
+                **({} if instead_of_ours else os.environ),
+                **(environment or {}),
+                "SLURM_TIME_FORMAT": "%s",
+                "LC_ALL": "C",
+            },
             check=False,
             cwd=directory,
             start_new_session=True,  # a signal to our process group must not end a call half-way

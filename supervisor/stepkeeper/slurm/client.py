@@ -9,6 +9,8 @@ import msgspec
 
 from stepkeeper.core.events import JobFacts
 
+_FORBIDDEN = ("presently disabled", "permission denied", "not permitted", "invalid user id")
+
 
 class SlurmError(Exception):
     """A call failed: `unreachable` if the controller did not answer, else Slurm refused it."""
@@ -16,6 +18,20 @@ class SlurmError(Exception):
     def __init__(self, message: str, *, unreachable: bool = False) -> None:
         super().__init__(message)
         self.unreachable = unreachable
+
+    @property
+    def forbidden(self) -> bool:
+        """Whether the site does not let us do this: to try it again is of no use."""
+        said = str(self).lower()
+        return not self.unreachable and any(words in said for words in _FORBIDDEN)
+
+
+class Resubmitted(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that goes on with the run of another one, which Slurm may not requeue."""
+
+    job_id: int
+    found: bool = False  # it was there: submitted by somebody who was ended before he could say so
+    unknown: tuple[str, ...] = ()  # in what it may differ from the job before
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +66,20 @@ class SlurmClient(Protocol):
 
     def requeue(self, job: str) -> None:
         """Requeue a job of our own."""
+        ...
+
+    def resubmit(
+        self, job: str, run_directory: str, nodes: int, words: Sequence[str] = (), exclude: Sequence[str] = ()
+    ) -> Resubmitted:
+        """Submit a job of our own again, to start after its end and to go on with its run; once, however often asked.
+
+        Args:
+            job: Ours: what cannot be read off the job is taken from our environment.
+            run_directory: Absolute.
+            nodes: That the job was submitted with; some may have been given back since.
+            words: Our own command line: it may tell the batch script's arguments exactly.
+            exclude: Nodes on which the new job may not run.
+        """
         ...
 
     def exclude(self, job: str, nodes: Sequence[str]) -> None:

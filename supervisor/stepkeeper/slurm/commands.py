@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepkeeper.core.events import JobFacts, JobState
+from stepkeeper.redaction import redact
+from stepkeeper.slurm import resubmission
 from stepkeeper.slurm.calling import call
-from stepkeeper.slurm.client import ClusterSettings, SlurmError
+from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError
 
 CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller does not answer
+SUBMIT_WITHIN_S = 20.0  # a site's own filter may take its time
 _UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket timed out", "communication")
 # a state that is not listed here is none that decisions depend on: never take it for the end of a job
 _STATES = {
@@ -74,6 +78,50 @@ class SlurmCommands:
     def requeue(self, job: str) -> None:
         """See `SlurmClient`."""
         self._call("scontrol", "requeue", job)
+
+    def resubmit(
+        self, job: str, run_directory: str, nodes: int, words: Sequence[str] = (), exclude: Sequence[str] = ()
+    ) -> Resubmitted:
+        """See `SlurmClient`."""
+        shown = self._call("scontrol", "-o", "show", "job", job).splitlines()[0]
+        number = _field(shown, "JobId") or ""
+        ours = resubmission.marker(shown)
+        all_ours = ("squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%A|%k")
+        listing = self._call(*all_ours)
+        if (there := resubmission.followed_by(listing, ours)) is not None:
+            return Resubmitted(job_id=there, found=True)
+        script = self._call("scontrol", "write", "batch_script", job, "-")
+        planned = resubmission.plan(
+            shown,
+            script,
+            os.environ,
+            words,
+            nodes=nodes,
+            exclude=",".join(exclude),
+            comment=resubmission.comment_of(listing, int(number), ours),
+        )
+        environment = resubmission.environment_of(os.environ, run_directory, number)
+        places = (os.environ.get("SLURM_SUBMIT_DIR", ""), planned.directory)
+        with tempfile.TemporaryDirectory(prefix="stepkeeper-") as directory:  # ours alone: scripts may hold secrets
+            path = os.path.join(directory, os.path.basename(planned.script or "batch.sh"))
+            with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+                file.write(script)
+            try:
+                said = call(
+                    ["sbatch", "--parsable", *planned.options, path, *planned.arguments],
+                    SUBMIT_WITHIN_S,
+                    what="sbatch",
+                    delays=_UNREACHABLE,
+                    environment=environment,
+                    instead_of_ours=True,
+                    directory=next((place for place in places if os.path.isdir(place)), "/"),
+                )
+            except SlurmError as error:
+                if error.unreachable:
+                    raise
+                by_hand = redact(planned.command(number, run_directory))
+                raise SlurmError(f"{error}; to go on by hand: {by_hand}") from error
+        return Resubmitted(job_id=int(said.strip().partition(";")[0]), unknown=planned.unknown)
 
     def exclude(self, job: str, nodes: Sequence[str]) -> None:
         """See `SlurmClient`."""

@@ -29,6 +29,8 @@ _GEOMETRY = frozenset(
 # What would make a Python of ours load somebody else's modules, or behave otherwise.
 _PYTHON = frozenset(("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONWARNINGS"))
 
+KEPT = "STEPKEEPER_KEPT_"  # before the name of a variable that a watcher must not use, but may have to pass on
+
 
 def scrub_geometry(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without what srun would take for options."""
@@ -42,6 +44,11 @@ def scrub_geometry(environment: Mapping[str, str]) -> dict[str, str]:
 def without_python(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without what steers a Python interpreter: for our own processes."""
     return {name: value for name, value in environment.items() if name not in _PYTHON}
+
+
+def kept_python(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what `without_python` leaves out, under other names: a watcher that submits the job again needs it."""
+    return {f"{KEPT}{name}": value for name, value in environment.items() if name in _PYTHON}
 
 
 def node_name() -> str:

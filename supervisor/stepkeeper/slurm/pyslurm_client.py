@@ -3,8 +3,8 @@
 In ours it would hold the GIL while it waits for the controller, and end us where it finds no slurm.conf.
 
 What pyslurm cannot do as it must be done is left to Slurm's commands: `cancel` (it judges by an errno that the call
-before may have left), `keep` (it cannot change the nodes of a running job), `comment`, `hostnames`, and the tasks of
-an array.
+before may have left), `keep` (it cannot change the nodes of a running job), `comment`, `hostnames`, `resubmit` (it
+gives no batch script), and the tasks of an array.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.slurm import pyslurm_child
-from stepkeeper.slurm.client import ClusterSettings, SlurmClient, SlurmError
+from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmClient, SlurmError
 from stepkeeper.slurm.commands import CALL_WITHIN_S, SlurmCommands, job_state
 
 ENDS_WITHIN_S = 1.0  # after SIGKILL
@@ -176,6 +176,12 @@ class PyslurmClient:
             self._call("requeue", int(job))
         else:
             self._commands.requeue(job)
+
+    def resubmit(
+        self, job: str, run_directory: str, nodes: int, words: Sequence[str] = (), exclude: Sequence[str] = ()
+    ) -> Resubmitted:
+        """See `SlurmClient`."""
+        return self._commands.resubmit(job, run_directory, nodes, words, exclude)
 
     def exclude(self, job: str, nodes: Sequence[str]) -> None:
         """See `SlurmClient`."""

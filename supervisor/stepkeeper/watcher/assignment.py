@@ -27,6 +27,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     kill_wait_s: float
     nonce: str  # nobody can guess it: another user could take the ranks' address first
     started_at: float = 0.0  # of the attempt, Unix seconds
+    resubmit: bool = False  # submit the job again where Slurm may not requeue it
+    words: tuple[str, ...] = ()  # the supervisor's own command line
     bus: int = 0  # the higher one takes over from the lower
 
     @property

@@ -75,13 +75,32 @@ def rescue(assignment: Assignment, node: str, *, lease_ran_out: bool, client: Sl
             return Result(done=True, why=f"the job was ended from outside ({job.slurm_state} {job.reason})")
         now = time.time()
         excluded = [exclusion.node for exclusion in carried.excluded if exclusion.until > now]
-        besides = requeueing.requeue(client, assignment, exclude=excluded)
+        besides, how = _again(client, assignment, excluded, allowed=job.requeue_allowed)
         rescued = Rescued(at=now, job_id=assignment.job_id, restart_count=assignment.restart_count, node=node)
         append_line(run_directory / RESCUES_NAME, msgspec.json.encode(rescued))
     except (OSError, ValueError, SlurmError) as error:
         return Result(done=False, why=str(error))
-    why = f"requeued job {name}: its supervisor is gone"
+    why = f"{how}: its supervisor is gone"
     return Result(done=True, why=f"{why}; {besides}" if besides else why)
+
+
+def _again(client: SlurmClient, assignment: Assignment, excluded: list[str], *, allowed: bool) -> tuple[str, str]:
+    """Requeue the job, or submit it again where Slurm may not; return what did not succeed besides, and how it went.
+
+    Raises:
+        SlurmError, OSError: neither was done.
+    """
+    name = assignment.slurm_name
+    try:
+        if allowed:
+            return requeueing.requeue(client, assignment, exclude=excluded), f"requeued job {name}"
+    except SlurmError as error:
+        if not (error.forbidden and assignment.resubmit):
+            raise
+    if not assignment.resubmit:
+        raise SlurmError(f"Slurm may not requeue job {name}, and it shall not be submitted again (resubmit=never)")
+    new = requeueing.resubmit(client, assignment, exclude=excluded)
+    return new.besides, f"job {name} is submitted again as job {new.job_id}"
 
 
 def was_cancelled(job: JobFacts) -> bool:

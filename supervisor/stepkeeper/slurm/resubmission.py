@@ -1,0 +1,318 @@
+"""Submitting a job again where Slurm may not requeue it: what sbatch is told, as far as that can be known.  Pure.
+
+The batch script brings its own `#SBATCH` lines along; what stood on sbatch's command line is read off the job.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.environment import KEPT
+
+CONTINUES = "STEPKEEPER_CONTINUES"  # `JOB:DIR`, for the new job: whose run it goes on with, and where that is
+_NONE = ("", "(null)", "N/A", "None", "Unknown")
+_AS_THEY_ARE = {  # field of `scontrol show job` -> option
+    "Partition": "partition",
+    "Account": "account",
+    "QOS": "qos",
+    "TimeLimit": "time",
+    "TimeMin": "time-min",
+    "Features": "constraint",
+    "Reservation": "reservation",
+    "Licenses": "licenses",
+    "Network": "network",
+    "WCKey": "wckey",
+    "Switches": "switches",
+    "ReqNodeList": "nodelist",
+    "MinMemoryNode": "mem",
+    "MinMemoryCPU": "mem-per-cpu",
+    "NtasksPerTRES": "ntasks-per-gpu",
+    "MailUser": "mail-user",
+    "MailType": "mail-type",
+}
+_NOT_CARRIED = {"BurstBuffer": "--bb", "TresBind": "--gpu-bind", "TresFreq": "--gpu-freq", "Power": "--power"}
+# that sbatch would take for options or pass on as if they were of the new job; and what Slurm sets for each job anew
+_OF_THE_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "STEPKEEPER_WATCHER", CONTINUES)
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL", "ENVIRONMENT")
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job is submitted again."""
+
+    options: tuple[str, ...]  # of sbatch
+    arguments: tuple[str, ...]  # of the batch script
+    script: str | None  # where the batch script was; None where it came from sbatch's standard input
+    directory: str  # in which it was submitted
+    unknown: tuple[str, ...]  # what may differ from the job before, in words
+
+    def command(self, job: str, run_directory: str) -> str:
+        """Return a shell line for a person who submits it by hand."""
+        script, get = self.script, ""
+        if script is None:
+            script, get = "batch.sh", f"scontrol write batch_script {shlex.quote(job)} batch.sh && "
+        variable = shlex.quote(f"{CONTINUES}={job_number(job)}:{run_directory}")
+        words = shlex.join(["sbatch", *self.options, script, *self.arguments])
+        return f"cd {shlex.quote(self.directory)} && {get}env {variable} {words}"
+
+
+def job_number(job: str) -> str:
+    """Return a job's id without the task of an array."""
+    return job.partition("_")[0]
+
+
+def marker(shown: str) -> str:
+    """Return what the comment of the job that follows on this one says, so that no second one is submitted."""
+    _, rest = _behind_the_name(shown)
+    return f"stepkeeper:after={_field(shown, 'JobId')}.{rest.get('Restarts', '0')}"
+
+
+def plan(
+    shown: str,
+    script: str,
+    environment: Mapping[str, str],
+    words: Sequence[str],
+    *,
+    nodes: int,
+    exclude: str,
+    comment: str,
+) -> Submission:
+    """Return how the job is submitted again.
+
+    Args:
+        shown: `scontrol -o show job`.
+        script: its batch script.
+        environment: of a process of the job.
+        words: the supervisor's own command line: where it ends as the script's arguments do, those are known exactly.
+        nodes: of the job as it was submitted; some may have been given back since.
+        exclude: a node list.
+        comment: of the new job.
+
+    Raises:
+        SlurmError: Slurm's answer is none that this version can read.
+    """
+    number = _field(shown, "JobId")
+    name, rest = _behind_the_name(shown)
+    options = [
+        f"--dependency=afterany:{number}",
+        f"--job-name={name}",
+        f"--comment={comment}",
+        "--begin=now",
+        "--open-mode=append",  # the same log: never truncated
+        "--requeue" if rest.get("Requeue") == "1" else "--no-requeue",
+        f"--export={_export(environment)}",
+        f"--nodes={nodes}",
+        *_tasks(rest, nodes, environment),
+        *(f"--{option}={value}" for field, option in _AS_THEY_ARE.items() if (value := rest.get(field))),
+        *_devices(rest, script),
+        *_sharing(rest),
+        *([f"--deadline={_local(deadline)}"] if (deadline := rest.get("Deadline")) else []),
+        *_streams(rest),
+        *_submit_line(rest),
+    ]
+    if exclude:
+        options.append(f"--exclude={exclude}")
+    if task := environment.get("SLURM_ARRAY_TASK_ID") or _field(shown, "ArrayTaskId"):
+        options.append(f"--array={task}")
+    path, arguments, exact = _arguments(rest, words)
+    return Submission(
+        options=tuple(options),
+        arguments=arguments,
+        script=path,
+        directory=rest.get("WorkDir") or "/",
+        unknown=tuple(_unknown(rest, script, exact=exact)),
+    )
+
+
+def environment_of(environment: Mapping[str, str], run_directory: str, job_id: str) -> dict[str, str]:
+    """Return the environment in which the new job is submitted: ours, without what belongs to this job.
+
+    SLURM_CONF stays: it says which cluster.
+    """
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name == "SLURM_CONF" or (not name.startswith(_OF_THE_JOB) and name not in _DEVICES)
+    }
+    kept |= {name.removeprefix(KEPT): kept.pop(name) for name in list(kept) if name.startswith(KEPT)}
+    return {**kept, CONTINUES: f"{job_id}:{run_directory}"}
+
+
+def followed_by(listing: str, wanted: str) -> int | None:
+    """Return the job whose comment says that it follows, from lines of `ID|COMMENT`; the newest, if there are more."""
+    found = [
+        int(number)
+        for number, _, comment in (line.strip().partition("|") for line in listing.splitlines())
+        if number.isdigit() and wanted in comment.split()
+    ]
+    return max(found, default=None)
+
+
+def comment_of(listing: str, number: int, ours: str) -> str:
+    """Return the comment for the new job: that of the one before, with our word in it renewed."""
+    for line in listing.splitlines():
+        found, _, comment = line.strip().partition("|")
+        if found == str(number) and comment != "(null)":
+            kept = [word for word in comment.split() if not word.startswith("stepkeeper:")]
+            return " ".join([*kept, ours])
+    return ours
+
+
+def _behind_the_name(shown: str) -> tuple[str, dict[str, str]]:
+    """Return a job's name, which may hold anything, and the fields behind it.  Raises SlurmError."""
+    named = re.search(r" JobName=(.*) UserId=[^=]*\(\d+\) GroupId=", shown.partition(" Command=")[0])
+    if named is None:
+        raise SlurmError(f"scontrol show job: unexpected answer: {shown[:200]!r}")
+    return named.group(1), _fields(shown[named.end() :])
+
+
+def _fields(text: str) -> dict[str, str]:
+    """Return the fields behind a job's name.  Words of the user's stand in Command, SubmitLine and the comments."""
+    before, _, rest = text.partition(" Command=")
+    command, _, rest = rest.rpartition(" WorkDir=")
+    command, _, line = command.partition(" SubmitLine=")
+    fields = dict(re.findall(r"(?:^|\s)([A-Z][^\s=]*)=(\S*)", f"{before} {rest}"))
+    streams = re.search(r" StdErr=(.*) StdIn=(.*) StdOut=(.*?)(?= [A-Z]\w*=| *$)", rest.rstrip("\n"))
+    if streams is not None:
+        fields |= dict(zip(("StdErr", "StdIn", "StdOut"), streams.groups(), strict=True))
+    directory = re.match(r"(.*?)(?= (?:[A-Z]\w*Comment|Comment|StdErr)=|$)", rest)
+    fields |= {"Command": command, "SubmitLine": line, "WorkDir": directory.group(1) if directory else ""}
+    return {name: value for name, value in fields.items() if value not in _NONE}
+
+
+def _field(text: str, name: str) -> str | None:
+    """Return the value of a field that stands before all words of the user's but the job's name."""
+    match = re.search(rf"(?:^|\s){name}=(\S*)", text)
+    return match.group(1) if match and match.group(1) not in _NONE else None
+
+
+def _export(environment: Mapping[str, str]) -> str:
+    """Return what is exported: as the job was submitted, and always what says whose run it goes on with."""
+    before = environment.get("SLURM_EXPORT_ENV", "ALL")
+    names = [name for name in before.split(",") if name not in ("NONE", "NIL")]
+    return ",".join([*names, *(() if "ALL" in names else (CONTINUES,))])
+
+
+def _tasks(rest: Mapping[str, str], nodes: int, environment: Mapping[str, str]) -> list[str]:
+    options = []
+    per_node = (rest.get("NtasksPerN:B:S:C") or "0").partition(":")[0]
+    if per_node.isdigit() and int(per_node):
+        options.append(f"--ntasks-per-node={per_node}")
+    tasks = rest.get("NumTasks")
+    if tasks is not None and rest.get("NumNodes") == str(nodes):  # else it is of a job that has shrunk
+        options.append(f"--ntasks={tasks}")
+    per_task = environment.get("SLURM_CPUS_PER_TASK") or rest.get("CPUs/Task") or ""
+    if per_task.isdigit() and ("SLURM_CPUS_PER_TASK" in environment or int(per_task) > 1):
+        options.append(f"--cpus-per-task={per_task}")
+    return options
+
+
+def _devices(rest: Mapping[str, str], script: str) -> list[str]:
+    """Return GPUs and other generic resources: `gres:gpu:a100:4` of older Slurms, `gres/gpu:a100:4` of newer ones."""
+    options = []
+    per_node = _resources(rest, "TresPerNode")
+    if per_node:
+        directive = re.search(r"^#SBATCH\s.*--gpus-per-node", script, re.MULTILINE)
+        only_gpus = all(name.startswith("gpu:") for name in per_node)
+        if directive and only_gpus:  # the same option, which replaces the directive's: the two would add up
+            options.append(f"--gpus-per-node={','.join(name.removeprefix('gpu:') for name in per_node)}")
+        else:
+            options.append(f"--gres={','.join(per_node)}")
+    for field, option in (
+        ("TresPerJob", "gpus"),
+        ("TresPerSocket", "gpus-per-socket"),
+        ("TresPerTask", "gpus-per-task"),
+        ("CpusPerTres", "cpus-per-gpu"),
+        ("MemPerTres", "mem-per-gpu"),
+    ):
+        if found := [name.removeprefix("gpu:") for name in _resources(rest, field) if name.startswith("gpu:")]:
+            options.append(f"--{option}={','.join(found)}")
+    if tmp := rest.get("MinTmpDiskNode"):
+        options += [f"--tmp={tmp}"] if tmp != "0" else []
+    return options
+
+
+def _resources(rest: Mapping[str, str], field: str) -> list[str]:
+    return [name[len("gres:") :] for name in (rest.get(field) or "").split(",") if name.startswith(("gres:", "gres/"))]
+
+
+def _sharing(rest: Mapping[str, str]) -> list[str]:
+    exclusive = rest.get("Exclusive")  # newer Slurms; in older ones OverSubscribe says it
+    shared = rest.get("OverSubscribe")
+    options = []
+    if exclusive not in (None, "NO"):
+        how = str(exclusive).lower()
+        options.append(f"--exclusive={how}" if how in ("user", "mcs", "topo") else "--exclusive")
+    elif exclusive is None and shared in ("NO", "USER", "MCS"):
+        options.append("--exclusive" if shared == "NO" else f"--exclusive={shared.lower()}")
+    elif shared == "YES":
+        options.append("--oversubscribe")
+    if (nice := rest.get("Nice")) not in (None, "0"):
+        options.append(f"--nice={nice}")
+    if rest.get("Contiguous") == "1":
+        options.append("--contiguous")
+    if (cores := rest.get("CoreSpec")) not in (None, "*"):
+        options.append(f"--core-spec={cores}")
+    return options
+
+
+def _streams(rest: Mapping[str, str]) -> list[str]:
+    out, error, given = rest.get("StdOut"), rest.get("StdErr"), rest.get("StdIn")
+    options = [f"--chdir={directory}"] if (directory := rest.get("WorkDir")) else []
+    if out:
+        options.append(f"--output={_plain(out)}")
+    if error and error != out:
+        options.append(f"--error={_plain(error)}")
+    if given and given != "/dev/null":
+        options.append(f"--input={_plain(given)}")
+    return options
+
+
+def _submit_line(rest: Mapping[str, str]) -> list[str]:
+    """Return what only sbatch's own command line tells, where Slurm shows that."""
+    line = rest.get("SubmitLine", "")
+    options = [f"--signal={found.group(1)}"] if (found := re.search(r" --signal[= ](\S+)", line)) else []
+    return [*options, *(["--no-kill"] if re.search(r" (?:--no-kill|-k)(?: |$)", line) else [])]
+
+
+def _local(instant: str) -> str:
+    """Return an instant as sbatch reads it."""
+    return dt.datetime.fromtimestamp(int(instant)).isoformat() if instant.isdigit() else instant  # noqa: DTZ006
+
+
+def _plain(path: str) -> str:
+    """Return a path in which nothing is replaced again."""
+    return path.replace("%", "%%")
+
+
+def _arguments(rest: Mapping[str, str], words: Sequence[str]) -> tuple[str | None, tuple[str, ...], bool]:
+    """Return the script's path and arguments, and whether they are known exactly: Slurm shows them without quotes."""
+    command = rest.get("Command")
+    if command is None:
+        return None, (), True
+    path, _, tail = command.partition(" ")
+    if not tail:
+        return path, (), True
+    for start in range(len(words)):
+        if " ".join(words[start:]) == tail:
+            return path, tuple(words[start:]), True
+    return path, tuple(tail.split(" ")), False
+
+
+def _unknown(rest: Mapping[str, str], script: str, *, exact: bool) -> list[str]:
+    directives = "\n".join(line for line in script.splitlines() if line.startswith("#SBATCH"))
+    said = f"{directives}\n{rest.get('SubmitLine', '')}"
+    unknown = [
+        f"{option} (Slurm does not show it; give it in the batch script)"
+        for option in ("--signal", "--no-kill")
+        if option not in said
+    ]
+    unknown += [f"{option} ({field}={value})" for field, option in _NOT_CARRIED.items() if (value := rest.get(field))]
+    if not exact:
+        unknown.append("quotes in the batch script's arguments")
+    return unknown

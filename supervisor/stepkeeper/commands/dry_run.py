@@ -21,7 +21,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.places import places
 from stepkeeper.core.state import State
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.redaction import redact
+from stepkeeper.redaction import redact_words
 from stepkeeper.slurm.allocation import Allocation, read_allocation
 from stepkeeper.slurm.argv import watcher_argv
 from stepkeeper.slurm.client import SlurmError
@@ -110,7 +110,7 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
         nodes=nodes,
         spares=tuple(node for node in allocation.nodes if node not in nodes),
         watchers=tuple(watcher_argv(allocation.nodes, watcher_program())),
-        training=tuple(redact(word) for word in training),
+        training=tuple(redact_words(training)),
         assumed=tuple(assumed),
     )
 

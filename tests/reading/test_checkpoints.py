@@ -486,3 +486,13 @@ def test_storage_is_tested_on_request(command: Command, run: RunDirectory) -> No
     gone = command("checkpoints", "test-storage", "/proc/self/fd", "--bytes", "1k")
     assert gone.code == 23
     assert "cannot make a directory" in gone.out
+
+
+def test_verify_of_a_run_says_which_command_is_meant(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+
+    result = command("checkpoints", "verify", str(tmp_path / "run"))
+
+    assert result.code == 2
+    assert "a run's" in result.err
+    assert "checkpoints latest" in result.err

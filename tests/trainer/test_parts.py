@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -568,6 +569,33 @@ def test_metrics_on_a_hung_disk_block_nobody_and_lose_nothing(tmp_path: Path, mo
 
     assert metrics.sync()
     assert list(losses(tmp_path)) == list(range(1000))
+
+
+@pytest.mark.parametrize("moved_away", [False, True])
+def test_metrics_whose_file_went_stale_are_written_once_it_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved_away: bool
+) -> None:
+    metrics = Metrics(tmp_path, 0, 0)
+    metrics.row(1, 1.0, 1, None, None)
+    assert metrics.sync()
+    path = tmp_path / "metrics.csv"
+    inode, stale = path.stat().st_ino, set[int]()
+    if moved_away:
+        path.rename(tmp_path / "old.csv")
+    write = os.write
+
+    def of_a_restarted_server(descriptor: int, data: bytes) -> int:
+        if os.fstat(descriptor).st_ino == inode:
+            stale.update([] if stale else [descriptor])  # the one that was open as it restarted
+            if descriptor in stale:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", of_a_restarted_server)
+    metrics.row(2, 2.0, 2, None, None)
+
+    assert metrics.sync()
+    assert list(losses(tmp_path)) == ([2] if moved_away else [1, 2])
 
 
 def test_rows_that_are_synced_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -738,3 +738,18 @@ def test_without_the_library_it_says_what_to_install() -> None:
     said = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True, check=True).stdout
     assert "pip install 'stepkeeper[object]'" in said
     assert json.dumps(said).count("\\n") == 1
+
+
+def test_a_disk_that_refuses_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int, _data: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source, target = DirectoryTier(tmp_path / "a"), DirectoryTier(tmp_path / "b")
+    make_step(source.checkpoints, 100)
+    held = source.steps()[0]
+    monkeypatch.setattr(os, "write", full)
+
+    with pytest.raises(OSError, match="No space left") as failed:
+        copy_step(source, held, target)
+
+    assert Path(failed.value.filename).name in held.manifest.files

@@ -25,7 +25,7 @@ import xxhash
 
 from stepkeeper_trainer.formats import numbers, safetensors
 from stepkeeper_trainer.formats.assemble import tensor_blocks
-from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, write_all
+from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import (
     METADATA_BYTES_MAX,
@@ -300,11 +300,13 @@ def _write_new(
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for block in blocks:
-            write_all(descriptor, block)  # type: ignore[arg-type]  # a bytearray serves as well
+            with naming(path):
+                write_all(descriptor, block)  # type: ignore[arg-type]  # a bytearray serves as well
             digest.update(block)
             done += len(block)
             progress(len(block))
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return Written(path.name, done, digest.hexdigest())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import RunDirectoryError
 from stepkeeper_trainer.formats.durable import write_all
-from stepkeeper_trainer.log import warn
+from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +26,7 @@ ROWS_WAITING_MAX = 100_000
 SYNC_WITHIN_S = 30.0  # a save waits so long for its rows
 LAST_ROWS_WITHIN_S = 5.0  # a process that ends does
 RETRY_S = 0.5
+REOPEN_AFTER = 4  # failures in a row: a descriptor that has gone stale does not come back by itself
 
 
 class Metrics:
@@ -40,20 +41,18 @@ class Metrics:
         self._tail = f"{attempt},{launch}\n"
         self._changed = threading.Condition()
         self._waiting: deque[str] = deque()
+        self._batch: list[str] = []  # of the writing thread
         self._given = self._durable = self._wanted = 0  # lines: taken, on disk, to be on disk soon
         self._lost = 0
         self._torn = False
-        self._in_trouble = False
-        path = run_directory / METRICS_NAME
+        self._failures = 0  # in a row
+        self._path = run_directory / METRICS_NAME
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            size = os.fstat(self._descriptor).st_size
-            if size == 0:
-                self._put(f"{HEADER}\n")
-            else:
-                self._torn = os.pread(self._descriptor, 1, size - 1) != b"\n"
+            self._descriptor, self._torn, empty = _open(self._path)
         except OSError as error:
-            raise RunDirectoryError(f"{path}: cannot be opened: {error.strerror}; mend it") from error
+            raise RunDirectoryError(f"{self._path}: cannot be opened: {error.strerror}; mend it") from error
+        if empty:
+            self._put(f"{HEADER}\n")
         threading.Thread(target=self._work, name="stepkeeper-metrics", daemon=True).start()
         atexit.register(self._last_rows, os.getpid())
 
@@ -113,31 +112,44 @@ class Metrics:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        batch: list[str] = []
         upto = 0  # lines that are written once the batch is
         while True:
             with self._changed:
-                while not (batch or self._waiting or self._wanted > self._durable):
+                while not (self._batch or self._waiting or self._wanted > self._durable):
                     self._changed.wait()
-                if not batch:
-                    batch = list(self._waiting)
+                if not self._batch:
+                    self._batch = list(self._waiting)
                     self._waiting.clear()
                     upto = self._given
                 wanted = self._wanted > self._durable
             try:
-                self._write(batch)
-                batch = []
+                self._write(self._batch)
+                self._batch = []
                 if wanted:
                     os.fsync(self._descriptor)
                     with self._changed:
                         self._durable = upto
                         self._changed.notify_all()
-                self._in_trouble = False
+                self._failures = 0
             except OSError as error:
-                if not self._in_trouble:
-                    warn("metrics_unwritten", why=error.strerror)
-                self._in_trouble = True
+                self._failures += 1
+                if self._failures == 1:
+                    warn("metrics_unwritten", file=self._path, why=error.strerror)
                 time.sleep(RETRY_S)
+                if self._failures % REOPEN_AFTER == 0:
+                    self._reopen()
+
+    def _reopen(self) -> None:
+        """Open the file anew: its server has restarted, perhaps, or it was moved away."""
+        try:
+            descriptor, torn, empty = _open(self._path)
+        except OSError:
+            return  # told already; the old one is tried again
+        os.close(self._descriptor)
+        self._descriptor, self._torn = descriptor, torn
+        if empty:
+            self._batch.insert(0, f"{HEADER}\n")
+        say("metrics_reopened", file=self._path)
 
     def _write(self, lines: list[str]) -> None:
         if not lines:
@@ -146,6 +158,17 @@ class Metrics:
         self._torn = True  # perhaps in the middle of a row: that line is closed before it is said again
         write_all(self._descriptor, data.encode())
         self._torn = False
+
+
+def _open(path: Path) -> tuple[int, bool, bool]:
+    """Return a descriptor, whether the last line is torn, and whether there is none.  Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        return descriptor, size > 0 and os.pread(descriptor, 1, size - 1) != b"\n", size == 0
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def _text(value: float | None) -> str:

@@ -22,6 +22,7 @@ from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.verify import Reading
 
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_OF_RUNS = ("checkpoints", lineages.LINEAGE_NAME)  # what a run directory holds, or its checkpoints/
 NONE_FOUND = 1  # of `latest`: a contract that scripts rely on
 
 
@@ -235,6 +236,12 @@ def verify_step(arguments: argparse.Namespace) -> int:
             ExitCode.NOTHING_FOUND,
         )
     directory = directory.resolve()  # a link to a step directory is the step directory
+    if any(os.path.lexists(directory / name) for name in _OF_RUNS):
+        raise StepkeeperError(
+            f"{arguments.where}: no step directory, but a run's: name one of those that `stepkeeper checkpoints ls "
+            f"{arguments.where}` lists, or `stepkeeper checkpoints latest {arguments.where}` reads the newest",
+            ExitCode.USAGE,
+        )
     cache = Cache(directory.parent, knows=arguments.cached)
     verdict = steps.verify(directory, deep=not arguments.shallow, reading=_reading(arguments), cache=cache)
     problems = list(verdict.problems)

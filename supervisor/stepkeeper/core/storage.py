@@ -92,6 +92,7 @@ def _failed(state: State, event: on.StorageTested, said: str, policy: Policy) ->
     pause = min(policy.storage_retry_max_s, policy.storage_retry_s * 2.0 ** min(state.storage_tries, 30))
     deadline = min(event.at + pause, since + policy.storage_wait_s)
     state = replace(state, storage_since=since, storage_tries=state.storage_tries + 1, deadline_at=deadline)
+    state = replace(state, clearing=False)  # were the nodes asked already, their answer would start the launch
     return Decision(state, (), f"{said}; no launch starts on it: it is tested again in {deadline - event.at:.0f} s")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
-from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, write_all
+from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, FileEntry, ManifestError
 from stepkeeper_trainer.formats.names import step_name
 from stepkeeper_trainer.formats.verify import Reading, verify
@@ -105,10 +105,12 @@ def write_file(path: Path, entry: FileEntry, first: int, chunks: Iterator[bytes]
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         os.lseek(descriptor, first * entry.chunk_bytes, os.SEEK_SET)
-        for chunk in chunks:
-            write_all(descriptor, chunk)
-        os.ftruncate(descriptor, entry.bytes)  # an earlier try may have left more
-        os.fsync(descriptor)
+        for chunk in chunks:  # an error of theirs is of another file
+            with naming(path):
+                write_all(descriptor, chunk)
+        with naming(path):
+            os.ftruncate(descriptor, entry.bytes)  # an earlier try may have left more
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
     os.rename(partial, path)
@@ -217,8 +219,9 @@ class _DirectoryStaging:
             path.unlink()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            write_all(descriptor, self._held.raw)
-            os.fsync(descriptor)
+            with naming(path):
+                write_all(descriptor, self._held.raw)
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -272,7 +275,7 @@ class _DirectoryStaging:
 
 def _read_small(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
+    with os.fdopen(descriptor, "rb") as file, naming(path):
         return file.read(MANIFEST_BYTES_MAX)
 
 
@@ -282,9 +285,10 @@ def _read_chunks(path: Path, entry: FileEntry, first: int) -> Iterator[bytes]:
         file.seek(first * entry.chunk_bytes)
         for index in range(first, len(entry.chunks)):
             wanted = min(entry.chunk_bytes, entry.bytes - index * entry.chunk_bytes)
-            chunk = file.read(wanted)
-            while len(chunk) < wanted and (more := file.read(wanted - len(chunk))):
-                chunk += more
+            with naming(path):
+                chunk = file.read(wanted)
+                while len(chunk) < wanted and (more := file.read(wanted - len(chunk))):
+                    chunk += more
             if not chunk:
                 return
             yield chunk

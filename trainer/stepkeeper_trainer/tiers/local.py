@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, write_all
+from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, ManifestError
 from stepkeeper_trainer.formats.names import parse_step_name, step_name
 from stepkeeper_trainer.tiers.directory import DirectoryTier, write_file
@@ -68,8 +68,9 @@ class LocalTier:
         path.unlink(missing_ok=True)  # of a try that failed before the rename
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            write_all(descriptor, held.raw)
-            os.fsync(descriptor)
+            with naming(path):
+                write_all(descriptor, held.raw)
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
         fsync_directory(directory)

@@ -7,11 +7,8 @@ Kills cannot see a missing fsync: `test_durability` reads the order of the calls
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from typing import Any
 import pytest
 
 from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries
-from tests.trainer.ranks import ROOT
+from tests.trainer.crash import command
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 
@@ -39,19 +36,7 @@ SCENES = {
 
 def play(tmp_path: Path, stride: int, *scenes: str) -> list[dict[str, Any]]:
     """Return the reports of `tests.trainer.crash.campaign`."""
-    path = os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STEPKEEPER_", "RANK", "WORLD"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trainer.crash.campaign", str(tmp_path), str(stride), *scenes],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    reports = command.play("tests.trainer.crash.campaign", tmp_path, stride, *scenes, limit_s=LIMIT_S)
     for report in reports:
         counts = f"{len(report['points'])} points, {report['played']} played, {report['torn']} torn writes"
         print(f"{report['scene']}: {counts}, {report['seconds']} s")

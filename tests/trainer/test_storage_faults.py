@@ -8,18 +8,15 @@ fault is over.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.trainer.crash import command
 from tests.trainer.crash.disks import DISKS
-from tests.trainer.ranks import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 
@@ -31,19 +28,7 @@ POINTS_MIN = 60  # system calls of the saves that are struck
 
 def play(tmp_path: Path, stride: int, *faults: str) -> list[dict[str, Any]]:
     """Return the reports of `tests.trainer.crash.storage`; skip where this machine has none of these faults."""
-    path = os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STEPKEEPER_", "RANK", "WORLD"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trainer.crash.storage", str(tmp_path), str(stride), *faults],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    reports = command.play("tests.trainer.crash.storage", tmp_path, stride, *faults, limit_s=LIMIT_S)
     for report in reports:
         print({name: value for name, value in report.items() if name != "problems"})
     if absent := [f"{report['fault']}: {report['absent']}" for report in reports if report["absent"]]:

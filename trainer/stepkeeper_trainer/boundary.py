@@ -5,8 +5,6 @@ Every decision here is made from what all ranks have agreed on, so all ranks mak
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -16,12 +14,13 @@ import torch
 from stepkeeper_trainer import attach
 from stepkeeper_trainer.agreement import AGREE_WITHIN_S, Agreement, Wish
 from stepkeeper_trainer.backpressure import WhenBusy, on_periodic, take_over
+from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.log import say
 from stepkeeper_trainer.outcomes import TOGETHER_WITHIN_S
 from stepkeeper_trainer.saver import Saver, Summary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from stepkeeper_trainer.periodic import Periodic
     from stepkeeper_trainer.requests import Requests
@@ -158,7 +157,7 @@ class Boundary:
             self._saver.renew(self._group)
 
     def _begin(self, *, sequence: int, ask_room: bool, emergency: bool = False) -> None:
-        with _no_collection():
+        with paused():  # Python must not look for cycles among all objects of the script while training waits
             self._settle()  # the state and the manifest tell of this step's loss
             counters = self._state.counters
             loss = counters.last_loss
@@ -185,15 +184,3 @@ class Boundary:
         self._unsaid_save = True
         self._periodic.begun(counters.step)
         self._requests.served()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python's cycle collector from walking over every object of the script while training waits."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

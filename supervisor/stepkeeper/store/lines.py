@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from stepkeeper.redaction import redact
+
 LINE_BYTES_MAX = 1024 * 1024
 BLOCK_BYTES = 64 * 1024
 
@@ -81,21 +83,24 @@ def backwards(file: BinaryIO) -> Iterator[bytes]:
 def encode(record: msgspec.Struct) -> bytes:
     """Return a record as one line of JSON, without its end.  Never raises for what strings hold.
 
-    A file name that is no UTF-8 reaches us with surrogates, which JSON cannot hold: they become `?`.
+    A file name that is no UTF-8 reaches us with surrogates, which JSON cannot hold: they become `?`.  What looks like
+    a secret is hidden, whoever's words it stands in.
     """
     try:
-        return msgspec.json.encode(record)
+        data = msgspec.json.encode(record)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_without_surrogates(msgspec.to_builtins(record)))
+        return msgspec.json.encode(_harmless(msgspec.to_builtins(record)))
+    text = data.decode()
+    return data if redact(text) == text else msgspec.json.encode(_harmless(msgspec.to_builtins(record)))
 
 
-def _without_surrogates(value: Any) -> Any:
+def _harmless(value: Any) -> Any:
     match value:
         case str():
-            return value.encode(errors="replace").decode()
+            return redact(value.encode(errors="replace").decode())
         case dict():
-            return {key: _without_surrogates(item) for key, item in value.items()}
+            return {key: _harmless(item) for key, item in value.items()}
         case list() | tuple():
-            return [_without_surrogates(item) for item in value]
+            return [_harmless(item) for item in value]
         case _:
             return value

@@ -72,17 +72,19 @@ def resubmit(
     """
     trouble = []
     listed: tuple[str, ...] = ()
+    job = assignment.slurm_name
     try:
-        listed = _merged(client, assignment.slurm_name, len(assignment.nodes), exclude, readmit)
+        if exclude or readmit:
+            listed = _merged(client, job, len(assignment.nodes), exclude, readmit)
+        elif known := client.job(job).excluded:
+            listed = client.hostnames(known)
     except SlurmError as error:
         trouble.append(f"no nodes are excluded: {error}")
-    new = client.resubmit(
-        assignment.slurm_name, assignment.run_directory, len(assignment.nodes), assignment.words, listed
-    )
+    new = client.resubmit(job, assignment.run_directory, len(assignment.nodes), assignment.words, listed)
     if new.found:
         trouble.append("it had been submitted before")
     if new.unknown:
-        trouble.append(f"what it may lack of job {assignment.slurm_name}: {'; '.join(new.unknown)}")
+        trouble.append(f"what it may lack of job {job}: {'; '.join(new.unknown)}")
     return Again(job_id=new.job_id, besides="; ".join(trouble))
 
 

@@ -340,6 +340,31 @@ def test_the_settings_are_those_of_the_cluster(lab: Lab, client: ClientOfUser) -
     assert client.settings() == ClusterSettings(kill_wait_s=KILL_WAIT_S, version=version)
 
 
+# --- in place of a requeue ------------------------------------------------------------------------
+
+
+def test_a_job_is_submitted_again_once_and_waits_for_the_end_of_the_first(lab: Lab, client: ClientOfUser, submit):
+    job = running(lab, submit, "--no-requeue", "--time=7", "--ntasks-per-node=2", "--gres=gpu:1", "--mem=100")
+    again = client.call("resubmit", str(job), "/tmp/run", 1)
+    twice = client.call("resubmit", str(job), "/tmp/run", 1)
+
+    assert (again["found"], twice["found"]) == (False, True)
+    assert twice["job_id"] == again["job_id"]
+    new, old = lab.job(again["job_id"]).raw, lab.job(job).raw
+    alike = ("JobName", "TimeLimit", "NumTasks", "MinMemoryNode", "TresPerNode", "StdOut", "Requeue", "WorkDir")
+    assert {key: new[key] for key in alike} == {key: old[key] for key in alike}
+    assert new["Reason"] == "Dependency"
+    assert new["Dependency"].startswith(f"afterany:{job}")
+    client.call("cancel", str(job))
+    lab.wait_job(again["job_id"], "RUNNING")
+    client.call("cancel", str(again["job_id"]))
+    lab.wait_ended(again["job_id"])
+
+
+def test_a_job_that_slurm_forgot_is_not_submitted_again(client: ClientOfUser) -> None:
+    assert "invalid job id" in refused(client, "resubmit", NOBODYS_JOB, "/tmp/run", 1).lower()
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

@@ -111,3 +111,71 @@ def test_a_run_has_one_id_however_it_is_named(tmp_path: Path) -> None:
     second = rundir.prepare(tmp_path / "link" / "run", group_readable=False, default=False)
 
     assert first.run_id == second.run_id
+
+
+# --- what a hostile colleague could do ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "logs"])
+def test_a_link_below_a_run_directory_is_refused(tmp_path: Path, name: str) -> None:
+    run = rundir.prepare(tmp_path / "run", group_readable=False, default=False)
+    (run.path / name).rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    (run.path / name).symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(StepkeeperError, match=f"{name}/ is a symbolic link"):
+        rundir.prepare(run.path, group_readable=False, default=False)
+
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints", "logs"])
+def test_what_others_may_write_is_refused(tmp_path: Path, name: str) -> None:
+    run = rundir.prepare(tmp_path / "run", group_readable=True, default=False)
+    (run.path / name).chmod(0o757)
+
+    with pytest.raises(StepkeeperError, match="everybody may write it"):
+        rundir.prepare(run.path, group_readable=True, default=False)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_what_a_group_may_write_is_refused_unless_it_is_ours_alone(tmp_path: Path) -> None:
+    run = rundir.prepare(tmp_path / "run", group_readable=True, default=False)
+    run.path.chmod(0o770)
+    rundir.prepare(run.path, group_readable=True, default=False)  # root's own group
+    os.chown(run.path, 0, 12345)
+
+    with pytest.raises(StepkeeperError, match="its group may write it"):
+        rundir.prepare(run.path, group_readable=True, default=False)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_planted_directory_of_checkpoints_is_refused(tmp_path: Path) -> None:
+    run = rundir.prepare(tmp_path / "run", group_readable=False, default=False)
+    os.chown(run.checkpoints, 12345, 12345)
+
+    with pytest.raises(StepkeeperError, match="checkpoints/ belongs to user id 12345"):
+        rundir.prepare(run.path, group_readable=False, default=False)
+
+
+def test_a_place_that_everybody_may_rename_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch").chmod(0o777)
+
+    with pytest.raises(StepkeeperError, match="everybody may rename"):
+        rundir.prepare(tmp_path / "scratch" / "run", group_readable=False, default=False)
+
+    (tmp_path / "scratch").chmod(0o1777)
+    assert rundir.prepare(tmp_path / "scratch" / "run", group_readable=False, default=False)
+
+
+def test_the_tasks_of_an_array_never_share_a_run_directory() -> None:
+    task = {"SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "5", "SLURM_JOB_ID": "6"}
+    named = {**task, "SLURM_JOB_NAME": "x", "SLURM_SUBMIT_DIR": "/w"}
+
+    for pattern in ("one", "one-%A", "one-%%a"):
+        with pytest.raises(StepkeeperError, match="would share it"):
+            rundir.expand(pattern, named)
+    assert str(rundir.expand("one-%A_%a", named)) == "/w/one-5_3"
+    assert str(rundir.expand(rundir.DEFAULT_PATTERN, named)) == "/w/runs/x-6"
+    assert str(rundir.expand("one", {**named, "SLURM_ARRAY_TASK_COUNT": "1"})) == "/w/one"

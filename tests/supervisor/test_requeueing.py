@@ -4,7 +4,7 @@ import pytest
 
 from stepkeeper import requeueing
 from stepkeeper.core import events as on
-from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.client import Resubmitted, SlurmError
 from stepkeeper.watcher.assignment import Assignment
 
 RUNNING = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, excluded="n8,n9")
@@ -33,6 +33,10 @@ class Slurm:
 
     def requeue(self, job):
         self._called("requeue", job)
+
+    def resubmit(self, job, run_directory, nodes, words, exclude):
+        self._called("resubmit", job, run_directory, nodes, words, exclude)
+        return Resubmitted(job_id=8, found=True, unknown=("--signal",))
 
     def exclude(self, job, nodes):
         self._called("exclude", job, tuple(nodes))
@@ -98,3 +102,23 @@ def test_the_job_is_requeued_though_its_list_cannot_be_read_or_set(assignment):
 def test_a_refused_requeue_is_the_callers_to_deal_with(assignment):
     with pytest.raises(SlurmError):
         requeueing.requeue(Slurm(refuses={"requeue"}), assignment)
+
+
+def test_a_job_that_is_submitted_again_keeps_its_excluded_nodes_and_gets_ours(assignment):
+    slurm = Slurm()
+
+    again = requeueing.resubmit(slurm, assignment, exclude=["n3"], readmit=["n9"])
+    requeueing.resubmit(slurm, assignment)
+
+    assert (again.job_id, "submitted before" in again.besides, "--signal" in again.besides) == (8, True, True)
+    asked = [call for call in slurm.called if call[0] == "resubmit"]
+    assert [call[-1] for call in asked] == [("n8", "n3"), ("n8", "n9")]
+
+
+def test_a_job_is_submitted_again_even_where_no_node_can_be_excluded(assignment):
+    slurm = Slurm(nodes=2)
+
+    again = requeueing.resubmit(slurm, assignment, exclude=["n1"])
+
+    assert "no nodes are excluded" in again.besides
+    assert slurm.called[-1] == ("resubmit", "7", assignment.run_directory, 2, (), ())

@@ -8,7 +8,7 @@ import pytest
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
-from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.client import Resubmitted, SlurmError
 from stepkeeper.store import journal
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.rescue import RESCUES_MAX, SILENT_S, rescue
@@ -22,7 +22,7 @@ class Slurm:
     """A controller with one job."""
 
     def __init__(self, job=FAILED, error=None):
-        self.facts, self.error, self.called = job, error, []
+        self.facts, self.error, self.called, self.forbidden = job, error, [], False
 
     def job(self, job):  # noqa: ARG002 - as the Protocol has it
         if self.error:
@@ -30,7 +30,13 @@ class Slurm:
         return self.facts
 
     def requeue(self, job):
+        if self.forbidden:
+            raise SlurmError("Requested operation is presently disabled for job 7")
         self.called.append(("requeue", job))
+
+    def resubmit(self, job, run_directory, nodes, words, exclude):
+        self.called.append(("resubmit", job, run_directory, nodes, words, exclude))
+        return Resubmitted(job_id=8)
 
     def cancel(self, job):
         self.called.append(("cancel", job))
@@ -63,6 +69,27 @@ def test_a_killed_supervisors_job_is_requeued(assignment):
 
     assert play(assignment, slurm).done
     assert slurm.called == [("requeue", "7")]
+
+
+@pytest.mark.parametrize("site", ["shows it", "refuses"])
+def test_where_slurm_may_not_requeue_the_job_it_is_submitted_again(assignment, site):
+    slurm = Slurm(msgspec.structs.replace(FAILED, requeue_allowed=site == "refuses"))
+    slurm.forbidden = True
+
+    result = play(msgspec.structs.replace(assignment, resubmit=True, words=("run", "x")), slurm)
+
+    assert result.done
+    assert "submitted again as job 8" in result.why
+    assert slurm.called == [("resubmit", "7", assignment.run_directory, 2, ("run", "x"), ())]
+
+
+@pytest.mark.parametrize("site", ["shows it", "refuses"])
+def test_where_no_other_job_is_wanted_none_is_submitted(assignment, site):
+    slurm = Slurm(msgspec.structs.replace(FAILED, requeue_allowed=site == "refuses"))
+    slurm.forbidden = True
+
+    assert not play(assignment, slurm).done
+    assert slurm.called == []
 
 
 @pytest.mark.parametrize(

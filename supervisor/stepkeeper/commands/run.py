@@ -23,6 +23,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.log import PatientStream, configure
 from stepkeeper.slurm import cmd
 from stepkeeper.slurm.allocation import Allocation, read_allocation, require_batch_process
+from stepkeeper.slurm.choose import ClientKind, choose
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
 from stepkeeper.sources import asked, signals
@@ -68,7 +69,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise StepkeeperError("--json goes with --print-config or --dry-run", ExitCode.USAGE)
     environment = dict(os.environ)
     command = _command(arguments.cmd)
-    client = SlurmCommands()
+    client: SlurmClient = SlurmCommands()
     require_batch_process(environment)
     config, directory = _configure(arguments, environment)
     settings = config.settings
@@ -81,6 +82,8 @@ def execute(arguments: argparse.Namespace) -> int:
     wanted = shape.nodes_wanted(config, len(allocation.nodes), command)
     merged = _merge_spool(directory)
     carried = attempt.carried(directory)
+    slurm = patiently(lambda: choose(ClientKind(settings.slurm_client), job=allocation.slurm_name))
+    client = slurm.client
     lease = _lease(directory, allocation, carried, clock, client)
     log = configure(out, job=allocation.job_id, attempt=lease.attempt)
     assignment = Assignment(
@@ -122,6 +125,7 @@ def execute(arguments: argparse.Namespace) -> int:
         run_dir=str(directory.path),
         nodes=",".join(allocation.nodes),
         slurm=cluster.version,
+        slurm_client=slurm.why,
         previous=carried.previous or "none",
         see_status=f"stepkeeper status {directory.path}",
         see_logs=f"stepkeeper logs {directory.path}",

@@ -101,6 +101,12 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     peer_copies: Annotated[bool, About()] = False
     """Each node's files of the local tier are also kept by the next node, so that a lost node loses none of them."""
 
+    slurm_client: Annotated[str, About(metavar="commands|pyslurm", choices=("commands", "pyslurm"), has_flag=False)] = (
+        "commands"
+    )
+    """How Slurm is asked: by its own commands, or by pyslurm where it is installed beside Stepkeeper and tells the same
+    as they do."""
+
     notify_command: Annotated[str | None, About(metavar="COMMAND")] = None
     """A shell command that tells a person; run only where the run stops and needs one, with `STEPKEEPER_REASON`,
     `STEPKEEPER_EXIT_CODE`, `STEPKEEPER_CAUSE`, `STEPKEEPER_RUN_DIR` and `STEPKEEPER_JOB_ID` in its environment."""

@@ -16,6 +16,7 @@ from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.environment import KEPT
 
 CONTINUES = "STEPKEEPER_CONTINUES"  # `JOB:DIR`, for the new job: whose run it goes on with, and where that is
+_FIELDS = re.compile(r"(?:^|\s)([A-Z][^\s=]*)=(\S*)")
 _NONE = ("", "(null)", "N/A", "None", "Unknown")
 _AS_THEY_ARE = {  # field of `scontrol show job` -> option
     "Partition": "partition",
@@ -36,7 +37,7 @@ _AS_THEY_ARE = {  # field of `scontrol show job` -> option
     "MailUser": "mail-user",
     "MailType": "mail-type",
 }
-_NOT_CARRIED = {"BurstBuffer": "--bb", "TresBind": "--gpu-bind", "TresFreq": "--gpu-freq", "Power": "--power"}
+_NOT_CARRIED = {"TresBind": "--gpu-bind", "TresFreq": "--gpu-freq", "Power": "--power"}
 # that sbatch would take for options or pass on as if they were of the new job; and what Slurm sets for each job anew
 _OF_THE_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "STEPKEEPER_WATCHER", CONTINUES)
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL", "ENVIRONMENT")
@@ -176,10 +177,11 @@ def _fields(text: str) -> dict[str, str]:
     before, _, rest = text.partition(" Command=")
     command, _, rest = rest.rpartition(" WorkDir=")
     command, _, line = command.partition(" SubmitLine=")
-    fields = dict(re.findall(r"(?:^|\s)([A-Z][^\s=]*)=(\S*)", f"{before} {rest}"))
-    streams = re.search(r" StdErr=(.*) StdIn=(.*) StdOut=(.*?)(?= [A-Z]\w*=| *$)", rest.rstrip("\n"))
-    if streams is not None:
-        fields |= dict(zip(("StdErr", "StdIn", "StdOut"), streams.groups(), strict=True))
+    _, errors, streams = rest.rstrip("\n").rpartition(" StdErr=")
+    fields = dict(_FIELDS.findall(streams)) | dict(_FIELDS.findall(before))
+    found = re.search(r" StdErr=(.*) StdIn=(.*) StdOut=(.*?)(?= [A-Z]\w*=| *$)", errors + streams)
+    if found is not None:
+        fields |= dict(zip(("StdErr", "StdIn", "StdOut"), found.groups(), strict=True))
     directory = re.match(r"(.*?)(?= (?:[A-Z]\w*Comment|Comment|StdErr)=|$)", rest)
     fields |= {"Command": command, "SubmitLine": line, "WorkDir": directory.group(1) if directory else ""}
     return {name: value for name, value in fields.items() if value not in _NONE}
@@ -306,7 +308,7 @@ def _arguments(rest: Mapping[str, str], words: Sequence[str]) -> tuple[str | Non
 
 def _unknown(rest: Mapping[str, str], script: str, *, exact: bool) -> list[str]:
     directives = "\n".join(line for line in script.splitlines() if line.startswith("#SBATCH"))
-    said = f"{directives}\n{rest.get('SubmitLine', '')}"
+    said = " ".join([directives, *_submit_line(rest)])
     unknown = [
         f"{option} (Slurm does not show it; give it in the batch script)"
         for option in ("--signal", "--no-kill")

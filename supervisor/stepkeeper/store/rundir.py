@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import re
 import stat
 import tempfile
@@ -78,6 +80,13 @@ def expand(pattern: str, environment: Mapping[str, str]) -> Path:
             raise StepkeeperError(f"--run-dir {pattern}: %{letter} stands for {name}, which is not set", ExitCode.USAGE)
         return found.replace("/", "_")
 
+    tasks = environment.get("SLURM_ARRAY_TASK_COUNT", "1")
+    if tasks not in ("", "1") and not re.search("%[ja]", pattern.replace("%%", "")):
+        raise StepkeeperError(
+            f"--run-dir {pattern}: the {tasks} tasks of this array would share it; "
+            "each is a run of its own: put %a into it, as in runs/%x-%A_%a",
+            ExitCode.USAGE,
+        )
     path = Path(os.path.expanduser(re.sub(r"%(.)", value, pattern)))
     anchor = environment.get("SLURM_SUBMIT_DIR") or os.getcwd()
     return Path(os.path.normpath(os.path.join(anchor, path)))
@@ -100,22 +109,10 @@ def prepare(path: Path, *, group_readable: bool, default: bool) -> RunDirectory:
             path.parent.mkdir(mode=0o755, exist_ok=True)
         require_parent(path)
         _make(path, mode)
-        status = os.stat(path, follow_symlinks=False)
-        if not stat.S_ISDIR(status.st_mode):
-            what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a directory"
-            raise StepkeeperError(f"--run-dir {path}: {what}; name the directory itself", ExitCode.RUN_DIRECTORY)
-        if status.st_mode & stat.S_IWOTH:
-            raise StepkeeperError(
-                f"--run-dir {path}: everybody may write it, so anybody could plant a checkpoint; chmod o-w it",
-                ExitCode.RUN_DIRECTORY,
-            )
-        if status.st_uid != os.getuid():
-            raise StepkeeperError(
-                f"--run-dir {path}: belongs to user id {status.st_uid}, not to you; choose another place",
-                ExitCode.RUN_DIRECTORY,
-            )
+        _require_ours(path, path)
         for below in (path / "checkpoints", path / "logs"):
             _make(below, mode)
+            _require_ours(below, path)
         for needed in (path, path / "checkpoints", path / "logs"):
             with tempfile.NamedTemporaryFile(prefix=".probe-", dir=needed):
                 pass  # made and removed: it can be written
@@ -128,15 +125,59 @@ def prepare(path: Path, *, group_readable: bool, default: bool) -> RunDirectory:
     return RunDirectory(path.resolve())
 
 
+def _require_ours(path: Path, run_directory: Path) -> None:
+    """Refuse a directory in which somebody else could plant what the run goes by: a checkpoint, a setting, an ask.
+
+    Raises:
+        OSError: it cannot be looked at.
+        StepkeeperError: what is wrong with it.
+    """
+    status = os.stat(path, follow_symlinks=False)
+    where = f"--run-dir {run_directory}: {'' if path == run_directory else f'{path.name}/ '}"
+    if not stat.S_ISDIR(status.st_mode):
+        what = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a directory"
+        raise StepkeeperError(f"{where}{what}; name the directory itself", ExitCode.RUN_DIRECTORY)
+    if status.st_uid != os.getuid():
+        raise StepkeeperError(
+            f"{where}belongs to user id {status.st_uid}, not to you; choose another place", ExitCode.RUN_DIRECTORY
+        )
+    if status.st_mode & stat.S_IWOTH:
+        raise StepkeeperError(
+            f"{where}everybody may write it, so anybody could plant a checkpoint; chmod o-w it", ExitCode.RUN_DIRECTORY
+        )
+    if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid):
+        raise StepkeeperError(
+            f"{where}its group may write it, so others could plant a checkpoint or settings; chmod g-w it "
+            "(--group-readable lets them read)",
+            ExitCode.RUN_DIRECTORY,
+        )
+
+
+def _is_own_group(gid: int) -> bool:
+    """Tell whether a group is this user's alone, as many systems make one for each user (with umask 002)."""
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False  # not known on this node
+    return gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
 def require_parent(path: Path) -> None:
     """Refuse a place whose directory is not there: a mistyped one must not be made.
 
     Raises:
-        StepkeeperError: which directory is missing.
+        StepkeeperError: which directory is missing, or lets everybody put another one in the place of the run's.
     """
     if not path.parent.is_dir():
         raise StepkeeperError(
             f"--run-dir {path}: its parent {path.parent} does not exist; create it, or choose another place",
+            ExitCode.RUN_DIRECTORY,
+        )
+    mode = path.parent.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise StepkeeperError(
+            f"--run-dir {path}: everybody may rename what is in {path.parent}, and put another run there; "
+            "chmod o-w or +t that directory, or choose another place",
             ExitCode.RUN_DIRECTORY,
         )
 
@@ -151,4 +192,8 @@ def _make(path: Path, mode: int) -> None:
         path.mkdir(mode=mode)
     except FileExistsError:
         return  # of what kind, and whether it can be written, is looked at afterwards
-    path.chmod(mode)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fchmod(descriptor, mode)  # of what was made, whatever has its name by now
+    finally:
+        os.close(descriptor)

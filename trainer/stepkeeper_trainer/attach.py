@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import Environment, find_place
 from stepkeeper_trainer.errors import KeeperError, RunDirectoryError, UsageError
 from stepkeeper_trainer.formats.durable import make_directories
+from stepkeeper_trainer.holding import next_epoch
 
 if TYPE_CHECKING:
     import os
@@ -46,8 +48,8 @@ def new_group(within_s: float) -> Any | None:
 
 def open_run_directory(
     run_dir: str | os.PathLike[str] | None, environment: Environment, agreement: Agreement, rank: int
-) -> Path:
-    """Make and try the run directory on rank 0; every rank hears what is wrong with it.
+) -> Commits:
+    """Make, try and hold the run directory on rank 0; every rank hears what is wrong with it.
 
     Raises:
         UsageError: none is given.
@@ -58,19 +60,20 @@ def open_run_directory(
     if path is None:
         raise UsageError("no run directory: give run_dir, or set STEPKEEPER_RUN_DIR")
     problem: KeeperError | None = None
+    epoch = environment.epoch
     if rank == 0:
         try:
-            _prepare(path, environment)
+            epoch = _prepare(path, environment)
         except KeeperError as error:
             problem = error
-    problem = agreement.share(problem)
+    problem, epoch = agreement.share((problem, epoch))
     if problem is not None:
         raise problem
-    return path
+    return Commits(path, replace(environment, epoch=epoch))
 
 
-def _prepare(path: Path, environment: Environment) -> None:
-    """Make the directories, take the lease where no supervisor does, clear the leftovers of the dead."""
+def _prepare(path: Path, environment: Environment) -> tuple[int, int] | None:
+    """Make the directories, take the lease where no supervisor does, clear what the dead left; return the epoch."""
     commits = Commits(path, environment)
     if not path.parent.is_dir():
         raise RunDirectoryError(f"{path.parent} is no directory: make it, or choose another run directory than {path}")
@@ -81,9 +84,12 @@ def _prepare(path: Path, environment: Environment) -> None:
             with tempfile.TemporaryFile(dir=directory):
                 pass  # can be written
         if environment.socket is None:
+            if environment.epoch is None:
+                commits = Commits(path, replace(environment, epoch=next_epoch(path, environment.node)))
             commits.take_lease()
         commits.clear_leftovers()
     except OSError as error:
         raise RunDirectoryError(
             f"{error.filename or path}: cannot be written: {error.strerror}; mend it, or choose another run directory"
         ) from error
+    return commits.environment.epoch

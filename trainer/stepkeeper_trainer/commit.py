@@ -89,6 +89,11 @@ class Commits:
             warn("lease_unreadable", why=error)  # it names nobody, so it fences nobody off
             return
         if lease is not None and lease.epoch > own:
+            if lease.job_id == leases.NO_JOB:
+                raise SupersededError(
+                    f"a training that was started later (process {lease.pid} on {lease.node}) has taken over "
+                    f"{self.run_directory}: this one must stop"
+                )
             raise SupersededError(
                 f"job {lease.job_id} (restart {lease.restart_count}, on {lease.node}) "
                 f"has taken over {self.run_directory}: "

@@ -16,7 +16,6 @@ from stepkeeper_trainer.agreement import AGREE_WITHIN_S, Agreement, Wish
 from stepkeeper_trainer.backpressure import WhenBusy
 from stepkeeper_trainer.boundary import Boundary
 from stepkeeper_trainer.cadence import Rule, choose_rule
-from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError, check_choice
 from stepkeeper_trainer.housekeeping import Retention, choose_policy
@@ -118,9 +117,9 @@ class Keeper:
         self._total_steps, self._save_within_s = total_steps, save_within_s
         self._group = attach.new_group(save_within_s)
         self._agreement = Agreement(attach.new_group(AGREE_WITHIN_S))
-        self.run_dir = attach.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
+        self._commits = attach.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
+        self.run_dir, self._environment = self._commits.run_directory, self._commits.environment
         stacks.listen(self._environment, self.run_dir, self.rank)
-        self._commits = Commits(self.run_dir, self._environment)
         self._link = Link(self._environment.socket, self._environment.launch_name)
         self._requests = Requests(self._link)
         self.listeners = Listeners()  # told of each commit

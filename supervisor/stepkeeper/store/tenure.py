@@ -25,7 +25,7 @@ def take(run_directory: Path, wanted: Lease, *, job_runs: Callable[[int], bool])
     try:
         held = leases.read(run_directory)
         if held is not None:
-            if held.job_id != wanted.job_id and job_runs(held.job_id):
+            if held.job_id not in {wanted.job_id, leases.NO_JOB} and job_runs(held.job_id):
                 raise StepkeeperError(
                     f"{run_directory}: job {held.job_id} on {held.node} works on this run; "
                     f"wait for its end, or stop it with `scancel {held.job_id}`",

@@ -13,12 +13,14 @@ import msgspec
 
 from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, decode_format
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import read_plain
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = 1
 LEASE_NAME = "lease.json"
+NO_JOB = 0  # the number of no Slurm job: the run was started by hand
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +56,7 @@ def read(run_directory: Path) -> Lease | None:
     """
     path = run_directory / LEASE_NAME
     try:
-        data = path.read_bytes()
+        data = read_plain(path)
     except FileNotFoundError:
         return None
     try:

@@ -1,0 +1,59 @@
+"""Who holds a run directory where neither Slurm nor a supervisor counts attempts: the newest start.
+
+On one node a living holder is refused outright.  On another it cannot be seen: the newer start takes over, and the
+older one commits nothing from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepkeeper_trainer.errors import RunDirectoryError
+from stepkeeper_trainer.formats import lease as leases
+from stepkeeper_trainer.log import warn
+
+if TYPE_CHECKING:
+    from stepkeeper_trainer.formats.lease import Lease
+
+NO_JOB = leases.NO_JOB
+_STAT_STATE, _STAT_STARTED = 0, 19  # in /proc/PID/stat, counted behind the name
+_CLOCK_SLACK_S = 2.0
+
+
+def next_epoch(run_directory: Path, node: str) -> tuple[int, int] | None:
+    """Return the epoch of a start by hand; None where a Slurm job held the run last: its attempts are not counted on.
+
+    Raises:
+        RunDirectoryError: a process that lives trains in it.
+        OSError: the lease cannot be read.
+    """
+    try:
+        held = leases.read(run_directory)
+    except leases.LeaseError as error:
+        warn("lease_unreadable", why=error)
+        return NO_JOB, 0
+    if held is None:
+        return NO_JOB, 0
+    if held.job_id != NO_JOB:
+        warn("run_directory_of_a_job", job=held.job_id, why="two trainings must not share it: is that job over?")
+        return None
+    if held.node == node and held.pid != os.getpid() and lives(held):
+        raise RunDirectoryError(
+            f"{run_directory}: process {held.pid} on {node} trains in it: "
+            "wait for its end, stop it, or choose another run directory"
+        )
+    return NO_JOB, held.restart_count + 1
+
+
+def lives(held: Lease) -> bool:
+    """Tell whether the process that took a lease on this node is still there, and not another one of its number."""
+    try:
+        stat = Path(f"/proc/{held.pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return False
+    age_s = uptime_s - int(stat[_STAT_STARTED]) / os.sysconf("SC_CLK_TCK")
+    return stat[_STAT_STATE] not in {"Z", "X"} and time.time() - age_s <= held.taken_at + _CLOCK_SLACK_S

@@ -162,7 +162,7 @@ class Metrics:
 
 def _open(path: Path) -> tuple[int, bool, bool]:
     """Return a descriptor, whether the last line is torn, and whether there is none.  Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         size = os.fstat(descriptor).st_size
         return descriptor, size > 0 and os.pread(descriptor, 1, size - 1) != b"\n", size == 0

@@ -16,6 +16,7 @@ import xxhash
 
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import append_line
+from stepkeeper_trainer.formats.plain import read_plain
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,7 +105,7 @@ def read(checkpoints: Path) -> Lineage | None:
         OSError: the file is there and cannot be read.
     """
     try:
-        data = (checkpoints / LINEAGE_NAME).read_bytes()
+        data = read_plain(checkpoints / LINEAGE_NAME)
     except FileNotFoundError:
         return None
     commits: dict[str, Commit] = {}

@@ -8,6 +8,7 @@ import msgspec
 
 from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, decode_format
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import read_plain
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +47,7 @@ def read(run_directory: Path) -> Outcome | None:
     """
     path = run_directory / OUTCOME_NAME
     try:
-        data = path.read_bytes()
+        data = read_plain(path)
     except FileNotFoundError:
         return None
     try:

@@ -28,3 +28,14 @@ def open_plain(path: Path) -> BinaryIO:
     if not plain:
         raise OSError(errno.EINVAL, "not a plain file", str(path))
     return os.fdopen(descriptor, "rb")
+
+
+def read_plain(path: Path) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: as `open_plain`, or it cannot be read.
+    """
+    with open_plain(path) as file:
+        return file.read()

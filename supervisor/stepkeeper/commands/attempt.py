@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from stepkeeper.actions.launch import Job
-from stepkeeper.config import tiers
+from stepkeeper.config import keeping, tiers
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
@@ -76,5 +76,5 @@ def job(
         run_id=directory.run_id,
         attempt=attempt,
         socket=socket,
-        told=tiers.variables(settings),
+        told={**tiers.variables(settings), **keeping.variables(settings)},
     )

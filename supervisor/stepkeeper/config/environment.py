@@ -18,7 +18,6 @@ TOLD = frozenset(
         "SOCKET", "RUN_ID", "ATTEMPT", "LAUNCH", "RESUME_FROM", "TASKS_PER_NODE", "AGENT_SOCKET", "WATCHER",
         "ERROR_DIR", "REASON", "EXIT_CODE", "CAUSE", "JOB_ID",  # the last four the notify command
         "RESUME_NEWEST", "RELIABILITY",
-        "CHECKPOINT_EVERY", "RETENTION",  # what the user tells the ranks
         "CONTINUES",  # what a job that was submitted in place of another is told
     )
 )  # fmt: skip

@@ -78,6 +78,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Do not resume by other code (git commit, uncommitted changes, scripts) than that of the attempt before; without
     it, other code is told in the log."""
 
+    checkpoint_every: Annotated[str | None, About(metavar="RULE")] = None
+    """How often the ranks save, instead of what the script says: `500 steps`, `30 min`, `auto` (as often as pays),
+    `never`, or several joined by `or`."""
+
+    retention: Annotated[str | None, About(metavar="POLICY")] = None
+    """Which steps are kept, instead of what the script says: `all`, or some of `newest 3`, `every 1000 steps`,
+    `every 10 percent`, `epoch ends`, `best loss 2`, with commas between (docs/retention.md)."""
+
     local_tier: Annotated[str | None, About(metavar="DIR")] = None
     """A directory on each node's own disk (`%N` is the node's name): steps are written there first, and copied to the
     run directory beside training (docs/tiers.md)."""

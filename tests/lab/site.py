@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SITES = Path("/var/tmp/stepkeeper-site")  # world-writable parent: `_locked` checks whose it is
 TORCH = REPOSITORY / "tests" / "requirements-torch.txt"
 BUILD_S = 600.0
-PROJECTS_KEPT = 4
+PROJECTS_KEPT = 12  # a checkout that changes while another one plays must not take its environment away
 INTERPRETERS = ("/usr/bin/python3", sys.executable)
 
 

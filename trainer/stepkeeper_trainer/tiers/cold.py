@@ -29,6 +29,7 @@ from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierErro
 BOARD = ".cold-"
 DONE, FAILED = "done-", "failed-"  # and a rank
 RETRY_S, RETRY_MAX_S, TRIES_MAX = 5.0, 300.0, 6
+FAILING_AFTER = 4  # tries: then the end of a run does not wait for the tier any more
 RANKS_WITHIN_S = 3600.0  # the slowest rank's share; then the next step is tried
 _PAUSE_S = 0.5
 _RANK = re.compile(r"__(\d+)_")
@@ -88,7 +89,7 @@ class ColdCopies:
         self._changed = threading.Condition()
         self._waiting: list[Going] = []
         self._in_hand = False
-        self._failing = False  # the newest try came to nothing
+        self._failing = False  # several tries in a row came to nothing
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="stepkeeper-cold", daemon=True)
         self._thread.start()
@@ -97,12 +98,13 @@ class ColdCopies:
         """Have a step of the run sent."""
         with self._changed:
             self._waiting.append(going)
+            self._failing = False  # a new step has its tries
             self._changed.notify_all()
 
     def close(self, limit_at: float) -> bool:
         """Let what waits go until `limit_at` (Unix seconds), then stop between two chunks; true if all went.
 
-        A tier that fails is not waited for.
+        A tier that fails again and again is not waited for.
         """
         with self._changed:
             self._changed.wait_for(
@@ -196,9 +198,10 @@ class ColdCopies:
                     raise CopyStoppedError(f"step {going.step}: given up") from error
                 if attempt == TRIES_MAX:
                     raise
-                with self._changed:
-                    self._failing = True
-                    self._changed.notify_all()
+                if attempt >= FAILING_AFTER:
+                    with self._changed:
+                        self._failing = True
+                        self._changed.notify_all()
                 warn("cold_copy_failed", step=going.step, rank=self._rank, attempt=attempt, why=error)
             self._pause(delay_s)
             delay_s = min(2 * delay_s, RETRY_MAX_S)

@@ -16,6 +16,7 @@ from tests.training import Training
 pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.campaign
 def test_an_attempt_goes_by_the_file_in_its_run_directory_and_records_it(lab: Lab) -> None:
     training = Training(lab, name="configured", steps=5, step_seconds=0.0, env={"STEPKEEPER_POLICY_FAILURES_MAX": "2"})
     training.run_dir.mkdir(mode=0o700)

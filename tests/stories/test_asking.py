@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
+
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.training import Training, assert_complete
 
 
+@pytest.mark.campaign
 def test_saved_on_request_then_stopped_and_gone_on_by_another_job(lab: Lab, reference: Training) -> None:
     training = Training(lab, name="asked", every=1000, step_seconds=1.0).submit()
     training.wait_step(3)

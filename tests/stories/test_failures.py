@@ -35,6 +35,7 @@ def causes(training: Training) -> list[Cause]:
     return [record.event.cause for record in training.events(on.Judged)]
 
 
+@pytest.mark.campaign
 def test_memory_that_ran_out_once_costs_one_relaunch(lab: Lab, reference: Training) -> None:
     training = failing(lab, "out-of-memory", step_seconds=0.05)
     training.wait_end()

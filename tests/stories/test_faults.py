@@ -200,6 +200,7 @@ def test_a_program_fault_keeps_its_node(lab: Lab, agents: Agents, reference: Tra
     assert not drained(lab)
 
 
+@pytest.mark.campaign
 def test_without_an_agent_the_watcher_sees_the_lost_gpu(lab: Lab, reference: Training, agents: Agents) -> None:
     """What an ordinary user's process may see is enough to leave the node and to stay away from it."""
     env = {"FAKE_NVML": str(agents.directory / "%N" / "nvml"), "STEPKEEPER_AGENT_SOCKET": "/nonexistent/%N"}

@@ -74,6 +74,7 @@ def test_a_rank_that_is_killed_costs_no_step_that_was_committed(tmp_path: Path) 
     killed(tmp_path, SOME, resume_every=3)
 
 
+@pytest.mark.campaign
 def test_a_rank_that_stands_still_for_a_while_delays_the_commit_and_no_more(tmp_path: Path) -> None:
     stopped(tmp_path, SOME)
 
@@ -88,7 +89,7 @@ def test_standing_still_at_every_point(tmp_path: Path) -> None:
     stopped(tmp_path, HITS)
 
 
-@pytest.mark.parametrize(("rank", "point"), [(1, "made"), (0, "reported")])
+@pytest.mark.parametrize(("rank", "point"), [pytest.param(1, "made", marks=pytest.mark.campaign), (0, "reported")])
 def test_a_rank_that_stands_still_for_too_long_costs_one_save(tmp_path: Path, rank: int, point: str) -> None:
     """The save fails as an event, training goes on, and the next saves are made over a new group."""
     story = Story(

@@ -311,6 +311,7 @@ def test_the_third_node_at_once_stays_in_service(cluster: Lab, agents: Agents) -
     assert agents.verdict(cluster.node_names[2])["fit"] is True
 
 
+@pytest.mark.campaign
 def test_agents_that_race_past_the_breaker_take_their_drains_back(cluster: Lab, agents: Agents) -> None:
     def drained() -> list[str]:
         return [node for node in cluster.node_names if is_drained(cluster, node)]

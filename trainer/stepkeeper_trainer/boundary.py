@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.state import TrainingState
 
 
+MAKE_UP_MAX = 3  # times that the end of an epoch is saved anew: what fails for ever is not for every step
+
+
 class Boundary:
     """Of one rank."""
 
@@ -57,6 +60,8 @@ class Boundary:
         self._gave_up_for = False  # the save in flight was cancelled for the one that is due
         self._protected = False  # another was cancelled for the save in flight
         self._held_said = False
+        self._epoch_save = 0  # sequence number of the save that marks an epoch's end, until it is made up
+        self._made_up, self._making_up = 0, False
         self._metrics: dict[str, float] = {}  # the newest that the script has told, for the manifest
 
     @property
@@ -77,6 +82,8 @@ class Boundary:
     def save_as_agreed(self, agreed: Wish) -> None:
         """Begin a save at this boundary if one is due; an urgent one waits for the one in flight."""
         requests, saver = self._requests, self._saver
+        if agreed.failed_save:
+            self._make_up(agreed.failed_save)
         if not self.wanted:
             return
         if not (requests.stop_agreed or requests.deadline_at is not None):
@@ -121,6 +128,15 @@ class Boundary:
             self._begin(sequence=sequence + 1, emergency=emergency, ask_room=not (emergency or last))
         return not any_unable
 
+    def _make_up(self, failed: int) -> None:
+        """Have the end of an epoch saved by the next save, where its own came to nothing."""
+        if failed != self._epoch_save or self._made_up >= MAKE_UP_MAX:
+            return
+        self._epoch_save, self._making_up = 0, True
+        self._made_up += 1
+        self._periodic.make_up_epoch_end()
+        say("epoch_end_made_up", step=self._state.counters.step, why="its own save came to nothing")
+
     def _say_held(self) -> None:
         if not self._held_said:
             say("save_waits", step=self._state.counters.step, why="the storage has failed: it is given time")
@@ -164,6 +180,9 @@ class Boundary:
             tensors = self._state.collect()
             self._protected, self._gave_up_for = self._gave_up_for, False
             self._held_said = False
+            if self._periodic.epoch_end:
+                self._made_up = self._made_up if self._making_up else 0
+                self._epoch_save, self._making_up = sequence, False
             self._saver.start(
                 tensors,
                 Summary(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.steps import StepDirectory, list_steps
-from stepkeeper_trainer.log import say
+from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +31,13 @@ def record_start(checkpoints: Path, directory: Path | None, manifest: Manifest |
     foreign = directory is None or directory.resolve().parent != checkpoints.resolve()
     if manifest is None or foreign:  # from the very start, or from another run's step
         _record(checkpoints, [s for i, s in steps.items() if i not in commits], attempt)
+        if directory is None and steps:
+            newest = max(step.step for step in steps.values())
+            warn(
+                "started_beside_steps",
+                newest=newest,
+                why="training starts from the very beginning: `latest` as resume_from goes on from what is whole",
+            )
         if head is not None or steps.keys() - commits:
             _roll_back(checkpoints, None, attempt, "started from the very start")
         return None

@@ -121,6 +121,10 @@ class Periodic:
         self._begun_since = True
         self._cadence.note_begun(step, self._now())
 
+    def make_up_epoch_end(self) -> None:
+        """Say that the save of an epoch's end came to nothing: the next one is due now, and marked in its place."""
+        self.due = self.epoch_end = True
+
     def left_out(self, step: int) -> None:
         """Say that the save that was due is not made: the next one is due as if it had been."""
         self.due = False

@@ -201,10 +201,14 @@ def test_a_replay_after_a_rollback_gets_a_name_of_its_own(tmp_path: Path) -> Non
     assert [known.commits[save_id].directory for save_id in known.chain()] == [replayed, "step_00000002"]
 
 
-def test_a_start_from_the_very_start_leaves_the_past_behind(tmp_path: Path) -> None:
+def test_a_start_from_the_very_start_leaves_the_past_behind_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_dir = tmp_path / "run"
     save_at(run_dir, 3)
+    assert "started_beside_steps" not in caplog.text
     Loop(run_dir).keeper.resume()
+    assert "started_beside_steps newest=3" in caplog.text
     assert newest_verified(run_dir / "checkpoints").chosen is None
 
     save_at(run_dir, 2)

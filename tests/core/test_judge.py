@@ -31,6 +31,8 @@ COMPLETING = {"state": JobState.COMPLETING, "slurm_state": "COMPLETING", "end_at
         ("scancel", COMPLETING, Notice.CANCELLED),
         ("scancel, seen late", COMPLETING | {"state": JobState.ENDED}, Notice.CANCELLED),
         ("time limit", COMPLETING | {"reason": "TimeLimit"}, Notice.TIME_LIMIT),
+        ("preempted without grace time", COMPLETING | {"preempt_at": AT}, Notice.PREEMPTED),
+        ("scancel in grace time", COMPLETING | {"preempt_at": AT - 3}, Notice.CANCELLED),
         ("admin's requeue", COMPLETING | {"restarts": 3}, Notice.REQUEUED),
         ("end of grace, NODE_FAIL", COMPLETING | {"restarts": 3, "preempt_at": AT - 60}, Notice.REQUEUED),
         (
@@ -91,3 +93,10 @@ def test_a_preemption_without_grace_leaves_kill_wait(end_at):
 
 def test_a_short_notice_keeps_four_fifths_for_the_save():
     assert judged(facts(preempt_at=AT, end_at=AT + 5)).deadline_at == AT + 4.0
+
+
+def test_the_end_of_grace_time_is_a_preemption_and_scancel_in_its_first_second_is_not():
+    """PreemptMode=CANCEL: Slurm sets PreemptTime once more when it carries the preemption out."""
+    ending = COMPLETING | {"preempt_at": AT}
+    assert judged(facts(**ending), term_at=AT, preempted_at=AT - 60).notice is Notice.PREEMPTED
+    assert judged(facts(**ending), term_at=AT, preempted_at=AT).notice is Notice.CANCELLED

@@ -14,6 +14,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.judge import preempted_at_last
 from stepkeeper.core.phases import all_ready
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, State
@@ -100,7 +101,9 @@ def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
         assert job.restarts == 0
         (ordered,) = turn.ordered(do.Requeue)
         assert job.requeue_allowed or ordered.resubmit
-        assert job.state not in (on.JobState.COMPLETING, on.JobState.ENDED) or job.reason == "TimeLimit"
+        ends = job.state in (on.JobState.COMPLETING, on.JobState.ENDED)
+        preempted = preempted_at_last(job, turn.before.preempted_at)
+        assert not ends or job.reason == "TimeLimit" or preempted
         assert turn.before.phase is Phase.REQUEUEING
         assert not turn.before.running
         assert not turn.before.bus_told
@@ -120,7 +123,12 @@ def what_slurm_or_the_training_ended_is_never_requeued(turns):
             job is not None and turn.before.asking and not (turn.before.phase is Phase.REQUEUEING and turn.before.again)
         )
         cancelled = job is not None and (
-            job.restarts > 0 or (job.state in (on.JobState.COMPLETING, on.JobState.ENDED) and job.reason != "TimeLimit")
+            job.restarts > 0
+            or (
+                job.state in (on.JobState.COMPLETING, on.JobState.ENDED)
+                and job.reason != "TimeLimit"
+                and not preempted_at_last(job, turn.before.preempted_at)
+            )
         )
         finished = isinstance(turn.event, on.LaunchEnded) and turn.event.finished and turn.before.running
         same_launch = not isinstance(turn.event, on.LaunchEnded) or turn.event.launch == turn.before.launch

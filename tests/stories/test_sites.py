@@ -1,10 +1,10 @@
 """Sites as they are: nothing may be requeued, arrays, other ways to preempt, admins with plans of their own."""
 
-
 import pytest
 
 from stepkeeper.core import events as on
 from tests.lab import Lab
+from tests.stories import acts
 from tests.stories.test_campaign import release_urgent_jobs
 from tests.training import Training, assert_complete
 
@@ -47,3 +47,76 @@ def ours(lab: Lab, training: Training) -> list[int]:
     """Every job of the training's name that Slurm knows."""
     listed = lab.run("squeue", "--noheader", "--states=all", f"--name={training.name}", "--format=%A").stdout
     return sorted(int(number) for number in listed.split())
+
+
+@pytest.mark.campaign
+def test_a_supervisor_killed_between_two_jobs_leaves_one_that_goes_on(lab_factory, reference: Training) -> None:
+    """JobRequeue=0 in slurm.conf, and `kill -9` as the requeue is under way: one successor, never two, never none."""
+    lab = lab_factory(grace_time_s=20, kill_wait_s=10, job_requeue=False)
+    training = Training(lab, name="between", sbatch_args=(NO_REQUEUE,)).submit()
+    acts.requeueing(training)
+    acts.kill_supervisor(training)
+    training.until(lambda: len(ours(lab, training)) > 1, "the job in its place")
+    release_urgent_jobs(lab)
+    training.job_id = ours(lab, training)[-1]
+    training.wait_end()
+
+    assert len(ours(lab, training)) == 2, training.story()
+    assert_complete(training, reference)
+
+
+@pytest.mark.campaign
+def test_a_killed_supervisors_job_is_submitted_again_by_a_watcher(lab: Lab, reference: Training) -> None:
+    training = Training(lab, name="rescued-anew", step_seconds=0.5, sbatch_args=(NO_REQUEUE,)).submit()
+    training.wait_step(13)
+
+    acts.kill_supervisor(training)
+    training.until(lambda: len(ours(lab, training)) > 1, "the job in its place")
+    training.job_id = ours(lab, training)[-1]
+    training.wait_end()
+
+    assert len(ours(lab, training)) == 2, training.story()
+    assert_complete(training, reference)
+
+
+def test_each_task_of_an_array_is_a_run_of_its_own(lab: Lab, reference: Training) -> None:
+    """Two tasks; one is preempted and requeued by its own name, and the other hears nothing of it."""
+    array = Training(lab, name="array", step_seconds=0.2, nodes=1, sbatch_args=("--array=3-4", "--ntasks-per-node=2",
+        "--gres=gpu:2"), env={"STEPKEEPER_RUN_DIR": str(lab.workdir("games") / "array-%A_%a")}).submit()  # fmt: skip
+    leader = array.job_id
+    tasks = {}
+    for number in (3, 4):
+        tasks[number] = Training(lab, name=f"array-{leader}_{number}", nodes=1)
+        tasks[number].wait_step(5)
+        tasks[number].job_id = tasks[number].events(on.AttemptStarted)[0].event.job_id
+
+    lab.preempt(tasks[3].job_id)
+    tasks[3].wait_event(on.RequeueAnswered)
+    release_urgent_jobs(lab)
+    for task in tasks.values():
+        task.wait_end()
+
+    assert [len(task.events(on.AttemptStarted)) for task in tasks.values()] == [2, 1], tasks[3].story()
+    for task in tasks.values():
+        assert_complete(task, reference)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("requeue", ["--requeue", NO_REQUEUE])
+def test_a_site_that_cancels_what_it_preempts_loses_nothing(lab_factory, reference: Training, requeue: str) -> None:
+    """PreemptMode=CANCEL without grace time: SIGTERM and KillWait is all there is, and Slurm would requeue nothing."""
+    cancels = "PartitionName=cancels Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime=0 MaxTime=INFINITE State=UP"
+    lab = lab_factory(grace_time_s=20, kill_wait_s=15, slurm_conf=(cancels,))
+    name = f"cancels{requeue}"
+    training = Training(lab, name=name, step_seconds=0.3, sbatch_args=("--partition=cancels", requeue)).submit()
+    training.wait_step(13)
+
+    lab.preempt(training.job_id)
+    training.wait_event(on.RequeueAnswered)
+    if requeue == NO_REQUEUE:
+        training.job_id = successor(training)
+    release_urgent_jobs(lab)
+    training.wait_end()
+
+    assert len(training.events(on.AttemptStarted)) == 2, training.story()
+    assert_complete(training, reference)

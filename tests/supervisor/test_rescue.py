@@ -96,6 +96,11 @@ def test_where_no_other_job_is_wanted_none_is_submitted(assignment, site):
     ("facts", "requeued"),
     [
         ({"reason": "None"}, False),  # scancel
+        (
+            {"reason": "None", "preempt_at": 9.0, "end_at": 9.0},
+            True,
+        ),  # preempted without grace time, PreemptMode=CANCEL
+        ({"reason": "None", "preempt_at": 9.0, "end_at": 12.0}, False),  # scancel in grace time
         ({"reason": "TimeLimit"}, True),  # the limit came while nobody was there to requeue
         ({"reason": "None", "restarts": 1}, False),  # somebody was faster
         ({"reason": "None", "state": on.JobState.PENDING}, False),

@@ -36,6 +36,21 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     deadline_at: float | None = None
 
 
+def preempted_at_last(job: JobFacts, announced_at: float | None) -> bool:
+    """Tell the end of a preemption, where Slurm requeues nothing (PreemptMode=CANCEL), from a cancellation.
+
+    Both are COMPLETING for no reason.  Slurm sets PreemptTime at the announcement and, where it carries it out, once
+    more: to the very second of the end.
+
+    Args:
+        job: that is COMPLETING or over.
+        announced_at: its PreemptTime while it ran; None where there was no grace time, or nobody asked.
+    """
+    if job.preempt_at is None or job.preempt_at != job.end_at:
+        return False
+    return announced_at is None or job.preempt_at > announced_at
+
+
 def judge(state: State, job: JobFacts | None, at: float, policy: Policy) -> Judgement:
     """Tell why Slurm signaled.  `state.term_at` says when the batch process got SIGTERM, if it did."""
     if job is None:
@@ -45,6 +60,8 @@ def judge(state: State, job: JobFacts | None, at: float, policy: Policy) -> Judg
     if job.state in (JobState.COMPLETING, JobState.ENDED):
         if job.reason == "TimeLimit":
             return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_kill_deadline(state, at, policy))
+        if preempted_at_last(job, state.preempted_at):
+            return Judgement(notice=Notice.PREEMPTED, deadline_at=_kill_deadline(state, at, policy))
         return Judgement(notice=Notice.CANCELLED, deadline_at=_kill_deadline(state, at, policy))
     if job.preempt_at is not None:
         return Judgement(notice=Notice.PREEMPTED, deadline_at=_end_deadline(state, job, at, policy))

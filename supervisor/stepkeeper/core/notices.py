@@ -13,6 +13,7 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.bus import try_bus_again
+from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.judge import Judgement, Notice, judge
 from stepkeeper.core.limit import expecting
@@ -79,6 +80,8 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
     state = replace(state, asking=False, again=False)
     if event.job is not None:
         state = expecting(replace(state, end_at=event.job.end_at), policy)
+        if event.job.state is JobState.RUNNING:
+            state = replace(state, preempted_at=event.job.preempt_at)
     if state.phase is Phase.REQUEUEING and again:
         state = replace(state, deadline_at=event.at + policy.ask_within_s)
         return ask(state, "a signal came after the question: ask again before the requeue")

@@ -154,6 +154,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     otherwise: Plan | None = None  # what comes if outcome.json denies that the training is finished
     term_at: float | None = None  # when Slurm told the batch process to end
     leave_at: float | None = None  # Slurm's limit: by then the requeue must be on its way
+    preempted_at: float | None = None  # PreemptTime, as Slurm announced it while the job ran
     told: bool = False  # Slurm said why it takes the allocation: SIGTERM to the steps is no news
     signal: str = ""  # the newest signal that we asked Slurm about
     asking: bool = False  # at most one question is under way

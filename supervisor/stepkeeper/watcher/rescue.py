@@ -14,6 +14,7 @@ import msgspec
 
 from stepkeeper import requeueing
 from stepkeeper.core.events import JobFacts, JobState
+from stepkeeper.core.judge import preempted_at_last
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
 from stepkeeper.store import journal
@@ -105,6 +106,8 @@ def _again(client: SlurmClient, assignment: Assignment, excluded: list[str], *, 
 
 def was_cancelled(job: JobFacts) -> bool:
     """Tell a cancelled job from one whose batch process died or ran into its limit: by Slurm's reason alone."""
+    if preempted_at_last(job, None) and job.slurm_state in ("COMPLETING", "PREEMPTED"):
+        return False
     return job.state in (JobState.COMPLETING, JobState.ENDED) and job.reason in ("None", "")
 
 

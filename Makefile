@@ -7,7 +7,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
 AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 STEPKEEPER_REQUIRE_SLURM=$(STEPKEEPER_REQUIRE_SLURM)
 # three at a time: stories mostly wait for Slurm
 PYTEST = -p no:cacheprovider -n 3 --dist worksteal --durations=30 --durations-min=5
-PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs
+PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap
 V := .venv/bin
 
 help:  ## this list

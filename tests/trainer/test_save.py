@@ -324,6 +324,9 @@ def test_a_save_for_which_another_was_cancelled_is_not_cancelled_itself(
 def test_a_policy_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="choose of"):
         Loop(tmp_path / "run", when_busy="sometimes")
+    for wrong in (0.0, -1.0, float("inf"), "600"):
+        with pytest.raises(UsageError, match=f"save_within_s={wrong!r}: give a number of seconds above 0"):
+            Loop(tmp_path / "run", save_within_s=wrong)
 
 
 @pytest.mark.parametrize(("left_s", "cancelled"), [(8.0, True), (60.0, False)])

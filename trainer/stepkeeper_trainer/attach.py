@@ -39,11 +39,14 @@ def find_rank() -> tuple[int, int]:
     return 0, 1
 
 
+CONNECT_WITHIN_S = 60.0  # ranks that are slow to come make no launch fail, however short a save may be
+
+
 def new_group(within_s: float) -> Any | None:
     """Make a gloo group of all ranks; None without torch.distributed.  All ranks call it in one order."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=within_s))
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=max(within_s, CONNECT_WITHIN_S)))
 
 
 def open_run_directory(

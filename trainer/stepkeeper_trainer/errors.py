@@ -5,6 +5,8 @@ Codes are documented and never renumbered.  0 and 75 belong to `formats.outcome`
 
 from __future__ import annotations
 
+import math
+
 
 class KeeperError(Exception):
     """A clear message instead of a traceback: what, which, and what to do."""
@@ -64,3 +66,13 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """
     if value not in choices:
         raise UsageError(f"{name}={value!r}: choose of {choices}")
+
+
+def check_seconds(name: str, value: float) -> None:
+    """Refuse a time limit that nothing can keep.
+
+    Raises:
+        UsageError: which.
+    """
+    if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+        raise UsageError(f"{name}={value!r}: give a number of seconds above 0")

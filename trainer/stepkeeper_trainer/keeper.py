@@ -17,7 +17,7 @@ from stepkeeper_trainer.backpressure import WhenBusy
 from stepkeeper_trainer.boundary import Boundary
 from stepkeeper_trainer.cadence import Rule, choose_rule
 from stepkeeper_trainer.environment import read_environment
-from stepkeeper_trainer.errors import UsageError, check_choice
+from stepkeeper_trainer.errors import UsageError, check_choice, check_seconds
 from stepkeeper_trainer.housekeeping import Retention, choose_policy
 from stepkeeper_trainer.later import whole
 from stepkeeper_trainer.leave import install_excepthook, leave
@@ -110,6 +110,7 @@ class Keeper:
         self._resume_from = str(resume_from) if resume_from else self._environment.resume_from
         check_choice("when_busy", when_busy, get_args(WhenBusy))
         check_choice("replicas", replicas, get_args(Replication))
+        check_seconds("save_within_s", save_within_s)
         self._when_busy, self._replicas, self._tracker = when_busy, replicas, tracker
         self._rule = choose_rule(self._environment.checkpoint_every, checkpoint_every, checkpoint_every_steps)
         self._policy = choose_policy(self._environment.retention, retention, total_steps=total_steps)

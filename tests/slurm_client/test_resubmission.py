@@ -33,8 +33,9 @@ NEWER = (
     "JobId=7 ArrayJobId=5 ArrayTaskId=3 JobName=x UserId=ada(5) GroupId=ada(60) Priority=1 Nice=0 Account=(null) "
     "QOS=(null) Requeue=1 Restarts=0 TimeLimit=UNLIMITED Deadline=N/A Partition=train NumNodes=1 NumCPUs=2 NumTasks=2 "
     "CPUs/Task=1 NtasksPerN:B:S:C=0:0:*:* CoreSpec=* MinMemoryCPU=500M MinTmpDiskNode=0 OverSubscribe=NO Exclusive=NO "
-    "Contiguous=0 Command=/x.sh python train.py --name two words SubmitLine=sbatch -k --signal=B:USR1@60 "
-    "/x.sh WorkDir=/w StdErr= StdIn=/dev/null StdOut=/w/5_3.out TresPerNode=gres/gpu:2 TresPerTask=cpu=1"
+    "Contiguous=0 Command=/x.sh SubmitLine=sbatch -k --signal=B:USR1@60 "
+    "x.sh python train.py --name two words "
+    "WorkDir=/w StdErr= StdIn=/dev/null StdOut=/w/5_3.out TresPerNode=gres/gpu:2 TresPerTask=cpu=1"
 )
 
 

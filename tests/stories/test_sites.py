@@ -4,6 +4,7 @@ import pytest
 
 from stepkeeper.core import events as on
 from tests.lab import Lab
+from tests.lab.newest import NOT_BUILT, found
 from tests.stories import acts
 from tests.stories.test_campaign import release_urgent_jobs
 from tests.training import Training, assert_complete
@@ -118,5 +119,28 @@ def test_a_site_that_cancels_what_it_preempts_loses_nothing(lab_factory, referen
     release_urgent_jobs(lab)
     training.wait_end()
 
+    assert len(training.events(on.AttemptStarted)) == 2, training.story()
+    assert_complete(training, reference)
+
+
+@pytest.mark.newest
+def test_on_the_newest_slurm_too_and_pyslurm_that_is_not_there_is_no_reason_to_stop(
+    lab_factory, reference: Training
+) -> None:
+    if found() is None:
+        pytest.skip(NOT_BUILT)
+    lab = lab_factory(slurm="newest", grace_time_s=20, kill_wait_s=10)
+    training = Training(
+        lab, name="anew", sbatch_args=(NO_REQUEUE,), env={"STEPKEEPER_SLURM_CLIENT": "pyslurm"}
+    ).submit()
+    training.wait_step(13)
+
+    lab.preempt(training.job_id)
+    training.wait_event(on.RequeueAnswered)
+    training.job_id = successor(training)
+    release_urgent_jobs(lab)
+    training.wait_end()
+
+    assert training.output().count("for pyslurm does not fit") == 2, training.output()
     assert len(training.events(on.AttemptStarted)) == 2, training.story()
     assert_complete(training, reference)

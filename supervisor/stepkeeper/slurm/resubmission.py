@@ -298,6 +298,10 @@ def _arguments(rest: Mapping[str, str], words: Sequence[str]) -> tuple[str | Non
     if command is None:
         return None, (), True
     path, _, tail = command.partition(" ")
+    if not tail:  # newer Slurms show the arguments only where they show sbatch's own command line
+        name = re.escape(path.rpartition("/")[2])
+        found = re.search(rf"\s(?:\S*/)?{name}\s(.*)", rest.get("SubmitLine", ""))
+        tail = found.group(1) if found else ""
     if not tail:
         return path, (), True
     for start in range(len(words)):

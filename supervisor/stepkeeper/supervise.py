@@ -181,23 +181,9 @@ class Supervisor:
     def _note(self, event: on.Event, decision: Decision, before: State) -> None:
         """Journal, log and status.  Progress is coalesced; what changed nothing is not logged."""
         state = decision.state
-        changes: dict[str, object] = {"phase": state.phase.value, "launch": state.launch}
-        if isinstance(event, on.Progressed):
-            changes |= {
-                "step": event.step,
-                "tokens": event.tokens,
-                "loss": event.loss,
-                "step_seconds": event.step_seconds,
-            }
-            if self._is_due("progress log", self.setting.progress_log_every_s):
-                self.log.info("progress", step=event.step, loss=event.loss, step_seconds=event.step_seconds)
-        if isinstance(event, on.CheckpointCommitted):
-            changes["checkpoint_step"] = event.step
-        if isinstance(event, on.CheckpointChosen):
-            changes |= {"resumed_from": event.directory, "checkpoint_step": event.step}
-        if isinstance(event, on.RankHello) and state.resume_step != before.resume_step:
-            told = f"step {state.resume_step}, which the ranks brought"
-            changes |= {"resumed_from": told, "checkpoint_step": state.resume_step}
+        changes = status_file.changes(event, before, state)
+        if isinstance(event, on.Progressed) and self._is_due("progress log", self.setting.progress_log_every_s):
+            self.log.info("progress", step=event.step, loss=event.loss, step_seconds=event.step_seconds)
         if decision.why:
             changes["why"] = decision.why
             phase = {"phase": state.phase.value}

@@ -155,9 +155,7 @@ class _Teller:
             case on.LaunchBegan():
                 launch.begun = True
             case on.RankHello():
-                launch.heard = launch.begun = True
-                if event.resumed_step is not None and event.resumed_step != launch.resumed_step:
-                    launch.resumed_step, launch.resumed_from = event.resumed_step, ""
+                _greet(launch, event)
             case on.Progressed():
                 rows = self.seen.progress.setdefault((attempt.number, launch.number), Rows())
                 rows.add(event.at, event.step, event.loss, event.tokens)
@@ -252,3 +250,10 @@ def _decided(record: Record) -> str:
         if isinstance(effect, do.Exit):
             return f"end: {effect.reason}" if effect.code not in (0, 10) else "end" if not effect.code else "requeued"
     return ""
+
+
+def _greet(launch: Launch, event: on.RankHello) -> None:
+    """A rank speaks; what it resumed from counts, where a tier had something newer."""
+    launch.heard = launch.begun = True
+    if event.resumed_step is not None and event.resumed_step != launch.resumed_step:
+        launch.resumed_step, launch.resumed_from = event.resumed_step, ""

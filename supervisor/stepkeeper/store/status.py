@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from stepkeeper.core import events as on
+from stepkeeper.core.state import State
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
 
@@ -33,6 +35,21 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     started_at: float
     updated_at: float
+
+
+def changes(event: on.Event, before: State, state: State) -> dict[str, object]:
+    """Return what one event, and the state after it, change in a status."""
+    found: dict[str, object] = {"phase": state.phase.value, "launch": state.launch}
+    if isinstance(event, on.Progressed):
+        found |= {name: getattr(event, name) for name in ("step", "tokens", "loss", "step_seconds")}
+    if isinstance(event, on.CheckpointCommitted):
+        found["checkpoint_step"] = event.step
+    if isinstance(event, on.CheckpointChosen):
+        found |= {"resumed_from": event.directory, "checkpoint_step": event.step}
+    if isinstance(event, on.RankHello) and state.resume_step != before.resume_step:
+        told = f"step {state.resume_step}, which the ranks brought"
+        found |= {"resumed_from": told, "checkpoint_step": state.resume_step}
+    return found
 
 
 class StatusWriter:

@@ -52,7 +52,7 @@ class Watcher:
         self.ranks = RankSocket(assignment.socket_name(self.node))
         self.launch: int | None = None
         self.wrapped: set[int] = set()
-        self.greeted: dict[int, tuple[str, int]] = {}  # rank -> launch and pid of its newest hello
+        self.greeted: dict[int, tuple[str, int, int | None]] = {}  # rank -> launch, pid, step of its newest hello
         self.pidfds: dict[int, tuple[int, str, int]] = {}  # pid -> (descriptor, launch, rank)
         self.progress_at = 0.0
         self.progress: Progress | None = None
@@ -178,7 +178,7 @@ class Watcher:
                 self.quit = True
 
     def _take_stacks(self, wanted: bus.Stacks) -> None:
-        pids = {rank: pid for rank, (launch, pid) in self.greeted.items() if launch.endswith(f".{wanted.launch}")}
+        pids = {rank: pid for rank, (launch, pid, _) in self.greeted.items() if launch.endswith(f".{wanted.launch}")}
         self.stacks.take(wanted, pids)
 
     def _on_stacks(self) -> None:
@@ -210,8 +210,9 @@ class Watcher:
             self._follow(pid, message.launch, message.rank)
         if isinstance(message, Hello):
             known = self.greeted.get(message.rank)
-            self.greeted[message.rank] = (message.launch, pid)
-            if known == (message.launch, pid):
+            resumed = message.resumed_step if message.rank == 0 else None  # all go on from the same step: one says it
+            self.greeted[message.rank] = (message.launch, pid, resumed)
+            if known == self.greeted[message.rank]:
                 return  # said again in case that we are new: the supervisor knows
         self._say_progress()  # what was said before must be heard before
         self.say(bus.Rank(node=self.node, message=message))

@@ -25,6 +25,11 @@ __all__ = ["command", "run"]  # fixtures of the reading commands
 WITHIN_S = 30.0
 
 
+def _of_a_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is ignored where the tests run in the background of a shell
+
+
 class Terminal:
     """`stepkeeper status --follow` in a terminal of 80 columns."""
 
@@ -36,7 +41,7 @@ class Terminal:
         argv = [sys.executable, "-m", "stepkeeper", "status", "--follow", str(directory)]
         self.process = subprocess.Popen(
             argv, stdin=there, stdout=there, stderr=there, env=environment, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - so that Ctrl-C reaches it
+            preexec_fn=_of_a_terminal,  # noqa: PLW1509 - so that Ctrl-C reaches it
         )  # fmt: skip
         os.close(there)
         self.seen = ""

@@ -251,10 +251,10 @@ def _fill(full: Callable[[], bool]) -> None:
 
 def _arm(point: str, how: str) -> None:
     """Have this process killed or stopped where its first save comes to a point."""
-    from stepkeeper_trainer import commit, persist, planner, saver, staging, writer  # noqa: PLC0415
+    from stepkeeper_trainer import commit, copying, persist, planner, saver, writer  # noqa: PLC0415
 
     places = {
-        "staged": (staging.Staging, "copy", True),
+        "staged": (copying.Copier, "copy", True),
         "made": (saver.Saver, "_make_directory", True),
         "planned": (planner.Planner, "agree", True),
         "written": (writer.HashingFile, "close", True),

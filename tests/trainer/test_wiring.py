@@ -89,7 +89,8 @@ def test_ranks_do_by_themselves_what_the_script_has_said_once(tmp_path: Path, sm
     said = played["kept"].said
     assert "steps_removed" in said, said
     left = [step.step for step in list_steps(tmp_path / "kept/checkpoints")]
-    assert {25, 50, 75, 100} <= set(left), "the ends of epochs"
+    for end in (25, 50, 75, 100):  # its save waits where another one is in flight
+        assert any(end <= step < end + 10 for step in left), ("the ends of epochs", end, left)
     assert 10 not in left
     assert all(verify(step.path).ok for step in list_steps(tmp_path / "kept/checkpoints"))
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -87,17 +88,14 @@ class _Campaign:
         self._scene.act(rank, root, tell)
 
     def _play(self, point: Point) -> None:
-        for shift in TRIES:
-            if point.number + shift < 1:
-                continue
+        for aimed in self._aims(point):
             root = self._root()
-            aimed = replace(point, number=point.number + shift)
             played = play(partial(self._act, root), self._scene.world_size, at=aimed)
             hit = _hit(played, aimed, root)
             if hit is not None:
                 break
         else:
-            last = [call.about(root) for _, call in played.calls[point.rank][-3:]]
+            last = [call.about(root) for _, call in played.calls[aimed.rank][-3:]]
             ended = f"ranks ended with {played.codes}; the last calls were {last}"
             self._report.problems.append(f"{point}: did not fire: {ended}\n{played.output}")
             return
@@ -112,6 +110,15 @@ class _Campaign:
             _tear(hit)
             self._report.torn += 1
             self._judge(f"{point}, half written", root, played)
+
+    def _aims(self, point: Point) -> Iterator[Point]:
+        """Yield where the call may be met: who comes later finds a directory made, so any rank may be the one."""
+        for shift in TRIES:
+            if point.number + shift > 0:
+                yield replace(point, number=point.number + shift)
+        if point.call == "mkdir":
+            for rank in range(self._scene.world_size):
+                yield replace(point, rank=rank)
 
     def _judge(self, what: str, root: Path, played: Played) -> None:
         problems = self._wrong(root, played)

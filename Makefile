@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign bench bench-checkpoint lint clean test-slurm-newest
+.PHONY: help setup system demo test campaign campaign-crash bench bench-checkpoint lint clean test-slurm-newest
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -44,6 +44,9 @@ test: setup lint  ## all tests, the stories on a real Slurm included
 
 campaign: setup  ## the long ones: each thing that can befall a run, at each moment
 	$(AS_ROOT) $(V)/python -m pytest -m 'campaign and not newest' $(PYTEST)
+
+campaign-crash: setup  ## killed at every system call that changes a checkpoint directory: about fifteen minutes
+	STEPKEEPER_CRASH_STRIDE=1 $(V)/python -m pytest -m campaign tests/trainer/test_crash.py -rP $(PYTEST)
 
 test-slurm-newest: setup  ## the Slurm client and a preemption on the newest Slurm; skipped loudly where it cannot be built
 	$(AS_ROOT) $(V)/python -m tests.lab.newest_or_skip $(V)/python -m pytest -m newest $(PYTEST)

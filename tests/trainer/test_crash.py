@@ -21,6 +21,8 @@ from tests.trainer.crash import command
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 
 LIMIT_S = 580.0
+# `make campaign-crash` plays every point, `make campaign` one of three
+STRIDE = int(os.environ.get("STEPKEEPER_CRASH_STRIDE", "3"))
 # how many points there are at least: what is not found is not killed
 SCENES = {
     "save": 150,
@@ -47,15 +49,16 @@ def play(tmp_path: Path, stride: int, *scenes: str) -> list[dict[str, Any]]:
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.parametrize("scene", SCENES)
 def test_killed_at_every_call_that_changes_the_directory(tmp_path: Path, scene: str) -> None:
-    [report] = play(tmp_path, 1, scene)
+    [report] = play(tmp_path, STRIDE, scene)
 
     assert report["problems"] == []
-    assert report["played"] == len(report["points"]) >= SCENES[scene]
+    assert len(report["points"]) >= SCENES[scene]
+    assert report["played"] >= len(report["points"]) / STRIDE
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_killed_at_some_of_these_calls(tmp_path: Path) -> None:
-    """One of many, of each scene: `make campaign` plays all."""
+    """One of many, of each scene."""
     reports = play(tmp_path, 37)
 
     assert [problem for report in reports for problem in report["problems"]] == []

@@ -420,6 +420,15 @@ def test_prune_says_what_it_removes_and_why_the_rest_stays(command: Command, run
     assert document["kept"] == {"step_00000500": ["one of the newest 1"]}
 
 
+def test_prune_without_a_rule_removes_nothing(command: Command, run: RunDirectory) -> None:
+    steps = build.make_steps(run, 5)
+    said = command("checkpoints", "prune", run.path)
+    assert said.code == 2
+    assert "--keep-last 3" in said.err
+    assert all(step.is_dir() for step in steps)
+    assert "would be removed" in command("checkpoints", "prune", run.path, "--dry-run").out
+
+
 def test_prune_keeps_milestones_and_the_best(command: Command, run: RunDirectory) -> None:
     for step in range(100, 900, 100):
         build.make_step(run, step, save_id=f"{step}", parent=f"{step - 100}" if step > 100 else None, loss=step / 1000)

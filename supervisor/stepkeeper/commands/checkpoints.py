@@ -89,9 +89,8 @@ def _add_retention(below: argparse._SubParsersAction[argparse.ArgumentParser]) -
     prune.add_argument(
         "--keep-last",
         type=_positive,
-        default=retention.KEEP_LAST,
         metavar="K",
-        help=f"keep the newest K (default: {retention.KEEP_LAST})",
+        help=f"keep the newest K (default where another rule is named: {retention.KEEP_LAST})",
     )
     prune.add_argument("--every", type=_positive, metavar="M", help="keep a milestone of every M steps")
     prune.add_argument("--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the work")
@@ -308,9 +307,16 @@ def print_latest(arguments: argparse.Namespace) -> int:
 def prune_steps(arguments: argparse.Namespace) -> int:
     """Apply a retention policy to the step directories of a run."""
     checkpoints = find.checkpoints(arguments.where, os.environ).resolve()
+    named = (arguments.keep_last, arguments.every, arguments.every_percent, arguments.best or None)
+    if not arguments.dry_run and named == (None,) * len(named):
+        raise StepkeeperError(
+            "say what to keep, such as --keep-last 3 --every 1000: the policy of the run's own script is not known "
+            "here; --dry-run shows what would go",
+            ExitCode.USAGE,
+        )
     try:
         policy = retention.Policy(
-            keep_last=arguments.keep_last,
+            keep_last=arguments.keep_last or retention.KEEP_LAST,
             every_steps=arguments.every,
             every_percent=arguments.every_percent,
             total_steps=arguments.total_steps,

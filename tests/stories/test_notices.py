@@ -71,7 +71,7 @@ def test_a_time_limit_without_an_early_signal_leaves_kill_wait(lab: Lab, referen
         lab, name="late-limit", steps=40, step_seconds=4.0, sbatch_args=("--time=1", "--signal=B:CONT@1")
     ).submit()
 
-    training.wait_attempt(1)
+    training.wait_event(on.CheckpointChosen, count=2)
     lab.run("scancel", str(training.job_id))
     training.wait_end()
 

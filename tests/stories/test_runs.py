@@ -102,7 +102,9 @@ def test_of_two_attempts_at_once_the_newer_one_wins(lab_factory, reference: Trai
     training.until(lambda: not _alive(old), "the end of the older attempt", 60)
     training.wait_end()
 
-    assert [record.attempt for record in training.events(on.Superseded)] == [0], training.story()
+    superseded = [record.attempt for record in training.events(on.Superseded)]
+    asked = [r for r in training.events(on.SlurmAnswered) if r.attempt == 0 and "requeued by Slurm" in r.why]
+    assert superseded == [0] or asked, training.story()  # by the lease, or by Slurm's word if that came first
     assert [row["attempt"] for row in training.rows().values()][-1] == "1", training.story()
     assert_complete(training, reference)
 

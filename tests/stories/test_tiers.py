@@ -16,7 +16,7 @@ def submitted(lab: Lab, name: str, **env: str) -> Training:
         lab,
         name=name,
         steps=40,
-        step_seconds=0.25,
+        step_seconds=0.6,
         env={"STEPKEEPER_LOCAL_TIER": str(local), **env},
     ).submit()
 

@@ -29,6 +29,7 @@ def test_a_preempted_run_is_seen_while_it_runs_and_afterwards(lab: Lab, tmp_path
     training.submit()
     training.wait_step(15)
 
+    training.until(lambda: any("launches_total" in f.read_text() for f in directory.glob("*.prom")), "the metrics")
     (file,) = directory.glob("*.prom")
     for text in (file.read_text(), scraped(training)):
         found = {

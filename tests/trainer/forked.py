@@ -274,7 +274,7 @@ def _arm(point: str, how: str) -> None:
         nonlocal hits
         hits += 1
         # `prepare` plans too, before the first save does; the lease is looked at when a run begins
-        mine = hits == (2 if point == "planned" else 1)
+        mine = hits == (2 if point in ("planned", "renaming") else 1)
         if mine and not after:
             _fall(how)
         result = original(*args, **options)

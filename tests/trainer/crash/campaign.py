@@ -117,8 +117,10 @@ class _Campaign:
             if point.number + shift > 0:
                 yield replace(point, number=point.number + shift)
         if point.call == "mkdir":
-            for rank in range(self._scene.world_size):
-                yield replace(point, rank=rank)
+            for shift in (0, 1, -1, 2, -2):
+                for rank in range(self._scene.world_size):
+                    if point.number + shift > 0:
+                        yield replace(point, rank=rank, number=point.number + shift)
 
     def _judge(self, what: str, root: Path, played: Played) -> None:
         problems = self._wrong(root, played)

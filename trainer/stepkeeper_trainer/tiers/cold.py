@@ -162,9 +162,12 @@ class ColdCopies:
     def _open(self, going: Going) -> None:
         with suppress(FileNotFoundError):  # the run's directory is there, or the copy fails and says so
             for name in os.listdir(self._shared.checkpoints):
-                if name.startswith(BOARD):  # of an earlier launch, or given up
+                if name.startswith(BOARD) and name != self._board(going).name:  # of an earlier launch, or given up
                     shutil.rmtree(self._shared.checkpoints / name, ignore_errors=True)
-            os.mkdir(self._board(going))
+            # one for this very step may be there: others may have begun by it, and what was sent is sent
+            self._board(going).mkdir(exist_ok=True)
+            for mark in self._board(going).glob(f"{FAILED}*"):
+                mark.unlink(missing_ok=True)
 
     def _board(self, going: Going) -> Path:
         return self._shared.checkpoints / f"{BOARD}{step_name(going.step)}.{going.save_id}"

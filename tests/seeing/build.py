@@ -109,3 +109,16 @@ class Journal:
 
 def see(records: Iterable[Record], rows: dict[Key, Rows], **more: object) -> Timeline:
     return timeline.build(history.tell(records), rows, **more)  # type: ignore[arg-type]
+
+
+def killed() -> Journal:
+    """A run whose supervisor was killed, and that went on from step 10."""
+    told = Journal()
+    told.begin(0)
+    told.launch(0)
+    told.steps(1, 30, at=0)
+    told.commit(10, at=10, seconds=0)
+    told.begin(100)
+    told.launch(105, resume=10)
+    told.steps(11, 10, at=105)
+    return told

@@ -11,7 +11,7 @@ from stepkeeper.seeing.timeline import Standing
 from stepkeeper.store import journal
 from stepkeeper.store.rundir import RunDirectory
 from tests.reading import build
-from tests.seeing.build import START, Journal
+from tests.seeing.build import START, Journal, killed
 
 HEADER = "step,loss,tokens,lr,grad_norm,time,attempt,launch\n"
 
@@ -29,18 +29,6 @@ def write(run: RunDirectory, told: Journal) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return build.make_run(tmp_path / "run")
-
-
-def killed() -> Journal:
-    told = Journal()
-    told.begin(0)
-    told.launch(0)
-    told.steps(1, 30, at=0)
-    told.commit(10, at=10, seconds=0)
-    told.begin(100)
-    told.launch(105, resume=10)
-    told.steps(11, 10, at=105)
-    return told
 
 
 def test_who_requeued_a_run_whose_supervisor_was_killed_is_told(run: RunDirectory) -> None:

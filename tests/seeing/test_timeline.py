@@ -17,7 +17,7 @@ from stepkeeper.seeing.timeline import Standing, Timeline
 from stepkeeper.store import journal
 from stepkeeper.store.journal import VERSION, Record
 from tests.core import histories
-from tests.seeing.build import START, Journal, see
+from tests.seeing.build import START, Journal, killed, see
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -162,14 +162,7 @@ def test_a_spare_is_held_and_takes_no_part_until_it_is_needed() -> None:
 
 
 def test_a_supervisor_that_was_killed_lived_until_the_last_step() -> None:
-    told = Journal()
-    told.begin(0)
-    told.launch(0)
-    told.steps(1, 30, at=0)
-    told.commit(10, at=10, seconds=0)
-    told.begin(100)
-    told.launch(105, resume=10)
-    told.steps(11, 10, at=105)
+    told = killed()
 
     seen = told.see(updated_at=round((START + 115) * SECOND))
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats.manifest import read_manifest
+from stepkeeper_trainer.leave import leave
 from stepkeeper_trainer.reader import CheckedReader, load
 from tests.trainer.steps_by_dcp import commit
 
@@ -72,4 +73,4 @@ def main(what: str, directory: Path) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1], Path(sys.argv[2]))
     dist.destroy_process_group()
-    sys.exit(code)
+    leave(code)

@@ -32,6 +32,7 @@ from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest
 from stepkeeper_trainer.formats.metadata import Extent, Piece, TensorEntry
 from stepkeeper_trainer.formats.steps import step_name
 from stepkeeper_trainer.formats.stored import StepBytes, StoredError
+from stepkeeper_trainer.leave import leave
 from stepkeeper_trainer.safetensors_io import load_model
 from stepkeeper_trainer.writer import HashingFile
 from tests.trainer.ranks import free_port
@@ -276,6 +277,7 @@ def sharded_story(rank: int, port: int, parent: Path) -> None:
     load_model(linear, out, strict=False, rename={"weight": "rows"})
     assert torch.equal(linear.weight.full_tensor(), rows)
     dist.destroy_process_group()
+    leave(0)
 
 
 def test_what_ranks_have_sharded_is_exported_whole_and_loads_into_sharded_models(tmp_path: Path) -> None:

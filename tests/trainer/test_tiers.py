@@ -36,19 +36,7 @@ from stepkeeper_trainer.tiers import (
 from stepkeeper_trainer.tiers.copying import CopyStoppedError
 from tests.trainer.ranks import free_port
 from tests.trainer.s3_server import CONFIG, s3_server
-
-CHUNK = 1000
-LATE_S = 30.0
-
-
-def entry(data: bytes) -> FileEntry:
-    chunks = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
-    return FileEntry(
-        bytes=len(data),
-        xxh3_128=xxhash.xxh3_128_hexdigest(data),
-        chunk_bytes=CHUNK,
-        chunks=tuple(map(xxhash.xxh3_128_hexdigest, chunks)),
-    )
+from tests.trainer.tier_steps import CHUNK, LATE_S, entry
 
 
 def make_step(

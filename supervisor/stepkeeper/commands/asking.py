@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import getpass
 import itertools
 import os
@@ -46,8 +47,9 @@ def _execute(arguments: argparse.Namespace) -> int:
     asked_at = time.time()
     ask = asks.Ask(kind=kind, job_id=status.job_id, at=asked_at, by=getpass.getuser())
     name = asks.write(run.path, ask)
-    answer = _until(lambda: asks.read_answer(run.path, name), give_up_at, or_when=lambda: _is_over(run))
-    if answer is None and _is_over(run):
+    over = functools.partial(status_file.is_over, run.status)
+    answer = _until(lambda: asks.read_answer(run.path, name), give_up_at, or_when=over)
+    if answer is None and over():
         asks.withdraw(run.path, name)
         raise StepkeeperError("the run ended before it heard of this: see `stepkeeper status`", ExitCode.NOTHING_FOUND)
     if answer is None:
@@ -77,7 +79,8 @@ def _alive(run: RunDirectory) -> Status:
 
 def _saved(run: RunDirectory, asked_at: float, give_up_at: float) -> dict[str, object]:
     """Wait for the next commit, or the word that the save failed."""
-    if not _until(lambda: _end_of_save(run, asked_at) or None, give_up_at, or_when=lambda: _is_over(run)):
+    over = functools.partial(status_file.is_over, run.status)
+    if not _until(lambda: _end_of_save(run, asked_at) or None, give_up_at, or_when=over):
         raise StepkeeperError("no new checkpoint yet; `stepkeeper status --follow` shows it", ExitCode.NOTHING_FOUND)
     (found,) = _end_of_save(run, asked_at)
     if isinstance(found, on.CheckpointCommitted):
@@ -121,14 +124,6 @@ def _tell(arguments: argparse.Namespace, found: dict[str, object]) -> int:
     if "exit_code" in found:
         printing.say(f"ended with the checkpoint of step {found['checkpoint_step']}; submit it again to go on")
     return ExitCode.FINISHED
-
-
-def _is_over(run: RunDirectory) -> bool:
-    try:
-        status = status_file.read(run.status)
-    except msgspec.MsgspecError:
-        return False  # of another version
-    return status is not None and status.phase == Phase.DONE and status.exit_code != ExitCode.REQUEUED
 
 
 def _until(look: Callable[[], T | None], give_up_at: float, *, or_when: Callable[[], bool] = lambda: False) -> T | None:

@@ -6,12 +6,9 @@ import argparse
 import time
 from pathlib import Path
 
-import msgspec
-
 from stepkeeper import printing
 from stepkeeper.commands.logs_lines import SRUN, launches, parse, show
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.state import Phase
 from stepkeeper.store import lines
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
@@ -52,7 +49,7 @@ def follow(run: RunDirectory, arguments: argparse.Namespace) -> int:
     files: dict[str, _File] = {}
     first = True
     while True:
-        done = _is_done(run)  # asked first: what is written before the end is shown
+        done = status_file.is_over(run.status)  # asked first: what is written before the end is shown
         newest = max(launches(run).items(), default=None)
         if newest is not None and newest[0] != shown:
             if shown is not None:
@@ -77,12 +74,3 @@ def _show_new(files: dict[str, _File], arguments: argparse.Namespace) -> None:
             said = parse(line, node == SRUN)
             if arguments.rank in (None, said.rank):
                 show(said, node if len(files) > 1 else None, node, as_json=arguments.json)
-
-
-def _is_done(run: RunDirectory) -> bool:
-    """Whether the run is over: its newest attempt ended, and not by a requeue."""
-    try:
-        status = status_file.read(run.status)
-    except msgspec.MsgspecError:
-        return False  # of a newer version: it cannot be known
-    return status is not None and status.phase == Phase.DONE and status.exit_code != int(ExitCode.REQUEUED)

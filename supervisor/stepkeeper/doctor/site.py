@@ -112,9 +112,7 @@ def only_default(here: Site) -> Site:
 
 
 def _ask(*argv: str) -> str:
-    return call(
-        argv, CALL_WITHIN_S, what=" ".join(argv), delays=("unable to contact", "connection refused", "timed out")
-    )
+    return call(argv, CALL_WITHIN_S, what=" ".join(argv))
 
 
 def parse_config(text: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from stepkeeper.slurm.client import SlurmError
 
 SAID_CHARACTERS_MAX = 300
+AWAY = ("unable to contact", "connection refused", "timed out")  # how most commands say that nobody answered
 
 
 def call(
@@ -16,7 +17,7 @@ def call(
     within_s: float,
     *,
     what: str,
-    delays: Collection[str],
+    delays: Collection[str] = AWAY,
     environment: Mapping[str, str] | None = None,
     directory: str | None = None,
     instead_of_ours: bool = False,

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.core import events as on
-from stepkeeper.core.state import State
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.state import Phase, State
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
 
@@ -35,6 +36,19 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     started_at: float
     updated_at: float
+
+
+def is_over(path: Path) -> bool:
+    """Tell whether a run's newest attempt has ended, and not by a requeue.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    try:
+        status = read(path)
+    except msgspec.MsgspecError:
+        return False  # of a newer version: it cannot be known
+    return status is not None and status.phase == Phase.DONE and status.exit_code != ExitCode.REQUEUED
 
 
 def changes(event: on.Event, before: State, state: State) -> dict[str, object]:

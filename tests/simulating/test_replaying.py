@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepkeeper.core import events as on
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
 from stepkeeper.simulating.replaying import replay
@@ -48,6 +49,18 @@ def test_the_same_rules_decide_the_same() -> None:
 
     assert found.differences == []
     assert (found.attempts, found.records) == (2, len(told.records))
+
+
+def test_records_whose_nodes_stand_in_one_before_are_decided_again_too() -> None:
+    told = failing()
+    for index, record in enumerate(told.records):
+        if not isinstance(record.event, on.AttemptStarted):
+            told.records[index] = msgspec.structs.replace(record, nodes=None)
+
+    found = replay(lines(told), {}, words=True)
+
+    assert found.differences == []
+    assert found.records == len(told.records)
 
 
 def test_another_policy_decides_otherwise_and_the_place_is_named() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
 from stepkeeper.store import journal, lines
 
@@ -115,6 +116,56 @@ def test_the_last_word_of_a_superseded_attempt_hides_nothing(tmp_path: Path) -> 
 
     assert (carried.attempt, carried.failures, carried.best_step) == (2, 2, 300)
     assert "attempt 1 ended without a word" in carried.previous
+
+
+NODES = tuple(f"gpu-rack{rack:02d}-node{number:02d}" for rack in range(50) for number in range(40))
+WEEK_S, MOST_BYTES_A_WEEK = 7 * 86_400, 100_000_000
+
+
+def test_a_week_of_2000_nodes_stays_far_below_100_mb(tmp_path: Path) -> None:
+    """Their names stand where they change, and often enough that a reader from the end finds them."""
+    path = tmp_path / "journal.jsonl"
+    words = 1000
+    write(path, *(record(at=float(at), nodes=NODES) for at in range(words)))
+
+    each_bytes = path.stat().st_size / words
+    assert each_bytes * WEEK_S / Policy().progress_every_s < MOST_BYTES_A_WEEK / 5
+    assert each_bytes < len("".join(NODES)) / 20
+    assert journal.reconstruct(path).nodes == NODES
+
+
+def test_a_start_of_2000_watchers_does_not_repeat_all_names_2000_times(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    ready = (record(event=on.WatcherReady(at=float(i), node=node, bus=1), nodes=NODES) for i, node in enumerate(NODES))
+
+    write(path, *ready)
+
+    assert path.stat().st_size < 3_000_000
+
+
+def test_nodes_are_found_wherever_they_stood_last(tmp_path: Path) -> None:
+    """In the record of their change, however many others followed, and beside those of a superseded attempt."""
+    path = tmp_path / "journal.jsonl"
+    for written in range(0, 3 * journal.NODES_EVERY, 11):
+        write_on = journal.JournalWriter(path)
+        for at in range(written):
+            write_on.append(record(at=float(at), nodes=("a", "b", "c")))
+        write_on.append(record(at=1000.0, nodes=("a", "b")))
+        write_on.append(record(at=1001.0, nodes=("a", "b")))
+        assert write_on.flush(WITHIN_S)
+        write(path, record(at=1002.0, restarts=-1, nodes=("x",)))
+
+        assert journal.reconstruct(path).nodes == ("a", "b")
+        path.unlink()
+
+
+def test_journals_that_name_the_nodes_in_every_record_are_read_as_ever(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    data = [lines.encode(record(at=float(at), nodes=("a", "b")[: 2 - at // 5])) for at in range(10)]
+    path.write_bytes(b"\n".join(data) + b"\n")
+
+    assert [each.nodes for each in journal.read(path)] == [("a", "b")] * 5 + [("a",)] * 5
+    assert journal.reconstruct(path).nodes == ("a",)
 
 
 def test_reconstruct_of_100_mb_takes_neither_memory_nor_time(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def replay(
         decision = decide(states[key], record.event, policies.get(record.attempt, Policy()))
         states[key] = decision.state
         found.records += 1
-        then, now = _then(record), _now(decision.state, decision.effects)
+        then, now = _then(record, decision.state), _now(decision.state, decision.effects)
         if words:
             then["why"], now["why"] = record.why, decision.why
         differing = [name for name in then if then[name] != now[name]]
@@ -93,8 +93,11 @@ def replay(
     return found
 
 
-def _then(record: Record) -> dict[str, Any]:
-    return {**{name: getattr(record, name) for name in _SHOWN}, "effects": [_plain(each) for each in record.effects]}
+def _then(record: Record, state: State) -> dict[str, Any]:
+    shown = {name: getattr(record, name) for name in _SHOWN}
+    if record.nodes is None:  # as in the record before, which was compared
+        shown["nodes"] = state.nodes
+    return {**shown, "effects": [_plain(each) for each in record.effects]}
 
 
 def _now(state: State, effects: Iterable[msgspec.Struct]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ RECORDS_WAITING_MAX = 100_000
 BATCH_RECORDS_MAX = 256  # written with one fsync
 RETRY_AFTER_S = 5.0
 LATE_RECORDS_MAX = 200  # that may stand behind the newest attempt's last one
+NODES_EVERY = 64  # records: a reader from the end finds the nodes without reading far
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,7 +52,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failures: int = 0  # launches that failed since the last verified progress
     node_losses: int = 0  # nodes lost since then
     best_step: int | None = None  # the furthest verified step
-    nodes: tuple[str, ...] = ()  # of the allocation that are used
+    nodes: tuple[str, ...] | None = None  # of the allocation that are used; None: as in the attempt's record before
     excluded: tuple[Exclusion, ...] = ()  # nodes that the job shall not get
     tried: tuple[Tried, ...] = ()  # how often it failed in the same way
     note: Literal["", "spooled"] = ""  # `spooled`: from the node's disk, when shared storage was late
@@ -65,6 +66,11 @@ class Line(NamedTuple):
 
     record: Record | None  # None where the line is torn, or of a newer version
     data: bytes
+
+
+def epoch_of(record: Record) -> tuple[int, int]:
+    """Return job id and restart count: they tell the records of one attempt from those of others."""
+    return record.job_id, record.restart_count
 
 
 def read(path: Path) -> Iterator[Record]:
@@ -103,7 +109,8 @@ class JournalWriter:
     """Appends records on a thread of its own: shared storage that hangs must not hang the supervisor.
 
     What could not be written is tried again, in order, until the storage takes it.  Where it took a part,
-    that part may stand there twice.
+    that part may stand there twice.  The nodes of an attempt, thousands perhaps, stand where they change and in every
+    `NODES_EVERY`th record, else names would be nearly all that it holds.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,6 +120,8 @@ class JournalWriter:
         self._dropped = 0  # records that the limit of `_pending` pushed out, ever
         self._tries = 0  # ended ones, ever
         self._spooled: Record | None = None  # the newest that is in the spool
+        self._nodes: tuple[str, ...] | None = None  # as they were written last
+        self._without_nodes = 0  # records since then
         self.failed = ""  # why the newest write failed; empty when it did not
         self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
         self._thread.start()
@@ -121,8 +130,16 @@ class JournalWriter:
         """Hand a record over; returns at once."""
         with self._changed:
             self._dropped += len(self._pending) == RECORDS_WAITING_MAX
-            self._pending.append(record)
+            self._pending.append(self._shortened(record))
             self._changed.notify_all()
+
+    def _shortened(self, record: Record) -> Record:
+        """Leave out the nodes where they stand a few records before."""
+        if record.nodes == self._nodes and self._without_nodes < NODES_EVERY - 1:
+            self._without_nodes += 1
+            return msgspec.structs.replace(record, nodes=None)
+        self._nodes, self._without_nodes = record.nodes, 0
+        return record
 
     def flush(self, within_s: float) -> bool:
         """Wait until all that was handed over is durable; False if that takes longer, or fails.
@@ -251,11 +268,14 @@ def reconstruct(path: Path, *, now: float | None = None) -> Carried:
         OSError: the journal is there and cannot be read.
     """
     last: Record | None = None
+    nodes: tuple[str, ...] | None = None
     records = (line.record for line in read_lines(path, newest_first=True) if line.record is not None)
-    for record in itertools.islice(records, LATE_RECORDS_MAX):
+    for number, record in enumerate(itertools.islice(records, LATE_RECORDS_MAX + NODES_EVERY)):
         # a superseded supervisor may say its last word after the newer one's
-        if last is None or (record.job_id, record.restart_count) > (last.job_id, last.restart_count):
-            last = record
+        if last is None or (number < LATE_RECORDS_MAX and epoch_of(record) > epoch_of(last)):
+            last, nodes = record, None
+        if nodes is None and epoch_of(record) == epoch_of(last):
+            nodes = record.nodes
     if last is None:
         return Carried(attempt=0)
     if last.phase is Phase.DONE:
@@ -274,7 +294,7 @@ def reconstruct(path: Path, *, now: float | None = None) -> Carried:
         previous=previous,
         ended=last.phase is Phase.DONE,
         at=last.event.at,
-        nodes=last.nodes,
+        nodes=nodes or (),
         excluded=last.excluded,
         tried=last.tried,
     )

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import pytest
-
 from stepkeeper.config import environment
 from stepkeeper.config.keeping import variables
 from stepkeeper.config.settings import RunSettings
-from stepkeeper.errors import StepkeeperError
 from stepkeeper_trainer.cadence import Rule, choose_rule
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.housekeeping import choose_policy
@@ -25,19 +22,6 @@ def test_without_a_setting_the_script_decides() -> None:
     assert variables(RunSettings()) == {}
     read = read_environment(variables(RunSettings()))
     assert choose_rule(read.checkpoint_every, None, 7) == Rule(every_steps=7)
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        (RunSettings(checkpoint_every="sometimes"), "'sometimes' cannot be read"),
-        (RunSettings(retention="newest three"), "'newest three' cannot be read"),
-        (RunSettings(retention="newest 0"), "keep_last is below 1"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_before_a_launch(settings: RunSettings, problem: str) -> None:
-    with pytest.raises(StepkeeperError, match=problem):
-        variables(settings)
 
 
 def test_the_variables_are_settings_and_may_come_from_any_place() -> None:

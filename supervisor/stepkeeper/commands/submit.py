@@ -11,14 +11,15 @@ import sys
 from pathlib import Path
 
 from stepkeeper import printing
-from stepkeeper.config import flags, resolve
-from stepkeeper.config.resolve import Origin
+from stepkeeper.config import flags, resolve, shape
+from stepkeeper.config.resolve import Config, Origin
 from stepkeeper.config.settings import SETTINGS
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules, site
 from stepkeeper.doctor.finding import Finding, Level
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.planning.measured import METRICS_NAME, measure
+from stepkeeper.slurm import cmd
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.store import find, rundir
 from stepkeeper.submitting import sbatch
@@ -64,11 +65,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Render, check, submit."""
     wanted = _wanted(arguments)
     script = render(wanted)
-    sources = resolve.gather(flags.read(arguments), dict(os.environ))
-    config = sources.resolve()  # refuses what the supervisor would refuse hours later
-    run_dir = config.settings.run_dir
-    if config.values["run_dir"].origin is not Origin.DEFAULT and "%" not in os.path.dirname(run_dir):
-        rundir.require_parent(Path(_where(run_dir, 0, wanted)))
+    run_dir = _configure(arguments, wanted).settings.run_dir
     findings = _look(wanted)
     if arguments.dry_run:
         if arguments.json:
@@ -89,6 +86,32 @@ def execute(arguments: argparse.Namespace) -> int:
         printing.say(f"  see            stepkeeper status {shlex.quote(where)}")
         printing.say(f"  stop           scancel {job}")
     return ExitCode.FINISHED
+
+
+def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
+    """Return the settings of the run.
+
+    Raises:
+        StepkeeperError: what the supervisor would refuse when the job starts, hours later.
+    """
+    sources = resolve.gather(flags.read(arguments), dict(os.environ))
+    config = sources.resolve()
+    run_dir = config.settings.run_dir
+    if config.values["run_dir"].origin is not Origin.DEFAULT and "%" not in os.path.dirname(run_dir):
+        rundir.require_parent(Path(_where(run_dir, 0, wanted)))
+    if not re.search("%[jAa]", run_dir):  # the same for each job: it may hold a file of its own
+        config = sources.resolve(Path(_where(run_dir, 0, wanted)))
+    most = re.fullmatch(r"(?:\d+-)?(\d+)", wanted.nodes or "")
+    if most:
+        shape.nodes_wanted(config, int(most[1]), wanted.command)
+    else:  # in words that only sbatch understands
+        cmd.require_startable(wanted.command, torchrun=config.settings.torchrun)
+    if not cmd.takes_resume(wanted.command):
+        printing.warn(
+            "warning: CMD is a shell's script without a place for the resume argument: say {resume} where it shall go, "
+            f"or read ${cmd.RESUME_VARIABLE}; else each attempt starts from the beginning"
+        )
+    return config
 
 
 def _where(run_dir: str, job: int, wanted: Wanted) -> str:

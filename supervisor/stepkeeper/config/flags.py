@@ -64,5 +64,5 @@ def read(arguments: argparse.Namespace) -> dict[str, Entry]:
         setting = known(key.strip(), where)
         if setting.key in entries:
             raise StepkeeperError(f"{where}: {setting.key} is set twice on the command line", ExitCode.USAGE)
-        entries[setting.key] = Entry(from_text(setting, text.strip(), where), "--set")
+        entries[setting.key] = Entry(from_text(setting, text.strip(), "--set"), "--set")
     return entries

@@ -124,3 +124,9 @@ def _refuse_disorder(values: dict[str, Resolved]) -> None:
             raise StepkeeperError(
                 f"{where}: {low} = {shown(below.value)} is more than {high} = {shown(above.value)}", ExitCode.USAGE
             )
+    copies = values["peer_copies"]
+    if copies.value and values["local_tier"].value is None:
+        raise StepkeeperError(
+            f"{copies.where}: peer_copies: peer copies are of the local tier, and there is none: set local_tier too",
+            ExitCode.USAGE,
+        )

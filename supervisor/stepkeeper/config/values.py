@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from stepkeeper.config import readable
 from stepkeeper.config.settings import SETTINGS, Setting, Value
 from stepkeeper.core import ladder
 from stepkeeper.core.exits import ExitCode
@@ -16,6 +17,12 @@ from stepkeeper.printing import clean
 _YES = frozenset(("1", "true", "yes", "on"))
 _NO = frozenset(("0", "false", "no", "off"))
 SHOWN_MAX = 80
+_READERS = {
+    "checkpoint_every": readable.check_cadence,
+    "retention": readable.check_retention,
+    "local_tier": readable.check_local_tier,
+    "cold_tier": readable.check_cold_tier,
+}
 
 
 def from_text(setting: Setting, text: str, where: str) -> Value:
@@ -67,6 +74,7 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
     if setting.about.choices and value not in setting.about.choices:
         _refuse(setting, value, where)
     _refuse_no_row(setting, value, where)
+    _refuse_unreadable(setting, value, where)
     found: Value = value  # of `setting.kind`, as compared above
     return found
 
@@ -79,6 +87,17 @@ def _refuse_no_row(setting: Setting, value: Value, where: str) -> None:
         ladder.parse(value)
     except ladder.LadderError as error:
         raise StepkeeperError(f"{where}: {setting.key} = {shown(value)}: {error}", ExitCode.USAGE) from None
+
+
+def _refuse_unreadable(setting: Setting, value: Value, where: str) -> None:
+    """Refuse a text that the ranks could not read.  The value itself is not shown: a URL may hold a secret."""
+    read = _READERS.get(setting.key)
+    if read is None or not isinstance(value, str):
+        return
+    try:
+        read(value)
+    except ValueError as error:
+        raise StepkeeperError(f"{where}: {setting.key}: {error}", ExitCode.USAGE) from None
 
 
 def _refuse(setting: Setting, value: object, where: str) -> NoReturn:

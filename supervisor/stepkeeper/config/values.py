@@ -17,6 +17,7 @@ from stepkeeper.printing import clean
 _YES = frozenset(("1", "true", "yes", "on"))
 _NO = frozenset(("0", "false", "no", "off"))
 SHOWN_MAX = 80
+SAID_MAX = 250
 _READERS = {
     "checkpoint_every": readable.check_cadence,
     "retention": readable.check_retention,
@@ -97,7 +98,9 @@ def _refuse_unreadable(setting: Setting, value: Value, where: str) -> None:
     try:
         read(value)
     except ValueError as error:
-        raise StepkeeperError(f"{where}: {setting.key}: {error}", ExitCode.USAGE) from None
+        said = clean(str(error))
+        said = said if len(said) <= SAID_MAX else said[:SAID_MAX] + "…"
+        raise StepkeeperError(f"{where}: {setting.key}: {said}", ExitCode.USAGE) from None
 
 
 def _refuse(setting: Setting, value: object, where: str) -> NoReturn:

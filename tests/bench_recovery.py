@@ -1,0 +1,144 @@
+"""`make bench-recovery`: failures under several ways to keep a training alive, side by side on one lab (root, Slurm).
+
+The same model, data, step and cadence of saves for all; each fault is done to each way in turn, and the whole round is
+repeated.  It writes docs/benchmarks-recovery.md.
+
+    python -m tests.bench_recovery [--quick] [--ways stepkeeper,torchrun] [--faults rank,hang] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.lab import Lab, LabOptions
+from tests.recovery.environment import Peers, peers
+from tests.recovery.page import page
+from tests.recovery.pieces import pieces
+from tests.recovery.playing import FAULTS, LOST_AFTER_SAVE, Fault, Outcome, play, steps
+from tests.recovery.ways import EVERY, STEP_SECONDS, USER, WAYS, Way
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks-recovery.md"
+NOTES = Path(__file__).with_name("recovery") / "notes.md"
+OPTIONS = LabOptions(nodes=12, gpus=1, grace_time_s=30, kill_wait_s=10, slurmd_timeout_s=8, send_user_signal=True)
+HEAD = """Written by `make bench-recovery`{how}, and by nothing else: {cores} cores, load average {load} before it
+began, torch {torch}{versions}. Machines are noisy and shared: quote the ratios.
+
+Two ranks on two nodes of a real Slurm, a job of an ordinary user. The same transformer, data, optimizer and batch, a
+step every {step} s, a save every {every} steps; the fault comes {lost} steps after one. *Next new step*: the first step
+that had not been done before, told by rank 0. Medians of {repeats}; ratios are to Stepkeeper's median of this run.
+
+What Slurm adds is the same for all, and shorter than in production: a requeued job waits {cred} s for its credential
+to expire (production: 120 s), a silent node is DOWN after {slurmd} s (300 s), KillWait is {kill} s (30 s). GraceTime is
+{grace} s, and the site sends `--signal` at a preemption (`preempt_send_user_signal`), which submitit, Lightning and the
+trap rely on. The urgent job ends as soon as it runs. Nodes are lost by SIGKILL to all that runs there."""
+
+
+class Bench:
+    """What one run plays, and what it has found so far."""
+
+    def __init__(self, lab: Lab, site: Peers) -> None:
+        self.lab, self.site = lab, site
+        self.outcomes: list[Outcome] = []
+        self.pieces: dict[str, list[float]] = {}
+        self._serial = 0
+
+    def name(self, way: Way, fault: Fault) -> str:
+        """Return a directory's name that was not used before."""
+        self._serial += 1
+        return f"{way.name}-{fault.name}-{self._serial}"
+
+    def one(self, way: Way, fault: Fault, name: str) -> None:
+        """Play one cell, and take Stepkeeper's relaunch apart where it is one."""
+        began = time.time()
+        try:
+            outcome, spot = play(self.lab, self.site, way, fault, name)
+        except Exception as error:  # noqa: BLE001 - one cell must not cost the others; the page tells
+            outcome, spot = Outcome(way=way.name, fault=fault.name, why_not=f"could not be played: {error}"[:300]), None
+            print(f"{name}: {error}", flush=True)
+        self.outcomes.append(outcome)
+        found = f"{outcome.seconds:.1f} s, {outcome.redone} redone" if outcome.seconds is not None else outcome.why_not
+        print(f"{name}: {found}  [{time.time() - began:.0f} s]", flush=True)
+        if spot is not None and way.name == "stepkeeper" and fault.name == "rank" and outcome.seconds is not None:
+            journal = spot.directory / "run" / "journal.jsonl"
+            for piece, seconds in pieces(journal, outcome.struck_at, steps(spot)).items():
+                self.pieces.setdefault(piece, []).append(seconds)
+
+    def lost(self, way: Way, fault: Fault) -> bool:
+        """Tell whether a way has been seen not to recover: once is enough."""
+        return any((each.way, each.fault) == (way.name, fault.name) and each.why_not for each in self.outcomes)
+
+    def round(self, ways: list[Way], fault: Fault) -> None:
+        """Play a fault under each way; those that will only stand still do so together."""
+        ways = [way for way in ways if not self.lost(way, fault)]
+        together = [way for way in ways if fault.name == "hang" and not way.watches_hangs]
+        for way in ways:
+            if way not in together:
+                self.one(way, fault, self.name(way, fault))
+        if together:
+            with ThreadPoolExecutor(len(together)) as pool:
+                for done in [pool.submit(self.one, way, fault, self.name(way, fault)) for way in together]:
+                    done.result()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure recoveries on a lab cluster, side by side.")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="once, without hangs and without the way with a spare")
+    parser.add_argument("--ways", default="", help=f"some of {','.join(WAYS)}")
+    parser.add_argument("--faults", default="", help=f"some of {','.join(FAULTS)}")
+    parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
+    chosen = parser.parse_args()
+    quick = {"stepkeeper-spare", "hang"} if chosen.quick else set()
+    ways = [WAYS[name] for name in chosen.ways.split(",") if name] or [w for w in WAYS.values() if w.name not in quick]
+    faults = [FAULTS[name] for name in chosen.faults.split(",") if name]
+    faults = faults or [fault for fault in FAULTS.values() if fault.name not in quick]
+    repeats = 1 if chosen.quick else chosen.repeats
+
+    site = peers(USER)
+    load = f"{os.getloadavg()[0]:.1f}"
+    absent = {way.name: site.missing[way.package] for way in ways if way.package in site.missing}
+    played = [way for way in ways if way.name not in absent]
+    with Lab(OPTIONS) as lab:
+        bench = Bench(lab, site)
+        for _ in range(repeats):
+            for fault in faults:
+                bench.round(played, fault)
+                text = page(
+                    bench.outcomes,
+                    bench.pieces,
+                    ways=played,
+                    faults=faults,
+                    head=head(site, load, repeats, quick=chosen.quick),
+                    notes=NOTES.read_text(),
+                    absent=absent,
+                )
+                chosen.page.write_text(text)  # after each round: hours are not lost to a last one that fails
+    print(text)
+
+
+def head(site: Peers, load: str, repeats: int, *, quick: bool) -> str:
+    """Say where, when and under what conditions."""
+    others = "".join(f", {name} {version}" for name, version in site.versions.items() if name != "torch")
+    return HEAD.format(
+        how=" with `--quick`" if quick else "",
+        cores=os.cpu_count(),
+        load=load,
+        torch=site.versions["torch"],
+        versions=others,
+        step=STEP_SECONDS,
+        every=EVERY,
+        lost=LOST_AFTER_SAVE,
+        repeats=repeats,
+        cred=OPTIONS.cred_expire_s,
+        slurmd=OPTIONS.slurmd_timeout_s,
+        kill=OPTIONS.kill_wait_s,
+        grace=OPTIONS.grace_time_s,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""`docs/benchmarks-recovery.md`, from what one run found."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from tests.recovery.playing import Fault, Outcome
+from tests.recovery.ways import Way
+
+OURS = "stepkeeper"
+
+
+def page(
+    outcomes: Sequence[Outcome],
+    pieces: Mapping[str, Sequence[float]],
+    *,
+    ways: Sequence[Way],
+    faults: Sequence[Fault],
+    head: str,
+    notes: str,
+    absent: Mapping[str, str],
+) -> str:
+    """Return the page.
+
+    Args:
+        outcomes: what was played, in any order.
+        pieces: of a relaunch under Stepkeeper, by name: one figure a repeat.
+        ways: the rows.
+        faults: the columns.
+        head: on what machine, under what conditions.
+        notes: what the figures come to, and what they cannot say.
+        absent: way to why it was not played.
+    """
+    parts = ["# Recovery, side by side", head]
+    parts.append(_table("Seconds to the next new step", outcomes, ways, faults, _seconds))
+    parts.append(_table("Steps done twice", outcomes, ways, faults, _redone))
+    reasons = sorted({f"- {each.way}, {each.fault}: {each.why_not}" for each in outcomes if each.why_not})
+    if reasons:
+        parts.append("**Does not recover**:\n\n" + "\n".join(reasons))
+    if absent:
+        parts.append("**Not played**:\n\n" + "\n".join(f"- {way}: {why}" for way, why in sorted(absent.items())))
+    parts.append("## The ways\n\n" + "\n".join(f"- **{way.name}**: {way.what}." for way in ways))
+    if pieces:
+        rows = [f"| {name} | {statistics.median(each):.3f} | {_all(each, 3)} |" for name, each in pieces.items()]
+        head = f"| piece | median of {max(map(len, pieces.values()))} | all |\n|---|---|---|"
+        parts.append("## A killed rank under Stepkeeper, piece by piece\n\n" + "\n".join([head, *rows]))
+    parts.append(notes)
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def _table(
+    title: str,
+    outcomes: Sequence[Outcome],
+    ways: Sequence[Way],
+    faults: Sequence[Fault],
+    cell: Callable[[Sequence[Outcome], Sequence[Outcome]], str],
+) -> str:
+    lines = [
+        f"## {title}",
+        "",
+        "| way | " + " | ".join(fault.what for fault in faults) + " |",
+        "|---" * (len(faults) + 1) + "|",
+    ]
+    for way in ways:
+        row = []
+        for fault in faults:
+            own = [each for each in outcomes if (each.way, each.fault) == (way.name, fault.name)]
+            ours = [each for each in outcomes if (each.way, each.fault) == (OURS, fault.name)]
+            row.append(cell(own, ours) if own else "not played")
+        lines.append(f"| {way.name} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def _seconds(own: Sequence[Outcome], ours: Sequence[Outcome]) -> str:
+    found = _known(each.seconds for each in own)
+    lost = len(own) - len(found)
+    if not found:
+        return "does not recover"
+    median = statistics.median(found)
+    text = f"**{median:.1f}**"
+    base = _known(each.seconds for each in ours)
+    if base and own[0].way != OURS:
+        text += f", {median / statistics.median(base):.2f}x ours"
+    if len(found) > 1:
+        text += f" ({_all(found, 1)})"
+    return text + (f"; {lost} of {len(own)} did not recover" if lost else "")
+
+
+def _redone(own: Sequence[Outcome], _: Sequence[Outcome]) -> str:
+    found = _known(each.redone for each in own)
+    if not found:
+        return "does not recover"
+    return f"{statistics.median(found):g}" + (f" ({_all(found, 0)})" if len(set(found)) > 1 else "")
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _all(values: Iterable[float], digits: int) -> str:
+    return ", ".join(f"{value:.{digits}f}" for value in values)

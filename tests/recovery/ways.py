@@ -1,0 +1,239 @@
+"""The ways to keep a training alive that are compared, each as its own documentation has it: how one is submitted."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.lab import Lab
+from tests.recovery.environment import Peers
+from tests.training import SMALL, Training
+
+USER = "games"
+SCRIPTS = Path(__file__).with_name("scripts")
+EVERY = 20  # steps between checkpoints
+STEP_SECONDS = 0.2
+STEPS = 100_000  # more than any run here comes to
+SIGNAL_BEFORE_S = 60
+RESTARTS = 3
+PORT = "port=$((12000 + (SLURM_JOB_ID * 16 + ${SLURM_RESTART_COUNT:-0}) % 7000))"
+OPTIONS = (
+    f"--steps={STEPS}",
+    "--seed=7",
+    f"--checkpoint-every-steps={EVERY}",
+    f"--step-seconds-min={STEP_SECONDS}",
+    *SMALL,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """Where one training of the benchmark lives."""
+
+    lab: Lab
+    name: str
+    peers: Peers
+
+    @property
+    def directory(self) -> Path:
+        """What its ranks tell, and all its files."""
+        return self.lab.workdir(USER) / self.name
+
+    @property
+    def log(self) -> Path:
+        """What the job prints."""
+        return self.directory / "job.log"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the scripts go by."""
+        path = f"{self.directory}:{self.peers.project}"
+        return {"RECOVERY_DIR": str(self.directory), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+    def prepare(self) -> None:
+        """Make the directory, with the scripts in it, the user's own."""
+        account = pwd.getpwnam(USER)
+        shutil.copytree(SCRIPTS, self.directory, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in (self.directory, *self.directory.rglob("*")):
+            os.chown(path, account.pw_uid, account.pw_gid)
+
+    def sbatch(self, text: str, *options: str, nodes: int = 2) -> int:
+        """Submit a batch script with the geometry that all ways have."""
+        return self.lab.submit(
+            text,
+            sbatch_args=[
+                f"--nodes={nodes}", "--ntasks-per-node=1", "--gres=gpu:1", "--mem=2000", "--cpus-per-task=1",
+                "--requeue", "--open-mode=append", f"--output={self.log}", f"--job-name={self.name}", *options,
+            ],
+            user=USER,
+            env=self.environment,
+        )  # fmt: skip
+
+
+Submit = Callable[[Spot], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way."""
+
+    name: str
+    what: str
+    """What the page says of it."""
+    submit: Submit
+    package: str = ""
+    """What must be installed for it."""
+    watches_hangs: bool = False
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Fault to why this way does not recover from it, for the page; used only where it did not."""
+
+
+def stepkeeper(spot: Spot, *run_args: str, nodes: int = 2) -> int:
+    """Submit by `sbatch stepkeeper.sbatch`, as users do."""
+    python = Training(spot.lab, user=USER).python
+    training = Training(
+        spot.lab,
+        user=USER,
+        name=spot.name,
+        nodes=nodes,
+        run_args=run_args,
+        sbatch_args=(f"--output={spot.log}",),
+        command=(str(python), str(spot.directory / "ours.py"), *OPTIONS),
+        # its own environment has the project already
+        env={"RECOVERY_DIR": str(spot.directory), "STEPKEEPER_RUN_DIR": str(spot.directory / "run")},
+    )
+    return training.submit().job_id
+
+
+def _elastic(spot: Spot, launcher: list[str], *script_args: str) -> int:
+    script = shlex.join(["plain.py", *OPTIONS, *script_args]).replace("plain.py", str(spot.directory / "plain.py"), 1)
+    return spot.sbatch(
+        f"{PORT}\n"
+        f"srun {shlex.join(launcher)} --nnodes=2 --nproc-per-node=1 --max-restarts={RESTARTS} --rdzv-backend=c10d"
+        f" --rdzv-endpoint=127.0.0.1:$port --rdzv-id=$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
+        f" --local-addr=127.0.0.1 {script}\n"
+    )
+
+
+def torchrun(spot: Spot) -> int:
+    """One torchrun a node, as in its documentation for Slurm."""
+    return _elastic(spot, [str(spot.peers.python), "-m", "torch.distributed.run"])
+
+
+def ft_launcher(spot: Spot) -> int:
+    """One ft_launcher a node; the ranks send heartbeats."""
+    return _elastic(spot, [str(spot.peers.python.parent / "ft_launcher")], "--heartbeats")
+
+
+def bash_trap(spot: Spot) -> int:
+    """A batch script that passes the signal on, and requeues its job unless the training is done."""
+    script = shlex.join([str(spot.peers.python), str(spot.directory / "plain.py"), *OPTIONS, "--stop-on-signal"])
+    return spot.sbatch(
+        f"""{PORT}
+export MASTER_ADDR=127.0.0.1 MASTER_PORT=$port
+trap 'asked=1; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+srun --kill-on-bad-exit=1 {script} &
+wait $!; code=$?
+while jobs %% >/dev/null 2>&1; do wait %%; code=$?; done
+[ "$code" = 0 ] && [ -z "$asked" ] && exit 0
+[ "${{SLURM_RESTART_COUNT:-0}}" -lt {RESTARTS} ] && scontrol requeue "$SLURM_JOB_ID"
+exit "$code"
+""",
+        f"--signal=B:USR1@{SIGNAL_BEFORE_S}",
+    )
+
+
+def submitit(spot: Spot) -> int:
+    """`SlurmExecutor.submit` of a checkpointable callable."""
+    done = spot.lab.run(
+        spot.peers.python,
+        spot.directory / "submitit_job.py",
+        spot.directory / "submitit",
+        str(SIGNAL_BEFORE_S),
+        *OPTIONS,
+        user=USER,
+        env=spot.environment,
+        cwd=spot.directory,
+    )
+    return int(done.stdout.split()[-1])
+
+
+def lightning(spot: Spot) -> int:
+    """`srun python`, the signal to the tasks, as in its documentation for Slurm."""
+    script = shlex.join([str(spot.peers.python), str(spot.directory / "lightning_job.py"), *OPTIONS])
+    return spot.sbatch(
+        f"{PORT}\nexport MASTER_ADDR=127.0.0.1 MASTER_PORT=$port\nsrun {script}\n",
+        f"--signal=SIGUSR1@{SIGNAL_BEFORE_S}",
+    )
+
+
+_NO_HANG = "nothing watches for it: torch's own limit is 30 minutes"
+_NO_RETRY = "it goes on after its signal only: a failed task fails the job"
+
+WAYS: dict[str, Way] = {
+    way.name: way
+    for way in (
+        Way(
+            name="stepkeeper",
+            what="`sbatch stepkeeper.sbatch`, all settings as they come; saves by its Keeper",
+            submit=stepkeeper,
+            watches_hangs=True,
+        ),
+        Way(
+            name="stepkeeper-spare",
+            what="the same with a third node, `--spares=1`",
+            submit=lambda spot: stepkeeper(spot, "--spares=1", nodes=3),
+            watches_hangs=True,
+        ),
+        Way(
+            name="torchrun",
+            what=f"`srun torchrun --max-restarts={RESTARTS}`, c10d rendezvous; rank 0 does `torch.save` of the whole state",
+            submit=torchrun,
+            reasons={"hang": _NO_HANG},
+        ),
+        Way(
+            name="ft_launcher",
+            what=(
+                f"`srun ft_launcher --max-restarts={RESTARTS}`, a heartbeat a step, time limits calculated by it after"
+                " the first save; `torch.save` as above"
+            ),
+            submit=ft_launcher,
+            package="nvidia-resiliency-ext",
+            watches_hangs=True,
+        ),
+        Way(
+            name="bash-trap",
+            what=(
+                f"`sbatch --requeue --signal=B:USR1@{SIGNAL_BEFORE_S}`, a trap that passes the signal on, `scontrol"
+                " requeue` after a failure; the ranks save on the signal; `torch.save` as above"
+            ),
+            submit=bash_trap,
+            reasons={"hang": _NO_HANG},
+        ),
+        Way(
+            name="submitit",
+            what=(
+                "`SlurmExecutor`, a callable with `checkpoint()`, which runs in rank 0 alone and cannot collect a"
+                " sharded state; `torch.save` as above"
+            ),
+            submit=submitit,
+            package="submitit",
+            reasons={"hang": _NO_HANG, "rank": _NO_RETRY},
+        ),
+        Way(
+            name="lightning",
+            what=(
+                f"`Trainer` with `SLURMEnvironment(auto_requeue=True)`, `--signal=SIGUSR1@{SIGNAL_BEFORE_S}`, DDP (its"
+                " sharded strategies want GPUs), `ModelCheckpoint(save_last=True)`"
+            ),
+            submit=lightning,
+            package="lightning",
+            reasons={"hang": _NO_HANG, "rank": _NO_RETRY},
+        ),
+    )
+}

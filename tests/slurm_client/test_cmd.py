@@ -48,6 +48,44 @@ LINES = {
         "bash -c 'exec accelerate launch --machine_rank $SLURM_NODEID train.py {resume}'",
         f"{ONE_A_NODE}{AGENT}bash -c 'exec accelerate launch --machine_rank $SLURM_NODEID train.py {RESUME}'",
     ),
+    "accelerate as a module, and the script as one": (
+        "python -m accelerate.commands.launch --multi_gpu -m mine.train {resume}",
+        f"{ONE_A_NODE}{AGENT}python -m accelerate.commands.launch --multi_gpu -m mine.train {RESUME}",
+    ),
+    "accelerate, its own resume argument by a shell": (
+        "bash -c 'accelerate launch t.py ${STEPKEEPER_RESUME_FROM:+--resume_from_checkpoint $STEPKEEPER_RESUME_FROM}'",
+        (
+            f"{ONE_A_NODE}{AGENT}bash -c 'accelerate launch t.py "
+            "${STEPKEEPER_RESUME_FROM:+--resume_from_checkpoint $STEPKEEPER_RESUME_FROM}'"
+        ),
+    ),
+    "a rank by uv": (
+        "uv run --frozen --no-sync python train.py",
+        f"{ONE_A_GPU}{A_RANK}uv run --frozen --no-sync python train.py {RESUME}",
+    ),
+    "torchrun by uv": (
+        "uv run --frozen torchrun train.py {resume} -v",
+        f"{ONE_A_NODE}{AGENT}uv run --frozen torchrun train.py {RESUME} -v",
+    ),
+    "accelerate by conda": (
+        "conda run --no-capture-output -n train accelerate launch train.py",
+        f"{ONE_A_NODE}{AGENT}conda run --no-capture-output -n train accelerate launch train.py {RESUME}",
+    ),
+    "a module loaded by a login shell": (
+        "bash -lc 'module load cuda && exec python train.py {resume}'",
+        f"{ONE_A_GPU}{A_RANK}bash -lc 'module load cuda && exec python train.py {RESUME}'",
+    ),
+    "own srun, every kind of option": (
+        "srun -p gpu --mem=20G --cpu-bind=cores --gpus-per-task 1 --ntasks-per-node=4 -l --export=ALL,A=1 ./t {resume}",
+        (
+            f"srun {STEP} -p gpu --mem=20G --cpu-bind=cores --gpus-per-task 1 --ntasks-per-node=4 -l --export=ALL,A=1 "
+            f"./t {RESUME}"
+        ),
+    ),
+    "own srun with a container": (
+        "srun --container-image=/i/t.sqsh --container-mounts=/scratch:/scratch python t.py",
+        f"srun {STEP} --container-image=/i/t.sqsh --container-mounts=/scratch:/scratch python t.py {RESUME}",
+    ),
     "a shell and a pipe": (
         "bash -c 'python train.py {resume} | tee \"$HOME/a b\"'",
         f"{ONE_A_GPU}{A_RANK}bash -c 'python train.py {RESUME} | tee \"$HOME/a b\"'",
@@ -95,6 +133,10 @@ def test_a_line_is_started_as_it_is_meant(name: str) -> None:
         ("bash --norc -e -c 'torchrun train.py'", Kind.LAUNCHER),
         ('bash -c "torchrun \'train.py"', Kind.LAUNCHER),  # a quotation that does not end is the shell's to refuse
         ("accelerate config", Kind.RANK),
+        ("ft_launcher --nproc-per-node=8 train.py", Kind.LAUNCHER),
+        ("/opt/py/bin/deepspeed --no_ssh train.py", Kind.LAUNCHER),
+        ("python train.py --deepspeed ds.json deepspeed", Kind.RANK),
+        ("python -m deepspeed.launcher train.py", Kind.RANK),
     ],
 )
 def test_what_starts_ranks_is_told_from_what_is_one(line: str, expected: Kind) -> None:
@@ -113,6 +155,8 @@ def test_a_launcher_is_expected_once_a_node() -> None:
     [
         ("bash -c 'srun python train.py | tee log'", False, "give the srun line itself"),
         ("bash -c 'cd /x; /usr/bin/srun python train.py'", False, "give the srun line itself"),
+        ("env A=1 srun python train.py", False, "let CMD begin with srun"),
+        ("/usr/bin/timeout 3600 srun -N2 python train.py", False, "let CMD begin with srun"),
         ("torchrun train.py", True, "leave out one"),
         ("accelerate launch train.py", True, "leave out one"),
     ],
@@ -124,7 +168,9 @@ def test_what_would_start_ranks_twice_is_refused(line: str, torchrun: bool, word
     assert refused.value.code is ExitCode.USAGE
 
 
-@pytest.mark.parametrize("line", ["srun bash -c 'srun --version; train'", "python train.py srun", "bash srun.sh"])
+@pytest.mark.parametrize(
+    "line", ["srun bash -c 'srun --version; train'", "python train.py srun", "bash srun.sh", "env A=1 t.py srun"]
+)
 def test_other_words_srun_harm_nobody(line: str) -> None:
     require_startable(shlex.split(line), torchrun=False)
 
@@ -191,6 +237,18 @@ def test_cpus_that_the_user_set_for_srun_stay() -> None:
     variables = {"SLURM_CPUS_PER_TASK": "8", "SRUN_CPUS_PER_TASK": "3"}
 
     assert launch_environment(job("srun", "x"), meeting(), variables)["SRUN_CPUS_PER_TASK"] == "3"
+
+
+@pytest.mark.parametrize(
+    "option", ["SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU"]
+)
+def test_options_of_the_job_that_hide_gpus_are_kept_from_our_lines_and_left_to_own_ones(option: str) -> None:
+    """A rank of ours sees all GPUs of its node, so that LOCAL_RANK is the number of one."""
+    given = {option: "1"}
+
+    assert option not in launch_environment(job("python", "t.py"), meeting(), given)
+    assert option not in launch_environment(job("torchrun", "t.py"), meeting(), given)
+    assert launch_environment(job("srun", "python", "t.py"), meeting(), given)[option] == "1"
 
 
 # --- experiment trackers --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ launch`) gets one task a node; anything else gets one task a GPU.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Sequence
@@ -18,7 +19,12 @@ from stepkeeper.errors import StepkeeperError
 RESUME_PLACEHOLDER = "{resume}"
 RESUME_VARIABLE = "STEPKEEPER_RESUME_FROM"
 _SHELLS = frozenset(("sh", "bash", "dash", "zsh", "ksh"))
+_LAUNCHERS = frozenset(("torchrun", "ft_launcher", "deepspeed"))  # besides `accelerate launch`
 _LAUNCHER_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"))
+# commands whose own words end where another command begins
+_BEFORE_COMMANDS = frozenset(
+    ("env", "exec", "time", "timeout", "nice", "ionice", "nohup", "stdbuf", "numactl", "setsid")
+)
 _SHAPE_OPTION = re.compile(
     r"-[nc]\d*|--(?:ntasks|cpus-per|tres-per-task|exact|exclusive|overcommit)\S*|-O|:|--multi-prog"
 )
@@ -62,13 +68,18 @@ def _starts_ranks(words: Sequence[str]) -> bool:
     for place, word in enumerate(words):
         following = words[place + 1] if place + 1 < len(words) else ""
         name = _name(word)
-        if name == "torchrun" or (name == "accelerate" and following == "launch"):
+        if name in _LAUNCHERS or (name == "accelerate" and following == "launch"):
             return True
         if word == "-m":
             return following in _LAUNCHER_MODULES
         if name.endswith(".py"):
             return False
     return False
+
+
+def _before_script(command: Sequence[str]) -> list[str]:
+    """Return the words up to the training script."""
+    return list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
 
 
 def shell_words(command: Sequence[str]) -> list[str] | None:
@@ -105,17 +116,31 @@ def _script_place(command: Sequence[str]) -> int | None:
 
 
 def require_startable(command: Sequence[str], *, torchrun: bool) -> None:
-    """Refuse what would start ranks twice.
+    """Refuse what would start ranks twice, or never resume.
 
     Raises:
         StepkeeperError: what does, and what to write instead.
     """
+    for word in command:
+        if RESUME_PLACEHOLDER in word and word != RESUME_PLACEHOLDER and not re.search(r"\s", word):
+            raise StepkeeperError(
+                f"{word}: {RESUME_PLACEHOLDER} stands for two words, `--resume-from DIR`, and for none on the first "
+                f"start; for an option of another name: bash -c 'exec PROGRAM "
+                f"${{{RESUME_VARIABLE}:+--ckpt=${RESUME_VARIABLE}}}'",
+                ExitCode.USAGE,
+            )
     if is_own_srun(command):
         return
     if torchrun and kind(command) is Kind.LAUNCHER:
         raise StepkeeperError(
             "--torchrun (or the setting `torchrun`) starts one torchrun a node, and CMD starts ranks itself: "
             "leave out one of the two",
+            ExitCode.USAGE,
+        )
+    if _name(command[0]) in _BEFORE_COMMANDS and any(_name(word) == "srun" for word in _before_script(command)):
+        raise StepkeeperError(
+            f"CMD starts srun behind `{command[0]}`, and would itself be started once a GPU: let CMD begin with srun, "
+            "and put the rest behind its options, `srun OPTIONS env NAME=VALUE PROGRAM`",
             ExitCode.USAGE,
         )
     if any(_name(word) == "srun" for word in shell_words(command) or ()):

@@ -192,7 +192,7 @@ WAYS: dict[str, Way] = {
         ),
         Way(
             name="torchrun",
-            what=f"`srun torchrun --max-restarts={RESTARTS}`, c10d rendezvous; rank 0 does `torch.save` of the whole state",
+            what=f"`srun torchrun --max-restarts={RESTARTS}`, c10d rendezvous; rank 0 saves it all by `torch.save`",
             submit=torchrun,
             reasons={"hang": _NO_HANG},
         ),

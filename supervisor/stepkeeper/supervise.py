@@ -28,6 +28,7 @@ from stepkeeper.slurm.client import SlurmClient
 from stepkeeper.slurm.environment import kept_python, scrub_geometry, without_python
 from stepkeeper.sources.bus import LEASE_EVERY_S, Bus
 from stepkeeper.sources.inbox import Inbox
+from stepkeeper.stalls import Stalls
 from stepkeeper.store import status as status_file
 from stepkeeper.store.allowance import Allowance
 from stepkeeper.store.journal import VERSION, JournalWriter, Record
@@ -106,6 +107,8 @@ class Supervisor:
         }
         self.next_at: dict[str, float] = {}  # what is done every few seconds, and when next
         now = inbox.clock.now()
+        self.stalls = Stalls(now)
+        self.resumed_at = 0.0  # what was put into the inbox before it counts as of then
         self.status = status_file.Status(
             run_id=setting.assignment.run_id,
             job_id=setting.lease.job_id,
@@ -126,9 +129,12 @@ class Supervisor:
     def run(self) -> int:
         """Take events until an effect ends the attempt."""
         while self.exit_code is None:
-            event = self.inbox.get(self._wait_s())
+            wait_s = self._wait_s()
+            self.stalls.waits(wait_s)
+            event = self.inbox.get(wait_s)
+            self._notice_stall(self.inbox.clock.now())
             if event is not None:
-                self._feed(event)
+                self._feed(event if event.at >= self.resumed_at else msgspec.structs.replace(event, at=self.resumed_at))
             self._on_clock()
         if not self.fenced:
             self.status_writer.close(self.status, STORAGE_WITHIN_S)
@@ -143,8 +149,19 @@ class Supervisor:
             due = min(due, self.state.wake_at)
         return due - self.inbox.clock.now()
 
+    def _notice_stall(self, now: float) -> None:
+        """Before anything is taken for late: did we come late ourselves?"""
+        away_s = self.stalls.look(now)
+        if not away_s or self.exit_code is not None:
+            return
+        self.resumed_at = now
+        if self.bus is not None:
+            self.bus.forgive(away_s)
+        self._feed(on.StoodStill(at=now, seconds=round(away_s, 1)))
+
     def _on_clock(self) -> None:
         now = self.inbox.clock.now()
+        self._notice_stall(now)
         if self.state.wake_at is not None and now >= self.state.wake_at and self.exit_code is None:
             self._feed(on.Tick(at=now))
         if self._is_due("lease", LEASE_EVERY_S) and self.bus is not None:
@@ -365,7 +382,7 @@ class Supervisor:
                     request_id=self.requests,
                     stop=effect.stop,
                     why=shorten(effect.why),
-                    deadline_at=effect.deadline_at,
+                    deadline_at=self.inbox.clock.to_wall(effect.deadline_at),
                 )
             )
 

@@ -76,6 +76,7 @@ _damaged = tuple(on.Skipped(directory=name, problem="wrong", damaged=True) for n
 _skipped = st.sampled_from(((), (), _damaged[:1], _damaged))
 FIELDS = {
     on.Tick: {},
+    on.StoodStill: {"seconds": st.sampled_from((6.0, 300.0))},
     on.SignalReceived: {"signal": st.sampled_from(("TERM", "INT", "USR1", "USR2"))},
     on.NodeSignaled: {"node": _nodes, "signal": st.just("TERM")},
     on.SlurmAnswered: {"job": st.none() | jobs, "error": st.just("unreachable")},

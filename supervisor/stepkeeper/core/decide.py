@@ -1,8 +1,8 @@
 """The rules: `decide(state, event, policy)` returns the next state, what to do, and why.
 
 Pure, like the whole of `core`: no clock, no I/O, no log, no thread.  Time is `event.at`.  Read on in the
-order of a run: `starting`, `storage`, `training`, `silence`, `settling`, `notices`, `asked`, `faults`, `bus`,
-`deadlines`; all of them end in `phases`.
+order of a run: `starting`, `storage`, `training`, `silence`, `suspension`, `settling`, `notices`, `asked`, `faults`,
+`bus`, `deadlines`; all of them end in `phases`.
 
 Every phase that waits has a deadline.  When it passes, the next rougher means is used.
 """
@@ -36,6 +36,7 @@ from stepkeeper.core.starting import (
 )
 from stepkeeper.core.state import Phase, State
 from stepkeeper.core.storage import on_chosen, on_storage_tested
+from stepkeeper.core.suspension import on_stood_still
 from stepkeeper.core.training import (
     on_checkpoint_verified,
     on_committed,
@@ -60,6 +61,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_attempt_started(state, event, policy)
         case on.Tick():
             return on_tick(state, event, policy)
+        case on.StoodStill():
+            return on_stood_still(state, event)
         case on.SignalReceived():
             return on_signal(state, event, policy)
         case on.NodeSignaled():

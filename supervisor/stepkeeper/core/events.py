@@ -7,6 +7,7 @@ Where each comes from, and what may be concluded from it:
 
     AttemptStarted      ourselves at the start: lease, allocation, the journal of the attempt before (`commands.run`)
     Tick                the clock (the loop)
+    StoodStill          the clock (the loop): a turn came late by seconds, as after `scontrol suspend`
     SignalReceived      Slurm, to the batch process: a user signal, a cancel, a requeue, the end of grace or of the
                         time limit look alike (`sources.signals`)
     NodeSignaled        Slurm, to the steps, early in a preemption: a notice only together with PreemptTime (watcher)
@@ -116,6 +117,12 @@ class AttemptStarted(_Event, frozen=True, kw_only=True, tag="attempt_started"):
 
 class Tick(_Event, frozen=True, kw_only=True, tag="tick"):
     """The deadline of the state has come."""
+
+
+class StoodStill(_Event, frozen=True, kw_only=True, tag="stood_still"):
+    """This process did not run for `seconds`: the job was suspended, or its batch host stood still."""
+
+    seconds: float
 
 
 # --- signals --------------------------------------------------------------------------------------
@@ -422,6 +429,7 @@ class Superseded(_Event, frozen=True, kw_only=True, tag="superseded"):
 Event = (
     AttemptStarted
     | Tick
+    | StoodStill
     | SignalReceived
     | NodeSignaled
     | SlurmAnswered

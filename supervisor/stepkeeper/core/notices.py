@@ -76,6 +76,9 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
     """Act on what Slurm says of a signal, or of the requeue that we are about to make."""
     if not state.asking:
         return Decision(state)  # too late: it was given up
+    if state.suspended.asked:
+        state = replace(state, asking=False, suspended=replace(state.suspended, asked=False))
+        return ask(state, "the job was suspended after the question")
     again = state.again
     state = replace(state, asking=False, again=False)
     if event.job is not None:

@@ -73,6 +73,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     judged: Judged | None = None
 
 
+class Suspended(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds in which nothing ran, and which say nothing of how fast this run is."""
+
+    step: float = 0.0  # of the newest suspension, until the step that it fell into was heard of
+    save: float = 0.0  # during the save in flight
+    asked: bool = False  # a question to Slurm was under way: its answer is of before
+
+
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a decision depends on besides the event and the policy."""
 
@@ -137,6 +145,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     read_back_wrong: int = 0  # in a row
     killed: bool = False
     pace: Pace = Pace()
+    suspended: Suspended = Suspended()
     losses: Losses = Losses()
     hang_at: float | None = None  # in TRAINING: until then a word of the ranks must come
     patience: float = 1.0  # how many times longer, since the ranks were seen to move

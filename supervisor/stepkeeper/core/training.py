@@ -15,6 +15,7 @@ from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, clo
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.silence import alive
 from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State
+from stepkeeper.core.suspension import save_seconds, step_seconds
 
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75
@@ -62,7 +63,8 @@ def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decisio
     """A step was completed."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    pace = stepped(state.pace, event.step_seconds) if event.step_seconds is not None else state.pace
+    state, seconds = step_seconds(state, event.step_seconds)
+    pace = stepped(state.pace, seconds) if seconds is not None else state.pace
     state = alive(replace(_heard(state), step=event.step, pace=pace), event.at, policy)
     return watch_loss(state, event, policy)
 
@@ -71,14 +73,16 @@ def on_save_began(state: State, event: on.SaveBegan, policy: Policy) -> Decision
     """A save is in flight."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    return Decision(alive(replace(_heard(state), saving=event.save_id), event.at, policy))
+    suspended = replace(state.suspended, save=0.0)
+    return Decision(alive(replace(_heard(state), saving=event.save_id, suspended=suspended), event.at, policy))
 
 
 def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) -> Decision:
     """A step directory is complete; an emergency one is read back while the ranks leave."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    pace = replace(state.pace, save=max(state.pace.save, event.seconds))
+    state, seconds = save_seconds(state, event.seconds)
+    pace = replace(state.pace, save=max(state.pace.save, seconds))
     state = replace(state, saving=None, bus_restarts=0, node_losses=0, pace=pace, went_back=False)
     state = alive(state, event.at, policy)
     state = expecting(state, policy) if state.limit_at is not None else state

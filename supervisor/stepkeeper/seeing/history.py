@@ -211,6 +211,8 @@ def _ending(record: Record) -> Ending | None:  # noqa: C901 - one case an event
             return Ending.FINISHED if event.finished or _ends_well(record) else Ending.FAILURE
         case on.LaunchRefused():
             return Ending.FAILURE
+        case on.StoodStill():
+            return None
         case on.Superseded():
             return Ending.SUPERSEDED
         case on.SlurmAnswered() if record.phase is not Phase.TRAINING:

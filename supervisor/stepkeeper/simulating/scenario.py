@@ -33,6 +33,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "batch_node": "a",
         "kill_wait_s": 30.0,
     },
+    "StoodStill": {"seconds": 300.0},
     "SignalReceived": {"signal": "TERM"},
     "NodeSignaled": {"node": "a", "signal": "TERM"},
     "RequeueAnswered": {"ok": True},

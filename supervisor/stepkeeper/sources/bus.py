@@ -116,6 +116,12 @@ class Bus:
                 why = f"silent for {SILENCE_MAX_S:g} s"
                 self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
 
+    def forgive(self, seconds: float) -> None:
+        """Take no watcher for silent because of a time in which we could not hear.  Called by the loop."""
+        now = time.monotonic()
+        for node, heard in list(self._heard.items()):
+            self._heard[node] = min(now, heard + seconds)
+
     def close(self) -> None:
         """Ask the watchers to leave, and end the input."""
         self._closed.set()

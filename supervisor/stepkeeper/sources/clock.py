@@ -14,3 +14,7 @@ class Clock:
     def now(self) -> float:
         """Return Unix seconds."""
         return time.monotonic() + self._offset
+
+    def to_wall(self, at: float | None) -> float | None:
+        """Return an instant of ours as the wall clock tells it now, which somebody may have set since."""
+        return None if at is None else at - self.now() + time.time()

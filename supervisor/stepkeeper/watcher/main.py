@@ -13,6 +13,7 @@ import time
 
 from stepkeeper import __version__
 from stepkeeper.slurm.environment import node_name
+from stepkeeper.stalls import Stalls
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.assignment import Assignment, read
 from stepkeeper.watcher.processes import kill_older_watchers, kill_ranks, rank_processes
@@ -85,10 +86,17 @@ class Watcher:
         self.selector.register(reader, selectors.EVENT_READ, lambda: self._on_signal(reader))
         self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__, reads=True))
         self.senses.start()
+        stalls = Stalls(time.monotonic())
         while not self.quit:
-            for key, _ in self.selector.select(self._wait_s()):
+            wait_s = self._wait_s()
+            stalls.waits(wait_s)
+            ready = self.selector.select(wait_s)
+            self._forgive(stalls.look(time.monotonic()))
+            for key, _ in ready:
                 key.data()
-            self._on_clock(time.monotonic())
+            now = time.monotonic()
+            self._forgive(stalls.look(now))
+            self._on_clock(now)
         self._flush()
         self.ranks.close()
         self.senses.close()
@@ -240,6 +248,16 @@ class Watcher:
             for number in set(os.read(reader, 64)):
                 self.say(bus.Signaled(node=self.node, signal=signal.Signals(number).name.removeprefix("SIG")))
         self._supervisor_may_be_gone(ACKNOWLEDGE_WITHIN_S)
+
+    def _forgive(self, away_s: float) -> None:
+        """We did not run for so long (the job was suspended): nobody was silent meanwhile."""
+        if not away_s:
+            return
+        self.lease_until += away_s
+        self.save_until += away_s
+        if self.rescue_at is not None:
+            self.rescue_at += away_s
+        self.say(bus.Note(node=self.node, text=f"suspended for {away_s:.0f} s"))
 
     # --- the clock --------------------------------------------------------------------------------
 

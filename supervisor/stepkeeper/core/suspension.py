@@ -1,0 +1,66 @@
+"""This process did not run for a while: the job was suspended, or its batch host stood still.  Pure.
+
+The ranks stood still too, or could not be heard: nothing that was waited for is late by that time.  Slurm's own
+instants stay as they are: it is asked before one of them counts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepkeeper.core import events as on
+from stepkeeper.core.phases import Decision
+from stepkeeper.core.state import Phase, State, Suspended
+
+SPANS = 0.5  # of the time that we were away: ranks are stopped a little later than we are
+
+replace = msgspec.structs.replace
+
+
+def on_stood_still(state: State, event: on.StoodStill) -> Decision:
+    """Put off everything that is measured in silence; an answer that is on its way may be out of date."""
+    away = event.seconds
+    why = f"suspended for {away:.0f} s: what was waited for has so much longer"
+    deadline = _later(state.deadline_at, away)
+    if state.leave_at is not None and state.deadline_at is not None:  # Slurm's limit is not ours to put off
+        deadline = min(state.deadline_at + away, max(state.deadline_at, state.leave_at))
+    failure = state.failure
+    if failure is not None:
+        failure = replace(failure, judge_by=failure.judge_by + away)
+    seen = state.suspended
+    suspended = Suspended(
+        step=away if state.phase in (Phase.TRAINING, Phase.SAVING) else 0.0,
+        save=seen.save + away if state.saving is not None else 0.0,
+        asked=state.asking,
+    )
+    state = replace(
+        state,
+        deadline_at=deadline,
+        hang_at=_later(state.hang_at, away),
+        wait_until=_later(state.wait_until, away),
+        launched_at=_later(state.launched_at, away),
+        unfit_since=_later(state.unfit_since, away),
+        storage_since=_later(state.storage_since, away),
+        slurm_away_since=_later(state.slurm_away_since, away),
+        failure=failure,
+        suspended=suspended,
+    )
+    return Decision(state, (), why)
+
+
+def _later(at: float | None, seconds: float) -> float | None:
+    return None if at is None else at + seconds
+
+
+def step_seconds(state: State, seconds: float | None) -> tuple[State, float | None]:
+    """Return how long a step took for the run's pace: None for the one that was suspended."""
+    away = state.suspended.step
+    if seconds is None or not away or seconds < SPANS * away:
+        return state, seconds
+    return replace(state, suspended=replace(state.suspended, step=0.0)), None
+
+
+def save_seconds(state: State, seconds: float) -> tuple[State, float]:
+    """Return how long a save took while the job ran."""
+    away = state.suspended.save
+    return replace(state, suspended=replace(state.suspended, save=0.0)), max(0.0, seconds - away)

@@ -43,6 +43,7 @@ STATUS_EVERY_S = 2.0
 EVIDENCE = (on.Progressed, on.RankExited, on.BusEnded, on.Judged)  # journaled also where they changed nothing
 STORAGE_WITHIN_S = 2.0
 PROGRESS_LOG_EVERY_S = 10.0
+NODES_PACED_EVERY_S = 3600.0  # in the journal, where nothing follows from it: of 2,000 nodes it is a long record
 CALL_ENDS_WITHIN_S = 5.0  # after its time limit
 
 
@@ -102,6 +103,7 @@ class Supervisor:
         # a week of training must not fill the journal: 100 MB is the limit
         self.allowances: dict[type[on.Event], Allowance] = {
             on.Progressed: Allowance(1, setting.policy.progress_every_s),
+            on.NodesPaced: Allowance(1, NODES_PACED_EVERY_S),
             on.SaveBegan: Allowance(100, 10.0),
             on.CheckpointCommitted: Allowance(100, 10.0),
         }
@@ -235,6 +237,7 @@ class Supervisor:
                 nodes=state.nodes,
                 excluded=state.excluded,
                 tried=state.tried,
+                usual=state.usual,
             )
         )
 
@@ -277,6 +280,13 @@ class Supervisor:
                 judging.judge(setting.directory, self.witness.launch(effect), within_s=within_s, inbox=self.inbox)
             case do.RollBack():
                 rollback.roll_back(setting.directory.checkpoints, effect, setting.lease, inbox=self.inbox)
+            case do.TellSlowNode() if effect.over:
+                self.log.info("node_keeps_up", node=effect.node)
+            case do.TellSlowNode():
+                self.log.warning("node_is_slow", node=effect.node, factor=effect.factor, since=effect.since)
+            case do.TellSlowLaunch():
+                nodes = ",".join(effect.nodes)
+                self.log.warning("launch_is_slow", seconds=effect.seconds, usual=effect.usual, suspects=nodes)
             case do.CallPerson():
                 self._call_person(effect)
             case do.ReleaseNodes():

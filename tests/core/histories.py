@@ -122,6 +122,11 @@ FIELDS = {
         **_launch, "step": _small, "tokens": _small, "loss": st.just(1.0), "step_seconds": st.none() | st.just(1.0),
         "not_finite": st.sampled_from((False, False, False, True)),
     },
+    on.NodesPaced: {
+        **_launch, "step": _small, "step_seconds": st.just(1.0), "own": st.sampled_from(
+            ((("a", 0.5), ("b", 0.5)), (("a", 0.5), ("b", 0.9)), (("a", 0.5),), (("stranger", 0.9), ("b", 0.0)))
+        ),
+    },
     on.SaveBegan: {**_launch, **_save},
     on.CheckpointCommitted: {
         **_launch, **_save, "directory": _directory, "bytes": _small, "seconds": st.just(1.0)
@@ -279,7 +284,7 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
         case do.AskUncleared():
             missing = draw(st.sampled_from(((), state.nodes[:1], state.nodes)))
             return on.NodesNotCleared(at=at, launch=effect.launch, nodes=missing), []
-        case do.Look() | do.CallPerson() | do.AnswerAsk():
+        case do.Look() | do.CallPerson() | do.AnswerAsk() | do.TellSlowNode() | do.TellSlowLaunch():
             return None, []
         case do.CollectStacks():
             if draw(st.integers(0, 3)) == 0:

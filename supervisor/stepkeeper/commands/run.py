@@ -157,6 +157,8 @@ def execute(arguments: argparse.Namespace) -> int:
             nodes_min=settings.min_nodes,
             excluded=carried.excluded,
             tried=carried.tried,
+            usual=carried.usual,
+            nodes_before=carried.nodes,
             end_at=patiently(lambda: client.job(allocation.slurm_name)).end_at,
         )
     )

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from stepkeeper.core import slow_nodes
 from stepkeeper.core.anomalies import WATCH
 from stepkeeper.core.policy import Policy
 from stepkeeper.store import rundir
@@ -150,6 +151,7 @@ _POLICY = {
     "progress_every_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "loss_not_finite": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
     "loss_spike": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
+    "on_slow_node": About(metavar="|".join(slow_nodes.CHOICES), choices=slow_nodes.CHOICES, has_flag=False),
     "judged_from": About(least=0, most=1, has_flag=False),
     "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),
     "read_back": About(metavar="off|newest|all", choices=("off", "newest", "all")),

@@ -120,6 +120,25 @@ class RollBack(_Effect, frozen=True, kw_only=True, tag="roll_back"):
     suspect: bool = False  # mark the commits that are left behind: a loss had gone wrong
 
 
+class TellSlowNode(_Effect, frozen=True, kw_only=True, tag="tell_slow_node"):
+    """Tell that a node holds the others up, or does no more: in the log, the counters and the report."""
+
+    node: str
+    factor: float  # times as long as the others' own work for a step
+    since: float  # Unix seconds
+    over: bool = False  # it keeps up again
+    why: str = ""
+
+
+class TellSlowLaunch(_Effect, frozen=True, kw_only=True, tag="tell_slow_launch"):
+    """Tell that a launch steps slower than those before it, on as many nodes."""
+
+    seconds: float  # its median step
+    usual: float  # the median of theirs
+    nodes: tuple[str, ...] = ()  # that may be why
+    why: str = ""
+
+
 class CallPerson(_Effect, frozen=True, kw_only=True, tag="call_person"):
     """The run stops and a person is needed: Slurm's job comment, and the user's notify command.  Never fatal."""
 
@@ -182,6 +201,8 @@ Effect = (
     | CollectStacks
     | JudgeLaunch
     | RollBack
+    | TellSlowNode
+    | TellSlowLaunch
     | CallPerson
     | ReleaseNodes
     | AskSlurm

@@ -27,6 +27,7 @@ Where each comes from, and what may be concluded from it:
     RankExited          the wrapper (`code` or `signal`); else a watcher that saw the process vanish (neither)
     Progressed, SaveBegan, CheckpointCommitted, SaveGaveUp, TrainingFinished, TrainingStopped
                         the trainer library, for all ranks
+    NodesPaced          the trainer library of every rank, reduced by the watchers and put together by `sources.bus`
     LaunchEnded         the training step's srun and `outcome.json` (`actions.launch`): it outweighs every word
     LaunchRefused       the operating system: srun could not be executed (`actions.launch`)
     Judged              logs, error files, exits, faults and Slurm's answers, joined (`actions.judging`): an opinion
@@ -48,6 +49,7 @@ from typing import Literal
 import msgspec
 
 from stepkeeper.core.causes import Cause, Tried
+from stepkeeper.core.usual import Usual
 
 
 class JobState(StrEnum):
@@ -112,6 +114,8 @@ class AttemptStarted(_Event, frozen=True, kw_only=True, tag="attempt_started"):
     nodes_min: int = 0  # that a launch may shrink to.  0: never
     excluded: tuple[Exclusion, ...] = ()  # carried over
     tried: tuple[Tried, ...] = ()  # carried over
+    usual: Usual = Usual()  # carried over
+    nodes_before: tuple[str, ...] = ()  # that the attempt before used at last
     end_at: float | None = None  # the job's time limit, Unix seconds
 
 
@@ -317,6 +321,17 @@ class Progressed(_RankEvent, frozen=True, kw_only=True, tag="progressed"):
     not_finite: bool = False  # the loss is NaN or infinite: JSON has no word for these
 
 
+class NodesPaced(_RankEvent, frozen=True, kw_only=True, tag="nodes_paced"):
+    """How long the ranks of each node worked themselves for a step, without what they waited for others.
+
+    Every few seconds; one in a while reaches the journal, and each that something followed from.
+    """
+
+    step: int  # the newest that a node told of
+    step_seconds: float  # median
+    own: tuple[tuple[str, float], ...]  # (node, seconds): the median of its ranks, of the newest steps
+
+
 class SaveBegan(_RankEvent, frozen=True, kw_only=True, tag="save_began"):
     """All ranks have agreed to save."""
 
@@ -449,6 +464,7 @@ Event = (
     | RankHello
     | RankExited
     | Progressed
+    | NodesPaced
     | SaveBegan
     | CheckpointCommitted
     | SaveGaveUp

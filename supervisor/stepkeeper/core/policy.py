@@ -173,6 +173,19 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     loss_times: float = 1.5
     """And at least so many times the usual loss."""
 
+    on_slow_node: str = "tell"
+    """A node whose ranks work longer for a step than those of the other nodes, so that all wait for it: `tell` (log,
+    metrics, report), or `replace` (after the next checkpoint, by a spare of the allocation, where there is one)."""
+
+    slow_node_times: float = 1.3
+    """Such a node works at least so many times as long as the others."""
+
+    slow_node_for_s: float = 120.0
+    """And has done so for so long."""
+
+    slow_launch_times: float = 1.15
+    """A launch whose usual step takes so many times as long as in the launches before it, on as many nodes, is told."""
+
     stacks_within_s: float = 30.0
     """The stacks of all ranks, taken twice; then the training counts as standing still."""
 

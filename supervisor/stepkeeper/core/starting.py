@@ -10,7 +10,7 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core import losses, pace
+from stepkeeper.core import losses, pace, stragglers
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import lose_nodes, lost_in_words, on_unfit
 from stepkeeper.core.limit import expecting
@@ -45,6 +45,8 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         nodes_min=event.nodes_min,
         excluded=event.excluded,
         tried=event.tried,
+        usual=event.usual,
+        launched_before=event.nodes_before,
         started_at=event.at,
         end_at=event.end_at,
         bus=1,
@@ -189,6 +191,10 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         found=None,
         pace=pace.launched(state.pace),
         losses=losses.launched(state.losses, state.resume_step),
+        stragglers=stragglers.launched(state.stragglers),
+        to_replace="",
+        paced=False,
+        launched_before=state.launched or state.launched_before,
         hang_at=None,
         patience=1.0,
         looking=False,

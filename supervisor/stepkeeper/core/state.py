@@ -11,6 +11,8 @@ from stepkeeper.core.events import Exclusion, Judged
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.losses import Losses
 from stepkeeper.core.pace import Pace
+from stepkeeper.core.stragglers import Stragglers
+from stepkeeper.core.usual import Usual
 
 NODE_TERM = "node TERM"  # a watcher got SIGTERM, and nobody else
 LIMIT = "limit"  # the time limit is near, by our own clock
@@ -147,6 +149,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     pace: Pace = Pace()
     suspended: Suspended = Suspended()
     losses: Losses = Losses()
+    stragglers: Stragglers = Stragglers()
+    to_replace: str = ""  # a slow node, at the next checkpoint
+    usual: Usual = Usual()  # carried over attempts through the journal
+    paced: bool = False  # this launch was compared with those before
+    launched_before: tuple[str, ...] = ()  # nodes of the launch before, or of the attempt before
     hang_at: float | None = None  # in TRAINING: until then a word of the ranks must come
     patience: float = 1.0  # how many times longer, since the ranks were seen to move
     looking: bool = False  # their stacks are being collected

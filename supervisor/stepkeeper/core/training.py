@@ -6,7 +6,7 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core import reading_back
+from stepkeeper.core import reading_back, usual
 from stepkeeper.core.anomalies import watch_loss
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.limit import expecting
@@ -14,6 +14,7 @@ from stepkeeper.core.pace import stepped
 from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, close, closed, kill, relaunch, take
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.silence import alive
+from stepkeeper.core.slow_nodes import at_commit, watch_pace
 from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State
 from stepkeeper.core.suspension import save_seconds, step_seconds
 
@@ -49,6 +50,8 @@ def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision
         state = replace(state, resume_step=event.resumed_step)
     elif state.heard:
         return Decision(state)
+    if not state.heard and state.launched_at is not None:
+        state = replace(state, usual=usual.started(state.usual, event.at - state.launched_at))
     return Decision(alive(_heard(state), event.at, policy), (), why)
 
 
@@ -66,7 +69,10 @@ def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decisio
     state, seconds = step_seconds(state, event.step_seconds)
     pace = stepped(state.pace, seconds) if seconds is not None else state.pace
     state = alive(replace(_heard(state), step=event.step, pace=pace), event.at, policy)
-    return watch_loss(state, event, policy)
+    paced = watch_pace(state, policy)
+    watched = watch_loss(paced.state, event, policy)
+    why = "; ".join(word for word in (paced.why, watched.why) if word)
+    return Decision(watched.state, (*paced.effects, *watched.effects), why)
 
 
 def on_save_began(state: State, event: on.SaveBegan, policy: Policy) -> Decision:
@@ -100,6 +106,9 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
         return Decision(ended.state, (*effects, *ended.effects), ended.why)
     if emergency or state.phase is Phase.STOPPING:
         state = _leave_soon(state, event.at, policy)
+    replaced = at_commit(state, event.at, policy)
+    if replaced is not None:
+        return Decision(replaced.state, (*effects, *replaced.effects), f"{why}; {replaced.why}")
     return Decision(state, effects, why)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.seeing.model import Incident
 from stepkeeper.store.journal import Record
@@ -38,6 +39,7 @@ class Incidents(msgspec.Struct, kw_only=True):
 def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noqa: C901 - one case an event
     """Yield (kind, what, node)."""
     event = record.event
+    yield from _told(record)
     match event:
         case on.NodeFaulted():
             gpu = f" ({event.gpu})" if event.gpu else ""
@@ -64,6 +66,14 @@ def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noq
             yield "node lost", record.why, ""
         case _:
             return
+
+
+def _told(record: Record) -> Iterator[tuple[str, str, str]]:
+    for effect in record.effects:
+        if isinstance(effect, do.TellSlowNode) and not effect.over:
+            yield "slow node", f"{effect.factor:.2f} times as long for a step as the others", effect.node
+        elif isinstance(effect, do.TellSlowLaunch):
+            yield "slow launch", effect.why, effect.nodes[0] if effect.nodes else ""
 
 
 def name_of(directory: str) -> str:

@@ -59,6 +59,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "RankHello": {"rank": 0, "node": "a"},
     "RankExited": {"rank": 1, "node": "b"},
     "Progressed": {"tokens": 0, "loss": 1.0, "step_seconds": 1.0},
+    "NodesPaced": {"step": 1, "step_seconds": 1.0},
     "SaveBegan": {"save_id": "s1"},
     "CheckpointCommitted": {"save_id": "s1", "bytes": 1, "seconds": 1.0},
     "SaveGaveUp": {"save_id": "s1", "error": "No space left on device"},
@@ -172,6 +173,8 @@ def _structures(given: dict[str, Any]) -> dict[str, Any]:
     if "tried" in fields:
         cause, place, count, step = str(fields["tried"]).split(":")
         fields["tried"] = [{"cause": cause, "place": place, "count": int(count), "step": int(step)}]
+    if "own" in fields:
+        fields["own"] = [[node, float(seconds)] for node, seconds in _pairs(fields["own"])]
     if isinstance(fields.get("nodes"), str):
         fields["nodes"] = fields["nodes"].split(",")
     return fields

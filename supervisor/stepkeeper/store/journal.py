@@ -26,6 +26,7 @@ from stepkeeper.core.causes import Tried
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event, Exclusion
 from stepkeeper.core.state import Phase
+from stepkeeper.core.usual import Usual
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import append_line, write_all
 
@@ -55,6 +56,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nodes: tuple[str, ...] | None = None  # of the allocation that are used; None: as in the attempt's record before
     excluded: tuple[Exclusion, ...] = ()  # nodes that the job shall not get
     tried: tuple[Tried, ...] = ()  # how often it failed in the same way
+    usual: Usual = Usual()  # how long starts and steps of the run's launches took
     note: Literal["", "spooled"] = ""  # `spooled`: from the node's disk, when shared storage was late
 
 
@@ -257,6 +259,7 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()  # that the attempt before used at last
     excluded: tuple[Exclusion, ...] = ()
     tried: tuple[Tried, ...] = ()
+    usual: Usual = Usual()
 
 
 def reconstruct(path: Path, *, now: float | None = None) -> Carried:
@@ -297,4 +300,5 @@ def reconstruct(path: Path, *, now: float | None = None) -> Carried:
         nodes=nodes or (),
         excluded=last.excluded,
         tried=last.tried,
+        usual=last.usual,
     )

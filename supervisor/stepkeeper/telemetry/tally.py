@@ -45,6 +45,10 @@ class Tally:
             for effect in record.effects:
                 if isinstance(effect, do.StartLaunch):
                     self._counts[metrics.LAUNCHES, ()] += 1
+                elif isinstance(effect, do.TellSlowNode) and not effect.over:
+                    self._counts[metrics.NODES_SLOW, ()] += 1
+                elif isinstance(effect, do.TellSlowLaunch):
+                    self._counts[metrics.LAUNCHES_SLOW, ()] += 1
             self._gauges[metrics.FAILURES] = record.failures
             if record.node_losses > self._losses:
                 self._counts[metrics.NODES_LEFT, ()] += record.node_losses - self._losses

@@ -1,0 +1,145 @@
+"""Which nodes hold the others up, by what each works itself for a step.  Pure.
+
+In a synchronous training every rank's step takes equally long, so the ranks tell their own time apart from what they
+wait for others.  A node is compared with the others of the same window, never with a fixed time, and counts as slow
+when it has stayed so for long.  The windows leave out warm-up, evaluation and saves: the ranks see to that.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+
+import msgspec
+
+from stepkeeper.core.policy import Policy
+
+WINDOWS_LEAST = 4  # in which a node was slow, less those in which it was not
+WINDOWS_MOST = 8  # that are counted: a node that keeps up again is cleared within as many
+SHARE_LEAST = 0.1  # of a step that the node costs all others
+SPREAD_FROM = 5  # nodes that have a spread
+SIGMAS = 6.0
+MAD_TO_SIGMA = 1.4826  # of a normal distribution
+PLACES_MAX = 16
+MANY = 64  # nodes: the median of all is that of the others
+
+replace = msgspec.structs.replace
+
+
+class Suspect(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that was slow in the newest windows."""
+
+    node: str
+    since: float  # Unix seconds
+    windows: int = 1  # in which it was slow, less those in which it was not
+    factor: float = 1.0  # of the usual own time, in the newest window in which it was slow
+    told: bool = False
+
+
+class Stragglers(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the nodes of a launch."""
+
+    suspects: tuple[Suspect, ...] = ()
+    slowest: tuple[str, float] = ("", 1.0)  # of the newest window: the node, and how many times as long as usual
+    places: tuple[tuple[int, str], ...] = ()  # of the run: (place among the nodes, the node that was slow there)
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """A node is slow, or keeps up again."""
+
+    node: str
+    slow: bool
+    factor: float
+    since: float
+    of_its_place: str = ""  # another node that was slow at the same place: then it is the work, not the node
+
+
+def launched(stragglers: Stragglers) -> Stragglers:
+    """Begin a launch: what was slow in the one before has to be slow again."""
+    return Stragglers(places=stragglers.places)
+
+
+def heard(
+    stragglers: Stragglers,
+    nodes: tuple[str, ...],
+    own: Mapping[str, float],
+    *,
+    at: float,
+    step_seconds: float,
+    policy: Policy,
+) -> tuple[Stragglers, tuple[Verdict, ...]]:
+    """Take in a window; tell of nodes that have stayed slow, and of those that do no more.
+
+    Args:
+        stragglers: so far.
+        nodes: of the launch, in their order.
+        own: seconds that the ranks of each node worked themselves for a step.
+        at: Unix seconds.
+        step_seconds: that a step takes.
+        policy: how much is too much, and for how long.
+    """
+    own = {node: own[node] for node in nodes if own.get(node, 0.0) > 0.0}
+    if len(own) < 2:  # noqa: PLR2004 - nobody to compare with
+        return stragglers, ()
+    usual = _usual(own)
+    factors = {node: seconds / usual[node] for node, seconds in own.items()}
+    allowed = max(policy.slow_node_times, math.exp(SIGMAS * _spread(own)))
+    least_s = SHARE_LEAST * step_seconds
+    slow = {
+        node: factor for node, factor in factors.items() if factor > allowed and own[node] * (1 - 1 / factor) >= least_s
+    }
+    suspects, verdicts = [], []
+    known = {suspect.node: suspect for suspect in stragglers.suspects}
+    for node in nodes:
+        suspect = _next(known.get(node), node, slow.get(node), at)
+        if suspect is None:
+            continue
+        if suspect.windows == 0:
+            verdicts += [_verdict(stragglers, nodes, suspect, slow=False)] if suspect.told else []
+            continue
+        lasted = suspect.windows >= WINDOWS_LEAST and at - suspect.since >= policy.slow_node_for_s
+        if lasted and not suspect.told:
+            verdicts.append(_verdict(stragglers, nodes, suspect, slow=True))
+            suspect = replace(suspect, told=True)
+        suspects.append(suspect)
+    slowest = max(factors.items(), key=lambda item: item[1])
+    told = tuple((nodes.index(each.node), each.node) for each in verdicts if each.slow)
+    places = (*(place for place in stragglers.places if place not in told), *told)[-PLACES_MAX:]
+    return Stragglers(suspects=tuple(suspects), slowest=slowest, places=places), tuple(verdicts)
+
+
+def _usual(own: Mapping[str, float]) -> dict[str, float]:
+    """Return for each node the median of the others' times."""
+    if len(own) >= MANY:
+        return dict.fromkeys(own, statistics.median(own.values()))
+    return {node: statistics.median(own[other] for other in own if other != node) for node in own}
+
+
+def _spread(own: Mapping[str, float]) -> float:
+    """Return how far ordinary nodes lie apart: the sigma of the logarithms, robust; 0 where they are too few."""
+    if len(own) < SPREAD_FROM:
+        return 0.0
+    logs = [math.log(seconds) for seconds in own.values()]
+    median = statistics.median(logs)
+    return MAD_TO_SIGMA * statistics.median(abs(each - median) for each in logs)
+
+
+def _next(before: Suspect | None, node: str, factor: float | None, at: float) -> Suspect | None:
+    if factor is None:
+        return replace(before, windows=before.windows - 1) if before is not None else None
+    if before is None:
+        return Suspect(node=node, since=at, factor=factor)
+    return replace(before, windows=min(before.windows + 1, WINDOWS_MOST), factor=factor)
+
+
+def _verdict(stragglers: Stragglers, nodes: tuple[str, ...], suspect: Suspect, *, slow: bool) -> Verdict:
+    place = nodes.index(suspect.node)
+    others = [node for at, node in stragglers.places if at == place and node != suspect.node]
+    return Verdict(
+        node=suspect.node,
+        slow=slow,
+        factor=suspect.factor,
+        since=suspect.since,
+        of_its_place=others[-1] if others else "",
+    )

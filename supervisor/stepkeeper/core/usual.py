@@ -1,0 +1,58 @@
+"""What is usual in a run, over its launches and attempts: how long a start takes, and a step.  Pure."""
+
+from __future__ import annotations
+
+import statistics
+
+import msgspec
+
+from stepkeeper.core.policy import Policy
+
+LAUNCHES_KEPT = 6
+WORDS = 30  # of steps, without the warm-up, until a launch has a pace to compare
+SIGMAS = 4.0
+MAD_TO_SIGMA = 1.4826  # of a normal distribution
+
+replace = msgspec.structs.replace
+
+
+class LaunchPace(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast a launch stepped."""
+
+    nodes: int  # how many it had
+    seconds: float  # the median step
+
+
+class Usual(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the launches of a run had in common."""
+
+    start_s: float = 0.0  # the longest from the start of a launch to the trainer library's first word; 0: none yet
+    paces: tuple[LaunchPace, ...] = ()  # of the newest launches
+
+
+class Slower(msgspec.Struct, frozen=True, kw_only=True):
+    """A launch that steps slower than those before it."""
+
+    seconds: float
+    usual: float
+    launches: int  # that it was compared with
+
+
+def started(usual: Usual, seconds: float) -> Usual:
+    """Take in how long a start took."""
+    return replace(usual, start_s=max(usual.start_s, round(seconds, 3)))
+
+
+def stepped(usual: Usual, nodes: int, seconds: float, policy: Policy) -> tuple[Usual, Slower | None]:
+    """Take in the median step of a launch, and compare it with launches of as many nodes."""
+    before = [each.seconds for each in usual.paces if each.nodes == nodes]
+    rounded = float(f"{seconds:.4g}")
+    paces = (*usual.paces, LaunchPace(nodes=nodes, seconds=rounded))[-LAUNCHES_KEPT:]
+    usual = replace(usual, paces=paces)
+    if not before:
+        return usual, None
+    median = statistics.median(before)
+    spread = MAD_TO_SIGMA * statistics.median(abs(each - median) for each in before)
+    if seconds <= max(policy.slow_launch_times * median, median + SIGMAS * spread):
+        return usual, None
+    return usual, Slower(seconds=seconds, usual=median, launches=len(before))

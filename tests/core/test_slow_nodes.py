@@ -1,0 +1,145 @@
+"""Which nodes hold the others up, and which launches step slower than those before them."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core import usual
+from stepkeeper.core.decide import decide
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import State
+from stepkeeper.core.stragglers import Stragglers, Verdict, heard, launched
+from stepkeeper.core.usual import LaunchPace, Usual
+from stepkeeper.simulating.scenario import given_training
+
+POLICY = Policy()
+EVERY_S = 15.0
+replace = msgspec.structs.replace
+
+
+def windows(count: int, nodes: int, *, slow: dict[int, float], seed: int = 0) -> list[dict[str, float]]:
+    """Return windows of nodes that differ by a few percent, some of them slow by a factor."""
+    noise = random.Random(seed)  # noqa: S311 - noise, and the same each time
+    return [
+        {f"n{each}": 0.5 * slow.get(each, 1.0) * (1 + noise.gauss(0, 0.03)) for each in range(nodes)}
+        for _ in range(count)
+    ]
+
+
+def played(found: list[dict[str, float]], known: Stragglers | None = None) -> tuple[Stragglers, list[Verdict]]:
+    known, told = known or Stragglers(), []
+    names = tuple(found[0])
+    for number, own in enumerate(found):
+        known, verdicts = heard(known, names, own, at=EVERY_S * number, step_seconds=1.0, policy=POLICY)
+        told += verdicts
+    return known, told
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 7, 64, 500])
+@pytest.mark.parametrize("seed", range(3))
+def test_ordinary_nodes_are_never_slow(nodes: int, seed: int) -> None:
+    assert played(windows(60, nodes, slow={}, seed=seed))[1] == []
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 7, 64, 500])
+def test_a_slow_node_is_told_once_by_its_name(nodes: int) -> None:
+    (verdict,) = played(windows(60, nodes, slow={1: 1.6}))[1]
+
+    assert (verdict.node, verdict.slow, verdict.since) == ("n1", True, 0.0)
+    assert 1.4 < verdict.factor < 1.8
+
+
+def test_several_slow_nodes_are_told_while_they_are_the_few() -> None:
+    told = played(windows(60, 20, slow={3: 2.0, 11: 1.7}))[1]
+
+    assert {verdict.node for verdict in told} == {"n3", "n11"}
+
+
+def test_nodes_that_lie_far_apart_anyway_are_not_slow() -> None:
+    noise = random.Random(1)  # noqa: S311 - noise, and the same each time
+    spread = [{f"n{each}": 0.5 * noise.uniform(0.5, 1.5) for each in range(30)} for _ in range(60)]
+
+    assert played(spread)[1] == []
+
+
+def test_a_launch_begins_without_suspects_and_remembers_places() -> None:
+    known = launched(played(windows(60, 4, slow={1: 1.6}))[0])
+
+    assert known.suspects == ()
+    assert known.places == ((1, "n1"),)
+
+
+def test_a_pace_is_compared_with_launches_of_as_many_nodes() -> None:
+    known = Usual()
+    for seconds in (1.0, 1.02, 0.99):
+        known, slower = usual.stepped(known, 4, seconds, POLICY)
+        assert slower is None
+    assert usual.stepped(known, 2, 3.0, POLICY)[1] is None
+    assert usual.stepped(known, 4, 1.1, POLICY)[1] is None
+    slower = usual.stepped(known, 4, 1.3, POLICY)[1]
+
+    assert slower is not None
+    assert (slower.seconds, slower.usual, slower.launches) == (1.3, 1.0, 3)
+
+
+def test_launches_that_differ_much_anyway_are_not_slow() -> None:
+    known = Usual(paces=tuple(LaunchPace(nodes=4, seconds=seconds) for seconds in (1.0, 1.5, 0.7, 1.2, 0.9)))
+
+    assert usual.stepped(known, 4, 1.6, POLICY)[1] is None
+
+
+def test_few_launches_are_kept() -> None:
+    known = Usual()
+    for _ in range(50):
+        known, _ = usual.stepped(known, 4, 1.0, POLICY)
+
+    assert len(known.paces) == usual.LAUNCHES_KEPT
+
+
+def train(state: State, seconds: float) -> tuple[State, list[do.TellSlowLaunch], list[str]]:
+    """Do steps until the launch has a pace."""
+    told, words = [], []
+    for step in range(1, 60):
+        event = on.Progressed(at=100.0 + step, launch=state.launch, step=step, tokens=1, loss=1.0, step_seconds=seconds)
+        decision = decide(state, event, POLICY)
+        state = decision.state
+        told += [effect for effect in decision.effects if isinstance(effect, do.TellSlowLaunch)]
+        words += [decision.why] if decision.why else []
+    return state, told, words
+
+
+@pytest.mark.parametrize(
+    ("before", "slowest", "suspects", "said"),
+    [
+        (("a", "c"), ("", 1.0), ("b",), "new in it: b"),
+        (("a", "b"), ("b", 1.4), ("b",), "the slowest node is b: 1.40 times as long as the others"),
+        (("a", "b"), ("b", 1.02), (), "no node of it stands out"),
+        (("c", "d"), ("", 1.0), (), "all its nodes are new"),
+    ],
+)
+def test_a_slow_launch_is_told_with_the_node_that_may_be_why(
+    before: tuple[str, ...], slowest: tuple[str, float], suspects: tuple[str, ...], said: str
+) -> None:
+    known = Usual(paces=(LaunchPace(nodes=2, seconds=1.0),))  # of an attempt before, through the journal
+    state = replace(given_training(), usual=known, launched_before=before, stragglers=Stragglers(slowest=slowest))
+
+    state, (told,), (why,) = train(state, 1.4)
+
+    assert told.nodes == suspects
+    assert why == told.why
+    assert why == f"this launch steps slower than those before it: 1.4 s a step, and 1 s in 1 of them; {said}"
+    assert state.usual.paces[-1] == LaunchPace(nodes=2, seconds=1.4)
+
+
+def test_a_launch_as_fast_as_those_before_says_nothing() -> None:
+    known = Usual(paces=(LaunchPace(nodes=2, seconds=1.0),))
+
+    state, told, words = train(replace(given_training(), usual=known), 1.02)
+
+    assert (told, words) == ([], [])
+    assert len(state.usual.paces) == 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,18 +48,13 @@ def examine(directory: Path, nodes: Sequence[str]) -> Iterator[Finding]:
                 write_atomically(file, b"second")
                 seen = _wait(srun, "second", len(nodes), SEEN_WITHIN_S)
         finally:
-            srun.terminate()
-            try:
-                said = srun.communicate(timeout=ENDS_WITHIN_S)[1].decode(errors="replace").strip()
-            except subprocess.TimeoutExpired:
-                srun.kill()
-                said = srun.communicate()[1].decode(errors="replace").strip()
+            said = _end(srun)
     if len(started) < len(nodes):
         yield Finding(
             level=Level.PROBLEM,
             subject=subject,
-            found=f"{len(started)} of {len(nodes)} nodes see a new file; "
-            f"{_missing(nodes, started)} {said[-SAID_CHARACTERS_MAX:]}".strip(),
+            found=f"{len(started)} of {len(nodes)} nodes see a new file; not: {_others(nodes, started)}"
+            + (f"; {said[-SAID_CHARACTERS_MAX:]}" if said else ""),
             means="the watchers of a run would not start there, or a node does not see the run directory",
             remedy=f"install stepkeeper where every node has it (here: {sys.prefix}); run directory on shared storage",
         )
@@ -68,7 +64,7 @@ def examine(directory: Path, nodes: Sequence[str]) -> Iterator[Finding]:
     yield Finding(
         level=Level.PROBLEM if late else Level.WARNING if slowest > SLOW_S else Level.OK,
         subject=subject,
-        found=f"a replaced file is not seen in {SEEN_WITHIN_S:g} s on {_missing(nodes, seen)}"
+        found=f"a replaced file is not seen in {SEEN_WITHIN_S:g} s on {_others(nodes, seen)}"
         if late
         else f"a replaced file is seen everywhere after {slowest:.2f} s",
         means="two attempts could both believe to hold the lease, and a committed step be missed"
@@ -80,8 +76,19 @@ def examine(directory: Path, nodes: Sequence[str]) -> Iterator[Finding]:
     )
 
 
-def _missing(nodes: Sequence[str], seen: dict[str, float]) -> str:
-    return f"not: {', '.join(node for node in nodes if node not in seen)};" if len(seen) < len(nodes) else ""
+def _others(nodes: Sequence[str], seen: dict[str, float]) -> str:
+    return ", ".join(node for node in nodes if node not in seen)
+
+
+def _end(srun: subprocess.Popen[bytes]) -> str:
+    """End the Slurm step; return what srun has said on stderr."""
+    srun.terminate()
+    try:
+        said = srun.communicate(timeout=ENDS_WITHIN_S)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(srun.pid, signal.SIGKILL)  # with the child that every srun has, which holds our end of the pipe
+        said = srun.communicate(timeout=ENDS_WITHIN_S)[1]
+    return said.decode(errors="replace").strip()
 
 
 def _wait(srun: subprocess.Popen[bytes], word: str, wanted: int, within_s: float) -> dict[str, float]:

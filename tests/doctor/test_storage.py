@@ -1,0 +1,142 @@
+"""What the doctor finds out about storage: each by trying it, on file systems made for that."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stepkeeper import cli
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.doctor import storage, visible
+from stepkeeper.doctor.finding import Finding, Level
+
+MOUNT_WITHIN_S = 20.0
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB in memory."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place],
+        capture_output=True, text=True, timeout=MOUNT_WITHIN_S, check=False,
+    )  # fmt: skip
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], timeout=MOUNT_WITHIN_S, check=True)
+
+
+def levels(found: list[Finding]) -> list[Level]:
+    return [finding.level for finding in found]
+
+
+def test_storage_that_takes_a_save_is_in_order_and_left_as_it_was(tmp_path: Path) -> None:
+    found = [each for each in storage.examine(tmp_path) if each.level is not Level.WARNING]  # tmp may be in memory
+    assert levels(found) == [Level.OK]
+    assert "write, fsync, rename and read back work" in found[0].means
+    assert not list(tmp_path.iterdir())
+
+
+def test_storage_without_room_is_a_problem_and_memory_a_warning(small: Path) -> None:
+    local, full = storage.examine(small)
+    assert (local.level, local.found) == (Level.WARNING, "tmpfs")
+    assert "--run-dir" in local.remedy
+    assert full.level is Level.PROBLEM
+    assert "No space left" in full.found
+    assert "write, fsync, rename, read back" in full.means
+    assert not list(small.iterdir())
+
+
+def test_the_command_says_so_and_its_exit_code_too(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(scontrol(tmp_path)))
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    assert cli.main(["doctor", "--run-dir", str(small)]) == ExitCode.SITE_UNFIT
+    said = capsys.readouterr().out
+    assert f"PROBLEM  storage {small}: " in said
+    assert "-> choose another --run-dir" in said
+    assert cli.main(["doctor", "--run-dir", str(tmp_path / "none")]) == ExitCode.RUN_DIRECTORY
+    assert "make it first" in capsys.readouterr().err
+
+
+def scontrol(tmp_path: Path) -> Path:
+    """Return a directory with a `scontrol` of a cluster without settings."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    return program(commands / "scontrol", "exit 0").parent
+
+
+def program(path: Path, script: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{textwrap.dedent(script)}\n")
+    path.chmod(stat.S_IRWXU)
+    return path
+
+
+# --- what other nodes see ----------------------------------------------------------------------------------------
+
+# an srun whose two nodes are this one: each runs the words from `python` on, under its own name
+NODES = """
+while [ "${1#-}" != "$1" ]; do shift; done
+"""
+BOTH_SEE = NODES + 'SLURMD_NODENAME=n1 "$@" & SLURMD_NODENAME=n2 "$@" & wait'
+ONE_STARTS = 'echo "n1 first"; echo "slurmstepd: error: execve(): python: No such file" >&2'
+# the second node has a copy of the directory, which nobody renews: a cache that is never looked at again
+ONE_IS_BLIND = (
+    NODES
+    + """
+    SLURMD_NODENAME=n1 "$@" &
+    for word; do case $word in */token) cp "$word" "$STALE"; old=$word ;; esac; done
+    set -- $(printf '%s\\n' "$@" | sed "s|^$old\\$|$STALE|")
+    SLURMD_NODENAME=n2 "$@" & wait
+    """
+)
+
+
+def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str) -> Finding:
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    program(commands / "srun", srun)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    monkeypatch.setattr(visible, "ENDS_WITHIN_S", 0.5)
+    monkeypatch.setenv("STALE", str(tmp_path / "stale"))
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (found,) = visible.examine(shared, ("n1", "n2"))
+    assert not list(shared.iterdir()), "it cleans up"
+    return found
+
+
+def test_nodes_that_see_what_this_one_writes_are_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = look(tmp_path, monkeypatch, BOTH_SEE)
+    assert found.level is Level.OK, found
+    assert "seen everywhere" in found.found
+
+
+def test_a_node_on_which_stepkeeper_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = look(tmp_path, monkeypatch, ONE_STARTS)
+    assert found.level is Level.PROBLEM
+    assert "1 of 2 nodes see a new file; not: n2; slurmstepd" in found.found
+    assert "execve(): python" in found.found, "what Slurm says of it"
+    assert "install stepkeeper where every node has it" in found.remedy
+
+
+def test_a_node_that_does_not_see_a_replaced_file_endangers_the_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visible, "SEEN_WITHIN_S", 2.0)
+    found = look(tmp_path, monkeypatch, ONE_IS_BLIND)
+    assert found.level is Level.PROBLEM, found
+    assert found.found.endswith("n2")
+    assert "believe to hold the lease" in found.means
+    assert "actimeo" in found.remedy

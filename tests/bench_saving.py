@@ -150,6 +150,7 @@ def measure(options: argparse.Namespace) -> Figures:
                 before -= work.keeper._saver._staging.arena.bytes  # type: ignore[union-attr]
         begin = begin_of(way, work, directory / f"{number}")
         _forget_peak()  # what the limits took does not count
+        work.all_agree(one=True)  # as after a step that all ranks have done: none waits for another's calm steps
         one = _save(begin, work, statistics.median(calm), train=not options.paused)
         one["memory"] = _peak(os.getpid()) - before + sum(_peak(pid) for pid in _children())
         one |= {"copy_s": copy_s, "write_s": write_s}

@@ -6,7 +6,10 @@ their own: stdout is a file on shared storage, and a full or hung one must not e
 
 from __future__ import annotations
 
+import fcntl
+import os
 import queue
+import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -62,6 +65,16 @@ class PatientStream:
                 stream.flush()
             except (OSError, ValueError):  # a full disk, a quota, a closed stream: training goes on
                 self.dropped += 1
+
+
+def is_emptied(stream: TextIO) -> bool:
+    """Tell whether the next attempt empties this file: Slurm has not opened it so that it appends."""
+    try:
+        descriptor = stream.fileno()
+        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        return regular and not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
+    except (OSError, ValueError):
+        return False  # no file at all, or a closed one
 
 
 def configure(stream: PatientStream, **static: Any) -> structlog.typing.FilteringBoundLogger:

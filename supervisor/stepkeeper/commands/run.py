@@ -20,12 +20,13 @@ from stepkeeper.config.resolve import Config, Origin, Sources
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.log import PatientStream, configure
+from stepkeeper.log import PatientStream, configure, is_emptied
 from stepkeeper.slurm import cmd
-from stepkeeper.slurm.allocation import Allocation, read_allocation, require_batch_process
+from stepkeeper.slurm.allocation import Allocation, is_batch_process, read_allocation, require_no_batch_script
 from stepkeeper.slurm.choose import ClientKind, choose
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
+from stepkeeper.slurm.environment import node_name
 from stepkeeper.sources import asked, signals
 from stepkeeper.sources import lease as lease_source
 from stepkeeper.sources.clock import Clock
@@ -40,6 +41,10 @@ from stepkeeper_trainer.formats.lease import Lease
 T = TypeVar("T")
 SLURM_WITHIN_S = 300.0
 LOG_WITHIN_S = 2.0
+NO_BATCH_SCRIPT = (
+    "Slurm can requeue nothing of an allocation of salloc or srun: at its end the run is saved, and goes on when it is "
+    "started again with the same --run-dir"
+)
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,7 +75,7 @@ def execute(arguments: argparse.Namespace) -> int:
     environment = dict(os.environ)
     command = _command(arguments.cmd)
     client: SlurmClient = SlurmCommands()
-    require_batch_process(environment)
+    batch = is_batch_process(environment)
     config, directory = _configure(arguments, environment)
     settings = config.settings
     clock = Clock()
@@ -78,6 +83,8 @@ def execute(arguments: argparse.Namespace) -> int:
     signals.listen(inbox)  # before anything that takes time: by default a signal would end us
     out = PatientStream(lambda: sys.stdout)
     allocation = patiently(lambda: read_allocation(environment, client, settings.tasks_per_node))
+    if not batch:
+        require_no_batch_script(patiently(lambda: client.job(allocation.slurm_name)))
     cluster = patiently(client.settings)
     wanted = shape.nodes_wanted(config, len(allocation.nodes), command)
     merged = _merge_spool(directory)
@@ -99,6 +106,7 @@ def execute(arguments: argparse.Namespace) -> int:
         started_at=clock.now(),
         resubmit=settings.policy.resubmit == "auto",
         words=tuple(sys.argv[1:]),
+        batch=batch,
     )
     setting = Setting(
         directory=directory,
@@ -132,6 +140,10 @@ def execute(arguments: argparse.Namespace) -> int:
         to_stop=f"stepkeeper stop {directory.path}",
     )
     noting.note(config, directory, lease.attempt, command, log)
+    if not batch:
+        log.warning("no_batch_script", why=NO_BATCH_SCRIPT)
+    elif is_emptied(sys.stdout):
+        log.warning("log_not_appended", ask_for="sbatch --open-mode=append", why="the next attempt empties this log")
     if merged:
         log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
     if not cmd.takes_resume(command):
@@ -160,6 +172,7 @@ def execute(arguments: argparse.Namespace) -> int:
             usual=carried.usual,
             nodes_before=carried.nodes,
             end_at=patiently(lambda: client.job(allocation.slurm_name)).end_at,
+            batch=batch,
         )
     )
     lease_source.watch(
@@ -262,7 +275,7 @@ def _lease(
         job_id=allocation.job_id,
         restart_count=allocation.restart_count,
         attempt=carried.attempt,
-        node=allocation.batch_node,
+        node=node_name(),
         pid=os.getpid(),
         taken_at=clock.now(),
     )

@@ -72,6 +72,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     preempt_at: float | None = None
     end_at: float | None = None
     requeue_allowed: bool = True
+    batch: bool = True  # it has a batch script; else nothing of it can be started again
     excluded: str = ""  # node list: where the job may not run
 
 
@@ -117,6 +118,7 @@ class AttemptStarted(_Event, frozen=True, kw_only=True, tag="attempt_started"):
     usual: Usual = Usual()  # carried over
     nodes_before: tuple[str, ...] = ()  # that the attempt before used at last
     end_at: float | None = None  # the job's time limit, Unix seconds
+    batch: bool = True  # false: in the allocation of `salloc` or a bare `srun`, which nobody can requeue
 
 
 class Tick(_Event, frozen=True, kw_only=True, tag="tick"):

@@ -15,6 +15,10 @@ class ExitCode(IntEnum):
     REQUEUED = 10, "the job was requeued (by us or by Slurm) and goes on in its next attempt"
     CANCELLED = 11, "the job was cancelled: it was stopped and not requeued"
     SUPERSEDED = 12, "a newer attempt of this run holds the lease: this one stopped its ranks"
+    NO_BATCH_SCRIPT = (
+        13,
+        "the allocation of salloc or srun is left, and nothing of it can be requeued: run again to go on",
+    )
     TRAINING_FAILED = 20, "the training failed again and again without new progress: a person is needed"
     TRAINING_GAVE_UP = 21, "a rank exited with 93: the launcher asks not to be started again"
     START_FAILED = 22, "watchers or training could not be started"
@@ -51,6 +55,7 @@ class ExitCode(IntEnum):
 
 _NEEDS_PERSON = frozenset(
     (
+        ExitCode.NO_BATCH_SCRIPT,
         ExitCode.TRAINING_FAILED,
         ExitCode.TRAINING_GAVE_UP,
         ExitCode.START_FAILED,

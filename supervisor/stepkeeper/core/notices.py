@@ -118,6 +118,8 @@ def _act(  # noqa: C901 - one case a notice
             return try_bus_again(state, event.at, said, policy, answered=event.job is not None)
         case Notice.NOT_FOR_US:
             return Decision(state, (), why)
+        case Notice.ASKED_TO_SAVE if not state.batch and asked_for in ("INT", "TERM"):
+            return _end_by_hand(state, event.at, asked_for, policy)
         case Notice.ASKED_TO_SAVE:
             if state.phase is not Phase.TRAINING or not state.heard:
                 return Decision(state, (), why)
@@ -131,6 +133,17 @@ def _act(  # noqa: C901 - one case a notice
             return _leave(state, event.at, judgement, Plan(next=Next.REQUEUE, why=why), policy)
         case _:
             assert_never(judgement.notice)
+
+
+def _end_by_hand(state: State, at: float, signal: str, policy: Policy) -> Decision:
+    """Nobody but the person at the terminal sends such a signal: save and end; the second time, end."""
+    plan = Plan(next=Next.END, why=f"SIG{signal} by hand: save and end", code=ExitCode.STOPPED)
+    if state.phase is Phase.TRAINING and state.heard and (state.step is not None or state.bus_restarted_in_launch):
+        return save(state, at + policy.stop_within_s, plan)
+    by_hand = state.plan is not None and state.plan.code is ExitCode.STOPPED
+    if state.phase is Phase.SAVING and not by_hand:
+        return Decision(take(state, plan), (), plan.why)
+    return stop(state, at, replace(plan, why=f"SIG{signal} by hand: end"), policy)
 
 
 def _in_words(event: on.SlurmAnswered, judgement: Judgement) -> str:

@@ -96,6 +96,10 @@ def closed(state: State, at: float, policy: Policy, why: str) -> Decision:
     """
     plan = state.plan
     assert plan is not None, "CLOSING is entered with a plan"
+    if plan.next is Next.REQUEUE and not state.batch:
+        why = f"{plan.why}; without a batch script nothing can be requeued: run again with the same --run-dir"
+        plan = replace(plan, next=Next.END, why=why, code=ExitCode.NO_BATCH_SCRIPT)
+        state = replace(state, plan=plan)
     if plan.next is Next.END and state.bus_open and not state.bus_told:
         return Decision(replace(state, bus_told=True), (do.StopBus(),), why)
     if state.verifying is not None or (plan.next is Next.END and state.bus_open):

@@ -37,6 +37,7 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         releasing=bool(set(event.nodes) - set(nodes) - {event.batch_node}),
         batch_node=event.batch_node,
         kill_wait_s=event.kill_wait_s,
+        batch=event.batch,
         wrapped=event.wrapped,
         failures=event.failures,
         node_losses=event.node_losses,

@@ -98,6 +98,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     nodes_min: int = 0  # that a launch may shrink to; 0: never
     batch_node: str = ""
     kill_wait_s: float = 30.0
+    batch: bool = True  # the job has a batch script: it can be requeued, or submitted again
     started_at: float | None = None
     end_at: float | None = None  # the job's time limit, as Slurm said last
     limit_at: float | None = None  # when to leave because of it

@@ -9,10 +9,16 @@ from collections.abc import Mapping
 
 import msgspec
 
+from stepkeeper.core.events import JobFacts
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm.client import SlurmClient
 from stepkeeper.slurm.environment import node_name
+
+_NOT_OURS = (
+    "not the batch process: Slurm signals only that one, so its place must be ours; "
+    "in the batch script write `exec stepkeeper run ...` as the last line"
+)
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,11 +35,13 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     overcommit: bool
 
 
-def require_batch_process(environment: Mapping[str, str]) -> None:
-    """Refuse to run where Slurm's signals would reach somebody else.
+def is_batch_process(environment: Mapping[str, str]) -> bool:
+    """Tell whether we are a batch process; else a person's `salloc` or bare `srun` holds the allocation.
+
+    A Slurm step of a batch job looks like a bare `srun`: only Slurm can tell the two apart.
 
     Raises:
-        StepkeeperError: not in a job, or started by the batch script instead of in its place.
+        StepkeeperError: we are in no job, or where Slurm's signals would reach somebody else.
     """
     if "SLURM_HET_SIZE" in environment:
         raise StepkeeperError(
@@ -48,13 +56,26 @@ def require_batch_process(environment: Mapping[str, str]) -> None:
         )
     if missing:
         raise StepkeeperError(f"{', '.join(missing)} not on PATH: is Slurm installed here?", ExitCode.NO_SLURM)
-    batch_pid = environment.get("SLURM_TASK_PID")
-    if batch_pid != str(os.getpid()):
-        raise StepkeeperError(
-            "not the batch process: Slurm signals only that one, so its place must be ours; "
-            "in the batch script write `exec stepkeeper run ...` as the last line",
-            ExitCode.NOT_BATCH_PROCESS,
-        )
+    if "SLURM_STEP_ID" in environment:
+        tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
+        if tasks != "1":
+            raise StepkeeperError(
+                f"this srun starts {tasks} supervisors, and one is enough for a job: `srun --ntasks=1`, or, for more "
+                "than one node, `salloc --nodes=N stepkeeper run ...` without srun",
+                ExitCode.NOT_BATCH_PROCESS,
+            )
+        return False
+    if "SLURM_TASK_PID" not in environment:
+        return False
+    if environment["SLURM_TASK_PID"] != str(os.getpid()):
+        raise StepkeeperError(_NOT_OURS, ExitCode.NOT_BATCH_PROCESS)
+    return True
+
+
+def require_no_batch_script(facts: JobFacts) -> None:
+    """Refuse to run in a Slurm step of a batch job.  Raises StepkeeperError."""
+    if facts.batch:
+        raise StepkeeperError(_NOT_OURS, ExitCode.NOT_BATCH_PROCESS)
 
 
 def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_per_node: int | None) -> Allocation:
@@ -86,13 +107,14 @@ def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_p
         cpus = int(on_node.group()) // tasks
     else:
         cpus = None
+    here = node_name()  # that of salloc may be a login node
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return Allocation(
         job_id=int(environment["SLURM_JOB_ID"]),
         slurm_name=f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"],
         restart_count=int(environment.get("SLURM_RESTART_COUNT", "0")),
         nodes=nodes,
-        batch_node=node_name(),
+        batch_node=here if here in nodes else nodes[0],
         tasks_per_node=tasks,
         # slices of a GPU are no GPUs, which is what NVML counts
         gpus_per_node=int(gpus)

@@ -177,6 +177,7 @@ def parse_job(text: str) -> JobFacts:
         preempt_at=_time(_field(rest, "PreemptTime")),
         end_at=_time(_field(rest, "EndTime")),
         requeue_allowed=_field(rest, "Requeue") != "0",
+        batch=_field(rest, "BatchFlag") != "0",
         excluded="" if (listed := _field(rest, "ExcNodeList")) in (None, "(null)") else listed,
     )
 

@@ -56,6 +56,7 @@ def job_facts(job: Any) -> dict[str, Any]:
         "preempt_at": instant(job.preempt_time),
         "end_at": end_at(instant(job.end_time), job.time_limit),
         "requeue_allowed": bool(job.is_requeueable),
+        "batch": bool(job.is_batch_job),
         "excluded": job.excluded_nodes or "",
     }
 

@@ -37,7 +37,7 @@ def take(run_directory: Path, wanted: Lease, *, job_runs: Callable[[int], bool])
                     f"after job {wanted.job_id}; submit a new job to go on with it",
                     ExitCode.SUPERSEDED,
                 )
-            if held.epoch == wanted.epoch and held.pid != wanted.pid:
+            if held.epoch == wanted.epoch and held.pid != wanted.pid and not _is_gone(held, wanted):
                 raise StepkeeperError(
                     f"{run_directory}: this very attempt of job {held.job_id} has a supervisor already "
                     f"(pid {held.pid} on {held.node}); start one `stepkeeper run` a job",
@@ -60,6 +60,11 @@ def take(run_directory: Path, wanted: Lease, *, job_runs: Callable[[int], bool])
             f"{run_directory}: the lease cannot be taken: {error.strerror}", ExitCode.RUN_DIRECTORY
         ) from error
     return taken
+
+
+def _is_gone(held: Lease, wanted: Lease) -> bool:
+    """Tell whether the holder has ended: within one `salloc` a run may be started again and again."""
+    return held.node == wanted.node and not Path(f"/proc/{held.pid}").exists()
 
 
 def superseded(run_directory: Path, ours: Lease) -> Lease | None:

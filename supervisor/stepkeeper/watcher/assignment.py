@@ -29,12 +29,13 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float = 0.0  # of the attempt, Unix seconds
     resubmit: bool = False  # submit the job again where Slurm may not requeue it
     words: tuple[str, ...] = ()  # the supervisor's own command line
+    batch: bool = True  # false: nothing of the job can be requeued or submitted again
     bus: int = 0  # the higher one takes over from the lower
 
     @property
-    def epoch(self) -> tuple[int, int, int]:
+    def epoch(self) -> tuple[int, int, int, int]:
         """What decides between two watchers of a run on one node."""
-        return (self.job_id, self.restart_count, self.bus)
+        return (self.job_id, self.restart_count, self.attempt, self.bus)
 
     def socket_name(self, node: str = "%N") -> str:
         """Return the ranks' address: an abstract socket, which reaches into containers by itself.

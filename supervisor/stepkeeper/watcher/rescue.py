@@ -74,6 +74,8 @@ def rescue(assignment: Assignment, node: str, *, lease_ran_out: bool, client: Sl
             return Result(done=True, why=settled)
         if was_cancelled(job):
             return Result(done=True, why=f"the job was ended from outside ({job.slurm_state} {job.reason})")
+        if not assignment.batch:
+            return Result(done=True, why="there is no batch script to requeue: run again with the same --run-dir")
         now = time.time()
         excluded = [exclusion.node for exclusion in carried.excluded if exclusion.until > now]
         besides, how = _again(client, assignment, excluded, allowed=job.requeue_allowed)

@@ -71,6 +71,15 @@ def test_a_site_in_order_has_no_finding_that_needs_an_eye() -> None:
         ({"SrunPortRange": "60001-60100"}, Level.NOTE, "SrunPortRange", ""),
         ({"MaxBatchRequeue": "5"}, Level.NOTE, "MaxBatchRequeue", ""),
         ({"SLURM_VERSION": "20.11.9"}, Level.WARNING, "SLURM_VERSION", "selftest"),
+        ({"ProctrackType": "(null)"}, Level.WARNING, "ProctrackType", "ProctrackType=proctrack/cgroup in slurm.conf"),
+        ({"SlurmdTimeout": "1800 sec"}, Level.NOTE, "SlurmdTimeout", ""),
+        ({"PreemptParameters": "send_user_signal"}, Level.NOTE, "send_user_signal", "B:USR1@120"),
+        (
+            {"SLURM_VERSION": "25.11.1", "SchedulerParameters": "bf_window=60,requeue_delay=90"},
+            Level.NOTE,
+            "requeue delay",
+            "SchedulerParameters=requeue_delay=5",
+        ),
     ],
 )
 def test_each_bad_setting_is_named_with_its_remedy(
@@ -79,6 +88,58 @@ def test_each_bad_setting_is_named_with_its_remedy(
     found = [finding for finding in rules.examine(site(**settings)) if finding.level is not Level.OK]
     assert [(finding.level, finding.subject) for finding in found] == [(level, subject)]
     assert remedy in found[0].remedy
+
+
+def test_before_25_11_the_credential_and_not_the_option_makes_a_requeued_job_wait() -> None:
+    (found,) = graver_than_ok(rules.examine(site(AuthInfo="cred_expire=90", SchedulerParameters="requeue_delay=5")))
+    assert found == (Level.NOTE, "requeue delay")
+    newer = site(SLURM_VERSION="26.05.0", AuthInfo="cred_expire=90", SchedulerParameters="requeue_delay=5")
+    assert graver_than_ok(rules.examine(newer)) == []
+
+
+def test_slurms_commands_that_are_missing_are_named() -> None:
+    here = msgspec.structs.replace(site(), missing_commands=("scontrol", "squeue"))
+    (found,) = [each for each in rules.examine(here) if each.level is not Level.OK]
+    assert (found.level, found.subject) == (Level.PROBLEM, "Slurm's commands")
+    assert "scontrol, squeue" in found.found
+    assert "on PATH in the batch script" in found.remedy
+
+
+@pytest.mark.parametrize(("kind", "told"), [("apptainer", True), ("enroot", True), ("docker", False), ("", False)])
+def test_a_supervisor_in_a_users_container_is_told_to_stay_outside(kind: str, told: bool) -> None:  # noqa: FBT001
+    """A node itself may be a docker container: there it is outside."""
+    found = [
+        each for each in rules.examine(msgspec.structs.replace(site(), container=kind)) if each.level is not Level.OK
+    ]
+    assert [each.subject for each in found] == (["container"] if told else [])
+    if told:
+        assert "exec stepkeeper run -- apptainer exec IMAGE" in found[0].remedy
+
+
+def test_an_environment_on_a_local_disk_must_be_on_every_node() -> None:
+    here = msgspec.structs.replace(site(), python_file_system="ext4")
+    (found,) = [each for each in rules.examine(here) if each.level is not Level.OK]
+    assert (found.level, found.subject) == (Level.NOTE, "stepkeeper's Python")
+    assert "same path on every node" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("kill_wait", "grace_s", "save_s", "remedies"),
+    [
+        ("30 sec", 0.0, 40.0, {"KillWait": "KillWait=46", "GraceTime": "GraceTime=50"}),
+        ("30 sec", 20.0, 100.0, {"GraceTime": "GraceTime=110"}),
+        ("300 sec", 0.0, 40.0, {"GraceTime": "GraceTime=50"}),
+    ],
+)
+def test_a_remedy_names_the_very_number(
+    kill_wait: str, grace_s: float, save_s: float, remedies: dict[str, str]
+) -> None:
+    here = site(msgspec.structs.replace(PARTITION, grace_s=grace_s), save_s=save_s, KillWait=kill_wait)
+    found = {each.subject: each.remedy for each in rules.examine(here) if each.level is not Level.OK}
+    assert found.keys() == remedies.keys()
+    assert all(number in found[subject] for subject, number in remedies.items()), found
+    better = msgspec.structs.replace(PARTITION, grace_s=float(remedies["GraceTime"].partition("=")[2]))
+    assert not graver_than_ok(rules.examine(site(better, save_s=save_s))), "what it says is what helps"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,20 @@ def test_the_command_says_so_and_its_exit_code_too(
     assert "make it first" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("variable", "hint"), [("APPTAINER_CONTAINER", "apptainer"), ("ENROOT_PID", "enroot")])
+def test_in_a_container_without_slurm_it_says_where_to_look_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, hint: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["doctor"]) == ExitCode.NO_SLURM
+    assert "container" not in capsys.readouterr().err
+    monkeypatch.setenv(variable, "/image.sif")
+    assert cli.main(["doctor"]) == ExitCode.NO_SLURM
+    said = capsys.readouterr().err
+    assert "are Slurm's commands on PATH?" in said
+    assert f"this is a container ({hint}): look from the host" in said
+
+
 def scontrol(tmp_path: Path) -> Path:
     """Return a directory with a `scontrol` of a cluster without settings."""
     commands = tmp_path / "commands"

@@ -73,9 +73,12 @@ def execute(arguments: argparse.Namespace) -> int:
     try:
         found = play.play()
     except SlurmError as error:
-        raise StepkeeperError(f"{error}; see {directory}", ExitCode.SITE_UNFIT) from error
+        see = f"; see {directory}" if play.jobs else ""
+        raise StepkeeperError(f"{error}{see}", ExitCode.SITE_UNFIT) from error
     finally:
         play.stop()
+        if not play.jobs:  # it has not begun: there is nothing to look at
+            shutil.rmtree(directory)
     passed = found.holds(exactly=shape.gpus_per_node is None) and len(found.interruptions) > 1
     if passed and not arguments.keep:
         shutil.rmtree(directory)

@@ -291,6 +291,11 @@ class Supervisor:
                 self._call_person(effect)
             case do.ReleaseNodes():
                 slurm.release(self.client, setting.assignment.slurm_name, effect.keep, inbox=self.inbox)
+            case do.CheckNodes():
+                if self.bus is not None:
+                    self.bus.check(effect, gpus=setting.gpus_per_node, free_bytes=setting.free_bytes_min)
+            case do.AskIdleNodes():
+                slurm.ask_idle(self.client, setting.assignment.slurm_name, effect, inbox=self.inbox)
             case do.AskSlurm():
                 slurm.ask(self.client, setting.assignment.slurm_name, inbox=self.inbox)
             case do.Requeue():

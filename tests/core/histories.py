@@ -28,6 +28,29 @@ STARTS = tuple(
 )
 
 
+SHRUNK: tuple[on.Event, ...] = (
+    on.AttemptStarted(
+        at=0.0,
+        job_id=7,
+        restart_count=0,
+        attempt=0,
+        nodes=("a", "b"),
+        batch_node="a",
+        kill_wait_s=30.0,
+        nodes_min=1,
+    ),
+    on.WatcherReady(at=0.0, node="a", bus=1),
+    on.WatcherReady(at=0.0, node="b", bus=1),
+    on.StorageTested(at=0.0, ok=True),
+    on.CheckpointChosen(at=0.0, directory=None, step=None),
+    on.NodesCleared(at=0.0, launch=0, address="a", port=1, unfit=(on.Unfit(node="b", why="GPU"),)),
+    on.NodesCleared(at=0.0, launch=0, address="a", port=1),
+    on.RankHello(at=0.0, launch=0, rank=0, node="a"),
+    on.Progressed(at=0.0, launch=0, step=1, tokens=1, loss=1.0),
+)
+"""A training that could do without a node, which failed its check."""
+
+
 class Turn(msgspec.Struct, frozen=True):
     """One event and what came of it."""
 
@@ -100,6 +123,11 @@ FIELDS = {
         "drained": st.booleans(),
     },
     on.NodesReleased: {"ok": st.booleans()},
+    on.NodesChecked: {
+        "nodes": st.lists(_nodes, max_size=2).map(tuple),
+        "unfit": st.lists(_unfit, max_size=1).map(tuple),
+    },
+    on.IdleNodes: {"nodes": st.lists(_nodes, max_size=2).map(tuple), "error": st.sampled_from(("", "", "unreachable"))},
     on.NodesNotCleared: {**_launch, "nodes": st.lists(_nodes, max_size=2).map(tuple)},
     on.CheckpointChosen: {"directory": st.none() | _directory, "step": st.none() | _small, "skipped": _skipped},
     on.ChoiceFailed: {"error": st.just("hung")},
@@ -212,17 +240,16 @@ _ANSWERS = (
 
 
 @st.composite
-def realistic(draw: st.DrawFn, policy: Policy, size_max: int = 40) -> list[on.Event]:
+def realistic(draw: st.DrawFn, policy: Policy, size_max: int = 40, begun: tuple[on.Event, ...] = ()) -> list[on.Event]:
     """Return a history in which orders are answered, mostly soon, and trouble comes at any moment.
 
     Events carry the newest launch and bus, answers come only to what was asked, and the deadline of the
-    state is met by a `Tick`, as the supervisor's loop does it.
+    state is met by a `Tick`, as the supervisor's loop does it.  `begun` is how it begins, and all answered by then.
     """
-    start = draw(st.sampled_from(STARTS))
-    events: list[on.Event] = [start]
-    decision = decide(State(), start, policy)
+    events: list[on.Event] = [*begun] or [draw(st.sampled_from(STARTS))]
+    decision = run(events, policy)[-1].decision
     due = list(decision.effects)
-    at = 0.0
+    at = events[-1].at
     for _ in range(draw(st.integers(1, size_max))):
         state = decision.state
         at += draw(_pauses)
@@ -263,7 +290,7 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
         case do.VerifyCheckpoint():
             return on.CheckpointVerified(at=at, directory=effect.directory, ok=draw(st.booleans())), []
         case do.ClearNodes():
-            unfit = (on.Unfit(node=effect.nodes[0], why="clock"),) if draw(st.integers(0, 7)) == 0 else ()
+            unfit = (on.Unfit(node=effect.nodes[-1], why="clock"),) if draw(st.integers(0, 7)) == 0 else ()
             return on.NodesCleared(at=at, launch=effect.launch, address="a", port=1, unfit=unfit), []
         case do.StartLaunch():
             if draw(st.integers(0, 5)) == 0:
@@ -298,6 +325,11 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
             return msgspec.structs.replace(draw(_word(on.RolledBack, effect.launch)), at=at), []
         case do.ReleaseNodes():
             return on.NodesReleased(at=at, ok=draw(st.booleans())), []
+        case do.CheckNodes():
+            unfit = tuple(on.Unfit(node=node, why="clock") for node in effect.nodes[: draw(st.integers(0, 1))])
+            return on.NodesChecked(at=at, nodes=effect.nodes, unfit=unfit), []
+        case do.AskIdleNodes():
+            return on.IdleNodes(at=at, nodes=draw(st.sampled_from(((), ("x",), ("x", "y"))))), []
         case do.AskSlurm():
             if draw(st.integers(0, 5)) == 0:
                 return on.SlurmAnswered(at=at, error="unreachable"), []

@@ -18,9 +18,10 @@ from stepkeeper.core.judge import preempted_at_last
 from stepkeeper.core.phases import all_ready
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, State
-from tests.core.histories import Turn, any_event, arbitrary, realistic, run
+from tests.core.histories import SHRUNK, Turn, any_event, arbitrary, realistic, run
 
 POLICY = Policy()
+GROWING = Policy(grow_back="checkpoint", unfit_again_s=5.0, unfit_looks_max=3, grow_ask_s=5.0, grow_idle_s=5.0)
 TICKS_MAX = 60  # from anywhere to DONE: 14 tries of a requeue, and a handful of phases before
 STORAGE_MAX = len(POLICY.row(Cause.STORAGE)) - 1  # launches that wait for a file system, in no budget
 EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "100"))
@@ -66,14 +67,52 @@ def a_launch_gets_no_node_that_was_left_and_as_many_as_it_wants_or_may_shrink_to
     left = set()
     for turn in turns:
         left |= set(turn.before.nodes) - set(turn.after.nodes)
+        if turn.before.bus:  # the attempt has begun
+            back = set(turn.after.nodes) - set(turn.before.nodes)
+            assert back <= {each.node for each in turn.before.growth.resting}
+            left -= back
         if isinstance(turn.event, on.NodeFaulted) and turn.event.leave and turn.before.phase is not Phase.DONE:
             assert turn.event.node not in turn.after.nodes
+            assert all(each.node != turn.event.node for each in turn.after.growth.resting)
         for launch in turn.ordered(do.StartLaunch):
             assert not left & set(launch.nodes)
             assert len(launch.nodes) == turn.after.nodes_wanted or 0 < turn.after.nodes_min <= len(launch.nodes)
         for release in turn.ordered(do.ReleaseNodes):
             assert turn.after.batch_node in release.keep
             assert set(turn.after.nodes) <= set(release.keep)
+
+
+@invariant
+def only_nodes_that_failed_a_check_rest_and_they_stay_in_the_allocation(turns):
+    """A faulty node must not come back without a repair, and nodes that were given back are not ours."""
+    released = set()
+    for turn in turns:
+        before = {each.node for each in turn.before.growth.resting}
+        resting = {each.node for each in turn.after.growth.resting}
+        assert not resting & set(turn.after.nodes)
+        if resting - before:
+            assert isinstance(turn.event, on.NodesCleared)
+            assert resting - before <= {each.node for each in turn.event.unfit}
+        for release in turn.ordered(do.ReleaseNodes):
+            assert resting <= set(release.keep)
+            released |= set(turn.after.allocated) - set(release.keep)
+        assert not released & (resting | set(turn.after.nodes))
+
+
+@invariant
+def growing_back_asks_seldom_and_only_a_launch_that_lacks_nodes(turns):
+    """No call while nothing is missing, and never one while another is unanswered within the pause."""
+    asked_at = None
+    for turn in turns:
+        for _ in turn.ordered(do.AskIdleNodes):
+            assert turn.before.phase is Phase.TRAINING
+            assert len(turn.before.launched) < turn.before.nodes_wanted
+            assert asked_at is None or turn.event.at - asked_at >= GROWING.grow_ask_s
+            asked_at = turn.event.at
+        if turn.after.plan is not None and turn.after.plan.to_grow and turn.before.plan is None:
+            assert isinstance(turn.event, on.CheckpointCommitted)
+            assert len(turn.after.launched) < turn.after.nodes_wanted
+            assert turn.ordered(do.RequestSave)
 
 
 @invariant
@@ -393,6 +432,16 @@ def a_plan_to_end_stays_a_plan_to_end(turns):
 def test_all_invariants_hold(events):
     """`decide` never raises either: playing the history is the proof."""
     turns = run(events, POLICY)
+
+    for holds in INVARIANTS:
+        holds(turns)
+
+
+@check
+@given(realistic(GROWING) | realistic(GROWING, begun=SHRUNK))
+def test_they_hold_for_a_run_that_grows_back(events):
+    """It has more ways: nodes that come and go, saves that end no attempt, requeues that nobody asked for."""
+    turns = run(events, GROWING)
 
     for holds in INVARIANTS:
         holds(turns)

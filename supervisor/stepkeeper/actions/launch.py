@@ -79,7 +79,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 
 def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
     """Return the command line of a launch, by the one rule for CMD."""
-    command = cmd.with_resume(job.command, meeting.resume_from)
+    command = cmd.with_nodes(cmd.with_resume(job.command, meeting.resume_from), len(meeting.nodes))
     pattern = str(directory).replace("%", "%%") + "/%N.log"
     if not job.wrapped:
         return lines.own_srun_argv(command, pattern)

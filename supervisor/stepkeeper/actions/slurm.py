@@ -41,6 +41,19 @@ def release(client: SlurmClient, job: str, keep: tuple[str, ...], *, inbox: Inbo
     inbox.run_thread("release-nodes", work)
 
 
+def ask_idle(client: SlurmClient, job: str, effect: do.AskIdleNodes, *, inbox: Inbox) -> None:
+    """Ask for idle nodes like some of ours; `IdleNodes` comes."""
+
+    def work() -> None:
+        try:
+            nodes, error = client.idle_nodes(job, effect.like), ""
+        except (SlurmError, ValueError) as failure:  # ValueError: an answer that this version cannot read
+            nodes, error = (), str(failure)
+        inbox.put(on.IdleNodes(at=inbox.clock.now(), nodes=nodes, error=error))
+
+    inbox.run_thread("ask-idle-nodes", work)
+
+
 def requeue(client: SlurmClient, assignment: Assignment, ours: Lease, effect: do.Requeue, *, inbox: Inbox) -> None:
     """Requeue our own job; `RequeueAnswered` comes, or `Superseded` where a newer attempt holds the run."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,7 @@ from stepkeeper.core.places import places
 from stepkeeper.core.state import State
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.redaction import redact_words
+from stepkeeper.slurm import cmd
 from stepkeeper.slurm.allocation import Allocation, read_allocation
 from stepkeeper.slurm.argv import watcher_argv
 from stepkeeper.slurm.client import SlurmError
@@ -90,9 +91,9 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     config = sources.resolve(path)
     directory = rundir.RunDirectory(path.resolve())
     assumed = ["step directories are compared by names and sizes only; a start reads every byte"]
-    allocation = _allocation(config, environment) if is_job else _assume(config, environment, assumed)
-    wanted = shape.nodes_wanted(config, len(allocation.nodes), command)
-    nodes = places(State(nodes=allocation.nodes, nodes_wanted=wanted, nodes_min=config.settings.min_nodes))
+    allocation = _allocation(config, environment) if is_job else _assume(config, environment, command, assumed)
+    sized = shape.of(config, len(allocation.nodes), command, allocation.tasks_per_node)
+    nodes = places(State(nodes=allocation.nodes, nodes_wanted=sized.wanted))
     carried = attempt.carried(directory)
     resume_from, passed_over = _resume(directory)
     job = attempt.job(command, config.settings, allocation, directory, attempt=carried.attempt, socket="")
@@ -122,10 +123,13 @@ def _allocation(config: Config, environment: Mapping[str, str]) -> Allocation:
         raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
 
 
-def _assume(config: Config, environment: Mapping[str, str], assumed: list[str]) -> Allocation:
+def _assume(
+    config: Config, environment: Mapping[str, str], command: Sequence[str], assumed: list[str]
+) -> Allocation:
     """Return the smallest allocation that the settings want; say what was assumed."""
     settings = config.settings
-    count = settings.spares + max(settings.min_nodes, 1)
+    fewest, _ = cmd.nodes_range(command) or (1, 1)
+    count = settings.spares + max(settings.min_nodes, fewest)
     assumed.append(f"not inside a job: {count} node{'s' if count > 1 else ''}; a job uses all that it has")
     if settings.tasks_per_node is None:
         assumed.append("one rank a node; a job starts one a GPU")

@@ -86,7 +86,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if not batch:
         require_no_batch_script(patiently(lambda: client.job(allocation.slurm_name)))
     cluster = patiently(client.settings)
-    wanted = shape.nodes_wanted(config, len(allocation.nodes), command)
+    sized = shape.of(config, len(allocation.nodes), command, allocation.tasks_per_node)
     merged = _merge_spool(directory)
     carried = attempt.carried(directory)
     slurm = patiently(lambda: choose(ClientKind(settings.slurm_client), job=allocation.slurm_name))
@@ -165,8 +165,9 @@ def execute(arguments: argparse.Namespace) -> int:
             node_losses=carried.node_losses,
             previous=carried.previous,
             wrapped=setting.job.wrapped,
-            nodes_wanted=wanted,
-            nodes_min=settings.min_nodes,
+            nodes_wanted=sized.wanted,
+            nodes_min=sized.least,
+            node_counts=sized.counts,
             excluded=carried.excluded,
             tried=carried.tried,
             usual=carried.usual,

@@ -18,6 +18,7 @@ import msgspec
 
 from stepkeeper.core import slow_nodes
 from stepkeeper.core.anomalies import WATCH
+from stepkeeper.core.growing import GROW_BACK
 from stepkeeper.core.policy import Policy
 from stepkeeper.store import rundir
 
@@ -65,6 +66,13 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     min_nodes: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
     """Go on with so few nodes when others fail, before the job is requeued; 0: never with fewer."""
+
+    max_nodes: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
+    """A launch has at most so many nodes of the allocation, the others are spares; 0: all but the spares."""
+
+    micro_batches: Annotated[int, About(unit="micro-batches", metavar="N", least=0, most=COUNT_MAX)] = 0
+    """Micro-batches of one optimizer step, of all ranks together: a launch has only so many nodes that its ranks share
+    them evenly, so that a smaller world takes the same steps; 0: any number of nodes."""
 
     free_gib_min: Annotated[float, About(unit="GiB", metavar="GIB", least=0, most=1e9)] = 1.0
     """What the run directory's storage must have free before each launch."""
@@ -155,6 +163,8 @@ _POLICY = {
     "judged_from": About(least=0, most=1, has_flag=False),
     "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),
     "read_back": About(metavar="off|newest|all", choices=("off", "newest", "all")),
+    "grow_back": About(metavar="|".join(GROW_BACK), choices=GROW_BACK),
+    "unfit_looks_max": About(unit="checks", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
     "resubmit": About(metavar="auto|never", choices=("auto", "never")),
     "requeue_tries_max": About(unit="tries", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
     "node_losses_max": About(unit="nodes", metavar="N", least=1, most=COUNT_MAX, has_flag=False),

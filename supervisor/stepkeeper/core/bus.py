@@ -7,7 +7,8 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, closed, stop
+from stepkeeper.core.growing import dismiss, give_up
+from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, closed, release, stop
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import NO_SIGNAL, Doubt, Next, Phase, Plan, State
 
@@ -18,8 +19,8 @@ def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Deci
     """A watcher is gone: start a new bus beside the training."""
     if event.bus != state.bus or not state.bus_open or state.phase in (Phase.CLOSING, Phase.REQUEUEING):
         return Decision(state)
-    if event.node not in state.nodes:
-        return Decision(state)  # it was left: Slurm ends what runs there
+    if event.node not in state.nodes:  # it was left: Slurm ends what runs there
+        return give_up(state, event.node, f"the watcher of {event.node} is gone: {event.why}")
     state = replace(state, silent=state.silent | {event.node})
     return restart_bus(state, event.at, f"the watcher of {event.node} is gone: {event.why}", policy)
 
@@ -68,18 +69,16 @@ def restart_bus(
         clearing=False,
         deadline_at=deadline,
     )
+    given_back: tuple[do.Effect, ...] = ()
+    if resting := frozenset(each.node for each in state.growth.resting):
+        # they get no new watcher: one that is broken would keep the whole bus from starting
+        released = release(dismiss(state, resting))
+        state, given_back = released.state, released.effects
     # a bus that cannot start must not spin; the first restarts are at once
     number = restarts + tries
     after_s = min(policy.bus_retry_max_s, 0.25 * 2.0 ** min(number, 30)) if number > 1 else 0.0
-    return Decision(
-        state,
-        (
-            do.StartBus(
-                bus=state.bus, nodes=tuple(node for node in state.nodes if node not in without), after_s=after_s
-            ),
-        ),
-        why,
-    )
+    nodes = tuple(node for node in state.nodes if node not in without)
+    return Decision(state, (*given_back, do.StartBus(bus=state.bus, nodes=nodes, after_s=after_s)), why)
 
 
 def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:

@@ -11,6 +11,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.bus import on_no_watcher
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import lose_nodes, lost_in_words
+from stepkeeper.core.growing import on_due
 from stepkeeper.core.limit import on_limit_near
 from stepkeeper.core.notices import retry_requeue
 from stepkeeper.core.phases import (
@@ -43,8 +44,7 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
     if state.limit_at is not None and event.at >= state.limit_at and state.phase in (Phase.STARTING, Phase.TRAINING):
         return on_limit_near(state)
     if state.deadline_at is None or event.at < state.deadline_at:
-        silent = state.phase is Phase.TRAINING and state.hang_at is not None and event.at >= state.hang_at
-        return on_silence(state, event.at, policy) if silent else Decision(state)
+        return _on_other_instants(state, event.at, policy) if state.phase is Phase.TRAINING else Decision(state)
     match state.phase:
         case Phase.STARTING | Phase.TRAINING:
             return _on_start_or_bus_late(state, event.at, policy)
@@ -65,6 +65,13 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
             return Decision(state)
         case _:
             assert_never(state.phase)
+
+
+def _on_other_instants(state: State, at: float, policy: Policy) -> Decision:
+    """Training goes on, and no word of it is late: is it silent, or is a node to be looked at?"""
+    if state.hang_at is not None and at >= state.hang_at:
+        return on_silence(state, at, policy)
+    return on_due(state, at, policy)
 
 
 def _on_closing_late(state: State, at: float, policy: Policy) -> Decision:

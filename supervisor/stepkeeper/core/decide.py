@@ -2,7 +2,7 @@
 
 Pure, like the whole of `core`: no clock, no I/O, no log, no thread.  Time is `event.at`.  Read on in the
 order of a run: `starting`, `storage`, `training`, `silence`, `slow_nodes`, `suspension`, `settling`, `notices`,
-`asked`, `faults`, `bus`, `deadlines`; all of them end in `phases`.
+`asked`, `faults`, `growing`, `bus`, `deadlines`; all of them end in `phases`.
 
 Every phase that waits has a deadline.  When it passes, the next rougher means is used.
 """
@@ -16,6 +16,7 @@ from stepkeeper.core.asked import on_asked
 from stepkeeper.core.bus import on_bus_ended, on_watcher_lost
 from stepkeeper.core.deadlines import on_tick
 from stepkeeper.core.faults import on_node_faulted, on_nodes_not_cleared, on_nodes_released
+from stepkeeper.core.growing import on_idle_nodes, on_nodes_checked
 from stepkeeper.core.notices import (
     on_node_signaled,
     on_requeue_answered,
@@ -86,6 +87,10 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_node_faulted(state, event, policy)
         case on.NodesReleased():
             return on_nodes_released(state, event)
+        case on.NodesChecked():
+            return on_nodes_checked(state, event, policy)
+        case on.IdleNodes():
+            return on_idle_nodes(state, event)
         case on.CheckpointChosen():
             return on_chosen(state, event, policy)
         case on.ChoiceFailed():

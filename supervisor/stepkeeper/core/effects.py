@@ -153,6 +153,18 @@ class ReleaseNodes(_Effect, frozen=True, kw_only=True, tag="release_nodes"):
     keep: tuple[str, ...]
 
 
+class CheckNodes(_Effect, frozen=True, kw_only=True, tag="check_nodes"):
+    """Look beside training whether nodes that take no part are fit again; `NodesChecked` comes, or nobody answers."""
+
+    nodes: tuple[str, ...]
+
+
+class AskIdleNodes(_Effect, frozen=True, kw_only=True, tag="ask_idle_nodes"):
+    """Ask Slurm, seldom, for idle nodes like ours: the job could grow back; answered by `IdleNodes`."""
+
+    like: tuple[str, ...]  # nodes of ours
+
+
 class AskSlurm(_Effect, frozen=True, kw_only=True, tag="ask_slurm"):
     """Ask Slurm for the facts of our job; always answered by `SlurmAnswered`, within the client's time limit.
 
@@ -205,6 +217,8 @@ Effect = (
     | TellSlowLaunch
     | CallPerson
     | ReleaseNodes
+    | CheckNodes
+    | AskIdleNodes
     | AskSlurm
     | Requeue
     | AnswerAsk

@@ -18,7 +18,8 @@ Where each comes from, and what may be concluded from it:
     NodesCleared        every watcher: it has ended what was left, and looked whether its node is fit
     NodesNotCleared     the bus: which watchers have not answered
     NodeFaulted         the node agent or, without one, the watcher itself: kernel log and NVML, never a rank's word
-    NodesReleased       slurmctld (`actions.slurm`)
+    NodesReleased       slurmctld (`actions.slurm`); IdleNodes likewise
+    NodesChecked        the watchers of nodes that take no part (`sources.bus`)
     CheckpointChosen, ChoiceFailed, CheckpointVerified
                         the file system (`actions.checkpoints`), read by this process and the watchers (`actions.crew`)
     StorageTested       the file system (`actions.storage`)
@@ -113,6 +114,7 @@ class AttemptStarted(_Event, frozen=True, kw_only=True, tag="attempt_started"):
     wrapped: bool = True  # our wrapper is around each rank: `LaunchBegan` will come (not of own srun lines)
     nodes_wanted: int = 0  # by a launch; the others are spares.  0: all
     nodes_min: int = 0  # that a launch may shrink to.  0: never
+    node_counts: tuple[int, ...] = ()  # a launch has one of these numbers of nodes; empty: any
     excluded: tuple[Exclusion, ...] = ()  # carried over
     tried: tuple[Tried, ...] = ()  # carried over
     usual: Usual = Usual()  # carried over
@@ -227,6 +229,20 @@ class NodesReleased(_Event, frozen=True, kw_only=True, tag="nodes_released"):
 
     ok: bool
     error: str = ""
+
+
+class NodesChecked(_Event, frozen=True, kw_only=True, tag="nodes_checked"):
+    """The answer to `CheckNodes`: of the nodes that answered, those that are still not fit."""
+
+    nodes: tuple[str, ...]  # that answered
+    unfit: tuple[Unfit, ...] = ()
+
+
+class IdleNodes(_Event, frozen=True, kw_only=True, tag="idle_nodes"):
+    """The answer to `AskIdleNodes`: nodes like ours that nobody uses."""
+
+    nodes: tuple[str, ...] = ()
+    error: str = ""  # Slurm could not be asked
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -458,6 +474,8 @@ Event = (
     | NodesNotCleared
     | NodeFaulted
     | NodesReleased
+    | NodesChecked
+    | IdleNodes
     | CheckpointChosen
     | ChoiceFailed
     | CheckpointVerified

@@ -13,6 +13,7 @@ import msgspec
 from stepkeeper.core import events as on
 from stepkeeper.core.bus import restart_bus
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.growing import give_up, may_rest, rest
 from stepkeeper.core.phases import Decision, all_ready, go_on_starting, release, stop
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
@@ -30,7 +31,9 @@ def on_node_faulted(state: State, event: on.NodeFaulted, policy: Policy) -> Deci
             return Decision(state)
         return Decision(replace(state, hints=(*state.hints, hint)), (), f"{what}; no reason to leave the node")
     if event.node not in state.nodes:
-        return _drained_later(state, event)
+        given_up = give_up(state, event.node, what)
+        drained = _drained_later(given_up.state, event)
+        return Decision(drained.state, given_up.effects, given_up.why or drained.why)
     return _leave(state, event.at, {event.node: what}, policy, exclude=not event.drained)
 
 
@@ -70,7 +73,8 @@ def on_unfit(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
     if not found:
         return go_on_starting(state, event.at, policy, "the node that is not fit was left")
     left = {node: f"{node} is not fit: {why}" for node, why in found.items()}
-    return _leave(state, event.at, left, policy, exclude=True)
+    rests = may_rest(state, left, policy)
+    return _leave(state, event.at, left, policy, exclude=True, rests=rests)
 
 
 def _wait_for_common_cause(state: State, at: float, said: str, policy: Policy) -> Decision:
@@ -94,7 +98,14 @@ def lose_nodes(state: State, at: float, lost: tuple[str, ...], why: str, policy:
 
 
 def _leave(
-    state: State, at: float, left: Mapping[str, str], policy: Policy, *, exclude: bool, lost: bool = False
+    state: State,
+    at: float,
+    left: Mapping[str, str],
+    policy: Policy,
+    *,
+    exclude: bool,
+    lost: bool = False,
+    rests: bool = False,
 ) -> Decision:
     """Use some nodes no more, and do what follows from that."""
     why = "; ".join(dict.fromkeys(left.values()))
@@ -103,11 +114,13 @@ def _leave(
     state = replace(
         state,
         nodes=nodes,
-        ready=state.ready.difference(left),
+        ready=state.ready if rests else state.ready.difference(left),
         silent=state.silent.difference(left),
         node_losses=state.node_losses + 1,
-        releasing=state.releasing or (not lost and bool(set(left) - {state.batch_node})),
+        releasing=state.releasing or (not (lost or rests) and bool(set(left) - {state.batch_node})),
     )
+    if rests:
+        state = rest(state, at, left, policy)
     if exclude:
         state = _with_exclusions(state, at, left, policy)
     again = state.plan is None or state.plan.next is Next.RELAUNCH

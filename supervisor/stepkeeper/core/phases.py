@@ -157,7 +157,10 @@ def release(state: State) -> Decision:
     """Give back the nodes that were left, so that they can be repaired: all but our own, which ends with the job."""
     if not state.releasing:
         return Decision(state)
-    keep = state.nodes if state.batch_node in state.nodes else (state.batch_node, *state.nodes)
+    resting = [each.node for each in state.growth.resting]
+    keep = tuple(
+        dict.fromkeys([*(() if state.batch_node in state.nodes else (state.batch_node,)), *state.nodes, *resting])
+    )
     return Decision(replace(state, releasing=False), (do.ReleaseNodes(keep=keep),))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stepkeeper.core.state import State
 
 
@@ -12,15 +14,33 @@ def places(state: State) -> tuple[str, ...]:
     """
     wanted = state.nodes_wanted
     if len(state.nodes) < wanted:
-        enough = 0 < state.nodes_min <= len(state.nodes)
-        return state.nodes if enough else ()
+        wanted = _fewer(state, len(state.nodes))
     again = [node for node in state.launched if node in state.nodes][:wanted]
     spares = [node for node in state.nodes if node not in again]
     chosen = {*again, *spares[: wanted - len(again)]}
     return tuple(node for node in state.nodes if node in chosen)
 
 
+def _fewer(state: State, left: int) -> int:
+    """Return how many of so many nodes a smaller launch has; 0 where it may not be so small."""
+    if not 0 < state.nodes_min <= left:
+        return 0
+    return largest(state.node_counts, state.nodes_min, left)
+
+
+def largest(counts: Sequence[int], least: int, most: int) -> int:
+    """Return the largest number of nodes within bounds that a launch may have; 0 where there is none.
+
+    >>> largest((1, 2, 4, 8), 2, 7)
+    4
+    >>> largest((), 2, 7)
+    7
+    """
+    return most if not counts else max((each for each in counts if least <= each <= most), default=0)
+
+
 def room(state: State) -> str:
     """Say how many nodes are left, and how many a launch needs."""
     least = f", and at least {state.nodes_min}" if state.nodes_min else ""
-    return f"{len(state.nodes)} usable nodes are left of the allocation, a launch wants {state.nodes_wanted}{least}"
+    of = f" (one of {', '.join(map(str, state.node_counts))})" if state.node_counts else ""
+    return f"{len(state.nodes)} usable nodes are left of the allocation, a launch wants {state.nodes_wanted}{least}{of}"

@@ -102,6 +102,23 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     excluded_max: int = 8
     """Nodes that a job excludes at a time, the newest first: more would leave it nothing to run on."""
 
+    grow_back: str = "launch"
+    """A launch that has fewer nodes than it wants gets some back: a node that only failed its check is looked at again
+    and taken back at the next launch (launch), or besides right after a checkpoint, for which the job is also requeued
+    once enough nodes like its own have been idle for a while (checkpoint); or no node returns (off)."""
+
+    unfit_again_s: float = 600.0
+    """A node that failed its check is looked at again after this; doubled from look to look."""
+
+    unfit_looks_max: int = 4
+    """A node that failed so many checks is given back to Slurm."""
+
+    grow_ask_s: float = 300.0
+    """Slurm is asked for idle nodes no more often than this, and only while nodes are missing."""
+
+    grow_idle_s: float = 600.0
+    """So long enough nodes must have been idle before the job is requeued to get them."""
+
     unfit_retry_s: float = 15.0
     """Most nodes fail the checks before a launch: the cause is common, and the checks are repeated after this."""
 

@@ -13,6 +13,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core import losses, pace, stragglers
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import lose_nodes, lost_in_words, on_unfit
+from stepkeeper.core.growing import launched, take_back
 from stepkeeper.core.limit import expecting
 from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, finish, go_on_starting, request_save, stop
 from stepkeeper.core.places import places, room
@@ -34,6 +35,7 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         restart_count=event.restart_count,
         attempt=event.attempt,
         nodes=nodes,
+        allocated=event.nodes,
         releasing=bool(set(event.nodes) - set(nodes) - {event.batch_node}),
         batch_node=event.batch_node,
         kill_wait_s=event.kill_wait_s,
@@ -44,6 +46,7 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         best_step=event.best_step,
         nodes_wanted=event.nodes_wanted or len(event.nodes),
         nodes_min=event.nodes_min,
+        node_counts=event.node_counts,
         excluded=event.excluded,
         tried=event.tried,
         usual=event.usual,
@@ -139,6 +142,8 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
         why = "no verified step directory: the training starts from the beginning"
     else:
         why = f"newest verified step directory: {event.directory}"
+    state, back = take_back(state, event.at)
+    why += back
     if event.skipped:
         why += "; passed over: " + ", ".join(f"{s.directory} ({s.problem})" for s in event.skipped)
     if state.failure is not None and state.failure.judged is not None:
@@ -201,6 +206,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         looking=False,
         plan=None,
     )
+    state = launched(state, event.at, policy)
     effect = do.StartLaunch(
         launch=state.launch,
         nodes=nodes,

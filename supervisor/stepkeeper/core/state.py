@@ -64,6 +64,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     code: ExitCode = ExitCode.REQUEUED  # of the supervisor, where it ends
     blame: Blame = Blame.TRAINING
     cause: Cause | None = None  # of the failure that led to it, where that is known
+    to_grow: bool = False  # nothing failed: the ranks were asked to leave, because there are more nodes
+
+
+class Resting(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the allocation that failed its check and takes no part for now."""
+
+    node: str
+    look_at: float | None  # Unix seconds: it is looked at again; None: it is fit, and waits for a launch
+
+
+class Growth(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of nodes that could come back; all of it is empty while none is missing."""
+
+    resting: tuple[Resting, ...] = ()
+    looked_at: tuple[str, ...] = ()  # are being checked
+    look_until: float | None = None  # their answer must come
+    failed: tuple[tuple[str, int], ...] = ()  # checks that a node failed in this attempt
+    ask_at: float | None = None  # Slurm is asked for idle nodes
+    asked: bool = False  # its answer has not come
+    idle_since: float | None = None  # there have been enough
+
+    @property
+    def wake_at(self) -> float | None:
+        """When something is to be done."""
+        looks = (each.look_at for each in self.resting if each.node not in self.looked_at)
+        return min((at for at in (*looks, self.look_until, self.ask_at) if at is not None), default=None)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +122,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()  # that may be used: of the allocation, without lost and faulty ones
     nodes_wanted: int = 0  # by a launch; the others are spares
     nodes_min: int = 0  # that a launch may shrink to; 0: never
+    node_counts: tuple[int, ...] = ()  # that a launch may have; empty: any
+    allocated: tuple[str, ...] = ()  # nodes of the allocation at its start, in Slurm's order
     batch_node: str = ""
     kill_wait_s: float = 30.0
     batch: bool = True  # the job has a batch script: it can be requeued, or submitted again
@@ -119,6 +147,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     excluded: tuple[Exclusion, ...] = ()
     readmit: tuple[str, ...] = ()  # that we excluded earlier, and do no more
     unfit_since: float | None = None  # most nodes fail the checks before a launch
+    growth: Growth = Growth()
 
     # the launch
     launch: int = 0
@@ -194,4 +223,5 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         """When the next `Tick` must come."""
         hang_at = self.hang_at if self.phase is Phase.TRAINING else None
         limit_at = self.limit_at if self.phase in (Phase.STARTING, Phase.TRAINING) else None
-        return min((at for at in (self.deadline_at, hang_at, limit_at) if at is not None), default=None)
+        grow_at = self.growth.wake_at if self.phase is Phase.TRAINING else None
+        return min((at for at in (self.deadline_at, hang_at, limit_at, grow_at) if at is not None), default=None)

@@ -42,6 +42,7 @@ def on_stood_still(state: State, event: on.StoodStill) -> Decision:
         unfit_since=_later(state.unfit_since, away),
         storage_since=_later(state.storage_since, away),
         slurm_away_since=_later(state.slurm_away_since, away),
+        growth=replace(state.growth, look_until=_later(state.growth.look_until, away)),
         failure=failure,
         suspended=suspended,
     )

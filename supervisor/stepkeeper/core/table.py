@@ -14,12 +14,13 @@ from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import Failure, Next, Phase, Plan, State
+from stepkeeper.core.state import Failure, Growth, Next, Phase, Plan, Resting, State
 
 AT = 1000.0
 LATE = AT + 1e6
 NODES = ("a", "b")
 STEP = "step_00000901"
+_RESTS = Growth(resting=(Resting(node="c", look_at=AT),), looked_at=("c",), look_until=LATE, failed=(("c", 3),))
 HEADER = """\
 # The state machine
 
@@ -111,6 +112,10 @@ def _samples() -> dict[str, on.Event]:
         "NodeFaulted, a hint": _fault(leave=False),
         "NodesNotCleared": on.NodesNotCleared(at=AT, launch=0, nodes=("b",)),
         "NodesReleased": on.NodesReleased(at=AT, ok=True),
+        "NodesChecked, not fit again and again": on.NodesChecked(
+            at=AT, nodes=("c",), unfit=(on.Unfit(node="c", why="no GPU"),)
+        ),
+        "IdleNodes": on.IdleNodes(at=AT, nodes=("d",)),
         "CheckpointChosen": on.CheckpointChosen(at=AT, directory=STEP, step=901),
         "ChoiceFailed": on.ChoiceFailed(at=AT, error="hung"),
         "CheckpointVerified": on.CheckpointVerified(at=AT, directory=STEP, ok=True),
@@ -174,6 +179,7 @@ def _fitting(state: State, event: on.Event) -> State:
         looking=isinstance(event, on.StacksCollected),
         rolling_back=isinstance(event, on.RolledBack),
         requesting=isinstance(event, on.RequeueAnswered),
+        growth=_RESTS if isinstance(event, on.NodesChecked) else state.growth,
         verifying=STEP if isinstance(event, on.CheckpointVerified) else None,
         ready=frozenset("a") if isinstance(event, on.WatcherReady) else state.ready,
     )

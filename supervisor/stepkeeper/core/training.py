@@ -6,7 +6,7 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core import reading_back, usual
+from stepkeeper.core import growing, reading_back, usual
 from stepkeeper.core.anomalies import watch_loss
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.limit import expecting
@@ -98,7 +98,7 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     emergency = state.phase is Phase.SAVING and event.emergency
     read = reading_back.on_commit(state, event.directory, policy)
     state, effects = read.state, read.effects
-    if emergency:
+    if emergency and not _leaves_to_grow(state):  # the next launch of this attempt reads it anyway
         effects = (do.VerifyCheckpoint(directory=event.directory, from_disk=reading_back.from_disk(policy)),)
         state = replace(state, verifying=event.directory, reading_back=())
     if state.first_failure:
@@ -109,7 +109,15 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     replaced = at_commit(state, event.at, policy)
     if replaced is not None:
         return Decision(replaced.state, (*effects, *replaced.effects), f"{why}; {replaced.why}")
+    grown = growing.at_commit(state, event.at, policy)
+    if grown is not None:
+        return Decision(grown.state, (*effects, *grown.effects), f"{why}; {grown.why}")
     return Decision(state, effects, why)
+
+
+def _leaves_to_grow(state: State) -> bool:
+    """Tell whether the ranks were asked to leave for a larger launch in the same allocation."""
+    return state.plan is not None and state.plan.to_grow and state.plan.next is Next.RELAUNCH
 
 
 def on_save_gave_up(state: State, event: on.SaveGaveUp, policy: Policy) -> Decision:
@@ -155,7 +163,7 @@ def on_stopped(state: State, event: on.TrainingStopped, policy: Policy) -> Decis
     """The ranks leave, on request or on their own."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    asked = state.plan is not None and state.plan.next is not Next.RELAUNCH
+    asked = state.plan is not None and (state.plan.next is not Next.RELAUNCH or state.plan.to_grow)
     if asked or state.first_failure or state.killed:
         state = _leave_soon(state, event.at, policy)
         return Decision(state, (), f"the ranks leave at step {event.step}")
@@ -187,7 +195,7 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
     state = replace(state, first_failure=first)
     if event.code == EXIT_GAVE_UP:
         state = take(state, Plan(next=Next.END, why=why, code=ExitCode.TRAINING_GAVE_UP))
-    elif state.plan is None or (state.plan.next is Next.RELAUNCH and state.plan.blame is Blame.TRAINING):
+    elif state.plan is None or _leaves_to_grow(state) or _blames_training(state.plan):
         state = replace(state, plan=Plan(next=Next.RELAUNCH, why=first))
     if state.killed:
         return Decision(state)
@@ -197,6 +205,10 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
     if state.phase is Phase.TRAINING:
         state = replace(state, phase=Phase.STOPPING, deadline_at=event.at + policy.commit_grace_s)
     return Decision(state, look, why + "; the commit in flight may still come")
+
+
+def _blames_training(plan: Plan) -> bool:
+    return plan.next is Next.RELAUNCH and plan.blame is Blame.TRAINING
 
 
 def _on_rank_left(state: State, event: on.RankExited, policy: Policy) -> Decision:
@@ -229,6 +241,8 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
     if plan.code is ExitCode.FINISHED and event.code:  # with 0, rank 0's word counts without the file
         failed = f"rank 0 said that it finished, yet outcome.json does not: {event.error or event.code}"
         plan = state.otherwise or Plan(next=Next.RELAUNCH, why=failed)
+    if _leaves_to_grow(state) and not state.asking:
+        return relaunch(state, event.at, plan.why, policy)
     if plan.next is Next.RELAUNCH:
         return _after_failure(state, event, plan.why, policy)
     return close(state, event.at, plan, policy)

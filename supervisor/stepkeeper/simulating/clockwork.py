@@ -319,6 +319,8 @@ class Clockwork:
                 self._roll_back()
             case do.ReleaseNodes():
                 self._later(world.slurm_s, on.NodesReleased(at=0, ok=True))
+            case do.CheckNodes():
+                self._later(world.slurm_s, on.NodesChecked(at=0, nodes=effect.nodes))
             case do.AskSlurm():
                 self._later(world.slurm_s, on.SlurmAnswered(at=0, job=self._job()))
             case do.Requeue():

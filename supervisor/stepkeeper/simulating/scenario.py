@@ -50,6 +50,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "why": "the GPU has left the bus",
     },
     "NodesReleased": {"ok": True},
+    "NodesChecked": {"nodes": ["b"]},
     "CheckpointChosen": {"directory": None, "step": None},
     "ChoiceFailed": {"error": "checkpoints: Input/output error"},
     "CheckpointVerified": {"ok": True},

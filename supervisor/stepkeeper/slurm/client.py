@@ -90,6 +90,10 @@ class SlurmClient(Protocol):
         """Return the nodes of a job's partitions that are neither down nor drained, busy ones too."""
         ...
 
+    def idle_nodes(self, job: str, like: Sequence[str]) -> tuple[str, ...]:
+        """Return the idle nodes of a job's partitions that it does not exclude and that are made as some of its own."""
+        ...
+
     def keep(self, job: str, nodes: Sequence[str]) -> None:
         """Give back all nodes of a running job but these."""
         ...

@@ -25,6 +25,8 @@ _LAUNCHER_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launc
 _BEFORE_COMMANDS = frozenset(
     ("env", "exec", "time", "timeout", "nice", "ionice", "nohup", "stdbuf", "numactl", "setsid")
 )
+_NNODES = re.compile(r"--nnodes(?:=(?P<value>.*))?")
+_RANGE = re.compile(r"(\d{1,7}):(\d{1,7})")
 _SHAPE_OPTION = re.compile(
     r"-[nc]\d*|--(?:ntasks|cpus-per|tres-per-task|exact|exclusive|overcommit)\S*|-O|:|--multi-prog"
 )
@@ -177,6 +179,51 @@ def with_resume(command: Sequence[str], resume_from: str | None) -> list[str]:
         else:
             result.append(word.replace(RESUME_PLACEHOLDER, shlex.join(argument)))
     return result
+
+
+def nodes_range(command: Sequence[str]) -> tuple[int, int] | None:
+    """Return the bounds of an elastic torchrun's line, `--nnodes=MIN:MAX`; None where CMD says no range.
+
+    A script that is given to a shell is left to the shell.
+
+    >>> nodes_range(["torchrun", "--nnodes=2:4", "train.py"])
+    (2, 4)
+    >>> nodes_range(["python", "train.py", "--nnodes=2:4"])
+    """
+    found = _range_place(command)
+    return None if found is None else found[1]
+
+
+def with_nodes(command: Sequence[str], nodes: int) -> list[str]:
+    """Put the number of a launch's nodes in place of such a range.
+
+    torchrun would wait for more nodes than there are, and Stepkeeper starts all of them at once: when a node is lost,
+    the next launch has fewer, and when it returns, more.
+
+    >>> with_nodes(["torchrun", "--nnodes", "2:4", "train.py"], 3)
+    ['torchrun', '--nnodes', '3', 'train.py']
+    """
+    found = _range_place(command)
+    if found is None:
+        return [*command]
+    place = found[0]
+    word = f"--nnodes={nodes}" if command[place].startswith("--nnodes") else str(nodes)
+    return [*command[:place], word, *command[place + 1 :]]
+
+
+def _range_place(command: Sequence[str]) -> tuple[int, tuple[int, int]] | None:
+    """Return which word holds the range, and its bounds."""
+    if shell_words(command) is not None or not _starts_ranks(command):
+        return None
+    for place, word in enumerate(command):
+        option = _NNODES.fullmatch(word)
+        if option is not None:
+            there = place if option["value"] is not None else place + 1
+            bounds = _RANGE.fullmatch(command[there].removeprefix("--nnodes=")) if there < len(command) else None
+            return None if bounds is None else (there, (int(bounds[1]), int(bounds[2])))
+        if word.endswith(".py"):
+            break
+    return None
 
 
 def takes_resume(command: Sequence[str]) -> bool:

@@ -14,6 +14,7 @@ from stepkeeper.slurm import resubmission
 from stepkeeper.slurm.calling import call
 from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError
 
+_MADE = "%N|%T|%f|%G|%c|%m"  # of sinfo: a node, its state, and what tells its kind
 CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller does not answer
 SUBMIT_WITHIN_S = 20.0  # a site's own filter may take its time
 _UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket timed out", "communication")
@@ -142,6 +143,17 @@ class SlurmCommands:
         )
         return tuple(sorted(set(found.split()) - set(drained.split())))
 
+    def idle_nodes(self, job: str, like: Sequence[str]) -> tuple[str, ...]:
+        """See `SlurmClient`."""
+        shown = _behind_the_name(self._call("scontrol", "-o", "show", "job", job))
+        partition = _field(shown, "Partition")
+        if partition is None:
+            raise SlurmError(f"scontrol show job {job}: it names no partition")
+        listed = _field(shown, "ExcNodeList")
+        excluded = self.hostnames(listed) if listed not in {None, "(null)"} else ()
+        listing = self._call("sinfo", "--noheader", "--Node", f"--partition={partition}", f"--format={_MADE}")
+        return tuple(node for node in parse_idle(listing, like) if node not in excluded)
+
     def keep(self, job: str, nodes: Sequence[str]) -> None:
         """See `SlurmClient`."""
         with tempfile.TemporaryDirectory(prefix="stepkeeper-") as directory:  # scontrol leaves shell scripts there
@@ -180,6 +192,19 @@ def parse_job(text: str) -> JobFacts:
         batch=_field(rest, "BatchFlag") != "0",
         excluded="" if (listed := _field(rest, "ExcNodeList")) in (None, "(null)") else listed,
     )
+
+
+def parse_idle(listing: str, like: Sequence[str]) -> tuple[str, ...]:
+    r"""Return the idle nodes of a listing that have features, GPUs, CPUs and memory as one of `like` has.
+
+    A job may want more of a node than a partition promises; what it wanted its own nodes have.
+
+    >>> parse_idle("a|mixed|h100|gpu:8|64|9\nb|idle|h100|gpu:8|64|9\nc|idle|a100|gpu:8|64|9", like=["a"])
+    ('b',)
+    """
+    rows = {name: (state, made) for name, state, made in (line.split("|", 2) for line in listing.splitlines())}
+    kinds = {rows[node][1] for node in like if node in rows}
+    return tuple(name for name, (state, made) in rows.items() if state == "idle" and made in kinds)
 
 
 def _behind_the_name(text: str) -> str:

@@ -194,6 +194,10 @@ class PyslurmClient:
         """See `SlurmClient`."""
         return self._commands.usable_nodes(job)
 
+    def idle_nodes(self, job: str, like: Sequence[str]) -> tuple[str, ...]:
+        """See `SlurmClient`."""
+        return self._commands.idle_nodes(job, like)
+
     def keep(self, job: str, nodes: Sequence[str]) -> None:
         """See `SlurmClient`."""
         self._commands.keep(job, nodes)

@@ -70,6 +70,7 @@ class Bus:
         self._started: tuple[int, set[int]] = (-1, set())  # launch and the ranks that were started in it
         self._cleared: dict[str, lines.Cleared] = {}
         self._clear_number = 0
+        self._check_number = 0
         self._to_clear: do.ClearNodes | None = None
         self._heard: dict[str, float] = {}  # node -> monotonic seconds of its last word
         self._reads: set[str] = set()  # nodes whose watcher can read shares of step directories
@@ -94,6 +95,14 @@ class Bus:
         self._clear_number += 1
         number = self._clear_number
         self.say(lines.Clear(launch=wanted.launch, number=number, at=time.time(), gpus=gpus, free_bytes=free_bytes))
+
+    def check(self, wanted: do.CheckNodes, *, gpus: int | None, free_bytes: int) -> None:
+        """Have nodes looked at that take no part; `NodesChecked` comes from each."""
+        self._check_number += 1
+        for node in wanted.nodes:
+            self.say(
+                lines.Check(node=node, number=self._check_number, at=time.time(), gpus=gpus, free_bytes=free_bytes)
+            )
 
     def readers(self) -> set[str]:
         """Return the nodes whose watcher answers and can read shares of step directories."""
@@ -219,6 +228,9 @@ class Bus:
                 self._inbox.put(on.NodeSignaled(at=at, node=message.node, signal=message.signal))
             case lines.Cleared():
                 self._on_cleared(message)
+            case lines.Checked():
+                if message.number == self._check_number:
+                    self._on_checked(message)
             case lines.Rank():
                 event = self._rank_event(message.node, message.message, at)
                 if event is not None:
@@ -260,6 +272,10 @@ class Bus:
                 nodes=wanted.nodes,
             )
         )
+
+    def _on_checked(self, message: lines.Checked) -> None:
+        unfit = (on.Unfit(node=message.node, why=message.unfit),) if message.unfit else ()
+        self._inbox.put(on.NodesChecked(at=self._now(), nodes=(message.node,), unfit=unfit))
 
     def _on_task_started(self, launch: int, rank: int, at: float) -> on.LaunchBegan | None:
         if self._started[0] != launch:

@@ -146,7 +146,7 @@ class Watcher:
             if message is not None:
                 self._obey(message)
 
-    def _obey(self, message: bus.ToWatcher) -> None:  # noqa: C901 - one case a word
+    def _obey(self, message: bus.ToWatcher) -> None:  # noqa: C901, PLR0912 - one case a word
         match message:
             case bus.Lease():
                 self.lease_until = time.monotonic() + message.seconds
@@ -172,6 +172,9 @@ class Watcher:
                 self.saving = None
                 self.wrapped.clear()
                 self.ranks.forget()
+            case bus.Check():
+                if message.node == self.node:
+                    self.senses.check(message)
             case bus.Look():
                 if message.node == self.node:
                     self.senses.look(message.why)
@@ -197,6 +200,8 @@ class Watcher:
         for word in self.senses.take():
             if not isinstance(word, Fitness):
                 self.say(word)
+            elif word.launch is None:
+                self.say(bus.Checked(node=self.node, number=word.number, unfit=shorten(word.unfit)))
             elif self.clearing is not None and (word.launch, word.number) == (
                 self.clearing.launch,
                 self.clearing.number,

@@ -54,6 +54,16 @@ class Clear(_Line, frozen=True, kw_only=True, tag="clear"):
     free_bytes: int = 0  # that the run directory's storage must have
 
 
+class Check(_Line, frozen=True, kw_only=True, tag="check"):
+    """For one node, which takes no part: say with `Checked` whether it is fit; nothing is ended."""
+
+    node: str
+    number: int
+    at: float  # as in `Clear`, like those that follow
+    gpus: int | None = None
+    free_bytes: int = 0
+
+
 class Look(_Line, frozen=True, kw_only=True, tag="look"):
     """For one node: have the agent look at the hardware, because a rank failed there."""
 
@@ -130,6 +140,14 @@ class Cleared(_Line, frozen=True, kw_only=True, tag="cleared"):
     number: int = 0  # of the request
 
 
+class Checked(_Line, frozen=True, kw_only=True, tag="checked"):
+    """The answer to `Check`."""
+
+    node: str
+    number: int  # of the request
+    unfit: str = ""  # why no launch should start here
+
+
 class Faulted(_Line, frozen=True, kw_only=True, tag="faulted"):
     """A fault of the node's hardware: an incident of the agent's, or what the watcher has seen itself."""
 
@@ -200,8 +218,10 @@ class Note(_Line, frozen=True, kw_only=True, tag="note"):
     text: str
 
 
-ToWatcher = Lease | Save | Kill | Clear | Look | Read | ReadNoMore | Stacks | Quit
-FromWatcher = Ready | Alive | Signaled | Cleared | Faulted | ShareRead | Stood | StacksTaken | Rank | Lost | Note
+ToWatcher = Lease | Save | Kill | Clear | Check | Look | Read | ReadNoMore | Stacks | Quit
+FromWatcher = (
+    Ready | Alive | Signaled | Cleared | Checked | Faulted | ShareRead | Stood | StacksTaken | Rank | Lost | Note
+)
 
 _encoder = msgspec.json.Encoder()
 _to_watcher: msgspec.json.Decoder[ToWatcher] = msgspec.json.Decoder(ToWatcher)

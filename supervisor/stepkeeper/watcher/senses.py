@@ -37,7 +37,7 @@ LOOKS_MAX = 8
 class Fitness(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a launch may start on this node: empty if so, else why not."""
 
-    launch: int
+    launch: int | None  # None: of a node that takes no part
     number: int  # of the request
     unfit: str
     shared: bool = False  # the cause may be common to all nodes
@@ -86,7 +86,7 @@ class Senses:
             words.append(self._words.get())
         return words
 
-    def check(self, wanted: bus.Clear) -> None:
+    def check(self, wanted: bus.Clear | bus.Check) -> None:
         """Look whether a launch may start here; `Fitness` comes."""
         threading.Thread(target=self._check, args=(wanted, time.time()), name="checks", daemon=True).start()
 
@@ -118,12 +118,13 @@ class Senses:
 
     # --- the checks -------------------------------------------------------------------------------
 
-    def _check(self, wanted: bus.Clear, now: float) -> None:
+    def _check(self, wanted: bus.Clear | bus.Check, now: float) -> None:
         # imported now: a watcher that checks nothing stays small
         from stepkeeper.node import checks  # noqa: PLC0415
 
+        launch = wanted.launch if isinstance(wanted, bus.Clear) else None
         if wanted.at is None:  # a supervisor of a version that asks for none
-            self._put(Fitness(launch=wanted.launch, number=wanted.number, unfit=""))
+            self._put(Fitness(launch=launch, number=wanted.number, unfit=""))
             return
         try:
             report = checks.run_checks(
@@ -143,7 +144,7 @@ class Senses:
             self._put(bus.Note(node=self._node, text=shorten(f"checks: {warning}")))
         shared = not any(problem.startswith("GPU") for problem in report.problems)
         unfit = "; ".join(report.problems)
-        self._put(Fitness(launch=wanted.launch, number=wanted.number, unfit=unfit, shared=shared))
+        self._put(Fitness(launch=launch, number=wanted.number, unfit=unfit, shared=shared))
 
     # --- the agent --------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ LINES = {
     ),
     "elastic torchrun": (
         "torchrun --nnodes 1:2 --rdzv-backend c10d --max-restarts 0 train.py {resume} -v",
-        f"{ONE_A_NODE}{AGENT}torchrun --nnodes 1:2 --rdzv-backend c10d --max-restarts 0 train.py {RESUME} -v",
+        f"{ONE_A_NODE}{AGENT}torchrun --nnodes 2 --rdzv-backend c10d --max-restarts 0 train.py {RESUME} -v",
     ),
     "torchrun as a module": (
         "/opt/py/bin/python -m torch.distributed.run --nproc-per-node 8 train.py",

@@ -25,6 +25,7 @@ from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.listeners import Listeners
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.optimizers import OptimizerStates
+from stepkeeper_trainer.own_time import OwnTime
 from stepkeeper_trainer.periodic import Periodic
 from stepkeeper_trainer.records import Records, begin_records
 from stepkeeper_trainer.reporter import Reporter
@@ -141,7 +142,7 @@ class Keeper:
         self._random: dict[str, torch.Tensor] | None = None  # the generators, as they were resumed
         self._prepared = False  # the state has been complete once, and memory for saves is being made
         keep_wandb_run(self._environment.run_id if self.rank == 0 else "")
-        self._reporter = Reporter(self._link, self.rank, self.world_size)
+        self._reporter = Reporter(self._link, self.rank, self.world_size, OwnTime(model, lambda: self._saver))
 
     @property
     def step(self) -> int:

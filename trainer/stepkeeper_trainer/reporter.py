@@ -12,6 +12,7 @@ from stepkeeper_trainer.formats.messages import Hello, Progress
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.link import Link
+    from stepkeeper_trainer.own_time import OwnTime
 
 PROGRESS_EVERY_S = 1.0
 
@@ -19,15 +20,16 @@ PROGRESS_EVERY_S = 1.0
 class Reporter:
     """Turns steps into messages."""
 
-    def __init__(self, link: Link, rank: int, world_size: int) -> None:
+    def __init__(self, link: Link, rank: int, world_size: int, own_time: OwnTime) -> None:
         """Introduce this rank."""
-        self._link, self._rank, self._world_size = link, rank, world_size
+        self._link, self._rank, self._world_size, self._own_time = link, rank, world_size, own_time
         self._said_at = self._stepped_at = time.monotonic()
         self.resumed(None)
 
     def resumed(self, step: int | None) -> None:
         """Say where training goes on; the first step counts from here."""
         self._stepped_at = time.monotonic()
+        self._own_time.restart()
         self._link.greet(
             Hello(
                 rank=self._rank,
@@ -42,11 +44,13 @@ class Reporter:
         """Say that a step was completed."""
         now = time.monotonic()
         step_seconds, self._stepped_at = now - self._stepped_at, now
+        self._own_time.step(now)
         if self._rank == 0 or now - self._said_at >= PROGRESS_EVERY_S:
             self._say(step, tokens, loss, step_seconds)
 
     def alive(self, step: int, tokens: int, loss: float | None) -> None:
         """Say that the rank is alive between steps."""
+        self._own_time.disturb()
         if time.monotonic() - self._said_at >= PROGRESS_EVERY_S:
             self._say(step, tokens, loss, None)
 
@@ -54,6 +58,7 @@ class Reporter:
         self._said_at = time.monotonic()
         rounded = None if step_seconds is None else round(step_seconds, 6)
         not_finite = loss is not None and not math.isfinite(loss)
+        own_seconds = self._own_time.take()
         self._link.send(
             Progress(
                 rank=self._rank,
@@ -62,5 +67,6 @@ class Reporter:
                 loss=None if not_finite else loss,
                 step_seconds=rounded,
                 not_finite=not_finite,
+                own_seconds=None if own_seconds is None else round(own_seconds, 6),
             )
         )

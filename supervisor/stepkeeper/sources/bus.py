@@ -14,6 +14,7 @@ from stepkeeper.core import events as on
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import shepherd
 from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.paces import Paces
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats import messages as words
 
@@ -74,6 +75,7 @@ class Bus:
         self._to_clear: do.ClearNodes | None = None
         self._heard: dict[str, float] = {}  # node -> monotonic seconds of its last word
         self._reads: set[str] = set()  # nodes whose watcher can read shares of step directories
+        self._paces = Paces()
         self._output: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._error = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -235,6 +237,11 @@ class Bus:
                 event = self._rank_event(message.node, message.message, at)
                 if event is not None:
                     self._inbox.put(event)
+            case lines.Paced():
+                launch = self._launch(message.launch)
+                paced = self._paces.heard(message, launch, at) if launch is not None else None
+                if paced is not None:
+                    self._inbox.put(paced)
             case lines.Lost():
                 launch = self._launch(message.launch)
                 if launch is not None:
@@ -306,5 +313,5 @@ class Bus:
             case words.Hello():
                 return on.RankHello(at=at, launch=launch, rank=word.rank, node=node, resumed_step=word.resumed_step)
             case _:
-                names = set(word.__struct_fields__) - {"launch", "rank"}  # the rest is the same in both
+                names = set(word.__struct_fields__) - {"launch", "rank", "own_seconds"}  # the rest is the same in both
                 return _EVENTS[type(word)](at=at, launch=launch, **{name: getattr(word, name) for name in names})

@@ -16,6 +16,7 @@ from stepkeeper.slurm.environment import node_name
 from stepkeeper.stalls import Stalls
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.assignment import Assignment, read
+from stepkeeper.watcher.pace import NodePace
 from stepkeeper.watcher.processes import kill_older_watchers, kill_ranks, rank_processes
 from stepkeeper.watcher.ranks import RankSocket, free_port
 from stepkeeper.watcher.senses import Fitness, Senses
@@ -57,6 +58,7 @@ class Watcher:
         self.pidfds: dict[int, tuple[int, str, int]] = {}  # pid -> (descriptor, launch, rank)
         self.progress_at = 0.0
         self.progress: Progress | None = None
+        self.pace = NodePace(self.node)
         self.senses = Senses(assignment, self.node)
         self.stacks = StackTaker(assignment, self.node)
         self.clearing: bus.Clear | None = None
@@ -214,6 +216,7 @@ class Watcher:
             return
         message, pid = received
         if isinstance(message, Progress):
+            self.pace.take(message)
             if message.rank == 0:
                 self.progress = message
             return
@@ -285,6 +288,8 @@ class Watcher:
         if now >= self.alive_at:
             self.alive_at = now + ALIVE_EVERY_S
             self.say(bus.Alive(node=self.node))
+            for word in self.pace.words(now):
+                self.say(word)
         if now >= self.progress_at:
             self._say_progress()
         if self.clearing is not None:

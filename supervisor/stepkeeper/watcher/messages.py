@@ -203,6 +203,16 @@ class Rank(_Line, frozen=True, kw_only=True, tag="rank"):
     message: FromRank
 
 
+class Paced(_Line, frozen=True, kw_only=True, tag="paced"):
+    """What the node's ranks worked themselves for a step, without waiting for others: medians of the last seconds."""
+
+    node: str
+    launch: str  # as the ranks say it
+    step: int  # the newest
+    step_seconds: float
+    own_seconds: float
+
+
 class Lost(_Line, frozen=True, kw_only=True, tag="lost"):
     """A rank without our wrapper is gone: nobody can tell how it ended."""
 
@@ -220,7 +230,19 @@ class Note(_Line, frozen=True, kw_only=True, tag="note"):
 
 ToWatcher = Lease | Save | Kill | Clear | Check | Look | Read | ReadNoMore | Stacks | Quit
 FromWatcher = (
-    Ready | Alive | Signaled | Cleared | Checked | Faulted | ShareRead | Stood | StacksTaken | Rank | Lost | Note
+    Ready
+    | Alive
+    | Signaled
+    | Cleared
+    | Checked
+    | Faulted
+    | ShareRead
+    | Stood
+    | StacksTaken
+    | Rank
+    | Paced
+    | Lost
+    | Note
 )
 
 _encoder = msgspec.json.Encoder()

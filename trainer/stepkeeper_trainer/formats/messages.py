@@ -62,6 +62,7 @@ class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
     loss: float | None = None  # from rank 0; the newest known, which may be of the step before
     step_seconds: float | None = None
     not_finite: bool = False  # the loss is NaN or infinite: JSON has no word for these
+    own_seconds: float | None = None  # what this rank worked itself for a step, without waiting for others
 
 
 class SaveStarted(_Message, frozen=True, kw_only=True, tag="save_started"):

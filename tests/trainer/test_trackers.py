@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from stepkeeper_trainer.trackers import Known, MlflowTracker, Row, Trackers, keep_wandb_run, read_known
+from stepkeeper_trainer.formats.trackers import TRACKERS_NAME, Known, read_known
+from stepkeeper_trainer.trackers import (
+    MlflowTracker,
+    Row,
+    Trackers,
+    keep_mlflow_run,
+    keep_wandb_run,
+    note_mlflow_run,
+)
 from tests.trainer.test_keeper import Loop
 
 pytestmark = pytest.mark.usefixtures("one_process")
+
+
+WITHIN_S = 30.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what a thread does."""
+    give_up_at = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
 
 
 class _Server:
@@ -130,6 +152,77 @@ def test_mlflow_itself_has_one_run_with_all_rows(tmp_path: Path, monkeypatch: py
     assert [run.info.run_id for run in client.search_runs([experiment.experiment_id])] == [known]
     history = client.get_metric_history(known, "loss")
     assert [metric.step for metric in history] == [1, 2, 3, 4]
+
+
+class _Mlflow:
+    """What `import mlflow` gives to a script that opens its run itself: as `mlflow.start_run()` does it."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self.open: str | None = None
+        self._environ = environ
+
+    def start_run(self) -> None:
+        self.open = self._environ.pop("MLFLOW_RUN_ID", "of-the-server")
+
+    def active_run(self) -> SimpleNamespace | None:
+        return None if self.open is None else SimpleNamespace(info=SimpleNamespace(run_id=self.open))
+
+
+def test_a_run_that_the_script_opens_itself_is_gone_on_with(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    keep_mlflow_run(tmp_path, environ)
+    assert environ == {}, "of the first launch nothing is known"
+    note_mlflow_run(tmp_path, {"sys": object()})
+    first = _Mlflow(environ)
+    note_mlflow_run(tmp_path, {"mlflow": first})
+    assert not (tmp_path / TRACKERS_NAME).exists(), "a script that only imports MLflow has no run"
+    first.start_run()
+    note_mlflow_run(tmp_path, {"mlflow": first})
+    until(lambda: read_known(tmp_path).mlflow_run_id == "of-the-server")
+
+    keep_mlflow_run(tmp_path, environ)
+    second = _Mlflow(environ)
+    second.start_run()
+    assert second.open == "of-the-server"
+    theirs = {"MLFLOW_RUN_ID": "chosen"}
+    keep_mlflow_run(tmp_path, theirs)
+    assert theirs == {"MLFLOW_RUN_ID": "chosen"}
+
+
+def test_the_keeper_notes_the_run_of_the_script_with_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    mlflow = _Mlflow({})
+    mlflow.start_run()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    loop = Loop(tmp_path / "run", total_steps=2)
+    loop.keeper.resume()
+    loop.run(2)
+    assert loop.keeper.finish(leave_process=False) == 0
+    until(lambda: read_known(tmp_path / "run").mlflow_run_id == "of-the-server")
+
+
+def test_mlflow_itself_goes_on_in_a_run_that_a_script_has_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
+    with mlflow.start_run() as first:
+        note_mlflow_run(tmp_path)
+        until(lambda: read_known(tmp_path).mlflow_run_id == first.info.run_id)
+    keep_mlflow_run(tmp_path)
+    with mlflow.start_run() as second:
+        assert second.info.run_id == first.info.run_id
+    assert "MLFLOW_RUN_ID" not in os.environ, "MLflow takes the variable away"
+
+
+@pytest.mark.parametrize("damaged", [b"{", b'{"mlflow_run_id": 7}', b'{"mlflow_run_id": "../x\\ny"}', b"\xff"])
+def test_a_damaged_name_is_no_name(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / TRACKERS_NAME).write_bytes(damaged)
+    assert read_known(tmp_path) == Known()
 
 
 def test_wandb_goes_on_in_one_run_unless_somebody_chose_otherwise(

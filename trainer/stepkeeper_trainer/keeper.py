@@ -34,7 +34,7 @@ from stepkeeper_trainer.retention import Policy
 from stepkeeper_trainer.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState
 from stepkeeper_trainer.tiering import find_tiers
-from stepkeeper_trainer.trackers import Tracker, keep_wandb_run
+from stepkeeper_trainer.trackers import Tracker, keep_mlflow_run, keep_wandb_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -141,7 +141,10 @@ class Keeper:
         self._resumed: resuming.Resumed | None = None
         self._random: dict[str, torch.Tensor] | None = None  # the generators, as they were resumed
         self._prepared = False  # the state has been complete once, and memory for saves is being made
-        keep_wandb_run(self._environment.run_id if self.rank == 0 else "")
+        if self.rank == 0:
+            keep_wandb_run(self._environment.run_id)
+            if tracker is None:  # a tracker knows by itself
+                keep_mlflow_run(self.run_dir)
         self._reporter = Reporter(self._link, self.rank, self.world_size, OwnTime(model, lambda: self._saver))
 
     @property

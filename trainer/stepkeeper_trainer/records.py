@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.later import Later, Number
 from stepkeeper_trainer.metrics import Metrics
-from stepkeeper_trainer.trackers import Trackers
+from stepkeeper_trainer.trackers import Trackers, note_mlflow_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,13 +34,20 @@ class _Step:
 class Records:
     """Numbers of a device are taken in at the next boundary, or when a save needs them."""
 
-    def __init__(self, counters: Counters, metrics: Metrics, trackers: Trackers | None = None) -> None:
+    def __init__(
+        self, counters: Counters, metrics: Metrics, trackers: Trackers | None = None, *, run_directory: Path
+    ) -> None:
         self._counters, self._metrics, self._trackers = counters, metrics, trackers
+        self._run_directory = run_directory
+        self._noted = trackers is not None  # what the run is called there, the tracker itself keeps
         self._open: _Step | None = None
 
     def step(self, loss: Number, lr: Number, grad_norm: Number, others: Mapping[str, float] | None = None) -> None:
         """Record the step that `counters` is at; `others` are for the tracker."""
         self.settle()
+        if not self._noted:
+            self._noted = True
+            note_mlflow_run(self._run_directory)
         counters = self._counters
         step = _Step(counters.step, counters.tokens, Later(loss), Later(lr), Later(grad_norm), time.time(), others)
         self._open = step
@@ -83,4 +90,5 @@ def begin_records(
         RunDirectoryError: the file cannot be opened.
     """
     metrics = Metrics(run_directory, environment.attempt, environment.launch)
-    return Records(counters, metrics, Trackers(tracker, run_directory) if tracker is not None else None)
+    trackers = Trackers(tracker, run_directory) if tracker is not None else None
+    return Records(counters, metrics, trackers, run_directory=run_directory)

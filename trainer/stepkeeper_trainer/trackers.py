@@ -1,7 +1,9 @@
-"""Experiment trackers that see one run, however often it is requeued: MLflow if it is asked for, W&B by its variables.
+"""Experiment trackers that see one run, however often it is requeued.
 
-The name that a tracker gives to a run is kept in the run directory, so each launch goes on in the same one.  Rank 0
-only, on a thread, imported when it is used; what goes wrong is said once and harms no training.
+One rule for both: the run that the user has named by the tracker's own variable (`WANDB_RUN_ID`, `MLFLOW_RUN_ID`), else
+that of the launches before.  W&B takes a name of ours.  MLflow gives one, which is kept in the run directory: of a
+`MlflowTracker`, or of the run that the script has opened itself.  Rank 0 only, on a thread, imported when it is used;
+what goes wrong is said once and harms no training.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -16,29 +19,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, decode
-from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.messages import shorten
+from stepkeeper_trainer.formats.trackers import MLFLOW_VARIABLE, Known, read_known, write_known
 from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
     from pathlib import Path
 
-TRACKERS_NAME = "trackers.json"
 WAITING_MAX = 10_000  # rows that wait for a server that is away; newer ones are dropped
 BATCH_MAX = 500  # rows of one call
 RETRY_S, RETRY_MAX_S = 1.0, 60.0
 WITHIN_S = 10.0  # the end of a launch waits so long for the last rows
-
-
-class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """What trackers call this run."""
-
-    mlflow_run_id: str | None = None
-
-
-_decoder = msgspec.json.Decoder(Known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +58,6 @@ class Tracker(Protocol):
         ...
 
 
-def read_known(run_directory: Path) -> Known:
-    """Return what trackers call the run; nothing where the file is missing or damaged."""
-    try:
-        return decode(_decoder, (run_directory / TRACKERS_NAME).read_bytes())
-    except (OSError, DecodeError):
-        return Known()
-
-
 def keep_wandb_run(run_id: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Have `wandb.init()` of every launch go on in one run, unless the script or its user has chosen otherwise.
 
@@ -83,6 +67,45 @@ def keep_wandb_run(run_id: str, environ: MutableMapping[str, str] = os.environ) 
     if name and "WANDB_RUN_ID" not in environ:
         environ["WANDB_RUN_ID"] = name
         environ.setdefault("WANDB_RESUME", "allow")
+
+
+def keep_mlflow_run(run_directory: Path, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have `mlflow.start_run()` of this launch go on in the run of those before, unless somebody has chosen otherwise.
+
+    For rank 0, where no supervisor has said so already.  MLflow itself is not touched.
+    """
+    known = read_known(run_directory).mlflow_run_id
+    if known is not None:
+        environ.setdefault(MLFLOW_VARIABLE, known)
+
+
+def note_mlflow_run(run_directory: Path, modules: Mapping[str, Any] = sys.modules) -> None:
+    """Keep the name of the run that the script has opened with `mlflow.start_run()`, for the launches after this one.
+
+    Called in the thread that trains, once it has done a step: MLflow's open run is one of the thread.
+    """
+    mlflow = modules.get("mlflow")
+    if mlflow is None:
+        return
+    try:
+        active = mlflow.active_run()
+        named = None if active is None else str(active.info.run_id)
+    except Exception as error:  # noqa: BLE001  # a foreign library: whatever it raises is its own
+        warn("tracker_failed", why=shorten(f"{type(error).__name__}: {error}"))
+        return
+    if named is not None:
+        threading.Thread(target=_keep, args=(run_directory, named), name="stepkeeper-mlflow", daemon=True).start()
+
+
+def _keep(run_directory: Path, named: str) -> None:
+    """Write it, on a thread: storage that hangs costs no step."""
+    known = read_known(run_directory)
+    if known.mlflow_run_id == named:
+        return
+    try:
+        write_known(run_directory, msgspec.structs.replace(known, mlflow_run_id=named))
+    except OSError as error:
+        warn("tracker_failed", why=shorten(f"the run's name at MLflow was not kept: {error}"))
 
 
 class MlflowTracker:
@@ -102,10 +125,11 @@ class MlflowTracker:
 
         self._entities = entities
         self._client = client = mlflow.MlflowClient(tracking_uri=self._uri)
-        if known.mlflow_run_id is not None:
-            self._run_id = known.mlflow_run_id
-            client.update_run(self._run_id, status="RUNNING")
-            return known
+        named = os.environ.get(MLFLOW_VARIABLE) or known.mlflow_run_id
+        if named is not None:
+            self._run_id = named
+            client.update_run(named, status="RUNNING")
+            return msgspec.structs.replace(known, mlflow_run_id=named)
         found = client.get_experiment_by_name(self._experiment)
         experiment_id = found.experiment_id if found is not None else client.create_experiment(self._experiment)
         self._run_id = client.create_run(experiment_id, run_name=self._name).info.run_id
@@ -189,7 +213,7 @@ class Trackers:
         known = read_known(self._run_directory)
         now = self._tracker.begin(known)
         if now != known:
-            write_atomically(self._run_directory / TRACKERS_NAME, msgspec.json.encode(now))
+            write_known(self._run_directory, now)
         say("tracker_began", mlflow_run_id=now.mlflow_run_id)
 
     def _take(self) -> tuple[list[Row], bool]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper import wrapper
-from stepkeeper.actions import reliability
+from stepkeeper.actions import reliability, trackers
 from stepkeeper.core import events as on
 from stepkeeper.log import PatientStream
 from stepkeeper.redaction import redact
@@ -234,7 +234,8 @@ class Launch:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=launch_environment(self._job, self._meeting, environment)
-                | reliability.tell(self._job.run_directory),
+                | reliability.tell(self._job.run_directory)
+                | trackers.tell(self._job.run_directory, environment),
                 start_new_session=True,  # a signal to our process group is for us alone
             )
         except OSError as failure:

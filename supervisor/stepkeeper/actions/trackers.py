@@ -1,0 +1,33 @@
+"""What ranks are told of experiment trackers, so that `mlflow.start_run()` of each launch goes on in one run.
+
+Weights & Biases takes a name of ours (`wandb_run` in launch.py); MLflow gives its own, which rank 0 of the first launch
+has left in the run directory.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from stepkeeper_trainer.formats.trackers import MLFLOW_VARIABLE, Known, read_known
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+READ_WITHIN_S = 5.0  # a tracker is not worth a later start
+
+
+def tell(run_directory: Path, environment: Mapping[str, str], *, within_s: float = READ_WITHIN_S) -> dict[str, str]:
+    """Return the variable for the ranks; none where the user has named a run, or storage does not answer in time.
+
+    An empty variable counts as named: for scripts in which every rank has a run of its own.
+    """
+    if MLFLOW_VARIABLE in environment:
+        return {}
+    found: list[Known] = []
+    reader = threading.Thread(target=lambda: found.append(read_known(run_directory)), name="trackers", daemon=True)
+    reader.start()
+    reader.join(within_s)
+    named = found[0].mlflow_run_id if found else None
+    return {MLFLOW_VARIABLE: named} if named else {}

@@ -1,0 +1,26 @@
+"""What a launch is told of the run of an experiment tracker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from stepkeeper.actions import trackers
+from stepkeeper_trainer.formats.trackers import TRACKERS_NAME, Known, write_known
+
+
+def test_a_launch_goes_on_in_the_run_of_those_before(tmp_path: Path) -> None:
+    assert trackers.tell(tmp_path, {}) == {}
+    write_known(tmp_path, Known(mlflow_run_id="0a1b"))
+    assert trackers.tell(tmp_path, {"HOME": "/"}) == {"MLFLOW_RUN_ID": "0a1b"}
+
+
+def test_a_run_that_the_user_has_named_stays(tmp_path: Path) -> None:
+    write_known(tmp_path, Known(mlflow_run_id="0a1b"))
+    assert trackers.tell(tmp_path, {"MLFLOW_RUN_ID": "chosen"}) == {}
+    assert trackers.tell(tmp_path, {"MLFLOW_RUN_ID": ""}) == {}, "none is a choice too"
+
+
+def test_a_file_that_is_none_or_never_answers_keeps_no_launch_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / TRACKERS_NAME)
+    assert trackers.tell(tmp_path, {}, within_s=0.5) == {}

@@ -212,7 +212,8 @@ def _memory(options: argparse.Namespace) -> Figures:
 
 
 def _verify(options: argparse.Namespace) -> Figures:
-    from stepkeeper_trainer.formats.verify import Reading, verify  # noqa: PLC0415
+    from stepkeeper_trainer.formats.reading import Reading  # noqa: PLC0415
+    from stepkeeper_trainer.formats.verify import verify  # noqa: PLC0415
 
     step = _step(options)
 

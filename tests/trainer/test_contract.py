@@ -29,13 +29,13 @@ DCP = "torch.distributed.checkpoint"
 PRIVATE = [
     Private(
         f"{DCP}.filesystem:_StorageInfo",
-        ("persist",),
+        ("describing",),
         "what `.metadata` says of a file's extent: find what FileSystemReader.read_data takes from storage_data, "
         "write that, and add its name to formats/metadata.py",
     ),
     Private(
         f"{DCP}.filesystem:CURRENT_DCP_VERSION",
-        ("persist",),
+        ("describing",),
         "the version in `.metadata`: see what FileSystemWriter.finish puts there",
     ),
     Private(

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs st
 OURS = """
 import sys, time, torch
 sys.path[:0] = [sys.argv[2] + "/trainer", sys.argv[2]]
-from stepkeeper_trainer import Keeper, incremental, persist
-incremental.COLD_BYTES_MIN = persist.FILE_BYTES_MIN = 1000
+from stepkeeper_trainer import Keeper, dividing, incremental
+incremental.COLD_BYTES_MIN = dividing.FILE_BYTES_MIN = 1000
 model = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, 1))
 model[0].requires_grad_(False)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])

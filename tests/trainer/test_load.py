@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepkeeper_trainer import loading
 from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats import items
 from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.metadata import parse
 from stepkeeper_trainer.formats.steps import list_steps
-from stepkeeper_trainer.loading import Limits, Wanted, fill
+from stepkeeper_trainer.loading import Limits, Wanted, fill, sources, working
 from stepkeeper_trainer.reader import CheckedFile, CheckedReader, load
 from tests.trainer.memory import peak_growth
 from tests.trainer.ranks import Ranks, finish, free_port, losses
@@ -235,14 +234,14 @@ def test_a_file_that_changes_while_its_head_is_used_is_refused(tmp_path: Path, m
     """The head of a large archive is looked at before its chunk is checked: it must turn out to be the same."""
     state = {"a": torch.randn(100_000)}
     manifest = save(tmp_path, state)
-    peek = loading._File.peek
+    peek = sources.Source.peek
 
-    def other(self: loading._File, at: int, count: int) -> bytes:
+    def other(self: sources.Source, at: int, count: int) -> bytes:
         data = bytearray(peek(self, at, count))
         data[data.index(b"data/0FB") + 10] ^= 1  # of the filler, of which nothing depends
         return bytes(data)
 
-    monkeypatch.setattr(loading._File, "peek", other)
+    monkeypatch.setattr(sources.Source, "peek", other)
 
     with pytest.raises(DamagedError, match="changed while"):
         load(CheckedReader(tmp_path, manifest), empty_like(state), None)
@@ -323,7 +322,7 @@ def test_a_mistake_of_ours_in_a_thread_surfaces(tmp_path: Path, monkeypatch: pyt
         if threading.current_thread() is not main:
             raise ZeroDivisionError
 
-    monkeypatch.setattr(loading, "_copy", broken)
+    monkeypatch.setattr(working, "copy_bytes", broken)
 
     with pytest.raises(ZeroDivisionError):
         load(CheckedReader(tmp_path, manifest), empty_like(state), None, limits=Limits(threads=4))

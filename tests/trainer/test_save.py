@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from stepkeeper_trainer import Keeper, persist, planner, saver
+from stepkeeper_trainer import Keeper, dividing, planner, saver, saves
 from stepkeeper_trainer.backpressure import take_over
 from stepkeeper_trainer.errors import ResumeError, UsageError
 from stepkeeper_trainer.formats.messages import SaveRequest, encode
@@ -46,7 +46,7 @@ class Loop:
         return self.keeper._saver
 
     @property
-    def last(self) -> saver.Save:
+    def last(self) -> saves.Save:
         assert self.saver.last is not None
         return self.saver.last
 
@@ -103,7 +103,7 @@ def test_an_error_of_any_thread_is_an_error_of_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Stock DCP with several threads reports success and leaves a step that lacks the file."""
-    monkeypatch.setattr(persist, "FILE_BYTES_MIN", 1000)
+    monkeypatch.setattr(dividing, "FILE_BYTES_MIN", 1000)
     loop = Loop(tmp_path / "run", size=4096)
     loop.step(2)
     assert loop.save() is None

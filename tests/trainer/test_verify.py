@@ -12,11 +12,14 @@ import msgspec
 import pytest
 import xxhash
 
-from stepkeeper_trainer.formats import verify as verifying
+from stepkeeper_trainer.formats import looking
+from stepkeeper_trainer.formats import reading as reading_module
 from stepkeeper_trainer.formats.cache import CACHE_NAME, Cache
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, read_manifest, seal
+from stepkeeper_trainer.formats.reading import Reading
+from stepkeeper_trainer.formats.shares import ShareVerdict, join_shares, verify_share
 from stepkeeper_trainer.formats.steps import newest_verified
-from stepkeeper_trainer.formats.verify import Reading, ShareVerdict, Verdict, join_shares, verify, verify_share
+from stepkeeper_trainer.formats.verify import Verdict, verify
 from tests import dcp_files
 from tests.trainer.memory import peak_growth
 
@@ -376,8 +379,8 @@ def test_a_plan_that_does_not_cover_is_never_remembered_as_right(tmp_path: Path)
 def test_a_plan_that_was_checked_is_not_parsed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_big(tmp_path)
     parsed: list[int] = []
-    real = verifying.parse
-    monkeypatch.setattr(verifying, "parse", lambda data: (parsed.append(1), real(data))[1])
+    real = looking.parse
+    monkeypatch.setattr(looking, "parse", lambda data: (parsed.append(1), real(data))[1])
 
     assert verify(step, cache=Cache(tmp_path)).ok
     assert verify(step, deep=False, cache=Cache(tmp_path)).ok
@@ -440,7 +443,7 @@ def test_a_mistake_of_ours_in_a_thread_is_no_verdict(tmp_path: Path, monkeypatch
     def broken(_self: object, _index: int) -> tuple[str | None, int]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(verifying._TaskReader, "_chunk", broken)
+    monkeypatch.setattr(reading_module._TaskReader, "_chunk", broken)
 
     with pytest.raises(ZeroDivisionError):
         verify(step)

@@ -17,7 +17,8 @@ from stepkeeper_trainer.backpressure import WhenBusy, on_periodic, take_over
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.log import say
 from stepkeeper_trainer.outcomes import TOGETHER_WITHIN_S
-from stepkeeper_trainer.saver import Saver, Summary
+from stepkeeper_trainer.saver import Saver
+from stepkeeper_trainer.saves import Summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

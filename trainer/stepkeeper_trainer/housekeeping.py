@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.messages import shorten
-from stepkeeper_trainer.formats.verify import Reading
+from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.retention import Outcome, Policy, Pruner, parse_policy
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.metadata import METADATA_NAME, Contents, MetadataError, Piece, TensorEntry, parse
-from stepkeeper_trainer.loading import Limits, Wanted, all_failures, fill
+from stepkeeper_trainer.loading import Limits, Wanted, fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -230,10 +230,23 @@ def load(
         reader.fill(tensors, limits=limits, turn=turn)
     except DamagedError as error:
         own = str(error)
-    failures = all_failures(own, group)
+    failures = _all_failures(own, group)
     if failures:
         rank, text = min(failures.items())
         raise DamagedError(text if len(failures) == 1 else f"rank {rank} of {len(failures)}: {text}")
+
+
+def _all_failures(own: str | None, group: Any | None) -> dict[int, str]:
+    """Return what went wrong on each rank of a group, on all of them alike."""
+    if group is None:
+        return {} if own is None else {0: own}
+    any_failed = torch.tensor([int(own is not None)])
+    dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=group)
+    if not int(any_failed):
+        return {}
+    said: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, own, group=group)
+    return {rank: text for rank, text in enumerate(said) if text is not None}
 
 
 def _dtype(name: str, tensor: TensorEntry) -> torch.dtype:

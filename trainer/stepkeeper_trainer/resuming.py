@@ -15,6 +15,7 @@ from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError
+from stepkeeper_trainer.formats.shares import join_shares, verify_share
 from stepkeeper_trainer.formats.steps import (
     Choice,
     StepDirectory,
@@ -23,7 +24,7 @@ from stepkeeper_trainer.formats.steps import (
     newest_verified,
     read_manifest,
 )
-from stepkeeper_trainer.formats.verify import join_shares, known_right, verify_share
+from stepkeeper_trainer.formats.verify import known_right
 from stepkeeper_trainer.history import record_start
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.reader import CheckedReader, load

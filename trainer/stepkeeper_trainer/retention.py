@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats.cache import SETTLED_S, Cache
 from stepkeeper_trainer.formats.durable import fsync_directory
+from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.steps import StepDirectory, current_lineage, list_steps
-from stepkeeper_trainer.formats.verify import Reading, verify
+from stepkeeper_trainer.formats.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.storage import Guard
     from stepkeeper_trainer.tiers.placing import Placing
 
-__all__ = ["Save", "Saver", "Summary"]
-
 PREPARE_WITHIN_S = 600.0
 BEGUN_MAX = 16  # saves that may be on their way from the nodes' disks
 

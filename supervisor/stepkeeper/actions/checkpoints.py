@@ -18,7 +18,9 @@ from stepkeeper_trainer.formats import cache as caching
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
-from stepkeeper_trainer.formats.verify import Reading, Verdict, names_of_share, unread, verify
+from stepkeeper_trainer.formats.reading import Reading
+from stepkeeper_trainer.formats.shares import names_of_share
+from stepkeeper_trainer.formats.verify import Verdict, unread, verify
 
 PROBLEM_CHARACTERS_MAX = 500
 SETTLE_MAX_S = 5.0  # a server's clock may be ahead

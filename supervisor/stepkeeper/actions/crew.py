@@ -19,7 +19,9 @@ from stepkeeper.actions.shares import Shares
 from stepkeeper.sources.bus import Bus
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats.cache import Cache
-from stepkeeper_trainer.formats.verify import Reading, ShareVerdict, Verdict, join_shares, verify_share
+from stepkeeper_trainer.formats.reading import Reading
+from stepkeeper_trainer.formats.shares import ShareVerdict, join_shares, verify_share
+from stepkeeper_trainer.formats.verify import Verdict
 
 MIB = 2**20
 READERS_MAX = 32  # more do not make shared storage faster

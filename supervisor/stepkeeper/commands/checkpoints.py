@@ -19,7 +19,7 @@ from stepkeeper_trainer import retention, space
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
-from stepkeeper_trainer.formats.verify import Reading
+from stepkeeper_trainer.formats.reading import Reading
 
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _OF_RUNS = ("checkpoints", lineages.LINEAGE_NAME)  # what a run directory holds, or its checkpoints/

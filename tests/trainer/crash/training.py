@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from stepkeeper_trainer import Keeper, incremental, metrics, persist, space
+from stepkeeper_trainer import Keeper, dividing, incremental, metrics, space
 from tests.trainer.crash.playing import Tell
 
 WIDTH = 40
@@ -71,7 +71,7 @@ def keep(training: Training, run_dir: Path, *, rank: int = 0, **options: Any) ->
     """Return a keeper of small files; nothing beside its saves changes the directory."""
     logging.basicConfig(format=f"[{rank}] %(message)s", level=logging.INFO, stream=sys.stderr, force=True)
     incremental.COLD_BYTES_MIN = 1000
-    persist.FILE_BYTES_MIN = 20_000
+    dividing.FILE_BYTES_MIN = 20_000
     space.MARGIN_BYTES = 0  # a disk is as small as can be
     usual = {"resume_from": "latest", "save_within_s": SAVED_WITHIN_S, "retention": "all", "storage_test": "off"}
     return Keeper(model=training.model, optimizer=training.optimizer, run_dir=run_dir, **(usual | options))

@@ -15,7 +15,8 @@ from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.names import parse_step_name, step_name
-from stepkeeper_trainer.formats.verify import Reading, Verdict, verify
+from stepkeeper_trainer.formats.reading import Reading
+from stepkeeper_trainer.formats.verify import Verdict, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable

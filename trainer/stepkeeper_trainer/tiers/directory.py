@@ -14,7 +14,8 @@ from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, FileEntry, ManifestError
 from stepkeeper_trainer.formats.names import step_name
-from stepkeeper_trainer.formats.verify import Reading, verify
+from stepkeeper_trainer.formats.reading import Reading
+from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, check_file, is_right
 
 PARTIAL = ".part"

@@ -167,6 +167,7 @@ class Watcher:
                 self.save_until = time.monotonic() + SAVE_AGAIN_FOR_S
             case bus.Kill():
                 self._kill()
+                self.senses.look_ahead()
             case bus.Clear():
                 self.clearing = message
                 self.fitness = None

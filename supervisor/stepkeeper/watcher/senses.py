@@ -26,11 +26,10 @@ from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.messages import shorten
 
 if TYPE_CHECKING:
+    from stepkeeper.watcher.checking import Checking
     from stepkeeper.watcher.sharing import ShareReader
 
 AGENT_AGAIN_S = 30.0  # an agent that is absent, or was restarted, is looked for again
-CHECKS_WITHIN_S = 20.0  # all of them together; the supervisor waits for 60 s
-CLOCK_OFFSET_MAX_S = 30.0  # between this node and the supervisor's: more confuses leases, logs and deadlines
 LOOKS_MAX = 8
 
 
@@ -59,6 +58,7 @@ class Senses:
         self._closed = threading.Event()
         self._stop_own: Callable[[], None] | None = None
         self._share_reader: ShareReader | None = None
+        self._checks: Checking | None = None
         self._noted = ""
 
     def fileno(self) -> int:
@@ -88,7 +88,18 @@ class Senses:
 
     def check(self, wanted: bus.Clear | bus.Check) -> None:
         """Look whether a launch may start here; `Fitness` comes."""
-        threading.Thread(target=self._check, args=(wanted, time.time()), name="checks", daemon=True).start()
+        if self._checks is None:
+            # imported now: a watcher that checks nothing stays small
+            from stepkeeper.watcher.checking import Checking  # noqa: PLC0415
+
+            self._checks = Checking(Path(self._assignment.run_directory))
+        work = (self._checks, wanted, time.time())
+        threading.Thread(target=self._check, args=work, name="checks", daemon=True).start()
+
+    def look_ahead(self) -> None:
+        """The ranks are being ended: look already whether the next launch may start here."""
+        if self._checks is not None:  # no launch was asked for before: nobody knows what it would want
+            self._checks.begin()
 
     def look(self, why: str) -> None:
         """Have the agent look; without one the next checks do."""
@@ -118,28 +129,17 @@ class Senses:
 
     # --- the checks -------------------------------------------------------------------------------
 
-    def _check(self, wanted: bus.Clear | bus.Check, now: float) -> None:
-        # imported now: a watcher that checks nothing stays small
-        from stepkeeper.node import checks  # noqa: PLC0415
-
+    def _check(self, checking: Checking, wanted: bus.Clear | bus.Check, heard_at: float) -> None:
         launch = wanted.launch if isinstance(wanted, bus.Clear) else None
         if wanted.at is None:  # a supervisor of a version that asks for none
             self._put(Fitness(launch=launch, number=wanted.number, unfit=""))
             return
         try:
-            report = checks.run_checks(
-                checks.Wanted(
-                    gpus_min=wanted.gpus or 0,
-                    writable=(Path(self._assignment.run_directory),),
-                    free_bytes=wanted.free_bytes,
-                    reference_time=wanted.at + (time.time() - now),
-                    clock_offset_s=CLOCK_OFFSET_MAX_S,
-                ),
-                within_s=CHECKS_WITHIN_S,
-            )
+            report = checking.report(wanted, heard_at)
         except Exception as error:  # noqa: BLE001 - a mistake of ours must not keep a launch from starting
             self._put(bus.Note(node=self._node, text=shorten(f"the checks themselves failed: {error!r}")))
-            report = checks.Report()
+            self._put(Fitness(launch=launch, number=wanted.number, unfit=""))
+            return
         for warning in report.warnings:
             self._put(bus.Note(node=self._node, text=shorten(f"checks: {warning}")))
         shared = not any(problem.startswith("GPU") for problem in report.problems)

@@ -1,0 +1,80 @@
+"""A look at the node that is begun when the ranks are killed serves the launch that follows, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.watcher import messages as bus
+from stepkeeper.watcher.checking import Checking
+
+LONG_S = 600.0
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+def ask(checking: Checking, *, free_bytes: int = 0, behind_s: float = 0.0) -> tuple[str, ...]:
+    now = time.time()
+    wanted = bus.Clear(launch=1, at=now + behind_s, free_bytes=free_bytes)
+    return checking.report(wanted, now).problems
+
+
+def look_ahead_of_a_loss(checking: Checking, directory: Path) -> None:
+    """Look while all is well, and lose the directory after that."""
+    checking.begin()
+    assert checking._ahead is not None
+    assert checking._ahead.report() is not None
+    directory.rmdir()
+
+
+def test_a_look_begun_ahead_is_used_once(directory: Path) -> None:
+    checking = Checking(directory, fresh_s=LONG_S)
+    assert ask(checking) == ()
+    look_ahead_of_a_loss(checking, directory)
+
+    assert ask(checking) == (), "found before the directory was lost"
+    assert len(ask(checking)) == 1, "the second question has a look of its own"
+
+
+def test_an_old_look_is_not_used(directory: Path) -> None:
+    checking = Checking(directory, fresh_s=0.0)
+    assert ask(checking) == ()
+    look_ahead_of_a_loss(checking, directory)
+    assert len(ask(checking)) == 1
+
+
+def test_a_look_for_other_wishes_is_not_used(directory: Path) -> None:
+    checking = Checking(directory, fresh_s=LONG_S)
+    assert ask(checking) == ()
+    look_ahead_of_a_loss(checking, directory)
+    assert len(ask(checking, free_bytes=1)) == 1
+
+
+def test_the_clock_is_compared_at_the_question_whenever_the_rest_was_looked_at(directory: Path) -> None:
+    checking = Checking(directory, fresh_s=LONG_S)
+    assert ask(checking) == ()
+    checking.begin()
+    (problem,) = ask(checking, behind_s=LONG_S)
+    assert problem.startswith("clock: ")
+
+
+def test_nobody_looks_ahead_of_the_first_launch(directory: Path) -> None:
+    checking = Checking(directory)
+    checking.begin()
+    assert checking._ahead is None
+
+
+def test_a_node_that_takes_no_part_leaves_the_look_to_the_launch(directory: Path) -> None:
+    checking = Checking(directory, fresh_s=LONG_S)
+    assert ask(checking) == ()
+    look_ahead_of_a_loss(checking, directory)
+    now = time.time()
+    assert len(checking.report(bus.Check(node="a", number=1, at=now), now).problems) == 1
+    assert ask(checking) == ()

@@ -42,7 +42,9 @@ def peers(user: str) -> Peers:
     """Make the environment, once; what does not install is told, and leaves the others alone."""
     asked = json.loads(_run(site_python(user), "-c", _ASK).stdout.splitlines()[-1])
     wanted = [line.strip() for line in REQUIREMENTS.read_text().splitlines() if line.strip() and line[0] != "#"]
-    print_of = hashlib.sha256("\0".join([asked["base"], *asked["packages"], *wanted]).encode()).hexdigest()[:12]
+    # without the project: it changes often, and what is installed here goes by the rest
+    below = [path for path in asked["packages"] if path != asked["project"]]
+    print_of = hashlib.sha256("\0".join([asked["base"], *below, *wanted]).encode()).hexdigest()[:12]
     place = SITES / f"peers-{print_of}"
     found = place / "found.json"
     if not found.exists():
@@ -50,7 +52,7 @@ def peers(user: str) -> Peers:
         shutil.rmtree(place, ignore_errors=True)
         _run(asked["base"], "-m", "venv", place)
         (packages,) = place.glob("lib/python3*/site-packages")
-        (packages / "torch-of-the-site.pth").write_text("".join(f"{path}\n" for path in asked["packages"]))
+        (packages / "torch-of-the-site.pth").write_text("".join(f"{path}\n" for path in below))
         found.write_text(json.dumps(_install(place / "bin" / "python", wanted)))
     noted = json.loads(found.read_text())
     versions = {"torch": asked["torch"], **noted["versions"]}

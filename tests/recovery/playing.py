@@ -15,10 +15,10 @@ from tests.recovery.ways import EVERY, USER, Spot, Way
 
 POLL_S = 0.02
 LOOK_S = 0.5  # Slurm is asked no oftener
-BEGIN_S = 120.0
-PREEMPT_S = 120.0
+BEGIN_S = 300.0
+PREEMPT_S = 150.0
 OVER_S = 5.0  # a job that is over so long is not requeued any more
-SETTLE_S = 40.0
+SETTLE_S = 90.0
 LOST_AFTER_SAVE = 17  # steps that are done since the last save when the fault comes
 
 

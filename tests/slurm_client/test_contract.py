@@ -330,6 +330,19 @@ def test_nodes_that_are_drained_are_not_usable(lab: Lab, client: ClientOfUser, s
     lab.until(lambda: client.call("usable_nodes", str(job)) == lab.node_names, "all nodes", 20)
 
 
+def test_nodes_like_ours_that_nobody_uses_are_idle(lab: Lab, client: ClientOfUser, submit) -> None:
+    job = running(lab, submit)
+    ours, drained, *others = [*lab.job(job).nodes, *(n for n in lab.node_names if n not in lab.job(job).nodes)]
+
+    lab.drain(drained, "a test")
+    idle = client.call("idle_nodes", str(job), [ours])
+    lab.undrain(drained)
+
+    assert idle == others
+    assert client.call("idle_nodes", str(job), []) == []
+    lab.until(lambda: len(client.call("idle_nodes", str(job), [ours])) == len(lab.node_names) - 1, "all nodes", 20)
+
+
 def test_node_lists_are_expanded_in_order(client: ClientOfUser) -> None:
     assert client.call("hostnames", "gpu[08-10,2],login") == ["gpu08", "gpu09", "gpu10", "gpu2", "login"]
 

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.bus import Bus
 from stepkeeper.sources.clock import Clock
@@ -34,6 +35,33 @@ def test_a_watcher_of_an_older_version_is_not_asked_to_read():
     assert [type(event) for event in heard] == [on.WatcherReady, on.WatcherReady]
     assert readers == {"new"}
     assert isinstance(inbox.get(ANSWER_S), on.BusEnded)
+
+
+def test_a_node_that_takes_no_part_is_looked_at_and_only_the_newest_answer_counts():
+    """A late answer to an earlier check is old news."""
+    said = [lines.Checked(node="b", number=number, unfit=why) for number, why in ((1, "late"), (2, ""), (2, "no GPU"))]
+    inbox = Inbox(Clock())
+    words = b"".join(map(lines.encode, said)).decode()
+    heard_both = 'read first; read second; printf "%s" "$WORDS"; echo "$first" "$second" >&2; exit 3'
+    bus = Bus(
+        1,
+        ["sh", "-c", heard_both],
+        {"WORDS": words},
+        inbox=inbox,
+        attempt=0,
+        note=lambda *_: None,
+        on_share=lambda _share: None,
+    )
+
+    for _ in range(2):
+        bus.check(do.CheckNodes(nodes=("b",)), gpus=8, free_bytes=1)
+    first, second, ended = (inbox.get(ANSWER_S) for _ in range(3))
+
+    assert [each.unfit for each in (first, second)] == [(), (on.Unfit(node="b", why="no GPU"),)]
+    assert (first.nodes, second.nodes) == (("b",), ("b",))
+    assert isinstance(ended, on.BusEnded)
+    assert '"node":"b","number":2' in ended.error
+    assert '"gpus":8,"free_bytes":1' in ended.error
 
 
 def test_an_older_watcher_skips_what_it_does_not_know():

@@ -193,5 +193,7 @@ def at_commit(state: State, at: float, policy: Policy) -> Decision | None:
     since = state.growth.idle_since
     if since is None or at - since < policy.grow_idle_s:
         return None
+    # Slurm 22.05 asks for the nodes of the submission again at a requeue, whatever was given back before: of `-N 3` it
+    # waits for three, of `-N 2-4` it takes up to four, though `scontrol` shows NumNodes as it was reduced
     why = f"{missing(state)} nodes are missing, and as many like ours are idle: the job is requeued to get them"
     return save(state, at + policy.stop_within_s, Plan(next=Next.REQUEUE, why=why, to_grow=True))

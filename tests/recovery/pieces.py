@@ -16,11 +16,14 @@ CHOSEN = "  its end to the newest step directory verified, s"
 JUDGED = "  its end to the verdict, s (at the same time)"
 ASKED = "the Slurm step's end to the nodes asked to be clear, s"
 CLEARED = "nodes asked to the next launch, s"
-SUM = "**Slurm and Stepkeeper: rank killed to the next launch, s**"
-TASKS = "next launch to its tasks run, s"
+TASKS = "next launch to its tasks run (Slurm), s"
+SUM = "**Slurm and Stepkeeper: rank killed to the next tasks run, s** (target: under 1)"
 HELLO = "tasks run to the trainer library's first word (imports of Python and torch), s"
 LOADED = "first word to the first step done (ranks meet, load, step), s"
 REDONE = "first step done to the first new one, s"
+SHARE = (
+    "imports, of the time from the kill to the first new step, %: what ranks that wait with torch imported could save"
+)
 
 
 def pieces(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, float]:
@@ -64,9 +67,10 @@ def pieces(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, floa
         JUDGED: judged - ended,
         ASKED: asked - ended,
         CLEARED: started - asked,
-        SUM: started - struck_at,
         TASKS: began - started,
+        SUM: began - struck_at,
         HELLO: hello - began,
         LOADED: again[0].at - hello,
         REDONE: new.at - again[0].at,
+        SHARE: 100 * (hello - began) / (new.at - struck_at),
     }

@@ -173,6 +173,7 @@ def lightning(spot: Spot) -> int:
 
 
 _NO_HANG = "nothing watches for it: torch's own limit is 30 minutes"
+_ENDS_IN_GRACE = "Slurm's SIGTERM ends the ranks, and a job that ends in its grace time is not requeued (Slurm 22.05)"
 _NO_RETRY = "it goes on after its signal only: a failed task fails the job"
 
 WAYS: dict[str, Way] = {
@@ -194,7 +195,7 @@ WAYS: dict[str, Way] = {
             name="torchrun",
             what=f"`srun torchrun --max-restarts={RESTARTS}`, c10d rendezvous; rank 0 saves it all by `torch.save`",
             submit=torchrun,
-            reasons={"hang": _NO_HANG},
+            reasons={"hang": _NO_HANG, "preemption": _ENDS_IN_GRACE},
         ),
         Way(
             name="ft_launcher",
@@ -205,6 +206,7 @@ WAYS: dict[str, Way] = {
             submit=ft_launcher,
             package="nvidia-resiliency-ext",
             watches_hangs=True,
+            reasons={"preemption": _ENDS_IN_GRACE},
         ),
         Way(
             name="bash-trap",

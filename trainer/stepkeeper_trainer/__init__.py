@@ -11,18 +11,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stepkeeper_trainer.accumulation import accumulation_steps
     from stepkeeper_trainer.distributed import start_distributed
     from stepkeeper_trainer.errors import KeeperError
     from stepkeeper_trainer.keeper import Keeper
     from stepkeeper_trainer.sampler import GlobalSampler
 
 __version__ = "0.1.0"
-__all__ = ["GlobalSampler", "Keeper", "KeeperError", "__version__", "start_distributed"]
+__all__ = ["GlobalSampler", "Keeper", "KeeperError", "__version__", "accumulation_steps", "start_distributed"]
 
 _HOME = {
     "GlobalSampler": "stepkeeper_trainer.sampler",
     "Keeper": "stepkeeper_trainer.keeper",
     "KeeperError": "stepkeeper_trainer.errors",
+    "accumulation_steps": "stepkeeper_trainer.accumulation",
     "start_distributed": "stepkeeper_trainer.distributed",
 }
 

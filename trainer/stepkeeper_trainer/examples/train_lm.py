@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stepkeeper_trainer import GlobalSampler, Keeper, KeeperError, start_distributed
+from stepkeeper_trainer import GlobalSampler, Keeper, KeeperError, accumulation_steps, start_distributed
 from stepkeeper_trainer.environment import Place
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.examples.corpus import Corpus
@@ -154,12 +154,7 @@ def check(options: argparse.Namespace, place: Place) -> None:
     Raises:
         UsageError: what is wrong.
     """
-    unit = options.micro_batch * place.world_size
-    if options.batch % unit:
-        raise UsageError(
-            f"--batch {options.batch} cannot be shared by {place.world_size} ranks in micro-batches of "
-            f"{options.micro_batch}: choose a multiple of {unit}"
-        )
+    accumulation_steps(options.batch, options.micro_batch, place.world_size)
     if options.width % options.heads:
         raise UsageError(f"--width {options.width} is no multiple of --heads {options.heads}")
     if options.run_dir is None and "STEPKEEPER_RUN_DIR" not in os.environ:

@@ -372,6 +372,8 @@ def test_never_two_saves_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 class _Others:
     """Other ranks, whose word on every question is the same."""
 
+    group = None  # no connections to them
+
     def __init__(self, *, busy: bool, sequence: int) -> None:
         self.busy, self.sequence = busy, sequence
 

@@ -83,6 +83,11 @@ class Agreement:
         self._tensor: torch.Tensor | None = None
         self._work: Any = None
 
+    @property
+    def group(self) -> Any | None:
+        """The gloo group of all ranks; None for a process alone."""
+        return self._group
+
     def read(self, own: Wish) -> Wish:
         """Return what all ranks said at the boundary before; alone, what this one says now.
 

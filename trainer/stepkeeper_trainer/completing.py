@@ -16,7 +16,7 @@ from stepkeeper_trainer.formats.messages import Committed, SaveFailed, shorten
 from stepkeeper_trainer.formats.metadata import METADATA_NAME
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.replicas import Drift, compare
-from stepkeeper_trainer.report import gather
+from stepkeeper_trainer.report import GivenUp, gather
 from stepkeeper_trainer.tiers.gathering import ANCESTORS, ANCESTORS_MAX
 from stepkeeper_trainer.writer import HashingFile
 
@@ -60,7 +60,7 @@ class Completer:
         self._newest_here = parent  # save_id of the newest commit
         self.committed: tuple[Path, Manifest] | None = None  # the newest step directory of this launch
 
-    def complete(self, save: Save, share: Share, given_up: Callable[[], str | None], placed: Placed) -> None:
+    def complete(self, save: Save, share: Share, given_up: GivenUp, placed: Placed) -> None:
         """Wait for all ranks' reports and commit; with disks of the nodes, once shared storage has all of it.
 
         Raises:

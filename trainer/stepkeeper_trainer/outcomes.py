@@ -11,6 +11,7 @@ from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats import outcome
 from stepkeeper_trainer.formats.messages import Finished, Stopped
 from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.rollcall import RollCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +49,14 @@ class Ending:
     limit_at: float  # Unix seconds
 
 
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """How the ranks end together."""
+
+    agreement: Agreement
+    roll: RollCall  # finds out which of them have ended
+
+
 def conclude(
     ending: Ending,
     *,
@@ -72,14 +81,15 @@ def conclude(
     Raises:
         SaveError: the work is finished, and its last step could not be saved.
     """
-    saved_here = _save(ending, saver, saved, begin_save, agreement)
-    save_id = None
+    roll = RollCall(agreement.group, saver.ended)
+    problem = _save(ending, saver, saved, begin_save, _Together(agreement, roll))
+    roll.close()
+    saved_here, save_id = problem is None, None
     if saved_here:
         last = saver.last
         save_id = last.save_id if last is not None else saved[1] if saved is not None else None
     if not saved_here and not ending.stopping:
-        error = saver.last.error if saver.last else None
-        raise SaveError(f"the last step ({ending.step}) could not be saved: {error or 'not in time'}")
+        raise SaveError(f"the last step ({ending.step}) could not be saved: {problem}")
     if not ending.stopping:
         when_saved(ending.limit_at)
     if ending.rank == 0:
@@ -98,23 +108,31 @@ def _save(
     saver: Saver,
     saved: tuple[int, str] | None,
     begin_save: Callable[[float], bool],
-    agreement: Agreement,
-) -> bool:
-    """Bring the step at hand to disk; true if it is there, as far as this rank can know."""
+    ranks: _Together,
+) -> str | None:
+    """Bring the step at hand to disk; say why it is not there, as far as this rank can know."""
     here = saver.last.summary.step if saver.last is not None else saved[0] if saved is not None else None
-    ok = saver.wait_shared(ending.limit_at)  # the one in flight, of this step or an older one
+    ok = saver.wait_shared(ending.limit_at, ranks.roll)  # the one in flight, of this step or an older one
+    problem = "not in time"
     for attempt in range(SAVE_ATTEMPTS_MAX):
         if attempt or here != ending.step:  # the same on all ranks: they count and agree alike
             try:
-                ok = begin_save(ending.limit_at) and saver.wait_shared(ending.limit_at)
+                ok = begin_save(ending.limit_at) and saver.wait_shared(ending.limit_at, ranks.roll)
             except RuntimeError as error:
                 warn("rank_lost", why=str(error).splitlines()[0])
                 ok = False
-        verdict = _all_agree(_judge(ok, attempt, ending), ending, agreement)
+        problem = saver.problem or problem
+        try:
+            verdict = _all_agree(_judge(ok, attempt, ending), ending, ranks.agreement, lost=bool(saver.ended))
+        except RuntimeError as error:
+            warn("rank_lost", why=str(error).splitlines()[0])
+            if ok and ending.rank == 0:
+                return None  # its word counts: it has committed
+            return "another rank ended" if ok else problem
         if verdict is not _Verdict.RETRY:
-            return verdict is _Verdict.SAVED
+            return None if verdict is _Verdict.SAVED else problem
         time.sleep(RETRY_AFTER_S)
-    return False
+    return problem
 
 
 def _judge(ok: bool, attempt: int, ending: Ending) -> _Verdict:  # noqa: FBT001
@@ -124,14 +142,14 @@ def _judge(ok: bool, attempt: int, ending: Ending) -> _Verdict:  # noqa: FBT001
     return _Verdict.GIVE_UP if late or attempt + 1 == SAVE_ATTEMPTS_MAX else _Verdict.RETRY
 
 
-def _all_agree(own: _Verdict, ending: Ending, agreement: Agreement) -> _Verdict:
-    """Return what the ranks make of it together; where one is dead, rank 0's word counts: it commits."""
-    within_s = max(0.0, ending.limit_at - time.time()) + TOGETHER_WITHIN_S
-    try:
-        return _Verdict(agreement.settle(int(own), within_s=within_s))
-    except RuntimeError as error:
-        warn("rank_lost", why=str(error).splitlines()[0])
-        return own if own is _Verdict.SAVED and ending.rank == 0 else _Verdict.GIVE_UP
+def _all_agree(own: _Verdict, ending: Ending, agreement: Agreement, *, lost: bool) -> _Verdict:
+    """Return what the ranks make of it together; where one is `lost`, the others are not waited for long.
+
+    Raises:
+        RuntimeError: another rank ended, or did not come.
+    """
+    left_s = 0.0 if lost else max(0.0, ending.limit_at - time.time())
+    return _Verdict(agreement.settle(int(own), within_s=left_s + TOGETHER_WITHIN_S))
 
 
 def _last_words(ending: Ending, save_id: str | None, link: Link) -> None:

@@ -19,7 +19,7 @@ from stepkeeper_trainer.formats.steps import read_manifest, step_name
 from stepkeeper_trainer.incremental import Links
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.replicas import digest
-from stepkeeper_trainer.report import RankReport, publish
+from stepkeeper_trainer.report import GivenUp, RankReport, publish
 from stepkeeper_trainer.tiers.placing import Placed
 from stepkeeper_trainer.writer import Sheet, Written, digest_sheet, in_threads, write_sheet
 
@@ -105,7 +105,7 @@ class Persister:
         tensors: Mapping[str, torch.Tensor],
         *,
         changed: bool,
-        given_up: Callable[[], str | None],
+        given_up: GivenUp,
     ) -> None:
         """Write, report, and on rank 0 commit.
 

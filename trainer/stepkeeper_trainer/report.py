@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,11 +20,12 @@ from stepkeeper_trainer.formats.manifest import FileEntry
 from stepkeeper_trainer.replicas import Digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 _PAUSE_S = (0.05, 0.5)  # between looks for reports: the first, and the longest
 _PAUSE_GROWTH = 1.5
+GivenUp = Callable[[Collection[int]], str | None]
+"""Asked with the ranks that are waited for; a text says why they never will report."""
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +89,12 @@ def publish_failure(directory: Path, report: RankReport) -> None:
 
 
 def gather(
-    directory: Path, *, save_id: str, world_size: int, limit_at: float, given_up: Callable[[], str | None]
+    directory: Path,
+    *,
+    save_id: str,
+    world_size: int,
+    limit_at: float,
+    given_up: GivenUp,
 ) -> list[RankReport]:
     """Wait until every rank has reported.
 
@@ -96,7 +103,7 @@ def gather(
         save_id: reports of any other save are an error.
         world_size: how many ranks report.
         limit_at: Unix seconds.
-        given_up: asked while waiting; a text means that a rank said elsewhere that it failed.
+        given_up: asked while waiting, with the ranks that have not reported; a text says why they never will.
 
     Raises:
         SaveError: a rank failed, or was not heard of in time.
@@ -114,7 +121,7 @@ def gather(
             reports[rank] = report
         if not missing:
             return [reports[rank] for rank in range(world_size)]
-        if (why := given_up()) is not None:
+        if (why := given_up(missing.values())) is not None:
             raise SaveError(why)
         if time.time() >= limit_at:
             raise SaveError(f"rank {min(missing.values())} (and perhaps others) did not report in time")

@@ -11,6 +11,8 @@ import os
 import shutil
 import threading
 import time
+from contextlib import nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +28,18 @@ from stepkeeper_trainer.persist import Persister
 from stepkeeper_trainer.planner import Planner
 from stepkeeper_trainer.reader import root_cause
 from stepkeeper_trainer.report import RankReport, publish_failure
+from stepkeeper_trainer.rollcall import Ended
 from stepkeeper_trainer.saves import Save, Summary
 from stepkeeper_trainer.staging import Staging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     import torch
 
     from stepkeeper_trainer.commit import Commits
     from stepkeeper_trainer.link import Link
+    from stepkeeper_trainer.rollcall import RollCall
     from stepkeeper_trainer.storage import Guard
     from stepkeeper_trainer.tiers.placing import Placing
 
@@ -101,6 +105,9 @@ class Saver:
         self._prepared = threading.Event()  # nothing is being prepared
         self._prepared.set()
         self._failed_elsewhere = 0
+        self.ended = Ended()  # ranks that are gone, as far as a roll call has found out
+        if placing is not None:
+            placing.ended = self.ended.of
         self.last: Save | None = None
         self.persist_s: float | None = None  # how long the last good save took, from request to durable
 
@@ -113,6 +120,13 @@ class Saver:
     def busy(self) -> bool:
         """Whether a save is in flight on this rank."""
         return self.last is not None and not self.last.settled.is_set()
+
+    @property
+    def problem(self) -> str | None:
+        """Why the last save came to nothing on this rank, on its way to shared storage too."""
+        placed = self._placing.last if self._placing is not None else None
+        last = self.last.error if self.last is not None else None
+        return last or (placed.error if placed is not None else None)
 
     @property
     def failed_save(self) -> int:
@@ -249,9 +263,17 @@ class Saver:
         last.settled.wait(max(0.0, limit_at - time.time()))
         return last.settled.is_set() and last.error is None
 
-    def wait_shared(self, limit_at: float) -> bool:
-        """Wait until the last save is on shared storage, as far as this rank has to do with it."""
-        return self.wait(limit_at) and (self._placing is None or self._placing.wait(limit_at))
+    def wait_shared(self, limit_at: float, roll: RollCall | None = None) -> bool:
+        """Wait until the last save is on shared storage, as far as this rank has to do with it.
+
+        With `roll`, which all ranks then give, those that end meanwhile are not waited for.
+        """
+        with roll.held(limit_at) if roll is not None else nullcontext():
+            written = self.wait(limit_at)
+        if self._placing is None:
+            return written
+        with roll.held(limit_at) if roll is not None else nullcontext():
+            return written and self._placing.wait(limit_at)
 
     def flush(self, committed: int, limit_at: float) -> bool:
         """Have this rank's listeners hear of a commit, and wait until they have, by `limit_at`; true if they have."""
@@ -290,7 +312,7 @@ class Saver:
                 self._staging.signature = None  # laid out anew by the next save
             else:
                 self._make_way(save, tensors)
-                self._persister.persist(save, tensors, changed=changed, given_up=lambda: self._given_up(save))
+                self._persister.persist(save, tensors, changed=changed, given_up=partial(self._given_up, save))
                 self.persist_s = time.time() - save.requested_at
                 self._guard.succeeded()
         except BaseException as caught:  # noqa: BLE001  # DCP's own is a BaseException; any would be lost in a thread
@@ -321,9 +343,12 @@ class Saver:
             name=final.name if final is not None else None,
         )
 
-    def _given_up(self, save: Save) -> str | None:
+    def _given_up(self, save: Save, missing: Collection[int]) -> str | None:
         if save.cancelled is not None:
             return f"cancelled: {save.cancelled}"
+        if gone := self.ended.of(missing):
+            more = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
+            return f"rank {gone[0]}{more} ended before it had written its part: what it printed last says why"
         return "another rank could not write" if self._failed_elsewhere >= save.sequence else None
 
     def _make_way(self, save: Save, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +105,7 @@ class Placing:
         self._given_up: set[str] = set()  # save_ids that shared storage will not have
         self._stopping = False
         self.leaving = False  # the process ends after the next save
+        self.ended: Callable[[Iterable[int]], list[int]] = lambda _ranks: []  # which of these are gone
         self.last: Placed | None = None
         self._threads = [
             threading.Thread(target=work, name=f"stepkeeper-{name}", daemon=True)
@@ -300,6 +301,10 @@ class Placing:
             lacking = _lacking(save.directory, held)
             if not lacking:
                 break
+            if gone := self.ended(range(held.manifest.world_size)):
+                theirs = [name for rank in gone for name in lacking if name.startswith(f"__{rank}_")]
+                if theirs:
+                    raise TierError(f"{theirs[0]} will never be copied: its rank has ended")
             if sum(sizes.values()) != there:
                 there, since = sum(sizes.values()), time.monotonic()
             elif time.monotonic() > since + STALLED_S:

@@ -1,0 +1,79 @@
+"""Ranks that end while the others wait for them in `keeper.finish`: scenes for `test_endings`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepkeeper_trainer import Keeper, KeeperError, rollcall
+from stepkeeper_trainer.tiers.config import Tiers
+
+SAVE_WITHIN_S = 600.0  # far beyond the limit of a scene
+STEPS = 2
+
+
+def finishes(
+    rank: int, directory: Path, *, hit: str, who: int, how: str = "kill", slow: int | None = None, local: str = ""
+) -> int:
+    """Train two steps and finish; rank `who` is hit there, and rank `slow` takes its time to write."""
+    rollcall.GRACE_S = 0.5
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    keeper = Keeper(
+        model=model,
+        optimizer=optimizer,
+        run_dir=directory,
+        total_steps=STEPS,
+        save_within_s=SAVE_WITHIN_S,
+        retention="all",
+        storage_test="off",
+        tiers=Tiers(local=f"{local}/%N") if local else None,
+    )
+    keeper.resume()
+    while not keeper.finished:
+        model(torch.rand(4, 64)).sum().backward()
+        optimizer.step()
+        keeper.step_done(loss=1.0)
+    if rank == who:
+        _arm(hit, lambda: _fall(how))
+    if rank == slow:
+        _arm("report.publish", lambda: time.sleep(2.0))
+    if local:
+        keeper.save()  # the last one of a launch goes past the local disk; one in flight does not
+        assert keeper._saver is not None
+        assert keeper._saver.wait(time.time() + SAVE_WITHIN_S)
+    try:
+        return keeper.finish(leave_process=False)
+    except KeeperError as error:
+        print(f"[{rank}] {error}", flush=True)
+        return error.exit_code
+
+
+def _fall(how: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def _arm(hit: str, act: Any) -> None:
+    """Have `act` called where this rank's part of a save comes to a point."""
+    from stepkeeper_trainer import persist  # noqa: PLC0415
+    from stepkeeper_trainer.tiers import placing  # noqa: PLC0415
+
+    holder: Any = {"report.publish": persist, "reported": persist, "placing.push": placing}[hit]
+    name = hit.rpartition(".")[2] if hit != "reported" else "publish"
+    original = getattr(holder, name)
+
+    def hooked(*arguments: Any, **options: Any) -> Any:
+        if hit != "reported":
+            act()
+        result = original(*arguments, **options)
+        if hit == "reported":
+            act()
+        return result
+
+    setattr(holder, name, hooked)

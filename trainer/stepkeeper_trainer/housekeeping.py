@@ -1,12 +1,16 @@
-"""What rank 0 does after each commit beside training: older steps are removed as the policy says."""
+"""What rank 0 does after each commit beside training: older steps are removed as the policy says.
+
+By what rules that is, and which other places have steps, it records at the start, for those who look later.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import UsageError
-from stepkeeper_trainer.formats import lineage
+from stepkeeper_trainer.formats import keeping, lineage
 from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.log import say, warn
@@ -15,6 +19,8 @@ from stepkeeper_trainer.retention import Outcome, Policy, Pruner, parse_policy
 if TYPE_CHECKING:
     from stepkeeper_trainer.commit import Commits
     from stepkeeper_trainer.listeners import CommittedStep
+    from stepkeeper_trainer.tiering import Tiering
+    from stepkeeper_trainer.tiers.config import Tiers
 
 READ_THREADS = 2  # each new step is read once to be counted: training has the other cores
 READ_BYTES_PER_S = 2e9
@@ -57,6 +63,32 @@ class Retention:
         if outcome.plan.blocked != self._blocked and outcome.plan.blocked is not None:
             warn("retention_blocked", why=outcome.plan.blocked)
         self._blocked = outcome.plan.blocked
+
+
+def keep_house(commits: Commits, policy: Policy | None, tiering: Tiering | None, rank: int) -> Retention | None:
+    """Record how steps are kept, and return what removes those that need not be; on rank 0, else nothing is done."""
+    if rank != 0:
+        return None
+    try:
+        keeping.write(commits.run_directory, _keeping(commits, policy, tiering.tiers if tiering is not None else None))
+    except OSError as error:
+        warn("keeping_unrecorded", why=error)  # it is for those who look later: training does without
+    return Retention(commits, policy) if policy is not None else None
+
+
+def _keeping(commits: Commits, policy: Policy | None, tiers: Tiers | None) -> keeping.Keeping:
+    launch, at = commits.environment.launch_name, time.time()
+    places = []
+    if tiers is not None and tiers.local is not None:
+        places.append(keeping.Place(kind="local", where=tiers.local, launch=launch, at=at))
+    if tiers is not None and tiers.cold is not None:
+        places.append(keeping.Place(kind="cold", where=tiers.cold, launch=launch, at=at))
+    return keeping.Keeping(
+        launch=launch,
+        at=at,
+        retention=dataclasses.asdict(policy) if policy is not None else None,
+        places=tuple(places),
+    )
 
 
 def choose_policy(environment: str | None, wanted: str | Policy | None, *, total_steps: int | None) -> Policy | None:

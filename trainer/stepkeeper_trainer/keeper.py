@@ -18,7 +18,7 @@ from stepkeeper_trainer.boundary import Boundary
 from stepkeeper_trainer.cadence import Rule, choose_rule
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError, check_choice, check_seconds
-from stepkeeper_trainer.housekeeping import Retention, choose_policy
+from stepkeeper_trainer.housekeeping import choose_policy, keep_house
 from stepkeeper_trainer.later import whole
 from stepkeeper_trainer.leave import install_excepthook, leave
 from stepkeeper_trainer.link import Link
@@ -331,7 +331,7 @@ class Keeper:
         """Make what works from the first step on; all ranks at the same time."""
         nodes = self._agreement.gather(self._environment.node)
         self._periodic = Periodic(self._rule, rank=self.rank, nodes=len(set(nodes)), seen=self._environment.reliability)
-        retention = Retention(self._commits, self._policy) if self.rank == 0 and self._policy is not None else None
+        retention = keep_house(self._commits, self._policy, self._tiering, self.rank)
         self._guard = storage.Guard(
             self._commits.checkpoints,
             rank=self.rank,

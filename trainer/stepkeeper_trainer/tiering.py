@@ -52,7 +52,7 @@ class Tiering:
         Raises:
             UsageError: a tier makes no sense, or its library is missing.
         """
-        self._tiers, self._commits, self._agreement = tiers, commits, agreement
+        self.tiers, self._commits, self._agreement = tiers, commits, agreement
         self.placing: Placing | None = None
         self._copies: ColdCopies | None = None
         self._keeping: Keeping | None = None
@@ -122,7 +122,7 @@ class Tiering:
 
     def _start_peers(self, local: LocalTier) -> None:
         """Have the next node keep this one's files too, and keep those of the one before; all ranks do so together."""
-        if not self._tiers.peers:
+        if not self.tiers.peers:
             return
         place, address = self._parts.place, None
         if place.leads:
@@ -156,7 +156,7 @@ class Tiering:
         if not through and self._parts.place.rank == 0:
             warn(
                 "cold_copy_unfinished",
-                tier=self._tiers.cold,
+                tier=self.tiers.cold,
                 why="it fails, or there was no time: `stepkeeper checkpoints copy RUN --to URL` goes on with it",
             )
         self._copies = None
@@ -175,9 +175,7 @@ class Tiering:
         if self._keeping is not None:
             self._keeping.close()
         if self._copies is not None and not self._copies.close(0.0):
-            say(
-                "cold_copy_unfinished", tier=self._tiers.cold, why="the process leaves: the next launch goes on with it"
-            )
+            say("cold_copy_unfinished", tier=self.tiers.cold, why="the process leaves: the next launch goes on with it")
 
     def _prune(self) -> None:
         """Remove from the cold tier what it need not keep (rank 0)."""
@@ -185,9 +183,9 @@ class Tiering:
         try:
             lineage = lineages.read(self._commits.checkpoints)
             pinned = [s for s, marks in lineage.marks.items() if lineages.PINNED in marks] if lineage else []
-            removed = prune(self._parts.cold, keep=self._tiers.cold_keep, pinned=pinned)
+            removed = prune(self._parts.cold, keep=self.tiers.cold_keep, pinned=pinned)
         except (TierError, OSError) as error:
-            warn("cold_prune_failed", tier=self._tiers.cold, why=error)
+            warn("cold_prune_failed", tier=self.tiers.cold, why=error)
             return
         if removed:
             say("cold_steps_removed", directories=",".join(removed))

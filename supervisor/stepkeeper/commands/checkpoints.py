@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from stepkeeper import printing
-from stepkeeper.commands import checkpoints_export, checkpoints_tiers
+from stepkeeper.commands import checkpoints_export, checkpoints_prune, checkpoints_tiers
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
-from stepkeeper_trainer import retention, space
+from stepkeeper_trainer import space
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
@@ -62,7 +62,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         command.add_argument(
             "--shallow", action="store_true", help="compare names and sizes, and that every tensor is there, only"
         )
-        command.add_argument("--threads", type=_positive, metavar="N", help="readers (default: by the cores)")
+        command.add_argument(
+            "--threads", type=checkpoints_prune.positive, metavar="N", help="readers (default: by the cores)"
+        )
         command.add_argument(
             "--max-rate", type=_rate, metavar="BYTES/S", help="read no faster than this; k, M, G and T are units"
         )
@@ -71,35 +73,13 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         )
     for command in (listing, verify, latest):
         command.add_argument("--json", action="store_true", help="one JSON document")
-    _add_retention(below)
+    _add_keeping(below)
     checkpoints_export.add(below)
     checkpoints_tiers.add(below)
 
 
-def _add_retention(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    prune = below.add_parser(
-        "prune",
-        help="remove step directories that no rule wants to keep",
-        description="Remove step directories that no rule wants to keep.  Only verified ones count, and only they are "
-        "removed; nothing is removed while the newest one is not verified.",
-        allow_abbrev=False,
-    )
-    prune.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
-    prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and why the rest is kept")
-    prune.add_argument(
-        "--keep-last",
-        type=_positive,
-        metavar="K",
-        help=f"keep the newest K (default where another rule is named: {retention.KEEP_LAST})",
-    )
-    prune.add_argument("--every", type=_positive, metavar="M", help="keep a milestone of every M steps")
-    prune.add_argument("--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the work")
-    prune.add_argument("--total-steps", type=_positive, metavar="N", help="of the whole work, for --every-percent")
-    prune.add_argument("--best", type=_positive, default=0, metavar="N", help="keep the N best")
-    prune.add_argument("--best-by", default="loss", metavar="NAME", help="what the best are chosen by (default: loss)")
-    prune.add_argument("--best-is-highest", action="store_true", help="a higher value is better")
-    prune.add_argument("--json", action="store_true", help="one JSON document")
-    prune.set_defaults(execute=prune_steps)
+def _add_keeping(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    checkpoints_prune.add(below)
     for name, value, words in (("pin", True, "never prune a step directory"), ("unpin", False, "take back a pin")):
         pin = below.add_parser(name, help=words, allow_abbrev=False)
         pin.add_argument("where", metavar="STEPDIR", help="a step directory")
@@ -115,12 +95,6 @@ def _add_retention(below: argparse._SubParsersAction[argparse.ArgumentParser]) -
     test.add_argument("--within", type=_rate, default=space.TEST_WITHIN_S, metavar="S", help="time limit in seconds")
     test.add_argument("--json", action="store_true", help="one JSON document")
     test.set_defaults(execute=try_storage)
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def _rate(text: str) -> float:
@@ -300,58 +274,6 @@ def print_latest(arguments: argparse.Namespace) -> int:
     if choice.chosen is None:
         printing.warn(f"{checkpoints}: no verified step directory")
         return NONE_FOUND
-    return ExitCode.FINISHED
-
-
-@printing.reading
-def prune_steps(arguments: argparse.Namespace) -> int:
-    """Apply a retention policy to the step directories of a run."""
-    checkpoints = find.checkpoints(arguments.where, os.environ).resolve()
-    named = (arguments.keep_last, arguments.every, arguments.every_percent, arguments.best or None)
-    if not arguments.dry_run and named == (None,) * len(named):
-        raise StepkeeperError(
-            "say what to keep, such as --keep-last 3 --every 1000: the policy of the run's own script is not known "
-            "here; --dry-run shows what would go",
-            ExitCode.USAGE,
-        )
-    try:
-        policy = retention.Policy(
-            keep_last=arguments.keep_last or retention.KEEP_LAST,
-            every_steps=arguments.every,
-            every_percent=arguments.every_percent,
-            total_steps=arguments.total_steps,
-            best=arguments.best,
-            best_by=arguments.best_by,
-            best_is_highest=arguments.best_is_highest,
-        )
-    except ValueError as error:
-        raise StepkeeperError(str(error), ExitCode.USAGE) from error
-    outcome = retention.prune(checkpoints, policy, dry_run=arguments.dry_run)
-    freed = 0 if arguments.dry_run else retention.empty_trash(checkpoints)
-    plan = outcome.plan
-    gone = plan.removed if arguments.dry_run else outcome.removed
-    if arguments.json:
-        document = {
-            "checkpoints": str(checkpoints),
-            "dry_run": arguments.dry_run,
-            "kept": {name: list(why) for name, why in sorted(plan.kept.items())},
-            "removed": list(gone),
-            "spared": dict(outcome.spared),
-            "blocked": plan.blocked,
-            "directories_freed": freed,
-        }
-        printing.say_json(document, indent=2)
-        return ExitCode.FINISHED
-    words = "would be removed" if arguments.dry_run else "removed"
-    rows = [(name, "kept", "; ".join(why)) for name, why in plan.kept.items()]
-    rows += [(name, "kept", why) for name, why in outcome.spared]
-    rows += [(name, words, "no rule wants it") for name in gone]
-    if rows:
-        printing.say_table(sorted(rows, reverse=True))
-    else:
-        printing.say(f"{checkpoints}: no step directories yet")
-    if plan.blocked:
-        printing.warn(f"nothing was removed: {plan.blocked}")
     return ExitCode.FINISHED
 
 

@@ -16,6 +16,7 @@ from stepkeeper.config import record
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
+from stepkeeper_trainer.formats import keeping
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.tiers.choosing import newest_anywhere
 from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers, check_place
@@ -34,7 +35,7 @@ def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "tiers",
         help="say which tier has which step, and how far copies lag",
         description="Say which tier has which step: this node's disk, the run directory, the cold tier.  The places "
-        "are those of the newest attempt.",
+        "are those that the newest attempt's settings name, else those that its ranks have recorded.",
         allow_abbrev=False,
     )
     tiers.add_argument("where", metavar="RUN", help="run directory or job id")
@@ -67,7 +68,7 @@ def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def show(arguments: argparse.Namespace) -> int:
     """Print a table of steps and tiers."""
     run = find.find(arguments.where, os.environ)
-    tiers = _tiers_of(run.path)
+    tiers, earlier = _tiers_of(run.path)
     local, cold = arguments.local or tiers.local, arguments.cold or tiers.cold
     found = [survey("shared", DirectoryTier(run.checkpoints), deep=arguments.deep)]
     if local is not None and (place := _local_place(run.path, local)) is not None:
@@ -82,6 +83,7 @@ def show(arguments: argparse.Namespace) -> int:
                 "run": str(run.path),
                 "tiers": [{"newest": each.newest, "lag_steps": _lag(each, shared)} | _plain(each) for each in found],
                 "on_the_way": {"to_shared": going.to_shared, "to_cold": going.to_cold},
+                "used_earlier": [{"kind": each.kind, "where": each.where, "launch": each.launch} for each in earlier],
             },
             indent=2,
         )
@@ -90,6 +92,8 @@ def show(arguments: argparse.Namespace) -> int:
         for what, names in (("shared storage", going.to_shared), ("the cold tier", going.to_cold)):
             for name in names:
                 printing.say(f"on the way to {what}: {name}")
+        for each in earlier:
+            printing.say(f"used by launch {each.launch}: {each.where}; look there with --{each.kind}")
     return ExitCode.FINISHED
 
 
@@ -218,8 +222,27 @@ def _open(where: str, zstd: int | None = None) -> Tier:
         raise StepkeeperError(str(error), ExitCode.USAGE) from error
 
 
-def _tiers_of(run: Path) -> Tiers:
-    """Return the tiers of the newest attempt that recorded any; none where nothing is recorded."""
+def _tiers_of(run: Path) -> tuple[Tiers, list[keeping.Place]]:
+    """Return the tiers in use, and those that launches have used earlier.
+
+    What the settings of the newest attempt name counts, as it does for the ranks; else what the ranks have recorded.
+    """
+    told = _settings_of(run)
+    try:
+        kept = keeping.read(run)
+    except (OSError, keeping.KeepingError) as error:
+        printing.warn(f"what the ranks have recorded cannot be read: {error}")
+        kept = None
+    places = kept.places if kept is not None else ()
+    if not told.any and kept is not None:
+        local, cold = kept.now("local"), kept.now("cold")
+        told = Tiers(local=local.where if local else None, cold=cold.where if cold else None)
+    in_use = {("local", told.local), ("cold", told.cold)}
+    return told, [place for place in places if (place.kind, place.where) not in in_use]
+
+
+def _settings_of(run: Path) -> Tiers:
+    """Return the tiers of the newest attempt that recorded its settings; none where nothing is recorded."""
     attempts = sorted((run / "attempts").glob("attempt-*"), reverse=True)
     for attempt in attempts:
         try:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
+
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.pickles import OpcodeError, find_end
 
@@ -35,8 +37,7 @@ class MetadataError(ValueError):
     """`.metadata` is torn, of an unknown kind, or names code."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """A box of a tensor, and where its bytes lie."""
 
     offsets: tuple[int, ...]
@@ -44,8 +45,7 @@ class Piece:
     extent: Extent | None  # None: `.metadata` does not say
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(msgspec.Struct, frozen=True):
     """A range of bytes of a file of the step directory."""
 
     file: str
@@ -54,8 +54,7 @@ class Extent:
     transformed: bool  # compressed or the like: the length tells nothing of what is inside
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(msgspec.Struct, frozen=True):
     """One tensor of the whole job, in pieces."""
 
     dtype: str  # `torch.` left out
@@ -257,8 +256,11 @@ def _extent(info: Any) -> Extent:
 
 
 def _box(value: Any) -> tuple[int, ...]:
-    if type(value) is not tuple or any(type(number) is not int or number < 0 for number in value):
+    if type(value) is not tuple:
         raise MetadataError("a size is not a list of numbers")
+    for number in value:
+        if type(number) is not int or number < 0:
+            raise MetadataError("a size is not a list of numbers")
     return value
 
 

@@ -7,6 +7,7 @@ Left out on purpose are the ways to call things by text (INST, OBJ), by number (
 from __future__ import annotations
 
 import pickle
+import re
 
 _FIXED = {  # with the bytes each takes
     **dict.fromkeys((pickle.MARK, pickle.POP, pickle.NONE, pickle.MEMOIZE, pickle.STACK_GLOBAL), 1),
@@ -27,6 +28,15 @@ _COUNTED = {  # with the bytes of their length
     pickle.BINUNICODE8: 8,
 }
 _ADVANCE = [_FIXED.get(bytes([code]), 0) for code in range(256)]
+
+
+def _of_width(width: int) -> bytes:
+    codes = b"".join(re.escape(code) for code, bytes_taken in _FIXED.items() if bytes_taken == width)
+    return b"[" + codes + b"].{%d}" % (width - 1)
+
+
+# most of a pickle: passed over by one call, and not by a turn of the loop for each
+_RUN = re.compile(b"(?s:" + b"|".join(map(_of_width, sorted(set(_FIXED.values())))) + b")*+")
 _LENGTH_BYTES = {code[0]: width for code, width in _COUNTED.items()}
 _STOP, _GLOBAL = pickle.STOP[0], pickle.GLOBAL[0]
 _TENSOR_ITEM = {pickle.BINPUT[0]: 2, pickle.BINPERSID[0]: 1}  # of protocol 2, which `torch.save` uses
@@ -47,13 +57,17 @@ def find_end(data: bytes, start: int = 0, *, tensor_item: bool = False) -> int:
     Raises:
         OpcodeError: it is not to be read.
     """
-    at, end, advance = start, len(data), _ADVANCE
+    at, end, run = start, len(data), _RUN.match
     while at < end:
+        found = run(data, at)
+        assert found is not None, "it matches nothing at least"
+        at = found.end()
+        if at >= end:
+            break
         code = data[at]
-        step = advance[code]
-        if step:
-            at += step
-        elif (width := _LENGTH_BYTES.get(code)) is not None:
+        if _ADVANCE[code]:
+            break  # it goes on behind the end
+        if (width := _LENGTH_BYTES.get(code)) is not None:
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
         elif code == _STOP:
             return at + 1

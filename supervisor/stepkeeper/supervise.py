@@ -287,6 +287,11 @@ class Supervisor:
             case do.TellSlowLaunch():
                 nodes = ",".join(effect.nodes)
                 self.log.warning("launch_is_slow", seconds=effect.seconds, usual=effect.usual, suspects=nodes)
+            case do.TellReplay() if effect.equal:
+                self.log.info("replay_equal", steps=effect.steps)
+            case do.TellReplay():
+                nodes = ",".join(effect.nodes)
+                self.log.warning("replay_differs", step=effect.step, then=effect.then, now=effect.now, new_nodes=nodes)
             case do.CallPerson():
                 self._call_person(effect)
             case do.ReleaseNodes():

@@ -155,6 +155,10 @@ FIELDS = {
             ((("a", 0.5), ("b", 0.5)), (("a", 0.5), ("b", 0.9)), (("a", 0.5),), (("stranger", 0.9), ("b", 0.0)))
         ),
     },
+    on.Replayed: {
+        **_launch, "step": _small, "steps": st.integers(1, 3), "worst": st.none() | _small,
+        "then": st.none() | st.just(1.0), "now": st.just(1.5), "deterministic": st.booleans(),
+    },
     on.SaveBegan: {**_launch, **_save},
     on.CheckpointCommitted: {
         **_launch, **_save, "directory": _directory, "bytes": _small, "seconds": st.just(1.0)
@@ -311,7 +315,7 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
         case do.AskUncleared():
             missing = draw(st.sampled_from(((), state.nodes[:1], state.nodes)))
             return on.NodesNotCleared(at=at, launch=effect.launch, nodes=missing), []
-        case do.Look() | do.CallPerson() | do.AnswerAsk() | do.TellSlowNode() | do.TellSlowLaunch():
+        case do.Look() | do.CallPerson() | do.AnswerAsk() | do.TellSlowNode() | do.TellSlowLaunch() | do.TellReplay():
             return None, []
         case do.CollectStacks():
             if draw(st.integers(0, 3)) == 0:

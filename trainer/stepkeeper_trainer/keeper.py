@@ -28,6 +28,7 @@ from stepkeeper_trainer.optimizers import OptimizerStates
 from stepkeeper_trainer.own_time import OwnTime
 from stepkeeper_trainer.periodic import Periodic
 from stepkeeper_trainer.records import Records, begin_records
+from stepkeeper_trainer.replay import begin_replay
 from stepkeeper_trainer.reporter import Reporter
 from stepkeeper_trainer.requests import Requests
 from stepkeeper_trainer.retention import Policy
@@ -189,6 +190,7 @@ class Keeper:
         tensors = self._state.collect()  # what cannot be saved is said now, and not at the first save
         if self.rank == 0:
             self._records = begin_records(self._counters, self.run_dir, self._environment, self._tracker)
+            self._records.replay = begin_replay(self.run_dir, resumed.manifest, self.world_size, self._link)
         saver = self._wire(resumed)
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stepkeeper_trainer.environment import Environment
+    from stepkeeper_trainer.replay import Replay
     from stepkeeper_trainer.state import Counters
     from stepkeeper_trainer.trackers import Tracker
 
@@ -41,6 +42,7 @@ class Records:
         self._run_directory = run_directory
         self._noted = trackers is not None  # what the run is called there, the tracker itself keeps
         self._open: _Step | None = None
+        self.replay: Replay | None = None  # is told of each loss
 
     def step(self, loss: Number, lr: Number, grad_norm: Number, others: Mapping[str, float] | None = None) -> None:
         """Record the step that `counters` is at; `others` are for the tracker."""
@@ -62,6 +64,8 @@ class Records:
         loss = step.loss.read()
         if loss is not None:
             self._counters.history.append((step.step, loss))
+            if self.replay is not None:
+                self.replay.heard(step.step, loss)
         lr, grad_norm = step.lr.read(), step.grad_norm.read()
         self._metrics.row(step.step, loss, step.tokens, lr, grad_norm, at=step.at)
         if self._trackers is not None:

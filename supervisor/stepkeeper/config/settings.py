@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from stepkeeper.core import slow_nodes
+from stepkeeper.core import replays, slow_nodes
 from stepkeeper.core.anomalies import WATCH
 from stepkeeper.core.growing import GROW_BACK
 from stepkeeper.core.policy import Policy
@@ -159,7 +159,8 @@ _POLICY = {
     "progress_every_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "loss_not_finite": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
     "loss_spike": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
-    "on_slow_node": About(metavar="|".join(slow_nodes.CHOICES), choices=slow_nodes.CHOICES, has_flag=False),
+    "replay_differs": About(metavar="|".join(replays.CHOICES), choices=replays.CHOICES, has_flag=False),
+    "slow_node": About(metavar="|".join(slow_nodes.CHOICES), choices=slow_nodes.CHOICES, has_flag=False),
     "judged_from": About(least=0, most=1, has_flag=False),
     "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),
     "read_back": About(metavar="off|newest|all", choices=("off", "newest", "all")),

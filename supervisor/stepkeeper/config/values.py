@@ -82,7 +82,7 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
 
 def _refuse_no_row(setting: Setting, value: Value, where: str) -> None:
     """Refuse a row of the ladder that is none."""
-    if not setting.key.startswith("policy.on_") or not isinstance(value, str) or setting.about.choices:
+    if not setting.key.startswith("policy.on_") or not isinstance(value, str):
         return
     try:
         ladder.parse(value)

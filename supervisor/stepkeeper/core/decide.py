@@ -1,8 +1,8 @@
 """The rules: `decide(state, event, policy)` returns the next state, what to do, and why.
 
 Pure, like the whole of `core`: no clock, no I/O, no log, no thread.  Time is `event.at`.  Read on in the
-order of a run: `starting`, `storage`, `training`, `silence`, `slow_nodes`, `suspension`, `settling`, `notices`,
-`asked`, `faults`, `growing`, `bus`, `deadlines`; all of them end in `phases`.
+order of a run: `starting`, `storage`, `training`, `silence`, `slow_nodes`, `replays`, `suspension`, `settling`,
+`notices`, `asked`, `faults`, `growing`, `bus`, `deadlines`; all of them end in `phases`.
 
 Every phase that waits has a deadline.  When it passes, the next rougher means is used.
 """
@@ -26,6 +26,7 @@ from stepkeeper.core.notices import (
 )
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.replays import on_replayed
 from stepkeeper.core.settling import on_judged, on_rolled_back
 from stepkeeper.core.silence import on_stacks
 from stepkeeper.core.slow_nodes import on_nodes_paced
@@ -109,6 +110,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_progressed(state, event, policy)
         case on.NodesPaced():
             return on_nodes_paced(state, event, policy)
+        case on.Replayed():
+            return on_replayed(state, event, policy)
         case on.SaveBegan():
             return on_save_began(state, event, policy)
         case on.CheckpointCommitted():

@@ -139,6 +139,18 @@ class TellSlowLaunch(_Effect, frozen=True, kw_only=True, tag="tell_slow_launch")
     why: str = ""
 
 
+class TellReplay(_Effect, frozen=True, kw_only=True, tag="tell_replay"):
+    """Tell what came of the steps that were done again after a resume."""
+
+    equal: bool  # the same bits, or within what is usual for the run
+    steps: int
+    step: int | None = None  # whose loss differs most; all of it is left out where the bits are equal
+    then: float | None = None
+    now: float | None = None
+    nodes: tuple[str, ...] = ()  # that are new in this launch
+    why: str = ""
+
+
 class CallPerson(_Effect, frozen=True, kw_only=True, tag="call_person"):
     """The run stops and a person is needed: Slurm's job comment, and the user's notify command.  Never fatal."""
 
@@ -215,6 +227,7 @@ Effect = (
     | RollBack
     | TellSlowNode
     | TellSlowLaunch
+    | TellReplay
     | CallPerson
     | ReleaseNodes
     | CheckNodes

@@ -28,6 +28,7 @@ Where each comes from, and what may be concluded from it:
     RankExited          the wrapper (`code` or `signal`); else a watcher that saw the process vanish (neither)
     Progressed, SaveBegan, CheckpointCommitted, SaveGaveUp, TrainingFinished, TrainingStopped
                         the trainer library, for all ranks
+    Replayed            the trainer library of rank 0, from `metrics.csv`
     NodesPaced          the trainer library of every rank, reduced by the watchers and put together by `sources.bus`
     LaunchEnded         the training step's srun and `outcome.json` (`actions.launch`): it outweighs every word
     LaunchRefused       the operating system: srun could not be executed (`actions.launch`)
@@ -339,6 +340,19 @@ class Progressed(_RankEvent, frozen=True, kw_only=True, tag="progressed"):
     not_finite: bool = False  # the loss is NaN or infinite: JSON has no word for these
 
 
+class Replayed(_RankEvent, frozen=True, kw_only=True, tag="replayed"):
+    """Steps after a resume were done again, and their losses compared with those recorded the first time."""
+
+    step: int  # the last one
+    steps: int  # that were compared
+    first: int | None = None  # whose loss is another one
+    worst: int | None = None  # whose loss is furthest from the recorded one
+    then: float | None = None  # the recorded loss of that one; None: no finite number
+    now: float | None = None
+    deterministic: bool = False  # the run says that it is, and nothing that losses depend on has changed
+    changed: str = ""  # what has
+
+
 class NodesPaced(_RankEvent, frozen=True, kw_only=True, tag="nodes_paced"):
     """How long the ranks of each node worked themselves for a step, without what they waited for others.
 
@@ -485,6 +499,7 @@ Event = (
     | RankExited
     | Progressed
     | NodesPaced
+    | Replayed
     | SaveBegan
     | CheckpointCommitted
     | SaveGaveUp

@@ -190,7 +190,15 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     loss_times: float = 1.5
     """And at least so many times the usual loss."""
 
-    on_slow_node: str = "tell"
+    replay_differs: str = "tell"
+    """Steps that are done again after a resume come to other losses than the first time, further than is usual: `tell`,
+    or `rollback` (end the launch and try once more from a verified step; what then is said by `on_numerical`)."""
+
+    replay_times: float = 1.02
+    """Losses of a run that is not deterministic differ when they are so many times as high or low, and by more than
+    half of what neighbouring steps differ by."""
+
+    slow_node: str = "tell"
     """A node whose ranks work longer for a step than those of the other nodes, so that all wait for it: `tell` (log,
     metrics, report), or `replace` (after the next checkpoint, by a spare of the allocation, where there is one)."""
 

@@ -38,7 +38,7 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
     effects, words = [], []
     for verdict in verdicts:
         word = _in_words(verdict)
-        if verdict.slow and policy.on_slow_node == REPLACE and not verdict.of_its_place:
+        if verdict.slow and policy.slow_node == REPLACE and not verdict.of_its_place:
             state = replace(state, to_replace=verdict.node)
             spare = "a spare takes its place" if _has_spare(state, verdict.node) else "no spare is there for it"
             word += f"; {spare}{', at the next checkpoint' if _has_spare(state, verdict.node) else ''}"

@@ -129,6 +129,10 @@ def _samples() -> dict[str, on.Event]:
         "RankExited, nobody saw how": on.RankExited(at=AT, launch=0, rank=1, node="b"),
         "Progressed": on.Progressed(at=AT, launch=0, step=901, tokens=1, loss=1.0, step_seconds=1.0),
         "NodesPaced": on.NodesPaced(at=AT, launch=0, step=901, step_seconds=1.0, own=(("a", 0.9), ("b", 0.9))),
+        "Replayed, the same": on.Replayed(at=AT, launch=0, step=905, steps=5, deterministic=True),
+        "Replayed, another loss": on.Replayed(
+            at=AT, launch=0, step=905, steps=5, first=903, worst=903, then=1.0, now=1.5, deterministic=True
+        ),
         "SaveBegan": on.SaveBegan(at=AT, launch=0, step=901, save_id="s1"),
         "CheckpointCommitted, emergency": on.CheckpointCommitted(
             at=AT, launch=0, step=901, save_id="s1", directory=STEP, bytes=1, seconds=1.0, emergency=True

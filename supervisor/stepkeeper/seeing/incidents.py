@@ -74,6 +74,8 @@ def _told(record: Record) -> Iterator[tuple[str, str, str]]:
             yield "slow node", f"{effect.factor:.2f} times as long for a step as the others", effect.node
         elif isinstance(effect, do.TellSlowLaunch):
             yield "slow launch", effect.why, effect.nodes[0] if effect.nodes else ""
+        elif isinstance(effect, do.TellReplay) and not effect.equal:
+            yield "replay differs", effect.why, effect.nodes[0] if effect.nodes else ""
 
 
 def name_of(directory: str) -> str:

@@ -60,6 +60,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "RankHello": {"rank": 0, "node": "a"},
     "RankExited": {"rank": 1, "node": "b"},
     "Progressed": {"tokens": 0, "loss": 1.0, "step_seconds": 1.0},
+    "Replayed": {"step": 20, "steps": 10},
     "NodesPaced": {"step": 1, "step_seconds": 1.0},
     "SaveBegan": {"save_id": "s1"},
     "CheckpointCommitted": {"save_id": "s1", "bytes": 1, "seconds": 1.0},
@@ -176,8 +177,9 @@ def _structures(given: dict[str, Any]) -> dict[str, Any]:
         fields["tried"] = [{"cause": cause, "place": place, "count": int(count), "step": int(step)}]
     if "own" in fields:
         fields["own"] = [[node, float(seconds)] for node, seconds in _pairs(fields["own"])]
-    if isinstance(fields.get("nodes"), str):
-        fields["nodes"] = fields["nodes"].split(",")
+    for name in ("nodes", "nodes_before"):
+        if isinstance(fields.get(name), str):
+            fields[name] = fields[name].split(",")
     return fields
 
 

@@ -24,6 +24,7 @@ ERROR_CHARACTERS_MAX = 300
 ERRORS_WITHIN_S = 1.0
 _EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
     words.Progress: on.Progressed,
+    words.Replayed: on.Replayed,
     words.SaveStarted: on.SaveBegan,
     words.Committed: on.CheckpointCommitted,
     words.SaveFailed: on.SaveGaveUp,

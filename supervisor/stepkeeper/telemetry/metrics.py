@@ -64,6 +64,7 @@ NODE_FAULTS = _counter("node_faults", "Faults of nodes that were reported.", "le
 NODES_LEFT = _counter("nodes_left", "Times that nodes were given up: lost, faulty or unfit.")
 NOTICES = _counter("notices", "Preemptions, time limits and other notices from Slurm.", "notice")
 WATCHERS_LOST = _counter("watchers_lost", "Watchers that fell silent or ended.")
+REPLAYS = _counter("replays", "Resumes whose first steps were compared with the first time they were done.", "outcome")
 NODES_SLOW = _counter("nodes_slow", "Times that a node was found to hold the others up.")
 LAUNCHES_SLOW = _counter("launches_slow", "Launches that stepped slower than those before them.")
 REQUEUES = _counter("requeues", "Requeues that were ordered.", "outcome")

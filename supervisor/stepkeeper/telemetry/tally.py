@@ -47,6 +47,8 @@ class Tally:
                     self._counts[metrics.LAUNCHES, ()] += 1
                 elif isinstance(effect, do.TellSlowNode) and not effect.over:
                     self._counts[metrics.NODES_SLOW, ()] += 1
+                elif isinstance(effect, do.TellReplay):
+                    self._counts[metrics.REPLAYS, ("equal" if effect.equal else "differs",)] += 1
                 elif isinstance(effect, do.TellSlowLaunch):
                     self._counts[metrics.LAUNCHES_SLOW, ()] += 1
             self._gauges[metrics.FAILURES] = record.failures

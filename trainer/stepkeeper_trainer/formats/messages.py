@@ -65,6 +65,19 @@ class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
     own_seconds: float | None = None  # what this rank worked itself for a step, without waiting for others
 
 
+class Replayed(_Message, frozen=True, kw_only=True, tag="replayed"):
+    """Rank 0: steps after a resume were done again, and their losses compared with those recorded the first time."""
+
+    step: int  # the last one
+    steps: int  # that were compared
+    first: int | None = None  # whose loss is another one
+    worst: int | None = None  # whose loss is furthest from the recorded one
+    then: float | None = None  # the recorded loss of that one; None: no finite number
+    now: float | None = None
+    deterministic: bool = False  # the run says that it is, and nothing that losses depend on has changed
+    changed: str = ""  # what has
+
+
 class SaveStarted(_Message, frozen=True, kw_only=True, tag="save_started"):
     """Rank 0: all ranks have agreed to save `step`."""
 
@@ -119,7 +132,9 @@ class SaveRequest(_Message, frozen=True, kw_only=True, tag="save_request"):
     why: str = ""
 
 
-FromRank = TaskStarted | TaskExited | Hello | Progress | SaveStarted | Committed | SaveFailed | Finished | Stopped
+FromRank = (
+    TaskStarted | TaskExited | Hello | Progress | Replayed | SaveStarted | Committed | SaveFailed | Finished | Stopped
+)
 ToRank = SaveRequest
 
 _encoder = msgspec.json.Encoder()

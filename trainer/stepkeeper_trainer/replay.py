@@ -1,0 +1,124 @@
+"""Steps that a resume does again: their losses are compared with those that `metrics.csv` has of the first time.
+
+On rank 0.  It says once what came of it, when the recorded steps are done again, or at once where a run that says it
+is deterministic comes to another loss.  What follows from that the supervisor decides.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from typing import TYPE_CHECKING
+
+from stepkeeper_trainer.conditions import conditions
+from stepkeeper_trainer.formats.messages import Replayed, shorten
+from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.metrics import METRICS_NAME
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stepkeeper_trainer.formats.manifest import Manifest
+    from stepkeeper_trainer.link import Link
+
+STEPS_MAX = 200  # that are compared, the first ones after the resume
+BYTES_MAX = 1024 * 1024  # of the end of `metrics.csv`
+
+
+class Replay:
+    """Compares each step's loss; done with the last recorded one."""
+
+    def __init__(self, recorded: dict[int, float], link: Link, *, deterministic: bool, changed: str) -> None:
+        """Take the recorded losses by step; `changed` names conditions that are others now."""
+        self._recorded, self._link = recorded, link
+        self._deterministic, self._changed = deterministic, changed
+        self._last = max(recorded, default=0)
+        self._steps, self._first = 0, 0
+        self._worst: tuple[float, int, float, float] | None = None  # how far, step, then, now
+
+    def heard(self, step: int, loss: float) -> None:
+        """Take in the loss of a step."""
+        if not self._recorded:
+            return
+        then = self._recorded.pop(step, None)
+        if then is not None:
+            self._steps += 1
+            apart = distance(then, loss)
+            if apart:
+                self._first = self._first or step
+                self._worst = max(self._worst or (0.0, 0, 0.0, 0.0), (apart, step, then, loss))
+        if (self._first and self._deterministic) or step >= self._last:
+            self._recorded.clear()
+            self._tell(step)
+
+    def _tell(self, step: int) -> None:
+        if not self._steps:
+            return  # none of them was done again
+        _, worst, then, now = self._worst or (0.0, 0, 0.0, 0.0)
+        if worst:
+            warn("replay_differs", first=self._first, step=worst, then=then, now=now, steps=self._steps)
+        else:
+            say("replay_equal", steps=self._steps, upto=step)
+        self._link.send(
+            Replayed(
+                step=step,
+                steps=self._steps,
+                first=self._first or None,
+                worst=worst or None,
+                then=then if worst and math.isfinite(then) else None,
+                now=now if worst and math.isfinite(now) else None,
+                deterministic=self._deterministic,
+                changed=shorten(self._changed),
+            ),
+            keep=True,
+        )
+
+
+def distance(then: float, now: float) -> float:
+    """Return how far two losses lie apart, as logarithm of their ratio; 0 for equal bits, infinite where one is none.
+
+    >>> distance(2.0, 2.0), distance(float("nan"), float("nan")), distance(1.0, float("nan"))
+    (0.0, 0.0, inf)
+    """
+    if then == now or (math.isnan(then) and math.isnan(now)):
+        return 0.0
+    if not (math.isfinite(then) and math.isfinite(now)):
+        return math.inf
+    if then <= 0 or now <= 0:
+        return abs(then - now)
+    return abs(math.log(now / then)) or math.ulp(1.0)  # so near that the logarithm does not tell
+
+
+def begin_replay(run_directory: Path, manifest: Manifest | None, world_size: int, link: Link) -> Replay:
+    """Prepare to compare what follows `manifest`'s step with what was recorded after it; nothing at a first start."""
+    if manifest is None:
+        return Replay({}, link, deterministic=False, changed="")
+    then = {**manifest.conditions, "world_size": manifest.world_size}
+    now = {**conditions(), "world_size": world_size}
+    changed = [f"{name}: {then[name]}, now {now[name]}" for name in now if name in then and then[name] != now[name]]
+    return Replay(
+        recorded_losses(run_directory, manifest.step),
+        link,
+        deterministic=bool(then.get("deterministic") and now["deterministic"]) and not changed,
+        changed="; ".join(changed),
+    )
+
+
+def recorded_losses(run_directory: Path, after: int) -> dict[int, float]:
+    """Return the losses of the steps after one; a later row of a step counts.  Nothing where they cannot be read."""
+    try:
+        with (run_directory / METRICS_NAME).open("rb") as file:
+            header = file.readline().decode(errors="replace").strip().split(",")
+            file.seek(max(file.tell(), file.seek(0, 2) - BYTES_MAX))
+            text = file.read(BYTES_MAX).decode(errors="replace")
+    except OSError:
+        return {}  # there may be none; what cannot be compared is not
+    found: dict[int, float] = {}
+    for row in csv.DictReader(text.splitlines(), fieldnames=header):
+        try:
+            step, loss = int(row["step"]), float(row["loss"] or "")
+        except (KeyError, TypeError, ValueError):
+            continue  # torn, or a step without a loss
+        if row.get("launch") and after < step <= after + STEPS_MAX:
+            found[step] = loss
+    return found

@@ -80,6 +80,8 @@ class Lab(Jobs, Nodes):
             self._spawn("munged", self._munged())
             self.until(self.place.munge_socket.exists, "munged's socket", UP_S)
             self._spawn("slurmctld", self._slurmctld())
+            if self.options.backup_controller:
+                self._spawn("slurmctld-backup", self._backup())
             for node in self.node_names:
                 self._start_slurmd(node)
             self.until(self._all_up, "idle nodes", UP_S)
@@ -196,16 +198,27 @@ class Lab(Jobs, Nodes):
         """Return its command line.
 
         It looks up the host of each srun, which is the node's own name, and a newer one waits 10 s with its locks held
-        for a name that it does not find: it sees a hosts file of its own, in a mount namespace that ends with it.
+        for a name that it does not find: it sees a hosts file of its own.
         """
         argv = ["slurmctld", "-D", "-f", str(self.place.conf)]
-        if not self.place.newest:
+        if not (self.place.newest or self.options.backup_controller):
             return argv
+        return self._with_hosts('exec "$@"', *argv)
+
+    def _backup(self) -> list[str]:
+        """Return the backup controller's command line: it knows itself by its host name."""
+        conf = self.place.conf.with_name("backup.conf")
+        start = 'hostname "$1" && exec slurmctld -D -f "$2"'
+        return self._with_hosts(start, self.place.backup_name, str(conf))
+
+    def _with_hosts(self, start: str, *words: str) -> list[str]:
+        """Return a line with a hosts file and a host name of its own, in namespaces that end with it."""
         hosts = self.directory / "etc" / "hosts"
-        known = Path("/etc/hosts").read_text()
-        hosts.write_text("\n".join([known, *(f"127.0.0.1 {node}" for node in self.node_names), ""]))
-        start = 'mount --bind "$0" /etc/hosts && exec "$@"'
-        return ["unshare", "--mount", "sh", "-c", start, str(hosts), *argv]
+        ours = [f"127.0.0.1 {self.place.hostname}", f"127.0.0.2 {self.place.backup_name}"]
+        names = [f"127.0.0.1 {node}" for node in self.node_names]
+        hosts.write_text("\n".join([*ours, *names, Path("/etc/hosts").read_text()]))
+        line = f'mount --bind "$0" /etc/hosts && {start}'
+        return ["unshare", "--mount", "--uts", "sh", "-c", line, str(hosts), *words]
 
     def _munged(self) -> list[str]:
         munge = self.directory / "munge"

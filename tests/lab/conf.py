@@ -27,6 +27,11 @@ class Place:
         return self.directory / "etc" / "slurm.conf"
 
     @property
+    def backup_name(self) -> str:
+        """The host name that the backup controller believes in."""
+        return f"{self.lab_id}b"
+
+    @property
     def munge_socket(self) -> Path:
         return self.directory / "munge" / "socket"
 
@@ -43,11 +48,25 @@ def files(place: Place, options: LabOptions) -> dict[str, str]:
     nodes = f"{place.lab_id}n[1-{options.nodes}]"
     gpus = f"{place.directory}/dev/nvidia" + (f"[0-{options.gpus - 1}]" if options.gpus > 1 else "0")
     gres = f"NodeName={nodes} Name=gpu File={gpus}\n" if options.gpus else ""
+    conf = _slurm_conf(place, options, nodes)
+    backup = conf.replace("/run/slurmctld.", "/run/backup.").replace("/log/slurmctld.", "/log/backup.")
     return {
-        "slurm.conf": _slurm_conf(place, options, nodes),
+        **({"backup.conf": backup} if options.backup_controller else {}),
+        "slurm.conf": conf,
         "gres.conf": gres,
         "cgroup.conf": _cgroup_conf(place),
     }
+
+
+def _backup(place: Place, options: LabOptions) -> list[str]:
+    """Each controller has an address of its own: they share a machine and a port."""
+    if not options.backup_controller:
+        return []
+    return [
+        f"SlurmctldHost={place.backup_name}(127.0.0.2)",
+        "CommunicationParameters=NoCtldInAddrAny",
+        "SlurmctldTimeout=6",
+    ]
 
 
 def _cgroup_conf(place: Place) -> str:
@@ -68,6 +87,7 @@ def _slurm_conf(place: Place, options: LabOptions, nodes: str) -> str:
     lines = [
         f"ClusterName={place.lab_id}",
         f"SlurmctldHost={place.hostname}(127.0.0.1)",
+        *_backup(place, options),
         f"SlurmctldPort={place.port}",
         "SlurmUser=root",
         "AuthType=auth/munge",

@@ -1,6 +1,8 @@
 """What a test can do to nodes and to slurmctld: kill them, as a loss of power or in part, and bring them back."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tests.lab import facts, processes
@@ -115,6 +117,18 @@ class Nodes:
             "slurmctld to answer",
             CONTROLLER_S,
         )
+
+    @contextmanager
+    def hung_slurmctld(self: "Lab") -> Iterator[None]:
+        """Have slurmctld stand still for a while: connections are taken, and nothing is answered."""
+        pid = self._daemon_pid("slurmctld")
+        if pid is None:
+            raise LabError("no slurmctld runs here")
+        processes.send([pid], signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            processes.send([pid], signal.SIGCONT)
 
     def restart_slurmctld(self: "Lab") -> None:
         """Stop and start slurmctld: jobs go on, and it reads its state again."""

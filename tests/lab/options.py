@@ -31,6 +31,8 @@ class LabOptions:
     """preempt_send_user_signal: `--signal=B:USR1@N` is sent at the preemption decision, to the batch process."""
     job_requeue: bool = True
     """JobRequeue: False is a site where nothing is requeued, not even by its owner."""
+    backup_controller: bool = False
+    """A second slurmctld that takes over when the first one is gone; both keep their state in one directory."""
     cred_expire_s: int | None = 5
     """Lifetime of a job credential, which a requeued job waits for.  None: production's 120 s."""
     slurmd_timeout_s: int = 300

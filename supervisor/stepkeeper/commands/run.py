@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import structlog
+
 from stepkeeper import __version__, printing
 from stepkeeper.actions.crew import Limits
 from stepkeeper.commands import attempt, dry_run, noting, print_config
@@ -89,7 +91,8 @@ def execute(arguments: argparse.Namespace) -> int:
     sized = shape.of(config, len(allocation.nodes), command, allocation.tasks_per_node)
     merged = _merge_spool(directory)
     carried = attempt.carried(directory)
-    slurm = patiently(lambda: choose(ClientKind(settings.slurm_client), job=allocation.slurm_name))
+    kind, python = ClientKind(settings.slurm_client), settings.pyslurm_python or sys.executable
+    slurm = patiently(lambda: choose(kind, job=allocation.slurm_name, python=python))
     client = slurm.client
     lease = _lease(directory, allocation, carried, clock, client)
     log = configure(out, job=allocation.job_id, attempt=lease.attempt)
@@ -140,10 +143,7 @@ def execute(arguments: argparse.Namespace) -> int:
         to_stop=f"stepkeeper stop {directory.path}",
     )
     noting.note(config, directory, lease.attempt, command, log)
-    if not batch:
-        log.warning("no_batch_script", why=NO_BATCH_SCRIPT)
-    elif is_emptied(sys.stdout):
-        log.warning("log_not_appended", ask_for="sbatch --open-mode=append", why="the next attempt empties this log")
+    _say_what_comes(log, batch=batch)
     if merged:
         log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
     if not cmd.takes_resume(command):
@@ -201,6 +201,14 @@ def execute(arguments: argparse.Namespace) -> int:
             return supervisor.run()
     finally:
         out.drain(LOG_WITHIN_S)
+
+
+def _say_what_comes(log: structlog.typing.FilteringBoundLogger, *, batch: bool) -> None:
+    """Say what this job's end will do that its owner may not expect."""
+    if not batch:
+        log.warning("no_batch_script", why=NO_BATCH_SCRIPT)
+    elif is_emptied(sys.stdout):
+        log.warning("log_not_appended", ask_for="sbatch --open-mode=append", why="the next attempt empties this log")
 
 
 def _command(words: list[str]) -> tuple[str, ...]:

@@ -121,8 +121,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     slurm_client: Annotated[str, About(metavar="commands|pyslurm", choices=("commands", "pyslurm"), has_flag=False)] = (
         "commands"
     )
-    """How Slurm is asked: by its own commands, or by pyslurm where it is installed beside Stepkeeper and tells the same
-    as they do."""
+    """How Slurm is asked: by its own commands, or by pyslurm where it is installed and tells the same as they do."""
+
+    pyslurm_python: Annotated[str | None, About(metavar="PYTHON", has_flag=False)] = None
+    """The interpreter that has pyslurm, where Stepkeeper's own has none."""
 
     notify_command: Annotated[str | None, About(metavar="COMMAND")] = None
     """A shell command that tells a person; run only where the run stops and needs one, with `STEPKEEPER_REASON`,

@@ -15,6 +15,8 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm.client import SlurmClient
 from stepkeeper.slurm.environment import node_name
 
+_BATCH = ("-5", "4294967291")  # the number of the step of a batch script
+_INTERACTIVE = ("-6", "4294967290")  # and of the shell of `salloc`, where it runs on a node
 _NOT_OURS = (
     "not the batch process: Slurm signals only that one, so its place must be ours; "
     "in the batch script write `exec stepkeeper run ...` as the last line"
@@ -56,7 +58,7 @@ def is_batch_process(environment: Mapping[str, str]) -> bool:
         )
     if missing:
         raise StepkeeperError(f"{', '.join(missing)} not on PATH: is Slurm installed here?", ExitCode.NO_SLURM)
-    if "SLURM_STEP_ID" in environment:
+    if _in_srun(environment):
         tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
         if tasks != "1":
             raise StepkeeperError(
@@ -65,11 +67,16 @@ def is_batch_process(environment: Mapping[str, str]) -> bool:
                 ExitCode.NOT_BATCH_PROCESS,
             )
         return False
-    if "SLURM_TASK_PID" not in environment:
+    if "SLURM_TASK_PID" not in environment or environment.get("SLURM_STEP_ID") in _INTERACTIVE:
         return False
     if environment["SLURM_TASK_PID"] != str(os.getpid()):
         raise StepkeeperError(_NOT_OURS, ExitCode.NOT_BATCH_PROCESS)
     return True
+
+
+def _in_srun(environment: Mapping[str, str]) -> bool:
+    """Tell whether a srun has started us: newer Slurms number the steps of batch scripts and shells, too."""
+    return environment.get("SLURM_STEP_ID", _BATCH[0]) not in (*_BATCH, *_INTERACTIVE)
 
 
 def require_no_batch_script(facts: JobFacts) -> None:
@@ -101,7 +108,7 @@ def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_p
     per_task = environment.get("SLURM_CPUS_PER_TASK", "")
     cpus: int | None
     on_node = re.match(r"\d+", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    if per_task.isdigit():
+    if per_task.isdigit() and not _in_srun(environment):  # else those of a bare srun's only task: ours
         cpus = int(per_task)
     elif on_node:
         cpus = int(on_node.group()) // tasks

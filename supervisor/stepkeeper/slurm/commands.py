@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.redaction import redact
@@ -16,6 +17,9 @@ from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError
 
 _MADE = "%N|%T|%f|%G|%c|%m"  # of sinfo: a node, its state, and what tells its kind
 CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller does not answer
+# a controller that hangs keeps a call for MessageTimeout (10 s by default), and only then its backup is tried: so long
+# may a call take after one that had no answer
+PATIENT_S = 13.0
 SUBMIT_WITHIN_S = 20.0  # a site's own filter may take its time
 _UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket timed out", "communication")
 # a state that is not listed here is none that decisions depend on: never take it for the end of a job
@@ -27,6 +31,7 @@ _STATES = {
     "SPECIAL_EXIT": JobState.PENDING,
     "RUNNING": JobState.RUNNING,
     "SIGNALING": JobState.RUNNING,
+    "EXPEDITING": JobState.PENDING,  # requeued by `--requeue=expedite` of 25.11 and later: it keeps sound nodes
     "COMPLETING": JobState.COMPLETING,
     **dict.fromkeys(
         (
@@ -53,6 +58,7 @@ class SlurmCommands:
     """Calls scontrol and scancel with a time limit each."""
 
     call_within_s: float = CALL_WITHIN_S
+    _unanswered: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     def job(self, job: str) -> JobFacts:
         """See `SlurmClient`."""
@@ -169,7 +175,15 @@ class SlurmCommands:
 
     def _call(self, *argv: str, directory: str | None = None) -> str:
         """Run one command and return what it prints."""
-        return call(argv, self.call_within_s, what=" ".join(argv), delays=_UNREACHABLE, directory=directory)
+        within_s = max(self.call_within_s, PATIENT_S) if self._unanswered.is_set() else self.call_within_s
+        try:
+            said = call(argv, within_s, what=" ".join(argv), delays=_UNREACHABLE, directory=directory)
+        except SlurmError as error:
+            if error.unreachable:
+                self._unanswered.set()
+            raise
+        self._unanswered.clear()
+        return said
 
 
 def parse_job(text: str) -> JobFacts:

@@ -23,7 +23,7 @@ import msgspec
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.slurm import pyslurm_child
 from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmClient, SlurmError
-from stepkeeper.slurm.commands import CALL_WITHIN_S, SlurmCommands, job_state
+from stepkeeper.slurm.commands import CALL_WITHIN_S, PATIENT_S, SlurmCommands, job_state
 
 ENDS_WITHIN_S = 1.0  # after SIGKILL
 WORDS_MAX = 300
@@ -139,6 +139,7 @@ class PyslurmClient:
         self._commands = commands or SlurmCommands(call_within_s=call_within_s)
         self._lock = threading.Lock()
         self._child: _Child | None = None
+        self._unanswered = False  # the call before was not: see PATIENT_S
 
     @property
     def pid(self) -> int | None:
@@ -220,21 +221,28 @@ class PyslurmClient:
     def _call(self, what: str, *arguments: object) -> Any:
         """Ask the child, and return its answer.  A question whose child died is asked again, once; an order never."""
         name = f"pyslurm {what} {' '.join(map(str, arguments))}".strip()
-        until = time.monotonic() + self._call_within_s
-        if not self._lock.acquire(timeout=self._call_within_s):
-            raise SlurmError(f"{name}: another call took {self._call_within_s:g} s", unreachable=True)
+        within_s = max(self._call_within_s, PATIENT_S) if self._unanswered else self._call_within_s
+        until = time.monotonic() + within_s
+        if not self._lock.acquire(timeout=within_s):
+            raise SlurmError(f"{name}: another call took {within_s:g} s", unreachable=True)
         try:
             question = msgspec.json.encode([what, *arguments])
             try:
-                return self._ask(name, question, until)
+                answer = self._ask(name, question, within_s, until)
             except _ChildDiedError:
                 if what in _ORDERS:
                     raise
-                return self._ask(name, question, until)
+                answer = self._ask(name, question, within_s, until)
+        except SlurmError as error:
+            self._unanswered = self._unanswered or error.unreachable
+            raise
+        else:
+            self._unanswered = False
+            return answer
         finally:
             self._lock.release()
 
-    def _ask(self, name: str, question: bytes, until: float) -> Any:
+    def _ask(self, name: str, question: bytes, within_s: float, until: float) -> Any:
         if self._child is not None and self._child.process.poll() is not None:
             self._child.end()
             self._child = None
@@ -247,7 +255,7 @@ class PyslurmClient:
             child, self._child = self._child, None
             code = child.end()
             if line is None:
-                raise SlurmError(f"{name}: no answer in {self._call_within_s:g} s", unreachable=True)
+                raise SlurmError(f"{name}: no answer in {within_s:g} s", unreachable=True)
             said = " ".join(child.words.decode(errors="replace").split())
             raise _ChildDiedError(f"{name}: its process ended with {code}: {said}", unreachable=True)
         answer = msgspec.json.decode(line, type=_Answer)

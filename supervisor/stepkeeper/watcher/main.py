@@ -363,7 +363,7 @@ class Watcher:
                 why="the supervisor is gone",
             )
             self.ranks.send(request.launch, request)
-        result = rescue(self.assignment, self.node, lease_ran_out=now >= self.lease_until)
+        result = rescue(self.assignment, self.node, lease_ran_out=now >= self.lease_until, again=self.rescue_tries > 0)
         self.say(bus.Note(node=self.node, text=shorten(f"rescue: {result.why}")))
         with contextlib.suppress(OSError):  # srun may be gone: nobody reads it
             sys.stderr.write(f"stepkeeper watcher {self.node}: rescue: {result.why}\n")

@@ -16,7 +16,7 @@ from stepkeeper import requeueing
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.core.judge import preempted_at_last
 from stepkeeper.slurm.client import SlurmClient, SlurmError
-from stepkeeper.slurm.commands import SlurmCommands
+from stepkeeper.slurm.commands import PATIENT_S, SlurmCommands
 from stepkeeper.store import journal
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats import lease, lineage, outcome
@@ -45,16 +45,24 @@ class Rescued(msgspec.Struct, frozen=True, kw_only=True):
     node: str
 
 
-def rescue(assignment: Assignment, node: str, *, lease_ran_out: bool, client: SlurmClient | None = None) -> Result:
+def rescue(
+    assignment: Assignment,
+    node: str,
+    *,
+    lease_ran_out: bool,
+    again: bool = False,
+    client: SlurmClient | None = None,
+) -> Result:
     """Requeue the job if that is right.  Never raises for what the world does: the result says it.
 
     Args:
         assignment: of this watcher.
         node: its name.
         lease_ran_out: the supervisor has been silent for too long; else a running job is left alone.
+        again: an earlier try came to nothing: a controller that hangs is given time to hand over to its backup.
         client: Slurm's commands by default.
     """
-    client = client or SlurmCommands(call_within_s=CALL_WITHIN_S)
+    client = client or SlurmCommands(call_within_s=PATIENT_S if again else CALL_WITHIN_S)
     run_directory = Path(assignment.run_directory)
     name = assignment.slurm_name
     try:

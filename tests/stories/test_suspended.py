@@ -1,0 +1,137 @@
+"""Jobs that stand still for a while and go on: suspended by an admin or a gang, and clocks that somebody sets."""
+
+import ctypes
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.core import events as on
+from stepkeeper.store import journal
+from stepkeeper.watcher.messages import Lease
+from tests.lab import Lab
+from tests.stories.test_campaign import release_urgent_jobs
+from tests.training import Training, assert_complete
+
+pytestmark = pytest.mark.slurm
+# longer than a watcher's lease of 30 s, than the 12 s in which a watcher must speak, and than every pause of a loop
+AWAY_S = 36.0
+CLOCK = Path(__file__).with_name("wall_clock.c")
+HOUR_NS = 3600 * 10**9
+# lower and upper partition of a site that suspends what it preempts; two jobs share each CPU of the lower one in turns
+GANGS = (
+    "PreemptMode=SUSPEND,GANG",
+    "SchedulerTimeSlice=5",
+    "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=SUSPEND OverSubscribe=FORCE:2 MaxTime=INFINITE State=UP",
+    "PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF OverSubscribe=FORCE:1 MaxTime=INFINITE State=UP",
+)
+
+
+def suspensions(training: Training) -> list[float]:
+    return [record.event.seconds for record in training.events(on.StoodStill)]
+
+
+def assert_it_only_paused(training: Training, reference: Training, least_s: float) -> None:
+    """One attempt, one launch, one bus, no question to Slurm, and the losses of an uninterrupted run."""
+    assert len(training.launches()) == 1, training.story()
+    assert len(training.events(on.AttemptStarted)) == 1, training.story()
+    for kind in (on.WatcherLost, on.BusEnded, on.StacksCollected):
+        told = [record for record in training.events(kind) if not _leaves(record)]
+        assert told == [], training.story()
+    assert not (training.run_dir / "rescues.jsonl").exists(), training.story()
+    assert any(seconds >= least_s for seconds in suspensions(training)), training.story()
+    assert "suspended for" in training.output()
+    assert training.lab.job(training.job_id).restarts == 0, training.story()
+    assert_complete(training, reference)
+
+
+def _leaves(record: journal.Record) -> bool:
+    return record.phase.value in ("closing", "done")
+
+
+@pytest.mark.campaign
+def test_a_suspended_job_has_neither_hung_nor_lost_anybody(lab: Lab, reference: Training) -> None:
+    """`scontrol suspend` stops supervisor, watchers and ranks for longer than each of them waits for the others."""
+    assert Lease(seconds=30.0).seconds < AWAY_S
+    training = Training(lab, name="suspended", step_seconds=0.2).submit()
+    training.wait_step(13)
+
+    lab.run("scontrol", "suspend", str(training.job_id))
+    lab.wait_job(training.job_id, "SUSPENDED")
+    stood_at = training.step()
+    time.sleep(AWAY_S)
+    assert training.step() <= stood_at + 30, "the ranks are given two seconds before they are stopped"
+    lab.run("scontrol", "resume", str(training.job_id))
+    training.wait_end()
+
+    assert_it_only_paused(training, reference, AWAY_S - 10)
+
+
+@pytest.mark.campaign
+def test_a_job_that_a_gang_suspends_for_an_urgent_one_goes_on_after_it(lab_factory, reference: Training) -> None:
+    """PreemptMode=SUSPEND,GANG: no signal announces it; the urgent job runs beside our sleeping processes."""
+    lab = lab_factory(grace_time_s=20, kill_wait_s=10, slurm_conf=GANGS)
+    training = Training(lab, name="gang", step_seconds=0.2, sbatch_args=("--partition=low",)).submit()
+    training.wait_step(13)
+
+    nodes = lab.job(training.job_id).nodes
+    urgent = lab.submit(
+        "exec sleep infinity",
+        sbatch_args=[
+            "--partition=high", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--ntasks-per-node=8",
+            "--mem=100", "--job-name=urgent", "--output=/dev/null",
+        ],
+    )  # fmt: skip
+    lab.wait_job(training.job_id, "SUSPENDED")
+    lab.wait_job(urgent, "RUNNING")
+    time.sleep(AWAY_S)
+    release_urgent_jobs(lab)
+    training.wait_end()
+
+    assert_it_only_paused(training, reference, AWAY_S - 10)
+
+
+def test_a_wall_clock_that_is_set_does_not_matter(lab: Lab, reference: Training) -> None:
+    """An hour back in training, then two forward: the deadline of a save that comes then has not passed."""
+    library, hand = _clock(lab.workdir("games") / "clocks")
+    env = {"LD_PRELOAD": str(library), "STORY_CLOCK": str(hand)}
+    training = Training(lab, name="clock", env=env, step_seconds=0.2).submit()
+    training.wait_step(8)
+
+    _set(hand, -HOUR_NS)
+    training.wait_step(12)
+    _set(hand, HOUR_NS)
+    training.wait_step(14)
+    lab.preempt(training.job_id)
+    training.wait_event(on.RequeueAnswered)
+    _set(hand, 0)  # Slurm's own commands start nothing where the clock is not the controller's
+    release_urgent_jobs(lab)
+    training.wait_end()
+
+    assert suspensions(training) == []
+    assert any(record.event.emergency for record in training.events(on.CheckpointCommitted)), training.story()
+    assert len(training.events(on.AttemptStarted)) == 2, training.story()
+    assert_complete(training, reference)
+
+
+def _clock(directory: Path) -> tuple[Path, Path]:
+    """Build a wall clock that goes wrong by as many nanoseconds as a file says."""
+    directory.mkdir(exist_ok=True)
+    directory.chmod(0o755)
+    library, hand = directory / "wall_clock.so", directory / "hand"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(CLOCK), "-ldl"], check=True, timeout=60)
+    hand.write_bytes(bytes(8))
+    for path in (library, hand):
+        path.chmod(0o644)
+    return library, hand
+
+
+def _set(hand: Path, nanoseconds: int) -> None:
+    """Set the clock of every process that looks at it, at once: eight bytes are written in one go."""
+    descriptor = os.open(hand, os.O_WRONLY)
+    try:
+        os.pwrite(descriptor, bytes(ctypes.c_int64(nanoseconds)), 0)
+    finally:
+        os.close(descriptor)

@@ -12,22 +12,27 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.trainer.crash.calls import Call
+
 CALLS = (
-    "write,writev,pwrite64,ftruncate,fsync,fdatasync,rename,renameat,renameat2,openat,link,linkat,mkdir,unlink,"
-    "unlinkat,rmdir"
+    "write,writev,pwrite64,pwritev,pwritev2,ftruncate,truncate,fallocate,copy_file_range,sendfile,fsync,fdatasync,"
+    "rename,renameat,renameat2,open,openat,link,linkat,symlink,symlinkat,mkdir,mkdirat,unlink,unlinkat,rmdir"
 )
+BYTES = frozenset(CALLS.partition(",fsync")[0].split(","))  # what changes those of a file: a cut does too
+SYNCS = ("fsync", "fdatasync")
+BEGINS = " begins"  # said of a sync, which covers nothing that comes after that
 _LINE = re.compile(r"^(\d+)\s+(?:<\.\.\. )?(\w+)(.*)$")
-_PATH = re.compile(r"<([^<>]+)>")
-_NAME = re.compile(r'"([^"]+)"')
 
 
 @dataclass
 class Disk:
-    """What is not on disk yet: bytes of files, and names in directories."""
+    """What is not on disk yet: bytes of files, and names in directories; each with the number of the call."""
 
-    files: set[str] = field(default_factory=set)
-    names: set[str] = field(default_factory=set)
+    files: dict[str, int] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)  # names that were made before: to open them again makes none
+    _number: int = 0
+    _syncing: dict[str, int] = field(default_factory=dict)  # by path: when it began
 
     def lost(self, below: str) -> list[str]:
         """Return what a power cut would take of a directory now."""
@@ -36,23 +41,43 @@ class Disk:
 
     def see(self, call: str, rest: str) -> None:
         """Take in one call."""
-        names = _NAME.findall(rest)
-        if call in ("write", "writev", "pwrite64", "ftruncate"):
-            self.files.add(_PATH.findall(rest)[0])
-        elif call in ("fsync", "fdatasync"):
-            path = _PATH.findall(rest)[0]
-            self.files.discard(path)
-            self.names = {name for name in self.names if str(Path(name).parent) != path}
-        elif call in ("unlink", "unlinkat", "rmdir"):
-            path = names[0] if names[0].startswith("/") else f"{_PATH.findall(rest)[0]}/{names[0]}"
-            self.names.discard(path)
-            self.files.discard(path)
-        elif call.startswith("rename"):
-            self.files = {_moved(path, names[0], names[-1]) for path in self.files}
-            self.names = {_moved(path, names[0], names[-1]) for path in self.names} | {names[-1]}
-        elif (call != "openat" or "O_CREAT" in rest) and names[-1] not in self.known:
-            self.names.add(names[-1])
-            self.known.add(names[-1])
+        self._number += 1
+        name, begins, _ = call.partition(BEGINS)
+        paths = Call(0, name, rest).paths()
+        if name in BYTES:
+            self.files[paths[0]] = self._number
+        elif begins:
+            self._syncing[paths[0]] = self._number
+        elif name in SYNCS:
+            self._synced(paths[0], self._syncing.pop(paths[0], self._number))
+        elif name in ("unlink", "unlinkat", "rmdir"):
+            for found in (self.names, self.files):
+                found.pop(paths[0], None)
+            self.known.discard(paths[0])
+        elif name.startswith("rename"):
+            self._rename(*paths)
+        elif not name.startswith("open") or "O_CREAT" in rest or "O_TRUNC" in rest:
+            self._make(paths[-1], cut="O_TRUNC" in rest)
+
+    def _synced(self, path: str, began: int) -> None:
+        if self.files.get(path, began) <= began:
+            self.files.pop(path, None)
+        self.names = {
+            name: number for name, number in self.names.items() if str(Path(name).parent) != path or number > began
+        }
+
+    def _rename(self, source: str, target: str) -> None:
+        self.files = {_moved(path, source, target): number for path, number in self.files.items()}
+        self.names = {_moved(path, source, target): number for path, number in self.names.items()}
+        self.known = {_moved(path, source, target) for path in self.known} | {target}
+        self.names[target] = self._number
+
+    def _make(self, path: str, *, cut: bool) -> None:
+        if path not in self.known:
+            self.names[path] = self._number
+            self.known.add(path)
+        elif cut:
+            self.files[path] = self._number
 
 
 def _moved(path: str, source: str, target: str) -> str:
@@ -60,7 +85,7 @@ def _moved(path: str, source: str, target: str) -> str:
 
 
 def trace(script: str, *arguments: str, log: Path) -> list[tuple[str, str]]:
-    """Run Python under strace and return its calls, fsyncs when they are done, all others when they begin."""
+    """Run Python under strace and return its calls as they begin, and syncs once more when they are done."""
     command = ["strace", "-f", "-y", "-s", "300", "-e", f"trace={CALLS}", "-o", str(log)]
     done = subprocess.run(
         [*command, sys.executable, "-c", script, *arguments], timeout=120, check=False, capture_output=True, text=True
@@ -77,11 +102,12 @@ def _calls(lines: list[str]) -> Iterator[tuple[str, str]]:
             continue
         thread, call, rest = match.groups()
         if " resumed>" in rest:
-            if call in ("fsync", "fdatasync"):
-                yield call, begun[thread]
+            if call in SYNCS:
+                yield call, f"{begun[thread]} {rest}"
             continue
-        if "<unfinished" in rest and call in ("fsync", "fdatasync"):
+        if "<unfinished" in rest and call in SYNCS:
             begun[thread] = rest
+            yield f"{call}{BEGINS}", rest
             continue
         yield call, rest
 

@@ -20,7 +20,7 @@ from stepkeeper_trainer.tiers.keeping import prune, superfluous
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.tier import Staging, TierError
 from tests.trainer.s3_server import CONFIG, s3_server
-from tests.trainer.tier_steps import LATE_S, content, lay, make
+from tests.trainer.tier_steps import LATE_S, content, entry, lay, make
 
 RANKS = 2
 
@@ -293,6 +293,28 @@ def test_nothing_goes_while_the_newest_lacks_a_file(shared: DirectoryTier, cold:
     (cold.checkpoints / "step_00000200" / "__1_0.distcp").unlink()
     assert prune(cold, keep=1, pinned=[]) == []
     assert [held.manifest.step for held in cold.steps()] == [200, 100]
+
+
+def test_what_a_kill_has_left_of_an_older_step_is_removed_and_what_may_be_on_its_way_stays(
+    s3: str, shared: DirectoryTier, tmp_path: Path
+) -> None:
+    cold = store(s3, "swept")
+    fill(cold, shared, 100, 200)
+    older, newest = reversed(cold.steps())
+    cold.remove_file(older.directory, "MANIFEST.json")  # type: ignore[attr-defined]  # as a removal that was cut short
+    later, data = cold.staging(make(300, content(300))), content(300)["__0_0.distcp"]
+    later.write("__0_0.distcp", entry(data), 0, iter([data]))
+    assert prune(cold, keep=None, pinned=[]) == [older.directory]
+    assert not cold.has_file(older, "__1_0.distcp", older.manifest.files["__1_0.distcp"])
+    assert later.done("__0_0.distcp", entry(data))
+    assert [held.directory for held in cold.steps()] == [newest.directory]
+
+    other = DirectoryTier(tmp_path / "cold")
+    fill(other, shared, 400)
+    for name in (".copy-step_00000300.aa", ".trash-step_00000200", ".copy-step_00000500.bb"):
+        (other.checkpoints / name).mkdir()
+    assert sorted(prune(other, keep=1, pinned=[])) == [".copy-step_00000300.aa", ".trash-step_00000200"]
+    assert (other.checkpoints / ".copy-step_00000500.bb").is_dir()
 
 
 def test_a_rate_limit_holds_for_what_is_sent(shared: DirectoryTier, cold: DirectoryTier) -> None:

@@ -27,18 +27,24 @@ STRIDE = int(os.environ.get("STEPKEEPER_CRASH_STRIDE", "3"))
 SCENES = {
     "save": 150,
     "save of two ranks": 70,
+    "save past the page cache": 40,
     "save by way of a node's disk": 150,
     "save after a rollback": 90,
     "retention": 30,
     "tier copy": 60,
     "bring home": 25,
+    "bring home from an object store": 25,
     "export": 20,
 }
+REQUESTS = "copy to an object store"  # killed at the requests that change it, before and while and after they arrive
+SCENES_AND_REQUESTS = SCENES | {REQUESTS: 40}
 
 
 def play(tmp_path: Path, stride: int, *scenes: str) -> list[dict[str, Any]]:
-    """Return the reports of `tests.trainer.crash.campaign`."""
-    reports = command.play("tests.trainer.crash.campaign", tmp_path, stride, *scenes, limit_s=LIMIT_S)
+    """Return the reports of `tests.trainer.crash.campaign`, or of that of requests."""
+    module = "store" if scenes == (REQUESTS,) else "campaign"
+    words = () if module == "store" else scenes
+    reports = command.play(f"tests.trainer.crash.{module}", tmp_path, stride, *words, limit_s=LIMIT_S)
     for report in reports:
         counts = f"{len(report['points'])} points, {report['played']} played, {report['torn']} torn writes"
         print(f"{report['scene']}: {counts}, {report['seconds']} s")
@@ -47,20 +53,23 @@ def play(tmp_path: Path, stride: int, *scenes: str) -> list[dict[str, Any]]:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("scene", SCENES_AND_REQUESTS)
 def test_killed_at_every_call_that_changes_the_directory(tmp_path: Path, scene: str) -> None:
     [report] = play(tmp_path, STRIDE, scene)
 
     assert report["problems"] == []
-    assert len(report["points"]) >= SCENES[scene]
+    assert len(report["points"]) >= SCENES_AND_REQUESTS[scene]
     assert report["played"] >= len(report["points"]) / STRIDE
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_killed_at_some_of_these_calls(tmp_path: Path) -> None:
     """One of many, of each scene."""
-    reports = play(tmp_path, 37)
+    reports = play(tmp_path, 37, *SCENES)
+    large = next(report["points"] for report in reports if report["scene"] == "save past the page cache")
 
+    assert any(": ftruncate " in point for point in large), "files are written in whole pages, and cut"
+    assert sum(": write " in point and point.split(" (")[0].endswith("__0_0.distcp") for point in large) >= 2 * 5
     assert [problem for report in reports for problem in report["problems"]] == []
     assert {report["scene"]: len(report["points"]) >= SCENES[report["scene"]] for report in reports} == dict.fromkeys(
         SCENES, True

@@ -17,22 +17,33 @@ from tests.trainer.steps_by_dcp import save
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 
 OURS = """
-import sys, time, torch
+import os, sys, time, torch
 sys.path[:0] = [sys.argv[2] + "/trainer", sys.argv[2]]
-from stepkeeper_trainer import Keeper, dividing, incremental
+from stepkeeper_trainer import Keeper, dividing, incremental, writer
 incremental.COLD_BYTES_MIN = dividing.FILE_BYTES_MIN = 1000
-model = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, 1))
+width, late, close = int(sys.argv[3]), len(sys.argv) > 4, writer.HashingFile.close
+if width > 60:  # two moments and a weight: one file that is written past the page cache, in several pieces
+    dividing.FILE_BYTES_MIN, writer.WRITE_BYTES = 1 << 30, 1 << 20
+def close_and_cut(file):
+    close(file)
+    if file._path.suffix == ".distcp":
+        os.truncate(file._path, file.entry.bytes)
+if late:
+    writer.HashingFile.cut, writer.HashingFile.close = (lambda _file: None), close_and_cut
+model = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, width))
 model[0].requires_grad_(False)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
 keeper = Keeper(model=model, optimizer=optimizer, run_dir=sys.argv[1])
 keeper.resume()
-for step in range(5):
+for step in range(5 if width == 1 else 2):
     model(torch.rand(2, 60)).sum().backward()
     optimizer.step()
     keeper.step_done(loss=1.0)
     keeper.save()
     assert keeper._saver.wait(time.time() + 30)
 """
+
+COMMIT = re.compile(r'"([^"]+/\.tmp-step_[^"/]+)", "[^"]+/step_\d+"')
 
 STOCK = """
 import sys, torch
@@ -44,14 +55,85 @@ dcp.save({"a": torch.rand(1000)}, checkpoint_id=sys.argv[1] + "/step_00000001", 
 def test_nothing_of_a_committed_step_could_be_lost_in_a_power_cut(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
-    calls = trace(OURS, str(run), str(ROOT), log=tmp_path / "log")
-    commits, after = replay(calls, re.compile(r'"([^"]+/\.tmp-step_[^"/]+)", "[^"]+/step_\d+"'))
+    calls = trace(OURS, str(run), str(ROOT), "1", log=tmp_path / "log")
+    commits, after = replay(calls, COMMIT)
 
     assert commits == [[]] * 5
     found = [text for text in after.lost(str(tmp_path)) if "metrics.csv" not in text]  # rows since the last save
     assert found == [], "renames, the lineage and the run directory's own name are durable too"
     linked = [rest for call, rest in calls if call.startswith("link") and ".distcp" in rest]
     assert linked, "the frozen layer was linked, and its name is as durable"
+
+
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_the_end_of_a_file_that_is_written_in_whole_pages_is_cut_before_it_is_synced(
+    tmp_path: Path, *, late: bool
+) -> None:
+    """Past the page cache files are written in whole pages; a cut after the sync is found, if it is only that."""
+    calls = trace(OURS, str(tmp_path / "run"), str(ROOT), "7000", *["late"] * late, log=tmp_path / "log")
+    commits, after = replay(calls, COMMIT)
+
+    cuts = [rest for call, rest in calls if call in ("ftruncate", "truncate") and ".distcp" in rest]
+    assert len(cuts) >= 2
+    wrote = [re.match(r"\(\d+<[^>]+\.distcp>, .*, (\d+)(?:\)| <unf)", rest) for call, rest in calls if call == "write"]
+    sizes = [int(match[1]) for match in wrote if match is not None]
+    assert len(sizes) >= 2 * 2
+    assert all(size % 4096 == 0 for size in sizes), "files are written in whole pages"
+    lost = [text for commit in [*commits, after.lost(f"{tmp_path}/run/checkpoints")] for text in commit]
+    assert len(commits) == 2
+    assert bool(lost) == late
+    assert all(re.fullmatch(r"bytes of .*\.distcp", text) for text in lost), lost
+
+
+# What is done to one file, before it gets its name in a directory that is synced.
+ORDERS = {
+    "written, cut, synced": ("write ftruncate fsync", []),
+    "written, synced, cut": ("write fsync ftruncate", ["bytes of /d/tmp/a"]),
+    "cut by its name after the sync": ("write fsync truncate", ["bytes of /d/tmp/a"]),
+    "opened again and emptied": ("write fsync open", ["bytes of /d/tmp/a"]),
+    "cut and synced again": ("write fsync ftruncate fdatasync", []),
+    "written while it is synced": ("write begins write ends", ["bytes of /d/tmp/a"]),
+    "written before it is synced": ("write write begins ends", []),
+    "a sync that fails": ("write failed", ["bytes of /d/tmp/a"]),
+    "never synced": ("write", ["bytes of /d/tmp/a"]),
+}
+ACTS = {
+    "write": ("write", '(3</d/tmp/a>, "x", 1) = 1'),
+    "ftruncate": ("ftruncate", "(3</d/tmp/a>, 10) = 0"),
+    "truncate": ("truncate", '("/d/tmp/a", 10) = 0'),
+    "open": ("openat", '(AT_FDCWD</>, "/d/tmp/a", O_WRONLY|O_TRUNC|O_CLOEXEC) = 3</d/tmp/a>'),
+    "fsync": ("fsync", "(3</d/tmp/a>) = 0"),
+    "fdatasync": ("fdatasync", "(3</d/tmp/a>) = 0"),
+    "begins": ("fsync begins", "(3</d/tmp/a> <unfinished ...>"),
+    "ends": ("fsync", "(3</d/tmp/a> <unfinished ...> resumed>) = 0"),
+    "failed": ("fsync", "(3</d/tmp/a>) = -1 EIO (Input/output error)"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_checker_goes_by_what_comes_before_and_after_a_sync(order: str) -> None:
+    acts, lost = ORDERS[order]
+    made = [("mkdir", '("/d/tmp", 0777) = 0'), ("openat", '(AT_FDCWD</>, "/d/tmp/a", O_WRONLY|O_CREAT) = 3</d/tmp/a>')]
+    synced = [("fsync", "(4</d/tmp>) = 0"), ("rename", '("/d/tmp", "/d/step_1") = 0')]
+
+    [found], disk = replay(made + [ACTS[act] for act in acts.split()] + synced, re.compile(r'"(/d/tmp)", "/d/step_1"'))
+
+    assert found == lost
+    assert disk.lost("/d") == [text.replace("tmp", "step_1") for text in lost] + ["name /d/step_1"]
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_a_name_that_was_removed_and_made_again_is_as_new(*, synced: bool) -> None:
+    calls = [
+        ("unlink", '("/d/a") = 0'),
+        ("openat", '(5</d>, "a", O_WRONLY|O_CREAT) = 3</d/a>'),
+        *[("fsync", "(5</d>) = 0")] * synced,
+        ("rename", '("/d", "/e") = 0'),
+    ]
+
+    [found], _ = replay(calls, re.compile(r'"(/d)", "/e"'), there=["/d", "/d/a"])
+
+    assert found == [] if synced else ["name /d/a"]
 
 
 def test_stock_dcp_commits_before_its_bytes_are_on_disk(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ A failure is told, periodic saves wait longer each time, and training goes on; a
 from __future__ import annotations
 
 import errno
+import statistics
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,8 @@ ASK_WITHIN_S = 10.0
 QUICK_BYTES = 8 * 1024 * 1024  # of a test at the start: enough for each act of a save, too little to be felt
 TEST_WITHIN_S = 60.0
 STOP_WITHIN_S = 5.0
+SLOW_FACTOR, SLOW_BY_S = 4.0, 1.0  # a save that takes so many times the usual, and so much longer, is told
+SAVES_KEPT = 8  # whose median is the usual
 STORAGE_ERRORS = frozenset(
     {
         errno.ENOSPC,
@@ -118,6 +122,7 @@ class Guard:
         self._on_trouble = on_trouble
         self._clock = clock
         self._backoff = backoff or Backoff()
+        self._took: deque[float] = deque(maxlen=SAVES_KEPT)
 
     @property
     def held(self) -> bool:
@@ -125,8 +130,20 @@ class Guard:
         return self._backoff.holding(self._clock())
 
     def committed(self, step: CommittedStep) -> None:
-        """Take note of a commit: the next save will be like it."""
+        """Take note of a commit: the next save will be like it; one that took far longer than usual is told."""
         self._last = step.manifest or self._last
+        if step.persist_s is None:
+            return
+        usual_s = statistics.median(self._took) if self._took else step.persist_s
+        if step.persist_s > max(SLOW_FACTOR * usual_s, usual_s + SLOW_BY_S):
+            warn(
+                "storage_slow",
+                step=step.step,
+                seconds=round(step.persist_s, 2),
+                usual_s=round(usual_s, 2),
+                why="the storage took that long; training went on",
+            )
+        self._took.append(step.persist_s)
 
     def close(self, _limit_at: float) -> None:
         """Nothing is under way."""

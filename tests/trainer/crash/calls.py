@@ -22,6 +22,7 @@ _BY_DESCRIPTOR = frozenset(
     {"write", "writev", "pwrite64", "pwritev", "pwritev2", "ftruncate", "fallocate", "fsync", "fdatasync"}
     | {"sync_file_range", "fchmod", "fchown", "fsetxattr", "copy_file_range", "sendfile", "splice"}
 )
+_TARGET = {"copy_file_range": 1, "splice": 1}  # which of its descriptors is written to; of the others the first
 _OPENS = frozenset({"openat", "open", "openat2"})
 _WRITES_ON_OPEN = ("O_CREAT", "O_TRUNC", "O_TMPFILE")
 
@@ -37,15 +38,19 @@ class Call:
     def matches(self) -> list[str]:
         """Return the paths by which `strace -P` finds it: what is relative to a directory, by the directory."""
         if self.name in _BY_DESCRIPTOR:
-            return _OPENED.findall(self.rest)[:1]
+            return self._changed()
         named = [quoted if quoted.startswith("/") else base for base, quoted in self._named()]
         return list(dict.fromkeys(named))
 
     def paths(self) -> list[str]:
         """Return the paths that it is about."""
         if self.name in _BY_DESCRIPTOR:
-            return _OPENED.findall(self.rest)[:1]
+            return self._changed()
         return [quoted if quoted.startswith("/") else f"{base}/{quoted}" for base, quoted in self._named()]
+
+    def _changed(self) -> list[str]:
+        at = _TARGET.get(self.name, 0)
+        return _OPENED.findall(self.rest)[at : at + 1]
 
     def _named(self) -> list[tuple[str, str]]:
         base, named = "", []

@@ -5,25 +5,47 @@ A watched play finds the points; then each is played on a copy of what was there
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.trainer.crash import scenes, tier_scenes
 from tests.trainer.crash.calls import Call
 from tests.trainer.crash.gates import Point, steady_names
 from tests.trainer.crash.playing import Played, play
-from tests.trainer.crash.scenes import SCENES, Scene
+from tests.trainer.crash.scenes import Scene
 from tests.trainer.crash.training import digests
+from tests.trainer.s3_server import s3_server, variables
 
+SCENES: dict[str, Scene] = {
+    scene.name: scene
+    for scene in (
+        scenes.Save(),
+        scenes.SaveOfTwo(),
+        scenes.LargeSave(),
+        tier_scenes.TieredSave(),
+        scenes.Replay(),
+        scenes.Retention(),
+        tier_scenes.TierCopy(),
+        tier_scenes.BringHome(),
+        tier_scenes.FromStore(),
+        scenes.Export(),
+    )
+}
 STEPS = 10
+ROOM_BYTES = 512 * 1024 * 1024
 TRIES = (0, 0, 0, -1, 1, -2, 2, 0)  # of a point: how many rows are written at once, say, is a matter of luck
 
 
@@ -40,12 +62,42 @@ class Report:
 
 
 def main(scratch: Path, stride: int, names: list[str]) -> None:
-    wanted = digests(STEPS)
+    wanted = {rows: digests(STEPS, rows) for rows in {SCENES[name].rows for name in names or SCENES}}
+    warm_up()
     for name in names or SCENES:
         began = time.monotonic()
-        report = _Campaign(SCENES[name], scratch / name.replace(" ", "-"), wanted).run(stride)
+        scene = SCENES[name]
+        with _store() if scene.needs_store else nullcontext(), place(scratch, on_disk=bool(scene.rows)) as where:
+            report = _Campaign(scene, where / name.replace(" ", "-"), wanted[scene.rows]).run(stride)
         report.seconds = round(time.monotonic() - began, 1)
         print(json.dumps(asdict(report)), flush=True)
+
+
+@contextmanager
+def place(scratch: Path, *, on_disk: bool = False) -> Iterator[Path]:
+    """Give a place in memory where there is one with room: a kill takes nothing of a page cache, and syncs cost time.
+
+    What is written past the page cache wants a disk.
+    """
+    memory = Path("/dev/shm")
+    if on_disk or not os.access(memory, os.W_OK) or shutil.disk_usage(memory).free < ROOM_BYTES:
+        yield scratch
+        return
+    with tempfile.TemporaryDirectory(dir=memory, prefix="stepkeeper-crash-") as found:
+        yield Path(found)
+
+
+def warm_up() -> None:
+    """Have forks share what is there now: a collector that looks at it would copy its pages."""
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
+def _store() -> Iterator[None]:
+    with s3_server() as endpoint:
+        os.environ |= variables(endpoint)
+        yield
 
 
 class _Campaign:
@@ -72,6 +124,7 @@ class _Campaign:
         root = self._scratch / "root"
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(self._before, root)
+        self._scene.fresh()
         return root
 
     def _points(self) -> list[Point]:
@@ -107,6 +160,7 @@ class _Campaign:
         if hit.name == "write":
             shutil.rmtree(root)
             aside.rename(root)
+            self._scene.fresh()
             _tear(hit)
             self._report.torn += 1
             self._judge(f"{point}, half written", root, played)

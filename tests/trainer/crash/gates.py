@@ -108,6 +108,11 @@ class Strace:
             assert more, f"strace is not attached: {said.decode()}"
             said += more
 
+    def detach(self) -> None:
+        """Let what it is attached to go on by itself."""
+        self._process.terminate()
+        self._process.communicate(timeout=ATTACHED_WITHIN_S)
+
     def end(self) -> None:
         """Wait for it: it ends with what it is attached to."""
         self._process.communicate(timeout=ATTACHED_WITHIN_S)

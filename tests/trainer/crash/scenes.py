@@ -1,11 +1,10 @@
-"""What is killed: a save, a retention, a copy from tier to tier, an export; and what must be true afterwards."""
+"""What is killed: a save, a retention, an export; and what must be true afterwards.  `tier_scenes` has the tiers."""
 
 # ruff: noqa: ARG002  # each scene uses what it needs
 
 from __future__ import annotations
 
 import os
-import shutil
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,8 +16,7 @@ from stepkeeper_trainer.formats.safetensors import find_files
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified
 from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.retention import Policy, empty_trash, prune
-from stepkeeper_trainer.tiers import DirectoryTier, copy_step, newest_anywhere
-from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers
+from stepkeeper_trainer.tiers.config import IDENTITY_NAME
 from tests.trainer.crash.playing import Tell
 from tests.trainer.crash.training import train
 
@@ -31,9 +29,14 @@ class Scene(ABC):
 
     name: ClassVar[str]
     world_size: ClassVar[int] = 1
+    rows: ClassVar[int] = 0  # of `Training`
+    needs_store: ClassVar[bool] = False  # an object store: the variables of the environment say where it is
 
     def prepare(self, root: Path, tell: Tell) -> None:  # noqa: B027  # some begin with nothing
         """Make what is there before, once, in a process of its own; the words are known to each judgement."""
+
+    def fresh(self) -> None:  # noqa: B027  # most have all below their root
+        """Bring what is not below the root to where it was after `prepare`; before each play and judgement."""
 
     @abstractmethod
     def act(self, rank: int, root: Path, tell: Tell) -> None:
@@ -104,7 +107,8 @@ def wrong_next(said: Words, chosen_before: int, digests: dict[int, str], upto: i
     return problems
 
 
-def _latest(checkpoints: Path) -> int:
+def latest_step(checkpoints: Path) -> int:
+    """Return the step that `latest` names; 0 for none."""
     chosen = newest_verified(checkpoints, cached=False).chosen
     return chosen.step if chosen else 0
 
@@ -116,20 +120,20 @@ class Save(Scene):
     upto: ClassVar[int] = 5
 
     def act(self, rank: int, root: Path, tell: Tell) -> None:
-        train(root / "run", self.upto, tell, rank=rank, world_size=self.world_size)
+        train(root / "run", self.upto, tell, rank=rank, world_size=self.world_size, rows=self.rows)
 
     def judge(self, root: Path, said: Words) -> list[str]:
         return wrong_steps(root / "run/checkpoints", said)
 
     def go_on(self, root: Path, tell: Tell) -> None:
-        checkpoints = root / "run/checkpoints"
-        tell(latest=_latest(checkpoints))
+        before = latest_step(root / "run/checkpoints")
+        tell(latest=before)
         age(root / "run")
-        train(root / "run", self.upto + 1, tell)
+        train(root / "run", before + 1, tell, rows=self.rows)
 
     def judge_next(self, root: Path, said: Words, then: Words, digests: dict[int, str]) -> list[str]:
         before = next(words["latest"] for words in then if "latest" in words)
-        problems = wrong_next(then, before, digests, self.upto + 1)
+        problems = wrong_next(then, before, digests, before + 1)
         problems += wrong_steps(root / "run/checkpoints", said + then)
         return problems + [f"{name} is left over" for name in leftovers(root / "run")]
 
@@ -142,30 +146,12 @@ class SaveOfTwo(Save):
     upto = 3
 
 
-class TieredSave(Save):
-    """Files go to the node's own disk first, and to shared storage by a thread beside; a commit is what is shared."""
+class LargeSave(Save):
+    """A file of more than 4 MiB: it is written past the page cache, in whole pages, and its end is cut."""
 
-    name = "save by way of a node's disk"
-    upto = 3
-
-    def act(self, rank: int, root: Path, tell: Tell) -> None:
-        train(root / "run", self.upto, tell, tiers=Tiers(local=str(root / "nvme")))
-
-    def go_on(self, root: Path, tell: Tell) -> None:
-        tell(latest=_latest(root / "run/checkpoints"))
-        age(root / "run")
-        train(root / "run", self.upto + 1, tell, tiers=Tiers(local=str(root / "nvme")))
-
-    def judge_next(self, root: Path, said: Words, then: Words, digests: dict[int, str]) -> list[str]:
-        # the node's disk may have a newer step, whole, than was ever shared
-        resumed = next((words["resumed"] for words in then if "resumed" in words), 0)
-        older = resumed < next(words["latest"] for words in then if "latest" in words)
-        return [
-            *(["an older step than latest was resumed"] if older else []),
-            *wrong_next(then, resumed, digests, self.upto + 1),
-            *wrong_steps(root / "run/checkpoints", said + then),
-            *(f"{name} is left over" for name in leftovers(root / "run")),
-        ]
+    name = "save past the page cache"
+    upto = 2
+    rows = 13_200
 
 
 class Replay(Save):
@@ -192,7 +178,7 @@ class Replay(Save):
 
     def judge_next(self, root: Path, said: Words, then: Words, digests: dict[int, str]) -> list[str]:
         before = next(words["latest"] for words in then if "latest" in words)
-        return wrong_next(then, before, digests, self.upto + 1) + [
+        return wrong_next(then, before, digests, before + 1) + [
             f"{name} is left over" for name in leftovers(root / "run")
         ]
 
@@ -217,7 +203,7 @@ class Retention(Scene):
 
     def go_on(self, root: Path, tell: Tell) -> None:
         checkpoints = root / "run/checkpoints"
-        tell(latest=_latest(checkpoints))
+        tell(latest=latest_step(checkpoints))
         age(root / "run")
         train(root / "run", 6, tell)
         prune(checkpoints, self.policy)
@@ -229,70 +215,6 @@ class Retention(Scene):
         if here != {5, 6}:
             problems.append(f"after the next pruning steps {here} are there")
         return problems + [f"{name} is left over" for name in leftovers(root / "run")]
-
-
-class TierCopy(Scene):
-    """Two steps are copied from a node's own disk to shared storage."""
-
-    name = "tier copy"
-
-    def prepare(self, root: Path, tell: Tell) -> None:
-        train(root / "run", 2, tell)
-        (root / "shared").mkdir()
-
-    def act(self, rank: int, root: Path, tell: Tell) -> None:
-        local, shared = DirectoryTier(root / "run/checkpoints"), DirectoryTier(root / "shared")
-        for held in reversed(local.steps()):
-            copy_step(local, held, shared)
-            tell(copied=held.manifest.save_id, step=held.manifest.step)
-
-    def judge(self, root: Path, said: Words) -> list[str]:
-        arrived = [{"committed": words["copied"], "step": words["step"]} for words in said if "copied" in words]
-        return wrong_steps(root / "run/checkpoints", said) + wrong_steps(root / "shared", arrived)
-
-    def go_on(self, root: Path, tell: Tell) -> None:
-        self.act(0, root, tell)
-        # what is there is the very same: a run goes on from the copies alone
-        shutil.rmtree(root / "run")
-        (root / "run").mkdir()
-        shutil.copytree(root / "shared", root / "run/checkpoints")
-        train(root / "run", 3, tell)
-
-    def judge_next(self, root: Path, said: Words, then: Words, digests: dict[int, str]) -> list[str]:
-        problems = wrong_next(then, 2, digests, 3) + self.judge(root, then)
-        if [step.step for step in list_steps(root / "shared")] != [2, 1]:
-            problems.append("the next copies did not arrive")
-        return problems + [f"{name} is left over" for name in leftovers(root)]
-
-
-class BringHome(Scene):
-    """The only whole copy is on shared storage, and is staged back to resume from it."""
-
-    name = "bring home"
-
-    def prepare(self, root: Path, tell: Tell) -> None:
-        train(root / "run", 2, tell)
-        shutil.copytree(root / "run/checkpoints", root / "shared")
-        path = next((root / "run/checkpoints/step_00000002").glob("*.distcp"))
-        os.truncate(path, path.stat().st_size - 1)
-
-    def act(self, rank: int, root: Path, tell: Tell) -> None:
-        newest_anywhere(DirectoryTier(root / "run/checkpoints"), [DirectoryTier(root / "shared")])
-        tell(home=True)
-
-    def judge(self, root: Path, said: Words) -> list[str]:
-        problems = wrong_steps(root / "shared", said)
-        latest = _latest(root / "run/checkpoints")
-        if latest not in (1, 2) or (latest == 1 and any("home" in words for words in said)):
-            problems.append(f"latest at home is step {latest}")
-        return problems
-
-    def go_on(self, root: Path, tell: Tell) -> None:
-        self.act(0, root, tell)
-        train(root / "run", 3, tell)
-
-    def judge_next(self, root: Path, said: Words, then: Words, digests: dict[int, str]) -> list[str]:
-        return wrong_next(then, 2, digests, 3) + [f"{name} is left over" for name in leftovers(root)]
 
 
 class Export(Scene):
@@ -333,9 +255,3 @@ class Export(Scene):
 
 def _contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-SCENES: dict[str, Scene] = {
-    scene.name: scene
-    for scene in (Save(), SaveOfTwo(), TieredSave(), Replay(), Retention(), TierCopy(), BringHome(), Export())
-}

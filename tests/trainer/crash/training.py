@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from stepkeeper_trainer import Keeper, dividing, incremental, metrics, space
+from stepkeeper_trainer import Keeper, dividing, incremental, metrics, space, writer
 from tests.trainer.crash.playing import Tell
 
 WIDTH = 40
@@ -25,9 +25,12 @@ SAVED_WITHIN_S = 30.0
 class Training:
     """A sharded layer, a replicated one, a frozen one that is linked from the third save on, and AdamW."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 0) -> None:
+        """Build it; `rows` of a further layer make the state so large that it is written past the page cache."""
         torch.set_num_threads(1)
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        self.rows = rows
+        self.model = torch.nn.Sequential(*layers, *([torch.nn.Linear(WIDTH, rows)] if rows else []))
         for parameter in self.model.parameters():
             torch.nn.init.constant_(parameter, 0.5)
         self.model[2].requires_grad_(requires_grad=False)
@@ -58,9 +61,9 @@ class Training:
         return found.hexdigest()
 
 
-def digests(count: int) -> dict[int, str]:
+def digests(count: int, rows: int = 0) -> dict[int, str]:
     """Return the digest of the state after each step."""
-    training, found = Training(), {}
+    training, found = Training(rows), {}
     for number in range(1, count + 1):
         training.step(number)
         found[number] = training.digest()
@@ -71,18 +74,21 @@ def keep(training: Training, run_dir: Path, *, rank: int = 0, **options: Any) ->
     """Return a keeper of small files; nothing beside its saves changes the directory."""
     logging.basicConfig(format=f"[{rank}] %(message)s", level=logging.INFO, stream=sys.stderr, force=True)
     incremental.COLD_BYTES_MIN = 1000
-    dividing.FILE_BYTES_MIN = 20_000
+    dividing.FILE_BYTES_MIN = 1 << 30 if training.rows else 20_000  # one file that is large, or several small ones
+    writer.WRITE_BYTES = 1 << 20  # of a large one at once: several calls
     space.MARGIN_BYTES = 0  # a disk is as small as can be
     usual = {"resume_from": "latest", "save_within_s": SAVED_WITHIN_S, "retention": "all", "storage_test": "off"}
     return Keeper(model=training.model, optimizer=training.optimizer, run_dir=run_dir, **(usual | options))
 
 
-def train(run_dir: Path, upto: int, tell: Tell, *, rank: int = 0, world_size: int = 1, **options: Any) -> None:
+def train(
+    run_dir: Path, upto: int, tell: Tell, *, rank: int = 0, world_size: int = 1, rows: int = 0, **options: Any
+) -> None:
     """Resume, save each step from there on, wait for each save, and finish."""
     if world_size > 1:
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, is_master=rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
-    training = Training()
+    training = Training(rows)
     keeper = keep(training, run_dir, rank=rank, checkpoint_every_steps=1, total_steps=upto, **options)
     keeper.resume()
     if world_size == 1:

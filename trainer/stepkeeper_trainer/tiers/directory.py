@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -13,7 +13,7 @@ from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, FileEntry, ManifestError
-from stepkeeper_trainer.formats.names import step_name
+from stepkeeper_trainer.formats.names import parse_step_name, step_name
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, check_file, is_right
@@ -92,6 +92,17 @@ class DirectoryTier:
                 if entry.name.startswith(_STAGING) and not keep(entry.name.rpartition(".")[2]):
                     shutil.rmtree(entry.path, ignore_errors=True)
                     removed.append(entry.name)
+        return removed
+
+    def sweep(self, steps: Sequence[Held]) -> list[str]:
+        """Remove what is left of steps older than the newest of `steps` that are none of them.  Raises OSError."""
+        removed = []
+        for entry in list(os.scandir(self.checkpoints)) if steps else []:
+            prefix = next((each for each in (_STAGING, _TRASH) if entry.name.startswith(each)), None)
+            number = parse_step_name(entry.name.removeprefix(prefix).partition(".")[0]) if prefix else None
+            if number is not None and number < steps[0].manifest.step:
+                shutil.rmtree(entry.path, ignore_errors=True)
+                removed.append(entry.name)
         return removed
 
 

@@ -15,18 +15,19 @@ def superfluous(steps: list[Held], *, keep: int | None, pinned: Collection[str])
 
 
 def prune(tier: Tier, *, keep: int | None, pinned: Collection[str]) -> list[str]:
-    """Remove what is superfluous, oldest first; return the names.
+    """Remove what is superfluous, oldest first, and what a kill has left of steps before the newest; return the names.
 
-    The newest step is looked at before anything older goes: where a file of it is missing, everything stays.
+    Only while this run has nothing on its way there.  The newest step is looked at before anything older goes: where a
+    file of it is missing, everything stays.
 
     Raises:
         TierError, OSError: the tier does not answer.
     """
     steps = tier.steps()
-    gone = superfluous(steps, keep=keep, pinned=pinned)
-    if not gone or tier.problems(steps[0], deep=False):
+    if not steps or tier.problems(steps[0], deep=False):
         return []
-    removed = []
+    gone = superfluous(steps, keep=keep, pinned=pinned)
+    removed = tier.sweep(steps)
     for held in reversed(gone):
         tier.remove(held)
         removed.append(held.directory)

@@ -8,7 +8,7 @@ full; the manifest is sent last, and without it a folder is no step.  With `zstd
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -141,6 +141,22 @@ class ObjectTier:
         for suffix in ("", _COMPRESSED):
             with _told(self.name), _maybe():
                 obstore.delete(self.store, f"{directory}/{name}{suffix}")
+
+    def sweep(self, steps: Sequence[Held]) -> list[str]:
+        """Remove what is left of steps older than the newest of `steps` that are none of them."""
+        whole = {held.directory for held in steps}
+        removed = []
+        for directory in self._directories() if steps else []:
+            number = parse_step_name(directory)
+            if directory in whole or number is None or number >= steps[0].manifest.step:
+                continue
+            with _told(self.name):
+                keys = [str(found["path"]) for batch in obstore.list(self.store, f"{directory}/") for found in batch]
+                if any(key.endswith(f"/{MANIFEST_NAME}") for key in keys):
+                    continue  # damaged, or not to be read now: somebody should look at it
+                obstore.delete(self.store, keys)
+            removed.append(directory)
+        return removed
 
     def staging(self, held: Held, *, despite: Collection[str] = ()) -> Staging:
         """Begin to take in a step, or go on: files that were sent in full are not sent again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,6 +102,16 @@ class Tier(Protocol):
 
     def remove(self, held: Held) -> None:
         """Remove a step, so that it is none at once.  Raises TierError or OSError."""
+        ...
+
+    def sweep(self, steps: Sequence[Held]) -> list[str]:
+        """Remove what is left of steps that were given up or removed in part; return the names.
+
+        `steps` are all that are committed here, newest first; what is newer than those may be on its way.
+
+        Raises:
+            TierError, OSError: the tier does not answer.
+        """
         ...
 
     def staging(self, held: Held, *, despite: Collection[str] = ()) -> Staging:

@@ -97,6 +97,19 @@ def test_a_process_that_would_die_of_the_signal_gets_none(tmp_path: Path) -> Non
         assert process.poll() is None
         process.kill()
     assert stood[0].where.startswith("is in state S")
+    assert not stood[0].moved
+
+
+def test_a_process_whose_stack_nobody_can_tell_moves_as_long_as_it_reads(tmp_path: Path) -> None:
+    """Before the trainer library listens: an import from slow storage is no hang."""
+    with (
+        Path("/dev/null").open("wb") as nowhere,
+        subprocess.Popen(["cat", "/dev/zero"], stdout=nowhere) as process,
+    ):
+        stood = taken(tmp_path, {0: process.pid})
+
+        process.kill()
+    assert stood[0].moved
 
 
 def test_a_rank_that_is_gone_is_said_to_be(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from stepkeeper.core.phases import (
 )
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.settling import on_judge_late
-from stepkeeper.core.silence import on_silence
+from stepkeeper.core.silence import look_at_start, on_silence
 from stepkeeper.core.state import Blame, Doubt, Next, Phase, Plan, State
 from stepkeeper.core.storage import on_storage_late
 
@@ -113,7 +113,7 @@ def _on_slurm_still_away(state: State, at: float, plan: Plan, policy: Policy) ->
 def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
     """Not every task has started, or no rank has the trainer library."""
     if state.begun or not state.wrapped or state.bus_restarted_in_launch:  # an older bus may have heard of it
-        return Decision(replace(state, deadline_at=None), (), NOT_ANNOUNCED)
+        return look_at_start(replace(state, deadline_at=None), at, policy, NOT_ANNOUNCED)
     why = f"the launch did not begin in {policy.begin_within_s:g} s: not every task of the training step started"
     state = replace(state, phase=Phase.STOPPING, first_failure=why, plan=Plan(next=Next.RELAUNCH, why=why))
     return kill(state, at, policy, why)

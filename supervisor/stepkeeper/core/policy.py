@@ -172,7 +172,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """No shorter silence is looked at."""
 
     hang_most_s: float = 3600.0
-    """A longer silence is looked at whatever is usual: also before the first statistics of a run."""
+    """A longer silence is looked at whatever is usual: also before the first statistics of a run.  A start counts as
+    silent when the trainer library's first word takes ten times as long as in any launch of the run before."""
 
     loss_not_finite: str = "rollback"
     """A loss that stays NaN or infinite: `off`, `tell` (in the log) or `rollback` (end the launch, go on from the

@@ -17,6 +17,7 @@ from stepkeeper.core.state import Next, Phase, Plan, State
 
 RULE = "progress-silence"
 PATIENCE_MAX = 8.0  # times the usual limit, for ranks that move and complete no step
+START_TIMES = 10.0  # as long as the longest start of the run, until the trainer library's first word
 
 replace = msgspec.structs.replace
 
@@ -29,14 +30,47 @@ def alive(state: State, at: float, policy: Policy) -> State:
     return replace(state, looking=False, patience=1.0, hang_at=at + allowed)
 
 
+def first_word_by(state: State, at: float, policy: Policy) -> float | None:
+    """Return when a launch that starts now has taken too long for its first word; None where no launch ever said one.
+
+    Import, rendezvous and opening the data can stand still as well, and nobody knows beforehand how long they take.
+    """
+    if not policy.hang_watch or not state.usual.start_s:
+        return None
+    return at + _start_s(state, policy)
+
+
+def _start_s(state: State, policy: Policy) -> float:
+    return min(max(START_TIMES * state.usual.start_s, policy.hang_least_s), policy.hang_most_s)
+
+
+def look_at_start(state: State, at: float, policy: Policy, why: str) -> Decision:
+    """No word of the trainer library, and none from any launch before: tell what the ranks do, and end nothing."""
+    if state.looking or not policy.hang_watch or state.usual.start_s or not all_ready(state):
+        return Decision(state, (), why)
+    return _look(state, at, policy, why)
+
+
 def on_silence(state: State, at: float, policy: Policy) -> Decision:
     """No word for longer than is usual: have the ranks' stacks collected, twice."""
+    if state.looking and _only_tells(state):
+        return Decision(replace(state, looking=False, hang_at=None), (), "no stacks came in time")
     if state.looking:
         return _stands_still(state, at, "no stacks came in time", None, policy)
-    if not all_ready(state):  # words may be lost with the watchers, whose deadline runs
+    unborn = not state.heard and state.wrapped and not state.begun  # that has a deadline of its own
+    if unborn or not all_ready(state):  # words may be lost with the watchers, whose deadline runs
         return Decision(_wait_on(state, at, policy))
+    what = "no step" if state.heard else "no word of the trainer library"
+    return _look(state, at, policy, f"{what} since {_since(state)}: the ranks' stacks are looked at")
+
+
+def _only_tells(state: State) -> bool:
+    """Tell whether the script may have no trainer library at all."""
+    return not state.heard and not state.usual.start_s
+
+
+def _look(state: State, at: float, policy: Policy, why: str) -> Decision:
     state = replace(state, looking=True, hang_at=at + policy.stacks_within_s)
-    why = f"no step since {_since(state)}: the ranks' stacks are looked at"
     effect = do.CollectStacks(launch=state.launch, nodes=state.launched, within_s=0.8 * policy.stacks_within_s)
     return Decision(state, (effect,), why)
 
@@ -45,6 +79,9 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
     """The ranks move, so they only take long; or they stand still, and nothing but an end helps."""
     if event.launch != state.launch or not state.looking or state.phase is not Phase.TRAINING:
         return Decision(state)
+    if _only_tells(state):
+        why = f"before any word of the trainer library, {event.summary}" if event.summary else ""
+        return Decision(replace(state, looking=False, hang_at=None), (), why)
     if event.moved:
         state = _wait_on(replace(state, looking=False, patience=2 * state.patience), event.at, policy)
         return Decision(state, (), f"the ranks take long, and still move: {event.summary}")
@@ -56,7 +93,8 @@ def _since(state: State) -> str:
 
 
 def _wait_on(state: State, at: float, policy: Policy) -> State:
-    allowed = silence_s(state.pace, policy, saving=state.saving is not None)
+    saving = state.saving is not None
+    allowed = silence_s(state.pace, policy, saving=saving) if state.heard else _start_s(state, policy)
     return replace(state, hang_at=at + min(state.patience, PATIENCE_MAX) * allowed)
 
 

@@ -19,6 +19,7 @@ from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, finish, 
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.settling import past, settle
+from stepkeeper.core.silence import first_word_by
 from stepkeeper.core.state import Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
@@ -201,7 +202,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         to_replace="",
         paced=False,
         launched_before=state.launched or state.launched_before,
-        hang_at=None,
+        hang_at=first_word_by(state, event.at, policy),
         patience=1.0,
         looking=False,
         plan=None,

@@ -54,6 +54,7 @@ class Watcher:
         self.ranks = RankSocket(assignment.socket_name(self.node))
         self.launch: int | None = None
         self.wrapped: set[int] = set()
+        self.started: dict[int, tuple[str, int]] = {}  # rank -> launch, pid, as its wrapper says
         self.greeted: dict[int, tuple[str, int, int | None]] = {}  # rank -> launch, pid, step of its newest hello
         self.pidfds: dict[int, tuple[int, str, int]] = {}  # pid -> (descriptor, launch, rank)
         self.progress_at = 0.0
@@ -192,7 +193,8 @@ class Watcher:
                 self.quit = True
 
     def _take_stacks(self, wanted: bus.Stacks) -> None:
-        pids = {rank: pid for rank, (launch, pid, _) in self.greeted.items() if launch.endswith(f".{wanted.launch}")}
+        pids = {rank: pid for rank, (launch, pid) in self.started.items() if launch.endswith(f".{wanted.launch}")}
+        pids |= {rank: pid for rank, (launch, pid, _) in self.greeted.items() if launch.endswith(f".{wanted.launch}")}
         self.stacks.take(wanted, pids)
 
     def _on_stacks(self) -> None:
@@ -223,6 +225,7 @@ class Watcher:
             return
         if isinstance(message, TaskStarted):
             self.wrapped.add(message.rank)
+            self.started[message.rank] = (message.launch, message.pid)
         if isinstance(message, Hello) and message.rank not in self.wrapped:
             self._follow(pid, message.launch, message.rank)
         if isinstance(message, Hello):

@@ -25,6 +25,8 @@ from stepkeeper_trainer.formats.messages import shorten
 APART_S = 3.0  # between the two
 DUMP_WITHIN_S = 5.0
 SETTLED_S = 0.3  # a file that has not grown for so long is written
+CPU_SHARE = 0.2  # of the time between the two: less is what idle threads use
+READ_LEAST = 64 * 1024
 READ_BYTES_MAX = 256 * 1024
 FRAMES_MAX = 200
 
@@ -85,7 +87,9 @@ class StackTaker:
     def _take(self, wanted: bus.Stacks, pids: dict[int, int]) -> None:
         try:
             first = self._sample(wanted.launch, pids)
+            lived = {rank: of_life(pid) for rank, pid in pids.items()}
             time.sleep(APART_S)
+            worked = {rank: lives(lived[rank], of_life(pid)) for rank, pid in pids.items()}
             second = self._sample(wanted.launch, pids)
             for rank, pid in sorted(pids.items()):
                 frames = second[rank]
@@ -96,7 +100,7 @@ class StackTaker:
                     rank=rank,
                     where=shorten(doing.where),
                     waits=doing.waits,
-                    moved=bool(first[rank]) and first[rank] != frames,
+                    moved=first[rank] != frames if first[rank] else not frames and worked[rank],
                 )
                 self._words.put(stood)
             self._words.put(bus.StacksTaken(node=self._node, number=wanted.number))
@@ -190,6 +194,33 @@ def of_kernel(pid: int) -> Doing:
     if state == "D":
         return Doing(f"waits for a device or file system, and cannot be interrupted{inside}")
     return Doing(words.get(state, f"is in state {state}{inside}"))
+
+
+class Life(NamedTuple):
+    """What a process has used."""
+
+    cpu_s: float = 0.0
+    bytes_read: int = 0
+
+
+def of_life(pid: int) -> Life:
+    """Return what a process has used so far; nothing where the kernel does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        read = re.search(r"^rchar: (\d+)", Path(f"/proc/{pid}/io").read_text(), re.MULTILINE)
+    except (OSError, IndexError, ValueError):
+        return Life()
+    return Life(cpu_s, int(read[1]) if read else 0)
+
+
+def lives(before: Life, after: Life) -> bool:
+    """Tell whether a process whose stack nobody can tell does something: it computes, or reads.
+
+    >>> lives(Life(1.0, 0), Life(3.9, 0)), lives(Life(1.0, 0), Life(1.0, 2**20)), lives(Life(1.0, 7), Life(1.01, 9))
+    (True, True, False)
+    """
+    return after.cpu_s - before.cpu_s >= CPU_SHARE * APART_S or after.bytes_read - before.bytes_read >= READ_LEAST
 
 
 def _by_py_spy(program: str, pid: int, path: Path) -> tuple[Frame, ...]:

@@ -264,6 +264,16 @@ def ranks_are_killed_no_later_than_the_save_deadline(turns):
 
 
 @invariant
+def ranks_that_do_not_die_hold_up_no_requeue_beyond_slurms_limit(turns):
+    """After it Slurm kills us as well, and the run waits for a rescue, or for a person."""
+    for turn in turns:
+        state = turn.after
+        killed = turn.ordered(do.KillRanks) and not turn.before.killed
+        if killed and state.leave_at is not None:
+            assert state.deadline_at <= max(state.leave_at, turn.event.at) + POLICY.hurry_within_s
+
+
+@invariant
 def a_late_tick_in_saving_kills(turns):
     """The deadline is the deadline."""
     for turn in turns:

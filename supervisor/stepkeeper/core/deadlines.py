@@ -57,12 +57,13 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
             return _on_closing_late(state, event.at, policy)
         case Phase.REQUEUEING:
             if state.asking or state.requesting:
-                late = f"Slurm did not answer in {policy.ask_within_s:g} s"
+                within_s = policy.requeue_within_s if state.requesting else policy.ask_within_s
+                late = f"Slurm did not answer in {within_s:g} s"
                 return retry_requeue(state, event.at, late, ExitCode.UNDECIDED, policy)
             state = replace(state, deadline_at=event.at + policy.ask_within_s)
             return ask(state, "try the requeue again")
         case Phase.DONE:
-            return Decision(state)
+            raise AssertionError("decide takes no event any more")
         case _:
             assert_never(state.phase)
 
@@ -92,7 +93,7 @@ def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
         return relaunch(state, at, f"{plan.why}; Slurm did not say why in time", policy)
     if not state.killed:
         return kill(state, at, policy, "the ranks did not leave in time")
-    why = f"{plan.why}; the training step did not end in {policy.kill_within_s:g} s after SIGKILL"
+    why = f"{plan.why}; the training step did not end in time after SIGKILL"
     if plan.next is Next.RELAUNCH:  # nothing can be started beside ranks that do not die
         plan = Plan(next=Next.REQUEUE, why=why)
     return close(replace(state, running=False), at, plan, policy)

@@ -63,8 +63,6 @@ def dismiss(state: State, nodes: frozenset[str]) -> State:
     """Rest no longer: these nodes are given back."""
     growth = state.growth
     stay = tuple(each for each in growth.resting if each.node not in nodes)
-    if stay == growth.resting:
-        return state
     growth = _answered(replace(growth, resting=stay), nodes)
     return replace(state, growth=growth, ready=state.ready - nodes, releasing=True)
 

@@ -75,8 +75,11 @@ def stop(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
 
 
 def kill(state: State, at: float, policy: Policy, why: str) -> Decision:
-    """SIGKILL the ranks, and wait for the end of their Slurm step."""
-    state = replace(state, killed=True, deadline_at=at + policy.kill_within_s)
+    """SIGKILL the ranks, and wait for the end of their Slurm step: but the requeue must come before Slurm's limit."""
+    deadline = at + policy.kill_within_s
+    if state.leave_at is not None:
+        deadline = min(deadline, max(state.leave_at, at) + policy.hurry_within_s)
+    state = replace(state, killed=True, deadline_at=deadline)
     return Decision(state, (do.KillRanks(launch=state.launch, why=why),), why)
 
 

@@ -336,6 +336,7 @@ class Supervisor:
             on_share=self.crew.heard,
             on_stack=self.standing.heard,
             after_s=effect.after_s,
+            size=len(effect.nodes),
         )
         self.crew.use(self.bus)
         self._renew()

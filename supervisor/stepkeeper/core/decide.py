@@ -13,9 +13,9 @@ from typing import assert_never
 
 from stepkeeper.core import events as on
 from stepkeeper.core.asked import on_asked
-from stepkeeper.core.bus import on_bus_ended, on_watcher_lost
+from stepkeeper.core.bus import on_watcher_lost
 from stepkeeper.core.deadlines import on_tick
-from stepkeeper.core.faults import on_node_faulted, on_nodes_not_cleared, on_nodes_released
+from stepkeeper.core.faults import on_bus_ended, on_node_faulted, on_nodes_not_cleared, on_nodes_released
 from stepkeeper.core.growing import on_idle_nodes, on_nodes_checked
 from stepkeeper.core.notices import (
     on_node_signaled,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from stepkeeper.core import bus
 from stepkeeper.core import events as on
 from stepkeeper.core.bus import restart_bus
 from stepkeeper.core.exits import ExitCode
@@ -18,6 +19,8 @@ from stepkeeper.core.phases import Decision, all_ready, go_on_starting, release,
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Blame, Next, Phase, Plan, State
+
+SLURM_MISSES_A_NODE = ("requested node configuration is not available", "node failure on")  # in srun's last words
 
 replace = msgspec.structs.replace
 
@@ -61,6 +64,21 @@ def on_nodes_not_cleared(state: State, event: on.NodesNotCleared, policy: Policy
         return Decision(replace(state, deadline_at=event.at))  # then the next rougher means: a requeue
     why = "does not get clear of the launch before: a process there does not die"
     return _leave(state, event.at, {node: f"{node} {why}" for node in left}, policy, exclude=True)
+
+
+def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
+    """The watchers' Slurm step ended: where Slurm misses a node and one of ours is silent, nobody waits for that one.
+
+    Not beside training: ranks there may live on, and are asked for first.
+    """
+    silent = tuple(node for node in state.nodes if node in state.silent)
+    missed = any(words in event.error.lower() for words in SLURM_MISSES_A_NODE)
+    current = event.bus == state.bus and state.bus_open and state.phase is Phase.STARTING
+    if not (current and missed and 0 < len(silent) < len(state.nodes)):
+        return bus.on_bus_ended(state, event, policy)
+    # the others get their full time on the next bus
+    state = replace(state, bus_open=False, bus_error=event.error, ready=frozenset(), deadline_at=None)
+    return lose_nodes(state, event.at, silent, lost_in_words(state, silent), policy)
 
 
 def on_unfit(state: State, event: on.NodesCleared, policy: Policy) -> Decision:

@@ -48,6 +48,7 @@ class Bus:
         on_share: Callable[[lines.ShareRead], None],
         on_stack: Callable[[lines.Stood | lines.StacksTaken], None] = lambda _: None,
         after_s: float = 0.0,
+        size: int = 0,
     ) -> None:
         """Start srun, `after_s` seconds from now; `BusEnded` comes when it could not be started.
 
@@ -61,6 +62,7 @@ class Bus:
             on_share: called with what a watcher says of its share of a step directory, on a thread of the bus.
             on_stack: called with what a watcher says of its ranks' stacks, on a thread of the bus.
             after_s: a bus that failed is not tried again at once.
+            size: nodes of it; 0: not known.
         """
         self.number = number
         self._inbox = inbox
@@ -75,6 +77,8 @@ class Bus:
         self._check_number = 0
         self._to_clear: do.ClearNodes | None = None
         self._heard: dict[str, float] = {}  # node -> monotonic seconds of its last word
+        self._size = size
+        self._ready: set[str] = set()  # nodes whose watcher has answered
         self._reads: set[str] = set()  # nodes whose watcher can read shares of step directories
         self._paces = Paces()
         self._output: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -209,6 +213,8 @@ class Bus:
         parts = text.split(": ")
         if len(parts) >= 4 and parts[:2] == ["srun", "error"] and parts[3].startswith("task"):  # noqa: PLR2004
             node = parts[2]
+            if parts[-1].startswith("Killed") and len(self._ready) < self._size:
+                return  # Slurm ends a step on all nodes that it cannot start on one: this tells nothing of the others
             if self._heard.pop(node, None) is not None:
                 why = ": ".join(parts[3:])
                 self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
@@ -224,6 +230,7 @@ class Bus:
         at = self._now()
         match message:
             case lines.Ready():
+                self._ready.add(message.node)
                 if message.reads:
                     self._reads.add(message.node)
                 self._inbox.put(on.WatcherReady(at=at, node=message.node, bus=self.number))

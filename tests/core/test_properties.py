@@ -342,6 +342,62 @@ def failures_bound_the_launches_without_progress(turns):
 
 
 @invariant
+def an_hour_of_unseen_training_clears_the_budgets(turns):
+    """A launch that nobody could see may have progressed: what is not known must not be counted as nothing."""
+    for turn in turns:
+        before, after = turn.before, turn.after
+        relaunched = after.launch > before.launch
+        ran_long = before.launched_at is not None and turn.event.at - before.launched_at >= POLICY.unseen_progress_s
+        if relaunched and ran_long and not before.heard:
+            assert after.failures <= 1
+            assert after.tried == ()
+
+
+@invariant
+def a_node_is_excluded_only_on_evidence_about_itself(turns):
+    """Each exclusion makes a job harder to place, and each drain, which the agent decides on its own, a node idle."""
+    for turn in turns:
+        known = {each.node for each in turn.before.excluded}
+        new = [each for each in turn.after.excluded if each.node not in known]
+        if isinstance(turn.event, on.AttemptStarted):
+            continue
+        for each in new:
+            assert each.node in turn.before.nodes
+            match turn.event:
+                case on.NodeFaulted():
+                    assert (turn.event.node, turn.event.leave, turn.event.drained) == (each.node, True, False)
+                case on.NodesCleared():
+                    assert each.node in {unfit.node for unfit in turn.event.unfit}
+                case on.NodesNotCleared():
+                    assert each.node in turn.event.nodes
+                case on.Judged():
+                    assert each.node == turn.event.node
+                case on.CheckpointChosen():  # its failure was judged before
+                    assert turn.before.failure is not None
+                    assert each.node == turn.before.failure.judged.node
+                case on.CheckpointCommitted():
+                    assert each.node == turn.before.to_replace
+                case _:
+                    pytest.fail(f"{each} by {turn.event}")
+
+
+@invariant
+def restarts_of_the_bus_and_lost_nodes_are_bounded(turns):
+    """Every loop has a budget that only a commit, or a step that was verified anew, fills again."""
+    restarts = 0
+    for turn in turns:
+        committed = isinstance(turn.event, on.CheckpointCommitted) and turn.after.bus_restarts == 0
+        restarts = 0 if committed else restarts
+        beside = turn.before.phase is Phase.TRAINING and not turn.before.ready  # while Slurm is away
+        started = len([order for order in turn.ordered(do.StartBus) if order.bus > 1])
+        restarts += started if not beside else 0
+        assert restarts <= POLICY.bus_restarts_max
+        assert turn.after.requeue_tries <= POLICY.requeue_tries_max
+        if turn.ordered(do.StartLaunch):
+            assert turn.after.node_losses <= POLICY.node_losses_max
+
+
+@invariant
 def what_was_tried_is_remembered_until_the_place_is_passed(turns):
     """A budget that forgets is none: a failure counts until a step is verified beyond it, or hours have passed."""
     for turn in turns:

@@ -6,7 +6,6 @@ their own: stdout is a file on shared storage, and a full or hung one must not e
 
 from __future__ import annotations
 
-import fcntl
 import os
 import queue
 import stat
@@ -67,14 +66,13 @@ class PatientStream:
                 self.dropped += 1
 
 
-def is_emptied(stream: TextIO) -> bool:
-    """Tell whether the next attempt empties this file: Slurm has not opened it so that it appends."""
+def is_empty(stream: TextIO) -> bool:
+    """Tell whether this is a file in which nothing stands."""
     try:
-        descriptor = stream.fileno()
-        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return regular and not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
+        status = os.fstat(stream.fileno())
     except (OSError, ValueError):
         return False  # no file at all, or a closed one
+    return stat.S_ISREG(status.st_mode) and not status.st_size
 
 
 def configure(stream: PatientStream, **static: Any) -> structlog.typing.FilteringBoundLogger:

@@ -33,7 +33,7 @@ MEANINGS = {
     "journal_late": "a requeue does not wait longer for the journal; what is missing is on the node's disk",
     "journal_not_written": "the run directory does not take the journal; it is tried again",
     "journal_written_again": "the journal is up to date again",
-    "log_not_appended": "Slurm empties this log at each attempt, because the job was not submitted so that it appends",
+    "log_emptied": "Slurm has emptied this log: the job was not submitted so that it appends",
     "lease_unreadable": "the lease cannot be read; the run goes on",
     "launch_is_slow": "this launch steps slower than those before it, and the nodes that may be why",
     "metrics_not_served": "the port of the metrics could not be opened",

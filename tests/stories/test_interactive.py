@@ -158,14 +158,15 @@ def test_a_job_of_several_parts_is_refused_and_told_why(lab: Lab) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("mode", ["append", "truncate"])
-def test_a_log_that_the_next_attempt_would_empty_is_told(lab: Lab, mode: str) -> None:
+def test_a_log_that_each_attempt_empties_is_told(lab: Lab, mode: str) -> None:
     """sbatch's option outweighs the batch script's own `#SBATCH --open-mode=append`."""
     training = Training(lab, name=f"open-{mode}", steps=400, sbatch_args=(f"--open-mode={mode}",)).submit()
     training.wait_step(3)
     lab.requeue(training.job_id)
     training.wait_attempt(1)
+    training.until(lambda: any(line["attempt"] == 1 for line in said(training, "decision")), "the second attempt's log")
     attempts = {line["attempt"] for line in said(training, "attempt_started")}
-    warned = said(training, "log_not_appended")
+    warned = said(training, "log_emptied")
     lab.cancel(training.job_id)
     training.wait_end()
 

@@ -82,3 +82,21 @@ def test_the_batch_process_alone_is_told_by_a_user_signal(lab_factory, reference
 
     assert [r.event.signal for r in training.events(on.SignalReceived)][:1] == ["USR1"], training.story()
     assert_complete(training, reference)
+
+
+def test_a_whole_run_by_pyslurm(lab: Lab, reference: Training) -> None:
+    """Asked for and found to fit, in an interpreter of its own; both attempts say so, and it makes the requeue."""
+    newest = found()
+    assert newest is not None, "the lab runs it"
+    env = {"STEPKEEPER_SLURM_CLIENT": "pyslurm", "STEPKEEPER_PYSLURM_PYTHON": str(newest.python)}
+    training = Training(lab, name="pyslurm", env=env).submit()
+    training.wait_step(13)
+
+    lab.preempt(training.job_id)
+    training.wait_event(on.RequeueAnswered)
+    release_urgent_jobs(lab)
+    training.wait_end()
+
+    assert training.output().count("pyslurm, as set: it tells the same") == 2, training.output()
+    assert lab.job(training.job_id).restarts == 1, training.story()
+    assert_complete(training, reference)

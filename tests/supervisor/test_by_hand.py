@@ -12,7 +12,7 @@ import pytest
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.log import is_emptied
+from stepkeeper.log import is_empty
 from stepkeeper.slurm.allocation import is_batch_process, read_allocation, require_no_batch_script
 from stepkeeper.store import tenure
 from stepkeeper.watcher.rescue import rescue
@@ -122,11 +122,12 @@ def test_a_watcher_does_not_try_to_requeue_what_has_no_batch_script(assignment):
     assert slurm.called == []
 
 
-def test_a_log_that_is_not_appended_to_is_emptied_by_the_next_attempt(tmp_path):
-    with (tmp_path / "log").open("w") as truncated, (tmp_path / "log").open("a") as appended:
-        assert is_emptied(truncated)
-        assert not is_emptied(appended)
-    assert not is_emptied(truncated), "closed"
+def test_a_log_in_which_nothing_stands(tmp_path):
+    (tmp_path / "kept").write_text("of the attempt before\n")
+    with (tmp_path / "emptied").open("w") as emptied, (tmp_path / "kept").open("a") as kept:
+        assert is_empty(emptied)
+        assert not is_empty(kept)
+    assert not is_empty(emptied), "closed"
     reader, writer = os.pipe()
     with os.fdopen(reader), os.fdopen(writer, "w") as pipe:
-        assert not is_emptied(pipe)
+        assert not is_empty(pipe)

@@ -22,7 +22,7 @@ from stepkeeper.config.resolve import Config, Origin, Sources
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.log import PatientStream, configure, is_emptied
+from stepkeeper.log import PatientStream, configure, is_empty
 from stepkeeper.slurm import cmd
 from stepkeeper.slurm.allocation import Allocation, is_batch_process, read_allocation, require_no_batch_script
 from stepkeeper.slurm.choose import ClientKind, choose
@@ -95,6 +95,7 @@ def execute(arguments: argparse.Namespace) -> int:
     slurm = patiently(lambda: choose(kind, job=allocation.slurm_name, python=python))
     client = slurm.client
     lease = _lease(directory, allocation, carried, clock, client)
+    emptied = batch and allocation.restart_count > 0 and is_empty(sys.stdout)
     log = configure(out, job=allocation.job_id, attempt=lease.attempt)
     assignment = Assignment(
         run_directory=str(directory.path),
@@ -143,7 +144,7 @@ def execute(arguments: argparse.Namespace) -> int:
         to_stop=f"stepkeeper stop {directory.path}",
     )
     noting.note(config, directory, lease.attempt, command, log)
-    _say_what_comes(log, batch=batch)
+    _say_what_surprises(log, batch=batch, emptied=emptied)
     if merged:
         log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
     if not cmd.takes_resume(command):
@@ -203,12 +204,12 @@ def execute(arguments: argparse.Namespace) -> int:
         out.drain(LOG_WITHIN_S)
 
 
-def _say_what_comes(log: structlog.typing.FilteringBoundLogger, *, batch: bool) -> None:
-    """Say what this job's end will do that its owner may not expect."""
+def _say_what_surprises(log: structlog.typing.FilteringBoundLogger, *, batch: bool, emptied: bool) -> None:
+    """Say what this job does that its owner may not expect."""
     if not batch:
         log.warning("no_batch_script", why=NO_BATCH_SCRIPT)
-    elif is_emptied(sys.stdout):
-        log.warning("log_not_appended", ask_for="sbatch --open-mode=append", why="the next attempt empties this log")
+    if emptied:
+        log.warning("log_emptied", ask_for="sbatch --open-mode=append", why="Slurm empties it at each attempt")
 
 
 def _command(words: list[str]) -> tuple[str, ...]:

@@ -40,6 +40,9 @@ def parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if not words:
+        parser().print_help(sys.stderr)
+        return int(ExitCode.USAGE)
     names = words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS
     try:
         arguments = parser(names).parse_args(words)

@@ -84,6 +84,27 @@ def test_in_a_container_without_slurm_it_says_where_to_look_from(
     assert f"this is a container ({hint}): look from the host" in said
 
 
+def test_slurms_commands_without_a_cluster_are_told_in_plain_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What 22.05 says where it is installed and nothing else is."""
+    program(
+        scontrol(tmp_path) / "scontrol",
+        """
+        echo 'scontrol: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host' >&2
+        echo 'scontrol: fatal: Could not establish a configuration source' >&2
+        exit 1
+        """,
+    )
+    monkeypatch.setenv("PATH", str(tmp_path / "commands"))
+    for words in (["doctor"], ["submit", "--", "true"]):
+        assert cli.main(words) == ExitCode.NO_SLURM
+        said = capsys.readouterr().err
+        assert "no cluster is configured on this machine" in said
+        assert "go to a login node, or set SLURM_CONF" in said
+        assert "res_nsearch" not in said
+
+
 def scontrol(tmp_path: Path) -> Path:
     """Return a directory with a `scontrol` of a cluster without settings."""
     commands = tmp_path / "commands"

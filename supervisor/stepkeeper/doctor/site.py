@@ -17,6 +17,7 @@ from stepkeeper.slurm.client import SlurmError
 
 CALL_WITHIN_S = 10.0
 COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
+NO_CLUSTER = ("could not establish a configuration source", "unable to process configuration file")
 _UNITS = {"sec": 1.0, "secs": 1.0, "usec": 1e-6, "min": 60.0, "mins": 60.0, "hour": 3600.0, "day": 86400.0}
 _UNSET = ("", "(null)", "N/A", "NONE", "None", "none")
 
@@ -112,7 +113,16 @@ def only_default(here: Site) -> Site:
 
 
 def _ask(*argv: str) -> str:
-    return call(argv, CALL_WITHIN_S, what=" ".join(argv))
+    what = " ".join(argv)
+    try:
+        return call(argv, CALL_WITHIN_S, what=what)
+    except SlurmError as error:
+        if not any(word in str(error).lower() for word in NO_CLUSTER):
+            raise
+        raise SlurmError(
+            f"{what}: no cluster is configured on this machine: Slurm's commands find neither a slurm.conf nor a "
+            "server that has one; go to a login node, or set SLURM_CONF"
+        ) from error
 
 
 def parse_config(text: str) -> dict[str, str]:

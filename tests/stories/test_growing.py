@@ -13,7 +13,7 @@ from stepkeeper.core import events as on
 from tests.lab import Lab
 from tests.lab.agents import Agents
 from tests.stories.test_faults import ALIKE, mend, start
-from tests.training import Training
+from tests.training import SMALL, Training
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
 STEP_SECONDS = 0.4
@@ -97,4 +97,32 @@ def test_nodes_that_were_given_back_return_by_a_requeue_once_others_are_idle(
     assert len(launches) == 3, training.story()
     assert len(launches[2]) == 2
     assert bad not in launches[2]
+    assert_alike(training, reference)
+
+
+def test_an_elastic_torchrun_goes_on_with_the_nodes_that_are_left(
+    lab: Lab, agents: Agents, reference: Training
+) -> None:
+    """Its range tells how small the world may get, and no rendezvous waits for the node that is gone."""
+    agents.start()
+    script = (
+        "-m", "stepkeeper_trainer.examples.train_lm", f"--steps={reference.steps}", f"--seed={reference.seed}",
+        f"--checkpoint-every-steps={reference.every}", f"--step-seconds-min={STEP_SECONDS}", *SMALL,
+    )  # fmt: skip
+    torchrun = Training(lab).python.with_name("torchrun")
+    training = Training(
+        lab,
+        name="elastic-line",
+        command=(str(torchrun), "--nnodes=1:2", "--rdzv-backend=c10d", *script),
+        env={"STEPKEEPER_AGENT_SOCKET": str(agents.directory / "%N" / "run" / "agent.sock")},
+    ).submit()
+    training.wait_step(13)
+    batch = lab.job(training.job_id).batch_host
+    (bad,) = [node for node in training.launches()[0] if node != batch]
+
+    agents.inject(bad, 79)
+    training.wait_end()
+
+    assert training.launches()[1:] == [(batch,)], training.story()
+    assert len(training.events(on.AttemptStarted)) == 1
     assert_alike(training, reference)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.lab import Lab
+from tests.lab.site import site_python
 from tests.recovery.environment import Peers
 from tests.training import SMALL, Training
 
@@ -58,6 +59,7 @@ class Spot:
     def prepare(self) -> None:
         """Make the directory, with the scripts in it, the user's own."""
         account = pwd.getpwnam(USER)
+        os.utime(site_python(USER).parents[1])  # it is in use: environments of newer sources must not push it out
         shutil.copytree(SCRIPTS, self.directory, ignore=shutil.ignore_patterns("__pycache__"))
         for path in (self.directory, *self.directory.rglob("*")):
             os.chown(path, account.pw_uid, account.pw_gid)

@@ -20,7 +20,11 @@ from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Blame, Next, Phase, Plan, State
 
-SLURM_MISSES_A_NODE = ("requested node configuration is not available", "node failure on")  # in srun's last words
+SLURM_MISSES_A_NODE = (  # srun's last words, where it cannot start a step on every node: it kills what it has started
+    "requested node configuration is not available",
+    "node failure on",
+    ": killed",
+)
 
 replace = msgspec.structs.replace
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lab.cluster import Lab
+from tests.lab.newest import NOT_BUILT, found
 from tests.lab.site import supervisor_python
 
 USER = "games"
@@ -87,3 +88,24 @@ def test_a_partition_that_does_not_exist_is_named_with_those_that_do(lab: Lab) -
     done = lab.run(supervisor_python(), "-m", "stepkeeper", "doctor", "-p", "nowhere", user=USER, check=False)
     assert done.returncode != 0
     assert "no partition 'nowhere' here; there are: train, urgent" in done.stderr
+
+
+@pytest.mark.newest
+def test_on_the_newest_slurm_it_reads_the_same_settings(lab_factory: Callable[..., Lab]) -> None:
+    """Their names and forms have changed since 22.05; the delay of a requeue has an option of its own."""
+    if found() is None:
+        pytest.skip(NOT_BUILT)
+    bad = lab_factory(
+        slurm="newest",
+        nodes=1,
+        job_requeue=False,
+        grace_time_s=0,
+        send_user_signal=True,
+        cred_expire_s=None,
+        slurm_conf=(*BAD, "SchedulerParameters=requeue_delay=90"),
+    )
+    code, answer = doctor(bad, "--save-s", "25")
+    assert code == PROBLEMS_CODE
+    assert levels(answer).items() >= NAMED.items(), answer
+    (delay,) = [each for each in answer["findings"] if each["subject"] == "requeue delay"]
+    assert delay["found"] == "90 s"

@@ -46,13 +46,15 @@ def _encode(share: Share, reports: list[RankReport]) -> bytes:
     metadata = share.metadata
     assert metadata is not None, "rank 0 knows the whole"
     storage: dict[MetadataIndex, _StorageInfo] = {}
+    written: set[tuple[str, tuple[int, ...] | None]] = set()
     for report in reports:
         for item in decode_items(report):
             offset = None if item.offsets is None else torch.Size(item.offsets)
             storage[MetadataIndex(item.name, offset, item.index)] = _StorageInfo(item.file, item.start, item.length)
+            written.add((item.name, item.offsets))
     for name, entry in metadata.state_dict_metadata.items():
         for chunk in getattr(entry, "chunks", []):
-            if MetadataIndex(name, chunk.offsets) not in storage and MetadataIndex(name) not in storage:
+            if (name, chunk.offsets) not in written and (name, None) not in written:
                 raise SaveError(f"nobody wrote {name} at {tuple(chunk.offsets)}")
     whole = replace(
         metadata,

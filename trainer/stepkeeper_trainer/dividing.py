@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.incremental import History
 from stepkeeper_trainer.report import Item, encode_items
 from stepkeeper_trainer.writer import Sheet, Written, extents
@@ -73,7 +74,8 @@ class Division:
         """
         if self._sheets is None or self._sheets.share is not share:
             self._by_file = False
-            self._sheets = self._divide(share)
+            with paused():
+                self._sheets = self._divide(share)
             self._history = None
         return self._sheets
 
@@ -90,8 +92,9 @@ class Division:
     def _lay_out(self, share: Share) -> None:
         """Lay the arena out by file, so that each is one stretch of whole pages."""
         self._sheets = None
-        self._staging.regroup(self._groups(share))
-        self._sheets = self._divide(share)
+        with paused():
+            self._staging.regroup(self._groups(share))
+            self._sheets = self._divide(share)
         self._by_file = True
 
     def _groups(self, share: Share) -> list[list[str]]:
@@ -149,13 +152,14 @@ def _item(index: MetadataIndex, file: str, start: int, length: int) -> Item:
 
 def _split_evenly(names: list[str], size_of: Callable[[str], int]) -> list[list[str]]:
     """Split into files of about one size, in order; one file where there is not much."""
-    total = sum(map(size_of, names))
+    sizes = [size_of(name) for name in names]
+    total = sum(sizes)
     count = max(1, min(FILES_MAX, total // FILE_BYTES_MIN))
     groups: list[list[str]] = []
     at = 0
-    for name in names:
+    for name, size in zip(names, sizes, strict=True):
         if not groups or (len(groups) < count and at >= total * len(groups) // count):
             groups.append([])
         groups[-1].append(name)
-        at += size_of(name)
+        at += size
     return groups

@@ -12,7 +12,7 @@ import mmap
 import os
 from dataclasses import dataclass, field
 from operator import attrgetter, eq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -67,35 +67,21 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if type(tensor) is DTensor else tensor  # noqa: SLF001  # pinned by a test
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One tensor in the arena: its archive is `[start, end)`, and its data begins at `data`."""
+class Piece(NamedTuple):
+    """One tensor in the arena: its archive is `[start, end)`, and its data `[data, tail)`."""
 
     name: str
     frame: Frame
     start: int
-
-    @property
-    def data(self) -> int:
-        """Where the data begins."""
-        return self.start + len(self.frame.head)
-
-    @property
-    def tail(self) -> int:
-        """Where the data ends."""
-        return self.data + self.frame.data_bytes
-
-    @property
-    def end(self) -> int:
-        """Where the archive ends."""
-        return self.start + self.frame.length
+    data: int
+    tail: int
+    end: int
 
     @property
     def mark(self) -> Mark:
         """All that writing it needs to know."""
-        tail = self.tail
         first, second = self.frame.crc_at
-        return (self.start, self.data, tail, tail + first, tail + second, self.end)
+        return (self.start, self.data, self.tail, self.tail + first, self.tail + second, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +105,12 @@ def lay_out(kinds: Mapping[str, Kind], groups: Iterable[Sequence[str]]) -> Layou
         pieces: list[Piece] = []
         for name in group:
             at = -(-at // ALIGNMENT) * ALIGNMENT
-            piece = Piece(name, frame(*kinds[name]), at)
-            pieces.append(piece)
-            at = piece.end
+            own = frame(*kinds[name])
+            data = at + len(own.head)
+            tail = data + own.data_bytes
+            end = tail + len(own.tail)
+            pieces.append(Piece(name, own, at, data, tail, end))
+            at = end
         placed.append(tuple(pieces))
     return Layout(tuple(placed), at, {piece.name: piece for group in placed for piece in group})
 

@@ -238,6 +238,7 @@ class Supervisor:
                 excluded=state.excluded,
                 tried=state.tried,
                 usual=state.usual,
+                left_out=state.left_out,
             )
         )
 
@@ -391,6 +392,7 @@ class Supervisor:
             port=effect.port,
             resume_from=effect.resume_from,
             newest=not effect.went_back,
+            skip_data=",".join(f"{each.step}:{each.steps}" for each in effect.left_out),
         )
         self.launch = launch.Launch(job, meeting, self.environment, inbox=self.inbox)
 

@@ -83,6 +83,8 @@ def test_a_crash_in_native_code_is_tried_again(lab: Lab, reference: Training) ->
 
     assert causes(training) == [Cause.SEGFAULT], training.story()
     assert_complete(training, reference)
+    (replayed,) = training.events(on.Replayed)  # steps 11 to 14 at most: the same bits as the first time
+    assert (replayed.event.worst, replayed.event.deterministic) == (None, True)
 
 
 @pytest.mark.campaign

@@ -20,6 +20,14 @@ _FIRST_NODE = re.compile(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?")
 _PORT_FIRST, _PORT_COUNT = 20000, 10000
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Data that is left out: that of `steps` steps from `step` on."""
+
+    step: int
+    steps: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """The variables of Stepkeeper, and the epoch of the Slurm job around it."""
@@ -35,6 +43,7 @@ class Environment:
     resume_newest: bool = False  # what a tier has newer than `resume_from` may be taken instead
     checkpoint_every: str | None = None  # counts instead of what the script says
     retention: str | None = None  # the same
+    skip_data: tuple[Window, ...] = ()
     reliability: tuple[float, float] | None = None  # failures of the infrastructure, and node-hours, of the run so far
 
     @property
@@ -77,6 +86,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         resume_newest=environ.get("STEPKEEPER_RESUME_NEWEST") == "1",
         checkpoint_every=environ.get("STEPKEEPER_CHECKPOINT_EVERY") or None,
         retention=environ.get("STEPKEEPER_RETENTION") or None,
+        skip_data=_windows(environ.get("STEPKEEPER_SKIP_DATA", "")),
         reliability=_reliability(environ.get(RELIABILITY_VARIABLE)),
     )
 
@@ -130,6 +140,16 @@ def _first_node(environ: Mapping[str, str]) -> str:
     if environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")) == "1":
         return "127.0.0.1"
     return first_node(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+
+
+def _windows(text: str) -> tuple[Window, ...]:
+    try:
+        windows = tuple(Window(*map(int, part.split(":"))) for part in text.split(",") if part)
+    except (TypeError, ValueError):
+        raise UsageError(f"STEPKEEPER_SKIP_DATA={text!r} is not STEP:STEPS,...: set it right, or unset it") from None
+    if any(window.step < 1 or window.steps < 1 for window in windows):
+        raise UsageError(f"STEPKEEPER_SKIP_DATA={text!r}: steps are counted from 1: set it right, or unset it")
+    return windows
 
 
 def _reliability(text: str | None) -> tuple[float, float] | None:

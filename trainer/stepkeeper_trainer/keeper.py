@@ -33,6 +33,7 @@ from stepkeeper_trainer.reporter import Reporter
 from stepkeeper_trainer.requests import Requests
 from stepkeeper_trainer.retention import Policy
 from stepkeeper_trainer.saver import Saver
+from stepkeeper_trainer.skipping import Skipping
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState
 from stepkeeper_trainer.tiering import find_tiers
 from stepkeeper_trainer.trackers import Tracker, keep_mlflow_run, keep_wandb_run
@@ -190,7 +191,7 @@ class Keeper:
         tensors = self._state.collect()  # what cannot be saved is said now, and not at the first save
         if self.rank == 0:
             self._records = begin_records(self._counters, self.run_dir, self._environment, self._tracker)
-            self._records.replay = begin_replay(self.run_dir, resumed.manifest, self.world_size, self._link)
+            self._records.replay = begin_replay(self._environment, self.run_dir, resumed, self.world_size, self._link)
         saver = self._wire(resumed)
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
@@ -198,6 +199,7 @@ class Keeper:
             for optimizer in self._state.optimizers.all.values():
                 optimizer.register_step_pre_hook(lambda *_: self._ready().wait_before_change())
         self._reporter.resumed(resumed.step)
+        self._skipping = Skipping(self._state.others.get("sampler"), self._environment.skip_data, self.step)
         self._periodic.start(self.step)
         self._agreement.issue(self._wish())
         return self.step
@@ -241,6 +243,7 @@ class Keeper:
         counters = self._counters
         counters.step += 1
         counters.tokens += tokens
+        self._skipping.at(counters.step)
         loss, lr, grad_norm = whole(loss), whole(lr), whole(grad_norm)
         if self._records is not None:
             self._records.step(loss, lr, grad_norm, metrics)

@@ -18,8 +18,9 @@ from stepkeeper_trainer.metrics import METRICS_NAME
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stepkeeper_trainer.formats.manifest import Manifest
+    from stepkeeper_trainer.environment import Environment
     from stepkeeper_trainer.link import Link
+    from stepkeeper_trainer.resuming import Resumed
 
 STEPS_MAX = 200  # that are compared, the first ones after the resume
 BYTES_MAX = 1024 * 1024  # of the end of `metrics.csv`
@@ -89,15 +90,22 @@ def distance(then: float, now: float) -> float:
     return abs(math.log(now / then)) or math.ulp(1.0)  # so near that the logarithm does not tell
 
 
-def begin_replay(run_directory: Path, manifest: Manifest | None, world_size: int, link: Link) -> Replay:
-    """Prepare to compare what follows `manifest`'s step with what was recorded after it; nothing at a first start."""
+def begin_replay(
+    environment: Environment, run_directory: Path, resumed: Resumed, world_size: int, link: Link
+) -> Replay:
+    """Prepare to compare what follows a resume with what was recorded of it; nothing at a first start.
+
+    Where data is left out, steps from there on are others.
+    """
+    manifest = resumed.manifest
     if manifest is None:
         return Replay({}, link, deterministic=False, changed="")
+    before = min((window.step for window in environment.skip_data), default=math.inf)
     then = {**manifest.conditions, "world_size": manifest.world_size}
     now = {**conditions(), "world_size": world_size}
     changed = [f"{name}: {then[name]}, now {now[name]}" for name in now if name in then and then[name] != now[name]]
     return Replay(
-        recorded_losses(run_directory, manifest.step),
+        {step: loss for step, loss in recorded_losses(run_directory, manifest.step).items() if step < before},
         link,
         deterministic=bool(then.get("deterministic") and now["deterministic"]) and not changed,
         changed="; ".join(changed),

@@ -12,6 +12,7 @@ from stepkeeper_trainer.errors import ResumeError, UsageError
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
+SKIPPED_MAX = 64  # windows that are remembered, the newest
 
 
 def mix(value: int) -> int:
@@ -66,6 +67,8 @@ class GlobalSampler:
         self.fingerprint = fingerprint
         self.epoch = 0
         self.consumed = 0
+        self.skipped: list[list[int]] = []  # [step, epoch, consumed, samples]: what was left out, and where
+        self._taken = 0  # samples of the newest step
         self._orders: dict[int, Permutation] = {}
 
     def micro_batch(self, index: int, size: int) -> list[int]:
@@ -75,6 +78,26 @@ class GlobalSampler:
 
     def advance(self, samples: int) -> None:
         """Move on by the samples that all ranks together have used."""
+        self._taken = samples
+        self._move(samples)
+
+    def skip(self, step: int, steps: int) -> int:
+        """Leave out the data of `steps` steps from `step` on; what follows keeps its order.
+
+        Returns:
+            The samples; 0 where no step was done yet, so that nobody knows how many one takes.
+        """
+        samples = steps * self._taken
+        if samples:
+            self.skipped = [*self.skipped, [step, self.epoch, self.consumed, samples]][-SKIPPED_MAX:]
+            self._move(samples)
+        return samples
+
+    def skipped_at(self, step: int) -> int:
+        """Return how often data was left out at a step."""
+        return sum(window[0] == step for window in self.skipped)
+
+    def _move(self, samples: int) -> None:
         epochs, self.consumed = divmod(self.consumed + samples, self.dataset_len)
         self.epoch += epochs
 
@@ -86,6 +109,8 @@ class GlobalSampler:
             "seed": self.seed,
             "dataset_len": self.dataset_len,
             "fingerprint": self.fingerprint,
+            "taken": self._taken,
+            "skipped": self.skipped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -101,6 +126,7 @@ class GlobalSampler:
                     "resume with the data and the seed it was made with, or start anew"
                 )
         self.epoch, self.consumed = state["epoch"], state["consumed"]
+        self._taken, self.skipped = state.get("taken", 0), state.get("skipped", [])  # an older version has none
 
     def _sample(self, position: int) -> int:
         ahead, index = divmod(position, self.dataset_len)

@@ -74,6 +74,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     port: int
     resume_from: str | None
+    skip_data: str = ""  # `STEP:STEPS,...`: data that the ranks do not take
     newest: bool = True  # false: the run goes back on purpose, and what a tier has newer must not be taken
 
 
@@ -123,6 +124,7 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         "STEPKEEPER_LAUNCH": str(meeting.launch),
         "STEPKEEPER_RESUME_FROM": meeting.resume_from or "",
         "STEPKEEPER_RESUME_NEWEST": "1" if meeting.newest else "",
+        "STEPKEEPER_SKIP_DATA": meeting.skip_data,
         "STEPKEEPER_TASKS_PER_NODE": str(job.geometry.tasks_per_node),
         "STEPKEEPER_ERROR_DIR": str(errors_directory(job, meeting.launch)),
         **nccl_recorder(job, meeting.launch, environment),

@@ -172,6 +172,7 @@ def execute(arguments: argparse.Namespace) -> int:
             excluded=carried.excluded,
             tried=carried.tried,
             usual=carried.usual,
+            left_out=carried.left_out,
             nodes_before=carried.nodes,
             end_at=patiently(lambda: client.job(allocation.slurm_name)).end_at,
             batch=batch,

@@ -17,7 +17,7 @@ TOLD = frozenset(
     for name in (
         "SOCKET", "RUN_ID", "ATTEMPT", "LAUNCH", "RESUME_FROM", "TASKS_PER_NODE", "AGENT_SOCKET", "WATCHER",
         "ERROR_DIR", "REASON", "EXIT_CODE", "CAUSE", "JOB_ID",  # the last four the notify command
-        "RESUME_NEWEST", "RELIABILITY",
+        "RESUME_NEWEST", "RELIABILITY", "SKIP_DATA",
         "CONTINUES",  # what a job that was submitted in place of another is told
     )
 )  # fmt: skip

@@ -42,6 +42,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step: int | None = None  # where it began
 
 
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Data that the training does not take again: that of `steps` steps from `step` on."""
+
+    step: int
+    steps: int
+
+
 class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How often a launch failed in the same way since training last got past the place."""
 

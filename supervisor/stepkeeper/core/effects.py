@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stepkeeper.core.causes import Cause, Finding
+from stepkeeper.core.causes import Cause, Finding, LeftOut
 
 
 class _Effect(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="effect"):
@@ -68,6 +68,7 @@ class StartLaunch(_Effect, frozen=True, kw_only=True, tag="start_launch"):
     address: str
     port: int
     nodes: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()  # data that the ranks do not take
     went_back: bool | None = None  # true: on purpose, and the ranks take nothing newer from a tier
 
 

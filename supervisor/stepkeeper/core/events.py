@@ -50,7 +50,7 @@ from typing import Literal
 
 import msgspec
 
-from stepkeeper.core.causes import Cause, Tried
+from stepkeeper.core.causes import Cause, LeftOut, Tried
 from stepkeeper.core.usual import Usual
 
 
@@ -119,6 +119,7 @@ class AttemptStarted(_Event, frozen=True, kw_only=True, tag="attempt_started"):
     excluded: tuple[Exclusion, ...] = ()  # carried over
     tried: tuple[Tried, ...] = ()  # carried over
     usual: Usual = Usual()  # carried over
+    left_out: tuple[LeftOut, ...] = ()  # carried over: data that the ranks do not take
     nodes_before: tuple[str, ...] = ()  # that the attempt before used at last
     end_at: float | None = None  # the job's time limit, Unix seconds
     batch: bool = True  # false: in the allocation of `salloc` or a bare `srun`, which nobody can requeue

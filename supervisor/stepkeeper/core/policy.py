@@ -191,6 +191,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     loss_times: float = 1.5
     """And at least so many times the usual loss."""
 
+    skip_data_steps: int = 0
+    """After a rollback because a loss went wrong: leave out the data of so many steps from that step on (the sampler
+    must be a GlobalSampler, or have its `skip`).  0: all data is taken again."""
+
+    skip_data_max: int = 3
+    """Times that data is left out in a run."""
+
     replay_differs: str = "tell"
     """Steps that are done again after a resume come to other losses than the first time, further than is usual: `tell`,
     or `rollback` (end the launch and try once more from a verified step; what then is said by `on_numerical`)."""

@@ -14,7 +14,7 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause, Tried
+from stepkeeper.core.causes import Cause, LeftOut, Tried
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
 from stepkeeper.core.ladder import IN_A_STATE, OF_NODE, UNCHARGED, Rung, Try
@@ -158,8 +158,20 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
             assert_never(word.rung)
 
 
+def _leave_out(state: State, case: _Case, why: str, policy: Policy) -> tuple[State, str]:
+    """Have the data on which a loss went wrong left out, if that is wanted, and not too often."""
+    if case.cause is not Cause.NUMERICAL or case.step is None or case.step < 1 or not policy.skip_data_steps:
+        return state, why
+    if len(state.left_out) >= policy.skip_data_max:
+        return state, f"{why} (data was left out {len(state.left_out)} times already, so none is now)"
+    window = LeftOut(step=case.step, steps=policy.skip_data_steps)
+    said = f"leaving out the data of {window.steps} steps from step {window.step} on"
+    return replace(state, left_out=(*state.left_out, window)), f"{why} ({said})"
+
+
 def _roll_back(state: State, at: float, case: _Case, why: str, policy: Policy) -> Decision:
     """Go on from the newest verified step before the one at which it went wrong; else one checkpoint back."""
+    state, why = _leave_out(state, case, why, policy)
     if state.resume_step is None:
         return go_on_starting(state, at, policy, f"{why}: there is no checkpoint, so it starts from the beginning")
     numerical = case.cause is Cause.NUMERICAL and case.step is not None

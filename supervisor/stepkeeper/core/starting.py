@@ -51,6 +51,7 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         excluded=event.excluded,
         tried=event.tried,
         usual=event.usual,
+        left_out=event.left_out,
         launched_before=event.nodes_before,
         started_at=event.at,
         end_at=event.end_at,
@@ -213,6 +214,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         nodes=nodes,
         resume_from=state.resume_from,
         went_back=state.went_back or None,
+        left_out=state.left_out,
         address=event.address,
         port=event.port,
     )

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from stepkeeper.core.causes import Cause, Finding, Tried
+from stepkeeper.core.causes import Cause, Finding, LeftOut, Tried
 from stepkeeper.core.events import Exclusion, Judged
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.losses import Losses
@@ -181,6 +181,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     losses: Losses = Losses()
     stragglers: Stragglers = Stragglers()
     to_replace: str = ""  # a slow node, at the next checkpoint
+    left_out: tuple[LeftOut, ...] = ()  # data of steps at which the loss went wrong; carried over as well
     usual: Usual = Usual()  # carried over attempts through the journal
     paced: bool = False  # this launch was compared with those before
     launched_before: tuple[str, ...] = ()  # nodes of the launch before, or of the attempt before

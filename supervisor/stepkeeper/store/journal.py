@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import xxhash
 
-from stepkeeper.core.causes import Tried
+from stepkeeper.core.causes import LeftOut, Tried
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event, Exclusion
 from stepkeeper.core.state import Phase
@@ -56,6 +56,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nodes: tuple[str, ...] | None = None  # of the allocation that are used; None: as in the attempt's record before
     excluded: tuple[Exclusion, ...] = ()  # nodes that the job shall not get
     tried: tuple[Tried, ...] = ()  # how often it failed in the same way
+    left_out: tuple[LeftOut, ...] = ()  # data that the ranks do not take, since a loss went wrong on it
     usual: Usual = Usual()  # how long starts and steps of the run's launches took
     note: Literal["", "spooled"] = ""  # `spooled`: from the node's disk, when shared storage was late
 
@@ -260,6 +261,7 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     excluded: tuple[Exclusion, ...] = ()
     tried: tuple[Tried, ...] = ()
     usual: Usual = Usual()
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def reconstruct(path: Path, *, now: float | None = None) -> Carried:
@@ -301,4 +303,5 @@ def reconstruct(path: Path, *, now: float | None = None) -> Carried:
         excluded=last.excluded,
         tried=last.tried,
         usual=last.usual,
+        left_out=last.left_out,
     )

@@ -123,9 +123,7 @@ def _allocation(config: Config, environment: Mapping[str, str]) -> Allocation:
         raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
 
 
-def _assume(
-    config: Config, environment: Mapping[str, str], command: Sequence[str], assumed: list[str]
-) -> Allocation:
+def _assume(config: Config, environment: Mapping[str, str], command: Sequence[str], assumed: list[str]) -> Allocation:
     """Return the smallest allocation that the settings want; say what was assumed."""
     settings = config.settings
     fewest, _ = cmd.nodes_range(command) or (1, 1)

@@ -56,6 +56,32 @@ def test_each_bad_setting_of_a_cluster_is_named(lab_factory: Callable[..., Lab])
     assert levels(answer).items() >= NAMED.items(), answer
 
 
+OTHER = (
+    "PartitionName=shared Nodes=ALL MaxTime=01:00:00 OverSubscribe=FORCE:4 State=UP",
+    "PartitionName=closed Nodes=ALL State=DOWN",
+    "PartitionName=roots Nodes=ALL RootOnly=YES State=UP",
+    "PartitionName=cancels Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime=0 State=UP",
+)
+OF_PARTITION = {
+    "train": {"GraceTime": "problem"},
+    "shared": {"OverSubscribe": "warning"},
+    "closed": {"partition": "problem"},
+    "roots": {"partition": "problem"},
+    "cancels": {"PreemptMode": "warning", "KillWait": "problem", "GraceTime": "warning"},
+}
+
+
+@pytest.mark.campaign
+def test_what_is_wrong_with_each_partition_is_named(lab_factory: Callable[..., Lab]) -> None:
+    bad = lab_factory(nodes=1, grace_time_s=5, linuxproc=True, slurm_conf=OTHER)
+    for partition, named in OF_PARTITION.items():
+        _, answer = doctor(bad, "--save-s", "90", "--partition", partition)
+        found = levels(answer)
+        assert found.items() >= named.items(), (partition, found)
+        assert found["ProctrackType"] == "warning"
+        assert all(each["remedy"] for each in answer["findings"] if each["level"] in ("warning", "problem")), answer
+
+
 def test_a_cluster_in_order_has_no_problem(lab: Lab) -> None:
     code, answer = doctor(lab, "--save-s", "2")
     assert code == 0, answer

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules
 from stepkeeper.doctor.finding import Finding, Level
-from stepkeeper.doctor.site import Partition, Site, parse_partitions
+from stepkeeper.doctor.site import Partition, Site, parse_partitions, read_cgroup_conf
 
 GOOD = {
     "SLURM_VERSION": "24.11.5",
@@ -183,3 +185,13 @@ def test_who_preempts_whom_is_told_from_priority_tiers() -> None:
     assert (low.max_time_s, high.max_time_s) == (7 * 86400.0, None)
     low, high = parse_partitions(rows, {"PreemptType": "preempt/none"})
     assert not low.preemptible
+
+
+def test_what_only_stands_in_cgroup_conf_is_read_there(tmp_path: Path) -> None:
+    """`scontrol show config` of 22.05 does not tell it."""
+    (tmp_path / "cgroup.conf").write_text("# ours\nConstrainCores=yes\nSignalChildrenProcesses = yes # why not\n")
+    read = read_cgroup_conf(str(tmp_path / "slurm.conf"))
+    assert read == {"ConstrainCores": "yes", "SignalChildrenProcesses": "yes"}
+    assert graver_than_ok(rules.examine(site(**read))) == [(Level.WARNING, "SignalChildrenProcesses")]
+    assert read_cgroup_conf("") == {}
+    assert read_cgroup_conf(str(tmp_path / "none" / "slurm.conf")) == {}

@@ -1,4 +1,4 @@
-"""A controller that hangs: the next call is given the time in which Slurm turns to the backup controller."""
+"""A controller that is overloaded answers late: after a call without an answer the next one is given more time."""
 
 from __future__ import annotations
 

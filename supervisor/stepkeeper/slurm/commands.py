@@ -17,8 +17,7 @@ from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError
 
 _MADE = "%N|%T|%f|%G|%c|%m"  # of sinfo: a node, its state, and what tells its kind
 CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller does not answer
-# a controller that hangs keeps a call for MessageTimeout (10 s by default), and only then its backup is tried: so long
-# may a call take after one that had no answer
+# a controller that is overloaded answers late, for minutes: after a call without an answer the next may take this long
 PATIENT_S = 13.0
 SUBMIT_WITHIN_S = 20.0  # a site's own filter may take its time
 _UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket timed out", "communication")

@@ -59,7 +59,7 @@ def rescue(
         assignment: of this watcher.
         node: its name.
         lease_ran_out: the supervisor has been silent for too long; else a running job is left alone.
-        again: an earlier try came to nothing: a controller that hangs is given time to hand over to its backup.
+        again: an earlier try came to nothing: a controller that is overloaded is given more time to answer.
         client: Slurm's commands by default.
     """
     client = client or SlurmCommands(call_within_s=PATIENT_S if again else CALL_WITHIN_S)

@@ -202,8 +202,9 @@ def _ours(work: Work) -> Done:
     last = saver.last
 
     def done() -> bool:
+        """Whether it is durable: rank 0 has committed it, and nothing of the others' is waited for any more."""
         assert last.error is None, last.error
-        return last.settled.is_set()
+        return work.place.rank != 0 or saver.committed >= last.sequence or last.settled.is_set()
 
     return done
 

@@ -73,6 +73,7 @@ def said(training: Training, event: str) -> list[dict[str, object]]:
     return [line for line in lines if line["event"] == event]
 
 
+@pytest.mark.campaign
 def test_in_salloc_a_failure_is_mended_a_notice_saves_and_the_next_one_goes_on(lab: Lab, reference: Training) -> None:
     """Told at once that nothing will be requeued; then the user's own srun line in a second allocation."""
     training = ByHand(lab, name="salloc", user="games", step_seconds=0.15)

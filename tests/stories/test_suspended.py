@@ -93,6 +93,7 @@ def test_a_job_that_a_gang_suspends_for_an_urgent_one_goes_on_after_it(lab_facto
     assert_it_only_paused(training, reference, AWAY_S - 10)
 
 
+@pytest.mark.campaign
 def test_a_wall_clock_that_is_set_does_not_matter(lab: Lab, reference: Training) -> None:
     """An hour back in training, then two forward: the deadline of a save that comes then has not passed."""
     library, hand = _clock(lab.workdir("games") / "clocks")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 60.0
+LIMIT_S = 120.0  # of a story
 # Where a save can be hit, in the order in which it gets there.
 POINTS = ("staged", "made", "planned", "written", "reporting", "reported")
 POINTS_OF_RANK_0 = ("gathered", "manifest", "renaming", "renamed", "recorded")
@@ -62,14 +64,15 @@ class Ended:
 
     codes: list[int]
     said: str
+    stopped: list[int] = field(default_factory=list)  # ranks that stood still
 
 
-def play(stories: list[Story], *, limit_s: float = LIMIT_S) -> list[Ended]:
-    """Play stories one after another in a process of their own."""
+def play(stories: list[Story], *, limit_s: float = LIMIT_S, at_once: int = 1) -> list[Ended]:
+    """Play stories in a process of their own, some beside each other: ranks that lost one mostly wait."""
     path = os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STEPKEEPER_", "RANK", "WORLD"))}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.trainer.forked"],
+        [sys.executable, "-m", "tests.trainer.forked", str(at_once)],
         input="\n".join(json.dumps(asdict(story)) for story in stories),
         capture_output=True,
         text=True,
@@ -82,49 +85,82 @@ def play(stories: list[Story], *, limit_s: float = LIMIT_S) -> list[Ended]:
     return [Ended(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
+def warm_up() -> None:
+    """Import once, for all that are forked, what a rank comes to need: a thousand modules, two seconds of a core."""
+    import torch  # noqa: PLC0415
+    import torch.distributed.fsdp  # noqa: PLC0415
+
+    from stepkeeper_trainer import Keeper  # noqa: F401, PLC0415
+
+    torch.set_num_threads(1)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)  # no backward: its threads would not survive a fork
+    torch.optim.AdamW([parameter]).step()
+    gc.collect()
+    gc.freeze()  # a collector that looks at these would copy their pages
+
+
 def main() -> None:
-    import torch  # noqa: F401, PLC0415  # once, for all that are forked
-
-    import stepkeeper_trainer  # noqa: F401, PLC0415
-
-    for line in sys.stdin.read().splitlines():
-        print(json.dumps(asdict(_play(Story(**json.loads(line))))), flush=True)
+    warm_up()
+    waiting = [Story(**json.loads(line)) for line in sys.stdin.read().splitlines()]
+    plays: list[_Play] = []
+    while waiting or plays:
+        while waiting and len(plays) < int(sys.argv[1]):
+            plays.append(_Play(waiting.pop(0)))
+        for each in plays:
+            each.look()
+        while plays and (ended := plays[0].ended()) is not None:
+            print(json.dumps(asdict(ended)), flush=True)
+            plays.pop(0)
+        time.sleep(0.01)
 
 
 def _play(story: Story) -> Ended:
-    Path(story.run_dir).parent.mkdir(exist_ok=True, parents=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        pids = [_fork(rank, story, Path(scratch)) for rank in range(story.world_size)]
-        codes = _wait(pids, story)
-        said = "".join((Path(scratch) / f"{rank}.log").read_text() for rank in range(story.world_size))
-    return Ended(codes=codes, said=said)
+    play = _Play(story)
+    while (ended := play.ended()) is None:
+        play.look()
+        time.sleep(0.01)
+    return ended
 
 
-def _wait(pids: list[int], story: Story) -> list[int]:
-    codes: dict[int, int] = {}
-    limit_at = time.monotonic() + LIMIT_S
-    stopped_at: float | None = None
-    while len(codes) < len(pids):
-        for pid in pids:
-            if pid in codes:
+class _Play:
+    """A story that is being played."""
+
+    def __init__(self, story: Story) -> None:
+        Path(story.run_dir).parent.mkdir(exist_ok=True, parents=True)
+        self._story = story
+        self._scratch = Path(tempfile.mkdtemp())  # removed here only: a fork that leaves through its end comes by too
+        self._codes: dict[int, int] = {}
+        self._stopped: list[int] = []
+        self._going_on_at: float | None = None
+        self._pids = [_fork(rank, story, self._scratch) for rank in range(story.world_size)]
+        self._limit_at = time.monotonic() + LIMIT_S
+
+    def look(self) -> None:
+        """See who has ended or stands still, and who is to go on."""
+        for rank, pid in enumerate(self._pids):
+            if rank in self._codes:
                 continue
             found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-            if not found:
-                continue
-            if os.WIFSTOPPED(status):
-                stopped_at = time.monotonic()
-            else:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-        if stopped_at is not None and time.monotonic() - stopped_at > story.stop_s:
-            stopped_at = None
-            os.kill(pids[story.rank], signal.SIGCONT)
-        if time.monotonic() > limit_at:
-            for pid in pids:
-                if pid not in codes:
-                    os.kill(pid, signal.SIGKILL)
-            limit_at += LIMIT_S
-        time.sleep(0.01)
-    return [codes[pid] for pid in pids]
+            if found and os.WIFSTOPPED(status):
+                self._stopped.append(rank)
+                self._going_on_at = time.monotonic() + self._story.stop_s
+            elif found:
+                self._codes[rank] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > self._limit_at:
+                os.kill(pid, signal.SIGKILL)
+        if self._going_on_at is not None and time.monotonic() > self._going_on_at:
+            self._going_on_at = None
+            os.kill(self._pids[self._story.rank], signal.SIGCONT)
+
+    def ended(self) -> Ended | None:
+        """Return how it ended, if it has."""
+        if len(self._codes) < len(self._pids):
+            return None
+        ranks = range(len(self._pids))
+        said = "".join((self._scratch / f"{rank}.log").read_text(errors="replace") for rank in ranks)
+        shutil.rmtree(self._scratch)
+        return Ended(codes=[self._codes[rank] for rank in ranks], said=said, stopped=self._stopped)
 
 
 def _fork(rank: int, story: Story, scratch: Path) -> int:

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tests.trainer.forked import ROOT, Ended, Story
+from tests.trainer.forked import ROOT, Ended, Story, warm_up
 from tests.trainer.forked import _play as play_story
 
 PLAYED_WITHIN_S = 90.0
@@ -94,10 +94,7 @@ class Stage:
 
 
 def main() -> None:
-    import torch  # noqa: F401, PLC0415  # once, for all that are forked
-
-    import stepkeeper_trainer  # noqa: F401, PLC0415
-
+    warm_up()
     while line := sys.stdin.readline():
         order = json.loads(line)
         ended = play_story(Story(**order["story"])) if "story" in order else _play(Order(**order["order"]))

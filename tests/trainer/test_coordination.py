@@ -11,6 +11,7 @@ from stepkeeper_trainer.formats import outcome
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
 from tests.trainer.forked import POINTS, POINTS_OF_RANK_0, Ended, Story, play
 
+AT_ONCE = 4  # stories: who is left alone waits, most of the time
 HITS = [(rank, point) for rank in (0, 1) for point in POINTS] + [(0, point) for point in POINTS_OF_RANK_0]
 
 
@@ -33,15 +34,14 @@ def check_disk(story: Story, ended: Ended) -> str | None:
     return name
 
 
-SOME = [(1, "written"), (1, "reported"), (0, "gathered"), (0, "renamed")]
-
-
-def killed(tmp_path: Path, hits: list[tuple[int, str]], *, resume_every: int) -> None:
-    """Kill a rank at points of its first save, and then go on from what is there."""
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_killed_at_every_point(tmp_path: Path) -> None:
+    """A rank is killed at a point of its first save; then it goes on from what is there."""
     stories = [
-        Story(run_dir=str(tmp_path / f"{rank}-{point}"), hit=point, rank=rank, save_within_s=10) for rank, point in hits
+        Story(run_dir=str(tmp_path / f"{rank}-{point}"), hit=point, rank=rank, save_within_s=10) for rank, point in HITS
     ]
-    for story, ended in zip(stories, play(stories), strict=True):
+    for story, ended in zip(stories, play(stories, at_once=AT_ONCE), strict=True):
         assert ended.codes[story.rank] == -9, (story, ended.said)
         assert ended.codes[1 - story.rank] == 1, (story, ended.said)
         name = check_disk(story, ended)
@@ -49,44 +49,27 @@ def killed(tmp_path: Path, hits: list[tuple[int, str]], *, resume_every: int) ->
             assert name == "step_00000002", (story, ended.said)
         else:
             assert name is None, "nothing was committed before the rename"
-    again = [Story(run_dir=story.run_dir, resume_from="latest", steps=4) for story in stories[::resume_every]]
-    for story, ended in zip(again, play(again), strict=True):
+    again = [Story(run_dir=story.run_dir, resume_from="latest", steps=4) for story in stories]
+    for story, ended in zip(again, play(again, at_once=AT_ONCE), strict=True):
         assert ended.codes == [0, 0], ended.said
         assert check_disk(story, ended) == "step_00000004"
         assert not list(Path(story.run_dir).glob("checkpoints/.tmp-*/owner.json")), "the dead one's is cleared"
 
 
-def stopped(tmp_path: Path, hits: list[tuple[int, str]]) -> None:
-    """Have a rank stand still for a moment at points of its first save."""
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_standing_still_at_every_point(tmp_path: Path) -> None:
+    """A rank stands still for a moment at a point of its first save: that delays the commit, and no more."""
     stories = [
         Story(run_dir=str(tmp_path / f"{rank}-{point}"), hit=point, rank=rank, how="stop", stop_s=0.4)
-        for rank, point in hits
+        for rank, point in HITS
     ]
-    for story, ended in zip(stories, play(stories), strict=True):
+    for story, ended in zip(stories, play(stories, at_once=AT_ONCE), strict=True):
+        assert ended.stopped == [story.rank], (story, ended.said)
         assert ended.codes == [0, 0], (story, ended.said)
         assert "save_failed" not in ended.said, (story, ended.said)
         assert "step_00000002" in committed(ended)
         assert check_disk(story, ended) == "step_00000006"
-
-
-@pytest.mark.campaign
-def test_a_rank_that_is_killed_costs_no_step_that_was_committed(tmp_path: Path) -> None:
-    killed(tmp_path, SOME, resume_every=3)
-
-
-@pytest.mark.campaign
-def test_a_rank_that_stands_still_for_a_while_delays_the_commit_and_no_more(tmp_path: Path) -> None:
-    stopped(tmp_path, SOME)
-
-
-@pytest.mark.campaign
-def test_killed_at_every_point(tmp_path: Path) -> None:
-    killed(tmp_path, HITS, resume_every=1)
-
-
-@pytest.mark.campaign
-def test_standing_still_at_every_point(tmp_path: Path) -> None:
-    stopped(tmp_path, HITS)
 
 
 @pytest.mark.parametrize(("rank", "point"), [pytest.param(1, "made", marks=pytest.mark.campaign), (0, "reported")])
@@ -105,6 +88,7 @@ def test_a_rank_that_stands_still_for_too_long_costs_one_save(tmp_path: Path, ra
 
     [ended] = play([story])
 
+    assert ended.stopped == [rank], ended.said
     assert ended.codes == [0, 0], ended.said
     assert re.search(r"save_failed step=3 ", ended.said), ended.said
     assert "step_00000003" not in committed(ended)

@@ -20,7 +20,7 @@ from tests.trainer.crash import command
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 
-LIMIT_S = 580.0
+LIMIT_S = 1500.0  # of a scene: generous, as other tests run beside it
 # `make campaign-crash` plays every point, `make campaign` one of three
 STRIDE = int(os.environ.get("STEPKEEPER_CRASH_STRIDE", "3"))
 # how many points there are at least: what is not found is not killed

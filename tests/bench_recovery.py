@@ -68,8 +68,9 @@ class Bench:
                 self.pieces.setdefault(piece, []).append(seconds)
 
     def lost(self, way: Way, fault: Fault) -> bool:
-        """Tell whether a way has been seen not to recover: once is enough."""
-        return any((each.way, each.fault) == (way.name, fault.name) and each.why_not for each in self.outcomes)
+        """Tell whether a way cannot recover: once is enough where it is known why, else it may have been bad luck."""
+        own = [each for each in self.outcomes if (each.way, each.fault) == (way.name, fault.name)]
+        return fault.name in way.reasons and bool(own) and all(each.why_not for each in own)
 
     def round(self, ways: list[Way], fault: Fault) -> None:
         """Play a fault under each way; those that will only stand still do so together."""

@@ -19,6 +19,7 @@ BEGIN_S = 300.0
 PREEMPT_S = 150.0
 OVER_S = 5.0  # a job that is over so long is not requeued any more
 SETTLE_S = 90.0
+WORDS_MAX = 160  # characters of a job's last error
 LOST_AFTER_SAVE = 17  # steps that are done since the last save when the fault comes
 
 
@@ -150,13 +151,19 @@ def _wait(spot: Spot, job: int, way: Way, fault: Fault, struck_at: float) -> Out
             state = spot.lab.job(job).state
             over_since = None if state not in ENDED else over_since or looked_at
             if over_since is not None and looked_at - over_since > OVER_S:
-                reason = way.reasons.get(fault.name, "")
-                return Outcome(
-                    way=way.name, fault=fault.name, why_not=f"the job ends as {state}" + (f": {reason}" * bool(reason))
-                )
+                why_not = f"the job ends as {state}: {_reason(spot, way, fault)}"
+                return Outcome(way=way.name, fault=fault.name, why_not=why_not)
         time.sleep(POLL_S)
-    reason = way.reasons.get(fault.name, _last_words(spot))
-    return Outcome(way=way.name, fault=fault.name, why_not=f"no new step within {fault.limit_s:g} s: {reason}")
+    why_not = f"no new step within {fault.limit_s:g} s: {_reason(spot, way, fault)}"
+    return Outcome(way=way.name, fault=fault.name, why_not=why_not)
+
+
+def _reason(spot: Spot, way: Way, fault: Fault) -> str:
+    """Return why it did not recover, as far as that is known; else what the job said last of an error."""
+    lines = [line.strip() for line in _tail(spot).splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    last = (errors or lines or ["it says nothing"])[-1]
+    return way.reasons.get(fault.name, f"`{last[:WORDS_MAX]}`")
 
 
 def steps(spot: Spot) -> list[Step]:
@@ -186,8 +193,3 @@ def _nothing_left(lab: Lab, job: int) -> bool:
 
 def _tail(spot: Spot) -> str:
     return spot.log.read_text(errors="replace")[-2000:] if spot.log.exists() else f"{spot.log}: not there, {USER}"
-
-
-def _last_words(spot: Spot) -> str:
-    lines = [line.strip() for line in _tail(spot).splitlines() if line.strip()]
-    return lines[-1][:120] if lines else "it says nothing"

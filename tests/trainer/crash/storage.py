@@ -19,7 +19,7 @@ from pathlib import Path
 
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified
 from stepkeeper_trainer.formats.verify import verify
-from tests.trainer.crash.campaign import points_of
+from tests.trainer.crash.campaign import place, points_of, warm_up
 from tests.trainer.crash.disks import DISKS, Disk, NotHereError
 from tests.trainer.crash.gates import Point, steady_names
 from tests.trainer.crash.playing import Meanwhile, Played, Tell, play
@@ -48,11 +48,13 @@ class Report:
 
 def main(scratch: Path, stride: int, faults: list[str]) -> None:
     wanted = digests(STEPS_MAX + 1)
+    warm_up()
     for number, fault in enumerate(faults):
         began = time.monotonic()
         report = Report(fault)
         try:
-            _Fault(fault, scratch / str(number), wanted, report).run(stride)
+            with place(scratch, on_disk=not fault.startswith("injected ")) as where:
+                _Fault(fault, where / str(number), wanted, report).run(stride)
         except NotHereError as error:
             report.absent = str(error)
         report.seconds = round(time.monotonic() - began, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -87,12 +89,20 @@ def test_an_older_job_does_not_take_a_run_back(tmp_path: Path) -> None:
 
 
 def test_a_second_supervisor_of_the_same_attempt_is_refused(tmp_path: Path) -> None:
-    take(tmp_path, lease(7, 0, pid=100))
+    take(tmp_path, lease(7, 0, pid=os.getppid()))
 
-    with pytest.raises(StepkeeperError, match="pid 100") as caught:
-        take(tmp_path, lease(7, 0, pid=101))
+    with pytest.raises(StepkeeperError, match=f"pid {os.getppid()}") as caught:
+        take(tmp_path, lease(7, 0, pid=os.getpid()))
 
     assert caught.value.code is ExitCode.RUN_BUSY
+
+
+def test_a_supervisor_that_has_ended_gives_the_attempt_to_the_next_one_on_its_host(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    take(tmp_path, lease(7, 0, pid=ended.pid))
+
+    assert take(tmp_path, lease(7, 0, pid=os.getpid())).pid == os.getpid()
 
 
 def test_a_lease_that_does_not_parse_says_what_to_do(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ TINY = [
     "--print-every-steps=1000",
 ]
 STEPS = 24
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 
 
 class Ranks:

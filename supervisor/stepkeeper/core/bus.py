@@ -50,8 +50,11 @@ def restart_bus(
     if restarts > policy.bus_restarts_max:
         why = f"{why}; {restarts - 1} restarts of the bus"
         if state.plan is not None:  # we leave already: a save may still come to its end
-            return Decision(replace(state, bus_open=False, ready=frozenset()), (), why)
+            return _without_bus(state, why)
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.START_FAILED), policy)
+    nodes = tuple(node for node in state.nodes if node not in without)
+    if not nodes:
+        return _without_bus(state, f"{why}; no node is left that could be watched")
     deadline = state.deadline_at
     if state.phase in (Phase.STARTING, Phase.TRAINING):
         back = at + policy.watcher_back_within_s
@@ -77,8 +80,11 @@ def restart_bus(
     # a bus that cannot start must not spin; the first restarts are at once
     number = restarts + tries
     after_s = min(policy.bus_retry_max_s, 0.25 * 2.0 ** min(number, 30)) if number > 1 else 0.0
-    nodes = tuple(node for node in state.nodes if node not in without)
     return Decision(state, (*given_back, do.StartBus(bus=state.bus, nodes=nodes, after_s=after_s)), why)
+
+
+def _without_bus(state: State, why: str) -> Decision:
+    return Decision(replace(state, bus_open=False, ready=frozenset()), (), why)
 
 
 def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:

@@ -56,6 +56,7 @@ class Report:
     scene: str
     points: list[str] = field(default_factory=list)  # all there are
     played: int = 0
+    elsewhere: int = 0  # directories that another rank made first, each time: it was killed there
     torn: int = 0  # writes of which half was made to arrive
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -106,6 +107,7 @@ class _Campaign:
         self._before = scratch / "before"
         self._said: list[dict[str, Any]] = []  # by `prepare`
         self._report = Report(scene.name)
+        self._met: set[str] = set()
 
     def run(self, stride: int) -> Report:
         self._before.mkdir(parents=True)
@@ -148,11 +150,15 @@ class _Campaign:
             if hit is not None:
                 break
         else:
+            if point.call == "mkdir" and point.about in self._met:
+                self._report.elsewhere += 1
+                return
             last = [call.about(root) for _, call in played.calls[aimed.rank][-3:]]
             ended = f"ranks ended with {played.codes}; the last calls were {last}"
             self._report.problems.append(f"{point}: did not fire: {ended}\n{played.output}")
             return
         self._report.played += 1
+        self._met.add(point.about)
         aside = self._scratch / "aside"
         if hit.name == "write":
             shutil.copytree(root, aside)

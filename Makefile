@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign campaign-crash bench bench-checkpoint lint clean test-slurm-newest
+.PHONY: help setup system demo test campaign campaign-crash bench bench-checkpoint bench-recovery lint clean test-slurm-newest
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -7,7 +7,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
 AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 STEPKEEPER_REQUIRE_SLURM=$(STEPKEEPER_REQUIRE_SLURM)
 # three at a time: stories mostly wait for Slurm
 PYTEST = -p no:cacheprovider -n 3 --dist worksteal --durations=30 --durations-min=5
-PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap
+PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap lmod charliecloud-runtime
 V := .venv/bin
 
 help:  ## this list
@@ -59,6 +59,9 @@ bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/ben
 
 bench-checkpoint: setup  ## what checkpoints cost, against torch's own (docs/benchmarks-checkpoint.md)
 	$(V)/python -m tests.bench_checkpoint $(BENCH)
+
+bench-recovery: setup  ## recoveries under us and six other ways, side by side (docs/benchmarks-recovery.md)
+	$(AS_ROOT) $(V)/python -m tests.bench_recovery $(BENCH)
 
 lint: setup  ## style, types, and the import contracts
 	$(V)/ruff check .

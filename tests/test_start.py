@@ -94,11 +94,18 @@ def test_a_checkpoint_directory_that_is_no_directory(inside_a_job, tmp_path):
         (("run",), ("no CMD",)),
         (("run", "--"), ("no CMD",)),
         (("walk",), ("walk",)),
-        ((), ("COMMAND",)),
     ],
 )
 def test_wrong_words(inside_a_job, argv, words):
     says(inside_a_job(*argv), ExitCode.USAGE, *words)
+
+
+def test_the_command_alone_shows_its_help(inside_a_job):
+    done = inside_a_job()
+
+    assert done.returncode == ExitCode.USAGE
+    assert "usage: stepkeeper" in done.stderr
+    assert "doctor" in done.stderr
 
 
 def test_a_slurm_that_does_not_answer(inside_a_job, tmp_path):

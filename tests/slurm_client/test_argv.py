@@ -141,6 +141,7 @@ def test_what_the_ranks_find_in_their_environment():
         "STEPKEEPER_ATTEMPT": "2",
         "STEPKEEPER_LAUNCH": "3",
         "STEPKEEPER_RESUME_FROM": "/c/step_1",
+        "STEPKEEPER_SKIP_DATA": "",
         "STEPKEEPER_RESUME_NEWEST": "1",
         "STEPKEEPER_TASKS_PER_NODE": "4",
         "STEPKEEPER_ERROR_DIR": "/run/logs/attempt-002/launch-003/errors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from stepkeeper.core.exits import ExitCode
 
 @pytest.fixture(autouse=True)
 def far_from_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home of its own, and no command of Slurm."""
+    """A home of its own, no command of Slurm, and nothing set."""
+    for name in [name for name in os.environ if name.startswith("STEPKEEPER_")]:
+        monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)

@@ -189,7 +189,7 @@ def environment(epoch: tuple[int, int] | None = None, attempt: int = 0, launch: 
 
 
 def _gather(directory: Path, *, given_up: str | None = None, limit_s: float = 0.2) -> list[RankReport]:
-    return gather(directory, save_id="s", world_size=2, limit_at=time.time() + limit_s, given_up=lambda: given_up)
+    return gather(directory, save_id="s", world_size=2, limit_at=time.time() + limit_s, given_up=lambda _: given_up)
 
 
 def test_a_commit_waits_for_all_reports_and_no_longer_than_its_limit(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_waiting_for_many_reports_costs_one_listing_a_look_and_looks_grow_rare(
     monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path.name) or read(path))  # type: ignore[func-returns-value]
 
     with pytest.raises(SaveError, match=r"rank 1 .*in time"):
-        gather(tmp_path, save_id="s", world_size=1000, limit_at=time.time() + 2, given_up=lambda: None)
+        gather(tmp_path, save_id="s", world_size=1000, limit_at=time.time() + 2, given_up=lambda _: None)
 
     assert opened == ["rank-0.json"], "what is not there is not opened"
     pauses = [after - before for before, after in itertools.pairwise(looks)][:-1]

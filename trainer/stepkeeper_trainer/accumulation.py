@@ -22,7 +22,7 @@ def accumulation_steps(batch: int, micro_batch: int, world_size: int) -> int:
     if min(batch, micro_batch, world_size) < 1:
         raise UsageError(f"batch {batch}, micro-batch {micro_batch}, {world_size} ranks: each is at least 1")
     if batch % micro_batch:
-        raise UsageError(f"a batch of {batch} is no whole number of micro-batches of {micro_batch}")
+        raise UsageError(f"a batch of {batch} is no whole number of micro-batches of {micro_batch}: choose a multiple")
     micro_batches = batch // micro_batch
     if micro_batches % world_size == 0:
         return micro_batches // world_size

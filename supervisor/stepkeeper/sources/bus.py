@@ -22,6 +22,7 @@ SILENCE_MAX_S = 12.0
 LEASE_EVERY_S = 5.0
 ERROR_CHARACTERS_MAX = 300
 ERRORS_WITHIN_S = 1.0
+LEFT_OUT = frozenset({"launch", "rank", "own_seconds"})  # of a word in its event; watchers gather own times
 _EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
     words.Progress: on.Progressed,
     words.Replayed: on.Replayed,
@@ -321,5 +322,5 @@ class Bus:
             case words.Hello():
                 return on.RankHello(at=at, launch=launch, rank=word.rank, node=node, resumed_step=word.resumed_step)
             case _:
-                names = set(word.__struct_fields__) - {"launch", "rank", "own_seconds"}  # the rest is the same in both
+                names = set(word.__struct_fields__) - LEFT_OUT
                 return _EVENTS[type(word)](at=at, launch=launch, **{name: getattr(word, name) for name in names})

@@ -164,7 +164,9 @@ class Training:
             for r in self.records()
         ]
         logs = [p.read_text(errors="replace")[-1500:] for p in sorted(self.run_dir.glob("logs/*/*/*.log"))[-2:]]
-        return "\n".join(["--- journal", *lines[-60:], "--- output", self.output()[-2000:], "--- ranks", *logs])
+        output = self.output()[-2000:]
+        parts = ["--- journal", *lines[-60:], "--- queue", self.lab.queue(), "--- output", output, "--- ranks", *logs]
+        return "\n".join(parts)
 
 
 def assert_complete(training: Training, reference: Training) -> None:

@@ -328,6 +328,14 @@ class Lab(Jobs, Nodes):
                 raise LabTimeoutError(f"waited {timeout_s} s for {what}; {self.log_tail()}")
             time.sleep(POLL_S)
 
+    def queue(self) -> str:
+        """Return what slurmctld has in its queue and on its nodes, for error messages."""
+        try:
+            jobs = self.run("squeue", "--format=%i %P %j %T %r %N", check=False).stdout
+            return jobs + self.run("sinfo", "--Node", "--format=%N %P %T %C", check=False).stdout
+        except LabTimeoutError as error:
+            return str(error)
+
     def log_tail(self, lines: int = 15) -> str:
         """Return the end of slurmctld's log, for error messages."""
         path = self.directory / "log" / "slurmctld.log"

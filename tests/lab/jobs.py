@@ -74,7 +74,9 @@ class Jobs:
                 return found
             if time.monotonic() > limit:
                 what = "a condition" if callable(wanted) else wanted
-                raise LabTimeoutError(f"waited {timeout_s} s for {what}; last seen {found}; {self.log_tail()}")
+                raise LabTimeoutError(
+                    f"waited {timeout_s} s for {what}; last seen {found}; {self.queue()}\n{self.log_tail()}"
+                )
             time.sleep(POLL_S)
 
     def wait_ended(self: "Lab", job_id: int, timeout_s: float = WAIT_S) -> JobFacts:

@@ -63,6 +63,11 @@ def mend(lab: Lab, training: Training) -> None:
     lab.run("scancel", str(training.job_id), check=False)
     for job_id in lab.run("squeue", "--noheader", "--name=urgent", "--format=%i").stdout.split():
         lab.run("scancel", job_id, check=False)
-    for name, node in lab.nodes().items():
-        if not node.is_up:
-            lab.start_node(name, timeout_s=60)
+    lost = [name for name, node in lab.nodes().items() if not node.is_up]
+    for name in lost:
+        lab.start_node(name, timeout_s=60)
+    if lost:
+        # Slurm 22.05 goes on counting GPUs of a job that lost a node ("bad node_offset"): a job that wants one of its
+        # nodes whole would never start
+        lab.until(lambda: not lab.run("squeue", "--noheader").stdout.strip(), "an empty queue", 60)
+        lab.restart_slurmctld()

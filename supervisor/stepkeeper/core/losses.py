@@ -7,16 +7,15 @@ jump right after a resume is seen as well.
 from __future__ import annotations
 
 import math
-import statistics
 
 import msgspec
 
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.robust import middle
 
 KEPT_MAX = 128  # words
 ENOUGH = 20  # of them to know what is usual
 JUST_RESUMED = 20  # words: a jump within them has to do with the resume
-MAD_TO_SIGMA = 1.4826  # of a normal distribution
 NOT_FINITE, SPIKE, DISCONTINUITY = "loss-not-finite", "loss-spike", "loss-discontinuity"
 
 replace = msgspec.structs.replace
@@ -87,8 +86,7 @@ def _wrong(losses: Losses, loss: float, policy: Policy) -> tuple[str, str]:
     if loss <= 0 or len(losses.recent) < ENOUGH:
         return "", ""
     logs = [log for _, log in losses.recent]
-    median = statistics.median(logs)
-    sigma = MAD_TO_SIGMA * statistics.median([abs(log - median) for log in logs])
+    median, sigma = middle(logs)
     above = math.log(loss) - median
     if above <= max(policy.loss_sigmas * sigma, math.log(policy.loss_times)):
         return "", ""

@@ -6,17 +6,15 @@ a launch compile, load and fill caches, so they are none of them.
 
 from __future__ import annotations
 
-import statistics
-
 import msgspec
 
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.robust import middle
 
 KEPT_MAX = 64  # intervals
 ENOUGH = 5  # of them to know what is usual
 WARM_UP_STEPS = 3
 LONGEST_TIMES = 3.0  # what took long once may take so many times as long
-MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 replace = msgspec.structs.replace
 
@@ -51,8 +49,7 @@ def silence_s(pace: Pace, policy: Policy, *, saving: bool) -> float:
     known = pace if len(pace.recent) >= ENOUGH else pace.before
     if known is None:
         return policy.hang_most_s
-    median = statistics.median(known.recent)
-    spread = MAD_TO_SIGMA * statistics.median([abs(each - median) for each in known.recent])
+    median, spread = middle(known.recent)
     allowed = max(policy.hang_steps * (median + 3 * spread), LONGEST_TIMES * known.longest)
     if pace.heard == 0:  # loading, compiling, the first step
         allowed += LONGEST_TIMES * (known.first or 0.0)

@@ -16,9 +16,10 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause, Finding
-from stepkeeper.core.losses import ENOUGH, MAD_TO_SIGMA, Losses
+from stepkeeper.core.losses import ENOUGH, Losses
 from stepkeeper.core.phases import Decision, kill
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.robust import MAD_TO_SIGMA
 from stepkeeper.core.state import Next, Phase, Plan, State
 
 TELL, ROLLBACK = CHOICES = ("tell", "rollback")

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 import msgspec
 
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.robust import middle
 
 WINDOWS_LEAST = 4  # in which a node was slow, less those in which it was not
 WINDOWS_MOST = 8  # that are counted: a node that keeps up again is cleared within as many
 SHARE_LEAST = 0.1  # of a step that the node costs all others
 SPREAD_FROM = 5  # nodes that have a spread
 SIGMAS = 6.0
-MAD_TO_SIGMA = 1.4826  # of a normal distribution
 PLACES_MAX = 16
 MANY = 64  # nodes: the median of all is that of the others
 
@@ -120,9 +120,8 @@ def _spread(own: Mapping[str, float]) -> float:
     """Return how far ordinary nodes lie apart: the sigma of the logarithms, robust; 0 where they are too few."""
     if len(own) < SPREAD_FROM:
         return 0.0
-    logs = [math.log(seconds) for seconds in own.values()]
-    median = statistics.median(logs)
-    return MAD_TO_SIGMA * statistics.median(abs(each - median) for each in logs)
+    _, sigma = middle([math.log(seconds) for seconds in own.values()])
+    return sigma
 
 
 def _next(before: Suspect | None, node: str, factor: float | None, at: float) -> Suspect | None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-
 import msgspec
 
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.robust import middle
 
 LAUNCHES_KEPT = 6
 WORDS = 30  # of steps, without the warm-up, until a launch has a pace to compare
 SIGMAS = 4.0
-MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 replace = msgspec.structs.replace
 
@@ -51,8 +49,7 @@ def stepped(usual: Usual, nodes: int, seconds: float, policy: Policy) -> tuple[U
     usual = replace(usual, paces=paces)
     if not before:
         return usual, None
-    median = statistics.median(before)
-    spread = MAD_TO_SIGMA * statistics.median(abs(each - median) for each in before)
+    median, spread = middle(before)
     if seconds <= max(policy.slow_launch_times * median, median + SIGMAS * spread):
         return usual, None
     return usual, Slower(seconds=seconds, usual=median, launches=len(before))

@@ -11,9 +11,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, decode_format
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.records import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,17 +60,13 @@ def read(run_directory: Path) -> Keeping | None:
         OSError: the file is there and cannot be read.
         KeepingError: it is no such record, or one of a newer format.
     """
-    path = run_directory / KEEPING_NAME
-    try:
-        data = read_plain(path)
-    except FileNotFoundError:
-        return None
-    try:
-        return decode_format(_decoder, data, newest=FORMAT)
-    except NewerFormatError as error:
-        raise KeepingError(f"{path}: {error}") from error
-    except DecodeError as error:
-        raise KeepingError(f"{path}: not a record of what is kept: {error}") from error
+    return read_record(
+        run_directory / KEEPING_NAME,
+        _decoder,
+        newest=FORMAT,
+        error=KeepingError,
+        otherwise="not a record of what is kept",
+    )
 
 
 def write(run_directory: Path, keeping: Keeping) -> None:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, decode_format
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.records import read_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,17 +53,14 @@ def read(run_directory: Path) -> Lease | None:
         LeaseError: the file is there and is no lease, or one of a newer format.
         OSError: it cannot be read.
     """
-    path = run_directory / LEASE_NAME
-    try:
-        data = read_plain(path)
-    except FileNotFoundError:
-        return None
-    try:
-        return decode_format(_decoder, data, newest=FORMAT)
-    except NewerFormatError as error:
-        raise LeaseError(f"{path}: {error}") from error
-    except DecodeError as error:
-        raise LeaseError(f"{path}: not a lease: {error}; if no job uses this run, remove the file") from error
+    return read_record(
+        run_directory / LEASE_NAME,
+        _decoder,
+        newest=FORMAT,
+        error=LeaseError,
+        otherwise="not a lease",
+        remedy="; if no job uses this run, remove the file",
+    )
 
 
 def write(run_directory: Path, lease: Lease) -> None:

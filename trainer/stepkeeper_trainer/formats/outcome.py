@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, decode_format
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.records import read_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,17 +44,9 @@ def read(run_directory: Path) -> Outcome | None:
         OSError: the file is there and cannot be read.
         OutcomeError: it is no outcome, or one of a newer format.
     """
-    path = run_directory / OUTCOME_NAME
-    try:
-        data = read_plain(path)
-    except FileNotFoundError:
-        return None
-    try:
-        return decode_format(_decoder, data, newest=FORMAT)
-    except NewerFormatError as error:
-        raise OutcomeError(f"{path}: {error}") from error
-    except DecodeError as error:
-        raise OutcomeError(f"{path}: not an outcome: {error}") from error
+    return read_record(
+        run_directory / OUTCOME_NAME, _decoder, newest=FORMAT, error=OutcomeError, otherwise="not an outcome"
+    )
 
 
 def write(run_directory: Path, outcome: Outcome) -> None:

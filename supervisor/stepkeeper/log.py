@@ -24,8 +24,11 @@ LINES_WAITING_MAX = 10_000
 class PatientStream:
     """A text stream that never blocks and never fails: what cannot be written is dropped, and counted."""
 
-    def __init__(self, open_stream: Callable[[], TextIO]) -> None:
-        """Open the stream on the thread that writes, with the first text."""
+    def __init__(self, open_stream: Callable[[], TextIO | None]) -> None:
+        """Open the stream on the thread that writes, with the first text.
+
+        It may be none: `sys.stdout` is None where it was closed before we started, and at the interpreter's end.
+        """
         self._open = open_stream
         self._waiting: queue.Queue[str | threading.Event] = queue.Queue(LINES_WAITING_MAX)
         self.dropped = 0
@@ -60,14 +63,19 @@ class PatientStream:
                 continue
             try:
                 stream = stream or self._open()
+                if stream is None:
+                    self.dropped += 1
+                    continue
                 stream.write(item)
                 stream.flush()
             except (OSError, ValueError):  # a full disk, a quota, a closed stream: training goes on
                 self.dropped += 1
 
 
-def is_empty(stream: TextIO) -> bool:
+def is_empty(stream: TextIO | None) -> bool:
     """Tell whether this is a file in which nothing stands."""
+    if stream is None:
+        return False
     try:
         status = os.fstat(stream.fileno())
     except (OSError, ValueError):
@@ -80,7 +88,7 @@ def configure(stream: PatientStream, **static: Any) -> structlog.typing.Filterin
 
     Bound here and not with contextvars: those do not enter new threads.
     """
-    pretty = sys.stdout.isatty()
+    pretty = sys.stdout is not None and sys.stdout.isatty()
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer(sort_keys=False)
     )

@@ -1,5 +1,6 @@
 """The log is the supervisor's own voice: losing it must not cost the training."""
 
+import io
 import subprocess
 import sys
 import time
@@ -30,6 +31,27 @@ def test_a_full_disk_below_stdout_ends_nothing():
         )
 
     assert (done.returncode, done.stderr) == (0, b"alive")
+
+
+def test_a_stdout_that_was_closed_before_we_started_ends_nothing():
+    """Python then has none at all: the last words of a thread would be a traceback."""
+    closed = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, CHATTER]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, timeout=30, check=False)
+
+    assert (done.returncode, done.stderr) == (0, b"alive")
+
+
+def test_a_stdout_that_is_gone_and_comes_back_is_written_to():
+    """Gone as the interpreter ends; what was said meanwhile is counted, and the thread goes on."""
+    kept = io.StringIO()
+    streams = iter((None, None, kept))
+    stream = PatientStream(lambda: next(streams))
+
+    for word in ("lost ", "lost too ", "kept"):
+        stream.write(word)
+    stream.drain(20)
+
+    assert (stream.dropped, kept.getvalue()) == (2, "kept")
 
 
 def test_a_stdout_that_hangs_holds_nobody_up():

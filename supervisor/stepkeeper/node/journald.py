@@ -16,6 +16,8 @@ PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 
 def stdout_is_journal() -> bool:
     """Tell whether our lines go to journald, as systemd says in JOURNAL_STREAM."""
+    if sys.stdout is None:  # closed before we started
+        return False
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         status = os.fstat(sys.stdout.fileno())

@@ -6,6 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepkeeper.core.exits import ExitCode
@@ -13,6 +14,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import tenure
 from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats.lease import Lease
+from stepkeeper_trainer.formats.processes import Birth, birth
 
 
 def lease(job: int = 7, restarts: int = 0, *, attempt: int = 0, pid: int = 100) -> Lease:
@@ -103,6 +105,19 @@ def test_a_supervisor_that_has_ended_gives_the_attempt_to_the_next_one_on_its_ho
     take(tmp_path, lease(7, 0, pid=ended.pid))
 
     assert take(tmp_path, lease(7, 0, pid=os.getpid())).pid == os.getpid()
+
+
+def test_another_process_of_the_supervisors_number_holds_nothing(tmp_path: Path) -> None:
+    """In one `salloc` the same line again: the number of the supervisor before has been given to somebody."""
+    now = birth(os.getppid())
+    assert now is not None
+    held = msgspec.structs.replace(lease(pid=os.getppid()), birth=Birth(now.boot, now.ticks - 2))
+    leases.write(tmp_path, held)
+
+    taken = take(tmp_path, msgspec.structs.replace(lease(pid=os.getpid()), birth=birth(os.getpid())))
+
+    assert leases.read(tmp_path) == taken
+    assert taken.birth == birth(os.getpid())
 
 
 def test_a_lease_that_does_not_parse_says_what_to_do(tmp_path: Path) -> None:

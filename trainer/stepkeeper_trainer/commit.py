@@ -21,6 +21,7 @@ from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries, fsync_directory, naming, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, PENDING_NAME, Manifest, seal
+from stepkeeper_trainer.formats.processes import birth
 from stepkeeper_trainer.formats.steps import step_name
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.report import report_name
@@ -165,6 +166,7 @@ class Commits:
                 node=environment.node,
                 pid=os.getpid(),
                 taken_at=time.time(),
+                birth=birth(os.getpid()),
             ),
         )
 

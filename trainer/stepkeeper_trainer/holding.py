@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import RunDirectoryError
 from stepkeeper_trainer.formats import lease as leases
+from stepkeeper_trainer.formats import processes
 from stepkeeper_trainer.log import warn
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.formats.lease import Lease
 
 NO_JOB = leases.NO_JOB
-_STAT_STATE, _STAT_STARTED = 0, 19  # in /proc/PID/stat, counted behind the name
 _CLOCK_SLACK_S = 2.0
 
 
@@ -49,11 +49,19 @@ def next_epoch(run_directory: Path, node: str) -> tuple[int, int] | None:
 
 
 def lives(held: Lease) -> bool:
-    """Tell whether the process that took a lease on this node is still there, and not another one of its number."""
-    try:
-        stat = Path(f"/proc/{held.pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-    except OSError:
+    """Tell whether the process that took a lease on this node is still there, and not another one of its number.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    found = processes.birth(held.pid)
+    if found is None:
         return False
-    age_s = uptime_s - int(stat[_STAT_STARTED]) / os.sysconf("SC_CLK_TCK")
-    return stat[_STAT_STATE] not in {"Z", "X"} and time.time() - age_s <= held.taken_at + _CLOCK_SLACK_S
+    return _began_before(found, held.taken_at) if held.birth is None else found.is_that_of(held.birth)
+
+
+def _began_before(found: processes.Birth, instant: float) -> bool:
+    """Tell whether a process is older than a lease of 0.1, which has no birth: by a clock that may have been set."""
+    uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    age_s = uptime_s - found.ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s <= instant + _CLOCK_SLACK_S

@@ -39,6 +39,7 @@ from stepkeeper.telemetry.starting import exported
 from stepkeeper.telemetry.tally import TalliedJournal, Tally
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.lease import Lease
+from stepkeeper_trainer.formats.processes import birth
 
 T = TypeVar("T")
 SLURM_WITHIN_S = 300.0
@@ -289,6 +290,7 @@ def _lease(
         node=node_name(),
         pid=os.getpid(),
         taken_at=clock.now(),
+        birth=birth(os.getpid()),
     )
     try:
         return tenure.take(directory.path, wanted, job_runs=lambda job: patiently(lambda: client.job_runs(str(job))))

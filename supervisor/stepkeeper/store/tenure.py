@@ -9,6 +9,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats.lease import Lease
+from stepkeeper_trainer.formats.processes import birth
 
 
 def take(run_directory: Path, wanted: Lease, *, job_runs: Callable[[int], bool]) -> Lease:
@@ -51,6 +52,7 @@ def take(run_directory: Path, wanted: Lease, *, job_runs: Callable[[int], bool])
             node=wanted.node,
             pid=wanted.pid,
             taken_at=wanted.taken_at,
+            birth=wanted.birth,
         )
         leases.write(run_directory, taken)
     except leases.LeaseError as error:
@@ -64,7 +66,10 @@ def take(run_directory: Path, wanted: Lease, *, job_runs: Callable[[int], bool])
 
 def _is_gone(held: Lease, wanted: Lease) -> bool:
     """Tell whether the holder has ended: within one `salloc` a run may be started again and again."""
-    return held.node == wanted.node and not Path(f"/proc/{held.pid}").exists()
+    if held.node != wanted.node:
+        return False
+    found = birth(held.pid)
+    return found is None or (held.birth is not None and not found.is_that_of(held.birth))
 
 
 def superseded(run_directory: Path, ours: Lease) -> Lease | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.processes import Birth
 from stepkeeper_trainer.formats.records import read_record
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     pid: int
     taken_at: float  # Unix seconds
+    birth: Birth | None = None  # of that process; None in leases of 0.1
 
     @property
     def epoch(self) -> tuple[int, int]:

@@ -161,7 +161,8 @@ FIELDS = {
     },
     on.SaveBegan: {**_launch, **_save},
     on.CheckpointCommitted: {
-        **_launch, **_save, "directory": _directory, "bytes": _small, "seconds": st.just(1.0)
+        **_launch, **_save, "directory": _directory, "bytes": _small, "seconds": st.sampled_from((1.0, 300.0)),
+        "by_disk": st.booleans(),
     },
     on.SaveGaveUp: {**_launch, **_save, "error": st.just("full")},
     on.TrainingFinished: {**_launch, "step": _small},

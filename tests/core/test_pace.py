@@ -5,7 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from stepkeeper.core.pace import ENOUGH, KEPT_MAX, WARM_UP_STEPS, Pace, launched, silence_s, stepped
+from stepkeeper.core.pace import (
+    ENOUGH,
+    KEPT_MAX,
+    SAVES_ENOUGH,
+    WARM_UP_STEPS,
+    Pace,
+    launched,
+    least_save_s,
+    saved,
+    silence_s,
+    stepped,
+)
 from stepkeeper.core.policy import Policy
 
 POLICY = Policy(hang_steps=20.0, hang_least_s=10.0, hang_most_s=1000.0)
@@ -76,3 +87,24 @@ def test_a_save_may_take_as_long_as_saves_do() -> None:
 
 def test_only_the_newest_steps_are_kept() -> None:
     assert len(paced(*[1.0] * 500).recent) == KEPT_MAX
+
+
+def test_the_least_time_of_a_save_is_known_after_a_few_and_outlives_a_launch() -> None:
+    pace = Pace()
+    for number, seconds in enumerate((50.0, 40.0, 45.0), start=1):
+        assert least_save_s(pace) == 0.0
+        pace = saved(pace, seconds, by_disk=False)
+        assert pace.saves == number
+    assert SAVES_ENOUGH == 3
+    assert least_save_s(pace) == 20.0, "half of the quickest: an urgent one may be quicker than those before"
+    assert least_save_s(launched(pace)) == 20.0
+    assert pace.save == 50.0
+
+
+def test_saves_by_way_of_the_disks_tell_nothing_of_the_quickest_way() -> None:
+    pace = Pace()
+    for seconds in (50.0, 40.0, 45.0):
+        pace = saved(pace, seconds, by_disk=True)
+
+    assert least_save_s(pace) == 0.0
+    assert pace.save == 50.0

@@ -15,6 +15,7 @@ from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.judge import preempted_at_last
+from stepkeeper.core.pace import SAVES_ENOUGH
 from stepkeeper.core.phases import all_ready
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, State
@@ -261,6 +262,19 @@ def ranks_are_killed_no_later_than_the_save_deadline(turns):
             limit = state.deadline_at  # Slurm has told everybody to end: its word counts
         assert limit is None or state.deadline_at <= limit
         limit = state.deadline_at
+
+
+@invariant
+def a_notice_ends_ranks_that_can_save_only_where_no_save_could_come(turns):
+    """The work since the last save is lost by it: what is not known must not be taken for hopeless."""
+    for turn in turns:
+        before = turn.before
+        able = before.phase is Phase.TRAINING and before.heard and before.step is not None
+        leaves = turn.after.plan is not None and turn.after.plan.next is Next.REQUEUE
+        if able and leaves and isinstance(turn.event, on.SlurmAnswered) and turn.ordered(do.KillRanks):
+            assert before.saving is None
+            assert before.pace.saves >= SAVES_ENOUGH
+            assert turn.after.leave_at - turn.event.at < before.pace.quickest
 
 
 @invariant

@@ -157,6 +157,7 @@ class Completer:
                 seconds=seconds,
                 emergency=save.emergency,
                 drift=shorten(", ".join(name for drift in drifts for name in drift.names)),
+                by_disk=self._placing is not None,
             ),
             keep=True,
         )

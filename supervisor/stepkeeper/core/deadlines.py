@@ -55,15 +55,13 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
             return _on_ranks_late(state, event.at, policy)
         case Phase.CLOSING:
             return _on_closing_late(state, event.at, policy)
-        case Phase.REQUEUEING:
+        case Phase.REQUEUEING | Phase.DONE:  # DONE has no deadline: nothing comes here
             if state.asking or state.requesting:
                 within_s = policy.requeue_within_s if state.requesting else policy.ask_within_s
                 late = f"Slurm did not answer in {within_s:g} s"
                 return retry_requeue(state, event.at, late, ExitCode.UNDECIDED, policy)
             state = replace(state, deadline_at=event.at + policy.ask_within_s)
             return ask(state, "try the requeue again")
-        case Phase.DONE:
-            raise AssertionError("decide takes no event any more")
         case _:
             assert_never(state.phase)
 

@@ -383,6 +383,7 @@ class CheckpointCommitted(_RankEvent, frozen=True, kw_only=True, tag="checkpoint
     seconds: float
     emergency: bool = False
     drift: str = ""  # tensors whose copies differ between ranks: a device may compute wrongly
+    by_disk: bool = False  # it came by way of the nodes' own disks
 
 
 class SaveGaveUp(_RankEvent, frozen=True, kw_only=True, tag="save_gave_up"):

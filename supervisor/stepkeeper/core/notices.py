@@ -17,6 +17,7 @@ from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.judge import Judgement, Notice, judge
 from stepkeeper.core.limit import expecting
+from stepkeeper.core.pace import least_save_s
 from stepkeeper.core.phases import (
     Decision,
     ask,
@@ -171,7 +172,7 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
     state = replace(state, leave_at=deadline if later else _earlier(state.leave_at, deadline))
     match state.phase:
         case Phase.TRAINING if state.heard and (state.step is not None or state.bus_restarted_in_launch):
-            return save(state, deadline, plan)
+            return _save_if_it_can(state, at, deadline, plan, policy)
         case Phase.SAVING:
             return _save_until(take(state, plan), deadline)
         case Phase.STOPPING if not state.running:
@@ -183,6 +184,23 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
             return Decision(state, (), plan.why)
         case _:
             return stop(state, at, plan, policy)
+
+
+def _save_if_it_can(state: State, at: float, deadline: float, plan: Plan, policy: Policy) -> Decision:
+    """Ask for a save, unless no save could become durable in what is left: then leave with what is verified.
+
+    Which way is the best one in time is decided by the ranks, with rates that they have measured: a new save, the one
+    in flight, or their nodes' disks.
+    """
+    least_s = least_save_s(state.pace)
+    left_s = max(0.0, deadline - at)
+    if state.saving is not None or left_s >= least_s:
+        return save(state, deadline, plan)
+    why = (
+        f"{plan.why}; {left_s:.1f} s are left, and no save took less than {state.pace.quickest:.1f} s: none is begun, "
+        "the newest verified step is what remains"
+    )
+    return stop(state, at, replace(plan, why=why), policy)
 
 
 def _save_until(state: State, deadline: float) -> Decision:

@@ -15,6 +15,8 @@ KEPT_MAX = 64  # intervals
 ENOUGH = 5  # of them to know what is usual
 WARM_UP_STEPS = 3
 LONGEST_TIMES = 3.0  # what took long once may take so many times as long
+SAVES_ENOUGH = 3  # to know how long one takes at least
+QUICKER_TIMES = 0.5  # of the quickest one: none will be quicker than that
 
 replace = msgspec.structs.replace
 
@@ -26,14 +28,16 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     recent: tuple[float, ...] = ()  # of this launch, the newest last, without its first ones
     longest: float = 0.0  # of the same
     first: float | None = None  # the first step of this launch
-    save: float = 0.0  # the longest save of the run
+    save: float = 0.0  # the longest save of the attempt
+    saves: int = 0  # that went straight to shared storage
+    quickest: float = 0.0  # of these
     before: Pace | None = None  # of the launch before
 
 
 def launched(pace: Pace) -> Pace:
     """Begin a launch; one that came to no statistics leaves those before it."""
     known = replace(pace, before=None) if len(pace.recent) >= ENOUGH else pace.before
-    return Pace(save=pace.save, before=known)
+    return Pace(save=pace.save, saves=pace.saves, quickest=pace.quickest, before=known)
 
 
 def stepped(pace: Pace, seconds: float) -> Pace:
@@ -42,6 +46,20 @@ def stepped(pace: Pace, seconds: float) -> Pace:
     if pace.heard <= WARM_UP_STEPS:
         return pace
     return replace(pace, recent=(*pace.recent, seconds)[-KEPT_MAX:], longest=max(pace.longest, seconds))
+
+
+def saved(pace: Pace, seconds: float, *, by_disk: bool) -> Pace:
+    """Take in how long a save took; by way of the nodes' disks it tells nothing of the quickest way."""
+    pace = replace(pace, save=max(pace.save, seconds))
+    if by_disk:
+        return pace
+    quickest = min(pace.quickest, seconds) if pace.saves else seconds
+    return replace(pace, saves=pace.saves + 1, quickest=quickest)
+
+
+def least_save_s(pace: Pace) -> float:
+    """Return the time in which no save can become durable, however quick; 0 where too little is known."""
+    return QUICKER_TIMES * pace.quickest if pace.saves >= SAVES_ENOUGH else 0.0
 
 
 def silence_s(pace: Pace, policy: Policy, *, saving: bool) -> float:

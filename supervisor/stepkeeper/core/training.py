@@ -10,7 +10,7 @@ from stepkeeper.core import growing, reading_back, usual
 from stepkeeper.core.anomalies import watch_loss
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.limit import expecting
-from stepkeeper.core.pace import stepped
+from stepkeeper.core.pace import saved, stepped
 from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, close, closed, kill, relaunch, take
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.silence import alive
@@ -88,7 +88,7 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     if event.launch != state.launch or not state.running:
         return Decision(state)
     state, seconds = save_seconds(state, event.seconds)
-    pace = replace(state.pace, save=max(state.pace.save, seconds))
+    pace = saved(state.pace, seconds, by_disk=event.by_disk)
     state = replace(state, saving=None, bus_restarts=0, node_losses=0, pace=pace, went_back=False)
     state = alive(state, event.at, policy)
     state = expecting(state, policy) if state.limit_at is not None else state

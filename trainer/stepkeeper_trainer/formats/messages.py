@@ -96,6 +96,7 @@ class Committed(_Message, frozen=True, kw_only=True, tag="committed"):
     seconds: float  # from the request to durable
     emergency: bool = False
     drift: str = ""  # tensors whose copies differ between ranks: a device may compute wrongly
+    by_disk: bool = False  # it came by way of the nodes' own disks
 
 
 class SaveFailed(_Message, frozen=True, kw_only=True, tag="save_failed"):

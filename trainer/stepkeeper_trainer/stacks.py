@@ -1,10 +1,11 @@
-"""Have Python write all threads' stacks when the node's watcher asks for them."""
+"""Have Python write all threads' stacks when the node's watcher asks for them, and where the collectives are."""
 
 from __future__ import annotations
 
 import faulthandler
 from typing import IO, TYPE_CHECKING
 
+from stepkeeper_trainer import collectives
 from stepkeeper_trainer.formats import stacks
 
 if TYPE_CHECKING:
@@ -27,3 +28,4 @@ def listen(environment: Environment, run_directory: Path, rank: int) -> None:
         return  # the run goes on without: the watcher sees that the signal is not caught
     _opened.append(file)
     faulthandler.register(stacks.SIGNAL, file=file, all_threads=True, chain=False)
+    collectives.listen(path.parent.parent, rank)

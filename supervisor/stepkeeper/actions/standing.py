@@ -1,4 +1,4 @@
-"""What ranks do that stand still: the watchers' words about their stacks, put together."""
+"""What ranks do that stand still: the watchers' words about stacks and collectives, put together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections import defaultdict
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.inbox import Inbox
+from stepkeeper.verdict import collectives
 from stepkeeper.watcher import messages as lines
+from stepkeeper_trainer.formats.collectives import Place
 
 SHOWN_MAX = 4  # kinds of what ranks do, in the summary
 RANKS_SHOWN_MAX = 4
@@ -24,25 +26,30 @@ class Standing:
         self._wanted: do.CollectStacks | None = None
         self._missing: set[str] = set()
         self._stood: list[lines.Stood] = []
+        self._places: dict[int, list[Place]] = defaultdict(list)
 
     def begin(self, wanted: do.CollectStacks) -> int:
         """Begin a request and return its number, for the watchers."""
         with self._lock:
             self._number += 1
             self._wanted, self._missing, self._stood = wanted, set(wanted.nodes), []
+            self._places = defaultdict(list)
             number = self._number
         timer = threading.Timer(wanted.within_s, lambda: self._end(number))
         timer.daemon = True
         timer.start()
         return number
 
-    def heard(self, word: lines.Stood | lines.StacksTaken) -> None:
+    def heard(self, word: lines.Stood | lines.Entered | lines.StacksTaken) -> None:
         """Take in a watcher's word, on a thread of the bus."""
         with self._lock:
             if word.number != self._number:
                 return
             if isinstance(word, lines.Stood):
                 self._stood.append(word)
+                return
+            if isinstance(word, lines.Entered):
+                self._places[word.rank].append(word.place)
                 return
             self._missing.discard(word.node)
             complete = not self._missing
@@ -56,22 +63,28 @@ class Standing:
                 return
             self._wanted = None
             stood, missing = sorted(self._stood, key=lambda each: each.rank), sorted(self._missing)
-        suspect = find_suspect(stood)
+            places = dict(self._places)
+        standstills = collectives.compare(places, (each.rank for each in stood)) if places else ()
+        suspect = find_suspect(stood, collectives.find_suspect(standstills))
+        words = (summarise(stood, missing), collectives.in_words(standstills, places))
         self._inbox.put(
             on.StacksCollected(
                 at=self._inbox.clock.now(),
                 launch=wanted.launch,
                 moved=any(each.moved for each in stood),
-                summary=summarise(stood, missing),
+                summary="; ".join(word for word in words if word),
                 rank=suspect.rank if suspect is not None else None,
                 node=suspect.node if suspect is not None else "",
             )
         )
 
 
-def find_suspect(stood: list[lines.Stood]) -> lines.Stood | None:
-    """Return the rank that others wait for; None where that cannot be told."""
-    elsewhere = [each for each in stood if not each.waits]
+def find_suspect(stood: list[lines.Stood], by_collectives: int | None = None) -> lines.Stood | None:
+    """Return the rank that others wait for; None where that cannot be told.
+
+    What the collectives say comes first: on a GPU a stack tells where the program is, which is ahead of its work.
+    """
+    elsewhere = [each for each in stood if each.rank == by_collectives] or [each for each in stood if not each.waits]
     return elsewhere[0] if elsewhere and len(elsewhere) < max(2, len(stood)) else None
 
 

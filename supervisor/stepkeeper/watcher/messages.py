@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from stepkeeper_trainer.formats.collectives import Place
 from stepkeeper_trainer.formats.messages import FromRank
 
 LINE_BYTES_MAX = 1024
@@ -93,7 +94,10 @@ class ReadNoMore(_Line, frozen=True, kw_only=True, tag="read_no_more"):
 
 
 class Stacks(_Line, frozen=True, kw_only=True, tag="stacks"):
-    """Take the stacks of the launch's ranks, twice; answered by `Stood` for each, then `StacksTaken`."""
+    """Take the stacks of the launch's ranks, twice, and where they are in their collectives.
+
+    Answered by `Stood` for each rank, `Entered` for each of its groups, then `StacksTaken`.
+    """
 
     launch: int
     number: int
@@ -189,6 +193,14 @@ class Stood(_Line, frozen=True, kw_only=True, tag="stood"):
     moved: bool = False  # it did something else a moment later
 
 
+class Entered(_Line, frozen=True, kw_only=True, tag="entered"):
+    """Where a rank is in one of its groups' collectives."""
+
+    number: int  # of the request
+    rank: int
+    place: Place
+
+
 class StacksTaken(_Line, frozen=True, kw_only=True, tag="stacks_taken"):
     """Every rank of the node has been told of."""
 
@@ -238,6 +250,7 @@ FromWatcher = (
     | Faulted
     | ShareRead
     | Stood
+    | Entered
     | StacksTaken
     | Rank
     | Paced

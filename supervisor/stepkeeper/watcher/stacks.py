@@ -1,7 +1,8 @@
 """What ranks do that stand still: their Python stacks, and what the kernel says of them.
 
 py-spy tells where it is installed; else the trainer library has Python's faulthandler write them on a signal.  They
-stay in the launch's logs, each taken twice: a rank whose stack has changed is not stuck.
+stay in the launch's logs, each taken twice: a rank whose stack has changed is not stuck.  Meanwhile the ranks are asked
+where they are in their collectives (`accounts`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepkeeper.watcher import messages as bus
+from stepkeeper.watcher.accounts import Asked, catches
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats import stacks
 from stepkeeper_trainer.formats.messages import shorten
@@ -63,7 +65,7 @@ class StackTaker:
     def __init__(self, assignment: Assignment, node: str) -> None:
         self._assignment = assignment
         self._node = node
-        self._words: queue.SimpleQueue[bus.Stood | bus.StacksTaken] = queue.SimpleQueue()
+        self._words: queue.SimpleQueue[bus.Stood | bus.Entered | bus.StacksTaken] = queue.SimpleQueue()
         self._ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._busy = threading.Lock()
 
@@ -71,7 +73,7 @@ class StackTaker:
         """For select."""
         return self._ready
 
-    def words(self) -> list[bus.Stood | bus.StacksTaken]:
+    def words(self) -> list[bus.Stood | bus.Entered | bus.StacksTaken]:
         """Return what there is to say."""
         os.eventfd_read(self._ready)
         words = []
@@ -86,6 +88,7 @@ class StackTaker:
 
     def _take(self, wanted: bus.Stacks, pids: dict[int, int]) -> None:
         try:
+            asked = Asked(self._file(wanted.launch, 0).parent.parent, pids)
             first = self._sample(wanted.launch, pids)
             lived = {rank: of_life(pid) for rank, pid in pids.items()}
             time.sleep(APART_S)
@@ -103,6 +106,9 @@ class StackTaker:
                     moved=first[rank] != frames if first[rank] else not frames and worked[rank],
                 )
                 self._words.put(stood)
+            for rank, places in sorted(asked.take().items()):
+                for place in places:
+                    self._words.put(bus.Entered(number=wanted.number, rank=rank, place=place))
             self._words.put(bus.StacksTaken(node=self._node, number=wanted.number))
         finally:
             self._busy.release()
@@ -119,7 +125,7 @@ class StackTaker:
             frames = _by_py_spy(spy, pid, files[rank]) if spy is not None else ()
             if frames:
                 found[rank] = frames
-            elif _catches(pid) and _signal(pid):
+            elif catches(pid, stacks.SIGNAL) and _signal(pid):
                 asked.add(rank)
         give_up_at = time.monotonic() + DUMP_WITHIN_S
         sizes, since = dict(begun), time.monotonic()
@@ -240,16 +246,6 @@ def _by_py_spy(program: str, pid: int, path: Path) -> tuple[Frame, ...]:
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return of_py_spy(done.stdout) if done.returncode == 0 else ()
-
-
-def _catches(pid: int) -> bool:
-    """Tell whether a process handles our signal: it would end any other."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.MULTILINE)
-    return match is not None and bool(int(match[1], 16) >> (stacks.SIGNAL - 1) & 1)
 
 
 def _signal(pid: int) -> bool:

@@ -1,0 +1,99 @@
+"""Where a node's ranks are in their collectives.
+
+Each is asked by a signal, and its trainer library writes a small file on a thread, which is read here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from stepkeeper_trainer.formats import collectives
+from stepkeeper_trainer.formats.decoding import DecodeError
+
+WITHIN_S = 5.0  # from the asking on; stacks are taken meanwhile
+POLL_S = 0.05
+
+Stamp = tuple[int, int]
+
+
+def catches(pid: int, number: int) -> bool:
+    """Tell whether a process handles a signal: it would end any other."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
+
+
+class Asked:
+    """One request to the ranks of a node."""
+
+    def __init__(self, directory: Path, pids: Mapping[int, int], clock: Callable[[], float] = time.monotonic) -> None:
+        """Ask every rank that can tell.
+
+        Args:
+            directory: the logs of the launch.
+            pids: of each rank.
+            clock: monotonic seconds.
+        """
+        self._clock = clock
+        self._until = clock() + WITHIN_S
+        self._files = {rank: collectives.file(directory, rank) for rank in pids}
+        self._before = {rank: _stamp(path) for rank, path in self._files.items()}
+        self._pids = {rank: pid for rank, pid in pids.items() if catches(pid, collectives.SIGNAL) and _signal(pid)}
+
+    def take(self) -> dict[int, tuple[collectives.Place, ...]]:
+        """Return what the ranks have written, and wait for the others only as long as they may still write."""
+        while self._clock() < self._until and any(self._may_write(rank) for rank in self._pids):
+            time.sleep(POLL_S)
+        found = {}
+        for rank in self._pids:
+            account = self._read(rank)
+            if account is not None:
+                found[rank] = tuple(collectives.trim(place) for place in account.places[: collectives.GROUPS_MAX])
+        return found
+
+    def _may_write(self, rank: int) -> bool:
+        return _stamp(self._files[rank]) == self._before[rank] and _runs(self._pids[rank])
+
+    def _read(self, rank: int) -> collectives.Account | None:
+        path = self._files[rank]
+        stamp = _stamp(path)
+        if stamp is None or stamp == self._before[rank]:
+            return None
+        try:
+            with path.open("rb") as file:
+                data = file.read(collectives.FILE_BYTES_MAX + 1)
+            account = collectives.decode_account(data)
+        except (OSError, DecodeError):
+            return None  # the same as a rank that does not answer: its stack is there
+        return account if account.rank == rank else None
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _runs(pid: int) -> bool:
+    """Tell whether a process can write at all: it is neither gone nor stopped, nor stuck in the kernel."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("R", "S")
+    except (OSError, IndexError):
+        return False
+
+
+def _signal(pid: int) -> bool:
+    try:
+        os.kill(pid, collectives.SIGNAL)
+    except OSError:
+        return False
+    return True

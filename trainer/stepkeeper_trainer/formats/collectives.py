@@ -1,0 +1,226 @@
+"""Where a rank is in its collectives, by torch's flight recorder: the newest that it entered, and what is open.
+
+The rank reduces the recorder's own JSON (thousands of entries) to one `Place` a group, for its node's watcher.  Nothing
+is unpickled: the recorder's other form is a pickle, and is not read.  Needs no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepkeeper_trainer.formats.decoding import decode
+from stepkeeper_trainer.formats.stacks import DIRECTORY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+SIGNAL = signal.SIGRTMIN + 10  # beside that of the stacks: has a rank write where it is
+GROUPS_MAX = 6  # of a rank: those with something open first, then those used last
+FILE_BYTES_MAX = 64 * 1024
+RAW_BYTES_MAX = 8 * 1024 * 1024  # of one recorder's own words, kept for people
+RANKS_MAX = 1 << 20  # of a job: a damaged word makes no larger set
+NUMBER_MAX = 2**63 - 1
+_MEMBERS_CHARACTERS_MAX = 160
+_NAME_CHARACTERS_MAX = 60
+_DIMENSIONS_MAX = 8
+_NO_DESCRIPTION = ("", "undefined")
+_BACKENDS = ("nccl:", "gloo:", "c10d:", "ucc:", "mpi:", "xccl:")
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a rank is in one group."""
+
+    group: str  # its name, which all its ranks use
+    what: str = ""  # its description
+    members: str = ""  # ranks, as of `compress`; nothing where that is too long or not known
+    last: int = 0  # number of the newest collective that the rank entered
+    last_op: str = ""
+    at: int | None = None  # number of the oldest that it entered and that has not ended; None: all have
+    op: str = ""  # of that one
+    shape: str = ""  # of its first input: `64x128 Float`
+    queued: bool = False  # the GPU has not begun it
+    direct: bool = False  # between two ranks: numbers count on each of them by itself
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a rank writes when it is asked."""
+
+    rank: int
+    places: tuple[Place, ...] = ()
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    process_group: tuple[str, str]
+    collective_seq_id: int
+    state: str
+    p2p_seq_id: int = 0
+    profiling_name: str = ""
+    input_sizes: tuple[tuple[int, ...], ...] = ()
+    input_dtypes: tuple[str, ...] = ()
+    retired: bool = False
+    is_p2p: bool = False
+    time_created_ns: int = 0
+
+
+class _Group(msgspec.Struct, frozen=True):
+    ranks: str = ""
+
+
+class _Dump(msgspec.Struct, frozen=True):
+    entries: tuple[_Entry, ...] = ()
+    pg_config: dict[str, _Group] = {}
+
+
+_dump: msgspec.json.Decoder[_Dump] = msgspec.json.Decoder(_Dump)
+_account: msgspec.json.Decoder[Account] = msgspec.json.Decoder(Account)
+
+
+def file(directory: Path, rank: int) -> Path:
+    """Return the file of a rank's account, in the logs of its launch."""
+    return directory / DIRECTORY / f"collectives-rank-{rank}.json"
+
+
+def raw_file(directory: Path, rank: int, recorder: str) -> Path:
+    """Return the file of what the recorder itself said, for people."""
+    return directory / DIRECTORY / f"flight-recorder-{recorder}-rank-{rank}.json"
+
+
+def decode_account(data: bytes) -> Account:
+    """Read what a rank wrote.
+
+    Raises:
+        DecodeError: it is damaged.
+    """
+    return decode(_account, data)
+
+
+def trim(place: Place) -> Place:
+    """Return what fits into one line of the bus, whatever a rank has written."""
+    return Place(
+        group=_plain(place.group),
+        what=_plain(place.what),
+        members=_plain(place.members, _MEMBERS_CHARACTERS_MAX),
+        last=_number(place.last),
+        last_op=_plain(place.last_op),
+        at=None if place.at is None else _number(place.at),
+        op=_plain(place.op),
+        shape=_plain(place.shape),
+        queued=place.queued,
+        direct=place.direct,
+    )
+
+
+def _plain(text: str, characters_max: int = _NAME_CHARACTERS_MAX) -> str:
+    """Cut a text, each character one byte in JSON."""
+    cut = text[:characters_max]
+    return "".join(each if each.isascii() and each.isprintable() and each not in '"\\' else "?" for each in cut)
+
+
+def _number(number: int) -> int:
+    return min(max(0, number), NUMBER_MAX)
+
+
+def reduce(dumps: Iterable[tuple[bytes, bool]]) -> tuple[Place, ...]:
+    """Return where a rank is in its groups.
+
+    Args:
+        dumps: each recorder's JSON, and whether it is that of GPUs, which tells what they have begun and completed:
+            the one of CPU groups tells only what has ended.
+
+    Raises:
+        DecodeError: it is not what torch writes.
+    """
+    found: list[tuple[bool, int, Place]] = []
+    for data, of_gpu in dumps:
+        dump = decode(_dump, data)
+        groups: dict[tuple[str, str, bool], list[_Entry]] = {}
+        for entry in dump.entries:
+            groups.setdefault((*entry.process_group, entry.is_p2p), []).append(entry)
+        for (name, what, direct), entries in groups.items():
+            config = dump.pg_config.get(name)
+            place = _place(name, what, entries, members=config.ranks if config else "", direct=direct, of_gpu=of_gpu)
+            found.append((place.at is None, -max(entry.time_created_ns for entry in entries), place))
+    found.sort(key=lambda each: each[:2])
+    return tuple(trim(place) for _, _, place in found[:GROUPS_MAX])
+
+
+def _place(name: str, what: str, entries: Sequence[_Entry], *, members: str, direct: bool, of_gpu: bool) -> Place:
+    def number(entry: _Entry) -> int:
+        return entry.p2p_seq_id if direct else entry.collective_seq_id
+
+    last = max(entries, key=number)
+    pending = [entry for entry in entries if not _has_ended(entry, of_gpu=of_gpu)]
+    first = min(pending, key=number, default=None)
+    return Place(
+        group=name,
+        what="" if what in _NO_DESCRIPTION else what,
+        members=compress(members),
+        last=number(last),
+        last_op=_op(last),
+        at=number(first) if first is not None else None,
+        op=_op(first) if first is not None else "",
+        shape=_shape(first) if first is not None else "",
+        queued=of_gpu and first is not None and first.state == "scheduled",
+        direct=direct,
+    )
+
+
+def _has_ended(entry: _Entry, *, of_gpu: bool) -> bool:
+    """Tell whether a collective has: on a GPU one that is retired and not completed has run out of time."""
+    return entry.state == "completed" or (entry.retired and not of_gpu)
+
+
+def _op(entry: _Entry) -> str:
+    name = entry.profiling_name
+    for backend in _BACKENDS:
+        name = name.removeprefix(backend)
+    return name
+
+
+def _shape(entry: _Entry) -> str:
+    if not entry.input_sizes:
+        return ""
+    sizes = "x".join(map(str, entry.input_sizes[0][:_DIMENSIONS_MAX])) or "1"
+    kind = f" {entry.input_dtypes[0]}" if entry.input_dtypes else ""
+    more = f" and {len(entry.input_sizes) - 1} more" if len(entry.input_sizes) > 1 else ""
+    return f"{sizes}{kind}{more}"
+
+
+def compress(ranks: str) -> str:
+    """Shorten torch's list of a group's ranks; nothing where it cannot be told in short.
+
+    >>> compress("[0, 1, 2, 3]"), compress("[1, 9, 17]"), compress("[5]"), compress("[0, 1, 5]"), compress("?")
+    ('0-3', '1-17:8', '5', '0,1,5', '')
+    """
+    words = ranks.strip("[] ")
+    if not all(word.strip().isdecimal() for word in words.split(",")):
+        return ""
+    numbers = [int(word) for word in words.split(",")]
+    strides = {after - before for before, after in pairwise(numbers)}
+    if len(numbers) > 2 and len(strides) == 1 and min(strides) > 0:  # noqa: PLR2004 - two are said by themselves
+        stride = min(strides)
+        return f"{numbers[0]}-{numbers[-1]}" + (f":{stride}" if stride > 1 else "")
+    text = ",".join(map(str, numbers))
+    return text if len(text) <= _MEMBERS_CHARACTERS_MAX else ""
+
+
+def expand(members: str) -> frozenset[int]:
+    """Return the ranks that `compress` shortened; none where it is not what it writes.
+
+    >>> sorted(expand("1-17:8")), sorted(expand("0,1,5")), sorted(expand("3-1")), sorted(expand("x"))
+    ([1, 9, 17], [0, 1, 5], [], [])
+    """
+    span, _, stride = members.partition(":")
+    first, _, last = span.partition("-")
+    if first.isdecimal() and last.isdecimal():
+        step = int(stride) if stride.isdecimal() and int(stride) else 1
+        if int(last) < RANKS_MAX:
+            return frozenset(range(int(first), int(last) + 1, step))
+        return frozenset()
+    words = members.split(",")
+    return frozenset(map(int, words)) if all(word.isdecimal() for word in words) else frozenset()

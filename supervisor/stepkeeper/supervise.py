@@ -200,7 +200,7 @@ class Supervisor:
     def _note(self, event: on.Event, decision: Decision, before: State) -> None:
         """Journal, log and status.  Progress is coalesced; what changed nothing is not logged."""
         state = decision.state
-        changes = status_file.changes(event, before, state)
+        changes = status_file.changes(self.status, event, before, state)
         if isinstance(event, on.Progressed) and self._is_due("progress log", self.setting.progress_log_every_s):
             self.log.info("progress", step=event.step, loss=event.loss, step_seconds=event.step_seconds)
         if decision.why:

@@ -52,6 +52,14 @@ def test_json_is_the_status_document_with_computed_fields(command: Command, run:
     assert document["done"] is False
 
 
+def test_what_was_suspended_is_said(command: Command, run: RunDirectory) -> None:
+    build.write_status(run, suspended_seconds=7260.0)
+    assert "2 h 01 min of this attempt" in command("status", run.path).out
+
+    build.write_status(run)
+    assert "of this attempt" not in command("status", run.path).out
+
+
 def test_a_supervisor_that_fell_silent_is_said_honestly(command: Command, run: RunDirectory) -> None:
     build.write_status(run, updated_at=time.time() - 3700)
 

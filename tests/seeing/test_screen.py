@@ -67,7 +67,7 @@ def test_a_terminal_without_unicode_gets_none(run: RunDirectory) -> None:
 def test_silence_is_said(run: RunDirectory) -> None:
     said = "\n".join(drawn(run, now=NOW + 3600))
 
-    assert "SILENT  for 1 h 00 min: is the job there? squeue -j 12" in said
+    assert "SILENT  for 1 h 00 min: is the job there, or suspended? squeue -j 12" in said
 
 
 def test_what_a_training_writes_cannot_act_on_the_terminal(run: RunDirectory) -> None:

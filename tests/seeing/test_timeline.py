@@ -100,6 +100,79 @@ def test_silence_before_somebody_acts_is_hung() -> None:
     assert wall(seen) == {"productive": 10.0, "lost": 1.0, "hung": 599.0}
 
 
+def suspended(told: Journal, until: float, seconds: float) -> None:
+    told.tell(on.StoodStill(at=START + until, seconds=seconds))
+
+
+def test_a_suspended_step_is_no_longer_than_the_others() -> None:
+    """Ranks are stopped a little later than the supervisor: a step that was completed meanwhile is training."""
+    told = Journal()
+    told.begin(0)
+    told.launch(0)
+    told.steps(1, 10, at=0)
+    suspended(told, until=109.5, seconds=100)
+    told.steps(11, 1, at=10, seconds=100.5)
+    told.steps(12, 9, at=110.5)
+
+    seen = told.see()
+
+    assert_adds_up(seen)
+    assert wall(seen) == {"productive": 20.0, "suspended": 99.5}
+    assert seen.accounts.ettr == pytest.approx(20 / 119.5)
+    assert seen.accounts.node_time[Use.SUSPENDED] == 2 * 99.5 * SECOND
+
+
+def test_steps_that_went_on_while_the_batch_host_stood_still_were_not_suspended() -> None:
+    told = Journal()
+    told.begin(0)
+    told.launch(0)
+    told.steps(1, 10, at=0)
+    suspended(told, until=200, seconds=190)
+    told.steps(11, 200, at=10)
+
+    assert wall(told.see()) == {"productive": 210.0}
+
+
+def test_turns_of_a_gang_that_are_shorter_than_a_step_are_all_counted() -> None:
+    """Five seconds ours, five the other job's; a step needs eight of ours, and none is ever seen whole."""
+    told = Journal()
+    told.begin(0)
+    told.launch(0)
+    for turn in range(1, 17):
+        suspended(told, until=10 * turn, seconds=5)
+    for step in range(1, 11):
+        ours = 8 * step
+        told.steps(step, 1, at=0, seconds=ours + 5 * (ours // 5))
+
+    seen = told.see()
+
+    assert_adds_up(seen)
+    assert wall(seen)["suspended"] == pytest.approx(80, abs=5)
+    assert wall(seen)["productive"] == pytest.approx(80, abs=8)
+
+
+def test_what_was_suspended_at_the_start_in_a_save_and_at_the_end_is_in_none_of_them() -> None:
+    told = Journal()
+    told.begin(0)
+    suspended(told, until=50, seconds=40)
+    told.launch(60)
+    told.steps(1, 10, at=65)
+    told.steps(11, 1, at=75, seconds=33)  # thirty suspended, one the step, two for the save
+    suspended(told, until=107, seconds=30)
+    told.commit(10, at=107.5, seconds=32)
+    told.steps(12, 10, at=108)
+    suspended(told, until=219, seconds=100)
+    told.rank_dies(220)
+
+    seen = told.see(updated_at=round((START + 220) * SECOND))
+
+    assert_adds_up(seen)
+    assert wall(seen)["suspended"] == 40 + 30 + 100
+    assert wall(seen)["saving"] == 2
+    assert wall(seen)["starting"] == 25
+    assert "hung" not in wall(seen) or wall(seen)["hung"] < 2
+
+
 def test_waiting_for_nodes_costs_time_but_no_nodes() -> None:
     told = Journal()
     told.begin(0)

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.core import events as on
+from stepkeeper.seeing.model import SECOND, Use
+from stepkeeper.seeing.reading import see
 from stepkeeper.store import journal
+from stepkeeper.store import status as status_file
+from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.watcher.messages import Lease
 from tests.lab import Lab
 from tests.stories.test_campaign import release_urgent_jobs
@@ -43,6 +47,12 @@ def assert_it_only_paused(training: Training, reference: Training, least_s: floa
     assert not (training.run_dir / "rescues.jsonl").exists(), training.story()
     assert any(seconds >= least_s for seconds in suspensions(training)), training.story()
     assert "suspended for" in training.output()
+    seen = see(RunDirectory(training.run_dir))
+    assert seen.accounts.wall[Use.SUSPENDED] >= (least_s - 5) * SECOND, training.story()
+    assert sum(seen.accounts.wall.values()) == seen.accounts.wall_total
+    status = status_file.read(training.run_dir / "status.json")
+    assert status is not None
+    assert status.suspended_seconds >= least_s
     assert training.lab.job(training.job_id).restarts == 0, training.story()
     assert_complete(training, reference)
 

@@ -105,6 +105,16 @@ def test_a_real_parser_reads_what_was_counted() -> None:
     assert "stepkeeper_exit_code" not in found
 
 
+def test_suspended_time_is_counted() -> None:
+    tally = Tally()
+    told = failing()
+    told.tell(on.StoodStill(at=START + 70, seconds=9), on.StoodStill(at=START + 95, seconds=21))
+    for record in told.records:
+        tally.take(record)
+
+    assert values(text(tally.samples(status(), "0.1", START + 96), {}))["stepkeeper_suspended_seconds_total"] == 30
+
+
 def test_hostile_labels_survive_the_way() -> None:
     (family,) = text_string_to_metric_families(text([Sample(metrics.STEP, 3)], {"run": EVIL, "job": "7"}))
 

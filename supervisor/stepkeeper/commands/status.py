@@ -214,12 +214,14 @@ def _show(run: RunDirectory, status: Status, seen: dict[str, Any]) -> None:
         ("last decision", status.why or "none yet"),
         ("updated", f"{duration(seen['updated_ago_s'])} ago ({instant(status.updated_at)})"),
     ]
+    if status.suspended_seconds:
+        rows.insert(-1, ("suspended", f"{duration(status.suspended_seconds)} of this attempt"))
     printing.say_table(rows)
     if seen["silent"]:
         printing.say()
         printing.say(
             f"No word from the supervisor for {duration(seen['updated_ago_s'])}: a step may take that long, "
-            f"or the job is gone; `squeue -j {status.job_id}` tells."
+            f"or the job is suspended or gone; `squeue -j {status.job_id}` tells."
         )
     printing.say()
     printing.say(f"events: stepkeeper events {run.path}    logs: stepkeeper logs {run.path}")

@@ -26,6 +26,7 @@ ORDER = (
     Use.SAVING,
     Use.STARTING,
     Use.STOPPING,
+    Use.SUSPENDED,
     Use.QUEUE,
     Use.LOST,
     Use.HUNG,

@@ -83,6 +83,7 @@ class _Teller:
         self._notice_nodes(attempt, record, at)
         self._follow(attempt, record, at)
         self._phases(attempt, record, at)
+        self._stand_still(attempt, record, at)
         self._resume(key, record)
         self._launches(key, attempt, record, at)
         self.seen.incidents.take(record, at, attempt.launches[-1].number if attempt.launches else None)
@@ -108,6 +109,13 @@ class _Teller:
     def _phases(self, attempt: Attempt, record: Record, at: int) -> None:
         if not attempt.phases or attempt.phases[-1][1] != record.phase.value:
             attempt.phases.append((at, record.phase.value))
+
+    def _stand_still(self, attempt: Attempt, record: Record, at: int) -> None:
+        if isinstance(record.event, on.StoodStill):
+            free = max(attempt.began, attempt.still[-1][1] if attempt.still else attempt.began)
+            since = max(free, at - max(0, micro(record.event.seconds)))
+            if since < at:
+                attempt.still.append((since, at))
 
     # --- launches ---------------------------------------------------------------------------------
 

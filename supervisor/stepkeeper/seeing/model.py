@@ -25,6 +25,7 @@ class Use(StrEnum):
     STARTING = "starting"
     STOPPING = "stopping"
     HUNG = "hung"
+    SUSPENDED = "suspended"
     QUEUE = "queue"
     UNKNOWN = "unknown"
     SPARE = "spare"
@@ -42,6 +43,7 @@ _MEANINGS = {
     Use.STARTING: "watchers, checkpoint, nodes, processes, loading, up to the first step",
     Use.STOPPING: "ranks leave, the checkpoint is read back, the job is requeued",
     Use.HUNG: "no step, no save, and nobody had acted yet",
+    Use.SUSPENDED: "nothing of the run ran: Slurm, an admin or a gang had suspended it, or its batch host stood still",
     Use.QUEUE: "between two attempts: in Slurm's queue, or nobody was in charge",
     Use.UNKNOWN: "a command without the trainer library ran: its steps are not known",
     Use.SPARE: "nodes that were held and took no part (node-hours only)",
@@ -135,6 +137,7 @@ class Attempt(msgspec.Struct, kw_only=True):
     held: list[tuple[int, int]] = msgspec.field(default_factory=list)  # (from when, nodes that it used)
     left: dict[str, int] = msgspec.field(default_factory=dict)  # node -> since when it is used no more
     phases: list[tuple[int, str]] = msgspec.field(default_factory=list)
+    still: list[tuple[int, int]] = msgspec.field(default_factory=list)  # (begin, end): the supervisor did not run
     launches: list[Launch] = msgspec.field(default_factory=list)
 
     @property
@@ -200,7 +203,8 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
         """Productive node-time over all node-time that the run held, spares included; the queue costs none.
 
         The runtime part of Google's ML Productivity Goodput (2024): progress that was kept, of the time in which the
-        resources were there.  Nodes that the run gave up count up to that moment.
+        resources were there.  Nodes that the run gave up count up to that moment.  Those of a suspended job count:
+        Slurm lends its CPUs to others, and goes on holding its GPUs and its memory.
         """
         known = self.node_total - self.node_time[Use.UNKNOWN]
         return self.node_time[Use.PRODUCTIVE] / known if known > 0 else None

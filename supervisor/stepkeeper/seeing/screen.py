@@ -81,7 +81,7 @@ def _facts(seen: Glance, now: float, width: int, *, plain: bool) -> list[str]:
     age = now - status.updated_at
     patience = max(SILENT_S, SILENT_STEPS * (status.step_seconds or 0.0))
     if status.phase != Phase.DONE and age > patience:
-        rows.append(_row("SILENT", f"for {duration(age)}: is the job there? squeue -j {status.job_id}"))
+        rows.append(_row("SILENT", f"for {duration(age)}: is the job there, or suspended? squeue -j {status.job_id}"))
     return rows
 
 

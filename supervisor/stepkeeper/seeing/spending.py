@@ -8,6 +8,8 @@ A launch is told apart by its rows (`at` is when a step was completed):
     last row ... the end of training        saving while a save is on its way; one usual step: cut off, lost;
                                             the rest: hung
     then, by the phase of the supervisor    saving, stopping
+
+What was suspended of it (`stillness`) is taken out of each of these.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from stepkeeper.core.state import Phase
+from stepkeeper.seeing import stillness
 from stepkeeper.seeing.model import Accounts, Attempt, Ending, Launch, Saved, Span, Use
 from stepkeeper.seeing.rows import Key, Rows
 
@@ -55,8 +58,12 @@ def spans(attempts: Sequence[Attempt], rows: dict[Key, Rows], ends: Ends, limits
         if last and not attempt.said_end and not ends.over:
             end = max(end, ends.until)
         began = max(attempt.began, found[-1].end) if found else attempt.began
-        for piece, launch in _attempt(attempt, began, end, rows, limits, reported=reported):
-            found += _with_nodes(piece, attempt, launch)
+        keys = [(launch.attempt, launch.number) for launch in attempt.launches]
+        usuals = {key: stillness.usual(known, attempt.still) for key in keys if (known := rows.get(key))}
+        still = stillness.stretches(attempt, rows, usuals)
+        for piece, launch in _attempt(attempt, (began, end), rows, limits, usuals, reported=reported):
+            for part in stillness.taken_out(piece, still):
+                found += _with_nodes(part, attempt, launch)
         waits_until = following if following is not None else ends.until
         if waits_until > end:
             found.append(Span(max(began, end), waits_until, Use.QUEUE, attempt.number))
@@ -92,18 +99,24 @@ def kept_until(attempts: Sequence[Attempt], rows: dict[Key, Rows], ends: Ends) -
 
 
 def _attempt(
-    attempt: Attempt, began: int, end: int, rows: dict[Key, Rows], limits: dict[Key, int | None], *, reported: bool
+    attempt: Attempt,
+    within: tuple[int, int],
+    rows: dict[Key, Rows],
+    limits: dict[Key, int | None],
+    usuals: dict[Key, int],
+    *,
+    reported: bool,
 ) -> Iterator[tuple[Piece, Launch | None]]:
-    at = began
+    at, end = within
     for launch in attempt.launches:
         begins = min(max(at, launch.began), end)
         ends = min(launch.ended, end) if launch.ended is not None else _replaced_at(attempt, launch, end)
         ends = max(ends, begins)
         for piece in _by_phase(attempt.phases, at, begins):
             yield piece, None
-        known = rows.get((launch.attempt, launch.number))
-        limit = limits[launch.attempt, launch.number]
-        for piece in _launch(launch, begins, ends, known, limit, reported=reported):
+        key = (launch.attempt, launch.number)
+        usual = usuals.get(key, 0)
+        for piece in _launch(launch, begins, ends, rows.get(key), limits[key], usual=usual, reported=reported):
             yield piece, launch
         at = ends
     for piece in _by_phase(attempt.phases, at, end):
@@ -132,14 +145,13 @@ def _cut(phases: Sequence[tuple[int, str]], begin: int, end: int) -> Iterator[tu
 
 
 def _launch(
-    launch: Launch, begin: int, end: int, rows: Rows | None, limit: int | None, *, reported: bool
+    launch: Launch, begin: int, end: int, rows: Rows | None, limit: int | None, *, usual: int, reported: bool
 ) -> Iterator[Piece]:
     first = bisect_left(rows.at, begin) if rows else 0
     last = bisect_right(rows.at, end) if rows else 0
     if rows is None or first >= last:
         yield from _without_steps(launch, begin, end, reported=reported)
         return
-    usual = rows.usual()
     body_begins = max(begin, rows.at[first] - usual)
     body_ends = rows.at[last - 1]
     yield begin, body_begins, Use.STARTING

@@ -34,6 +34,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     resumed_from: str | None = None
     why: str = ""  # the newest decision
     exit_code: int | None = None
+    suspended_seconds: float = 0.0  # of this attempt: its supervisor did not run
     started_at: float
     updated_at: float
 
@@ -51,11 +52,13 @@ def is_over(path: Path) -> bool:
     return status is not None and status.phase == Phase.DONE and status.exit_code != ExitCode.REQUEUED
 
 
-def changes(event: on.Event, before: State, state: State) -> dict[str, object]:
+def changes(status: Status, event: on.Event, before: State, state: State) -> dict[str, object]:
     """Return what one event, and the state after it, change in a status."""
     found: dict[str, object] = {"phase": state.phase.value, "launch": state.launch}
     if isinstance(event, on.Progressed):
         found |= {name: getattr(event, name) for name in ("step", "tokens", "loss", "step_seconds")}
+    if isinstance(event, on.StoodStill):
+        found["suspended_seconds"] = status.suspended_seconds + event.seconds
     if isinstance(event, on.CheckpointCommitted):
         found["checkpoint_step"] = event.step
     if isinstance(event, on.CheckpointChosen):

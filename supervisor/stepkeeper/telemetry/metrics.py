@@ -43,6 +43,7 @@ UPDATED = _gauge("updated_timestamp_seconds", "When the supervisor last took in 
 STARTED = _gauge("attempt_started_timestamp_seconds", "When this attempt began.")
 PHASE = _gauge("phase", "1 for the phase that the supervisor is in, 0 for the others.", "phase")
 PHASE_SECONDS = _counter("phase_seconds", "Time that this attempt spent in a phase.", "phase")
+SUSPENDED_SECONDS = _counter("suspended_seconds", "Time of this attempt in which nothing of it ran; it is in its phase, too.")
 ATTEMPT = _gauge("attempt", "Number of the attempt, from 0: requeues so far.")
 LAUNCH = _gauge("launch", "Number of the launch in this attempt, from 0: relaunches so far.")
 STEP = _gauge("step", "Newest completed optimizer step.")

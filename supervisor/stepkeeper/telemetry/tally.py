@@ -81,6 +81,8 @@ class Tally:
                 self._counts[metrics.NODE_FAULTS, ("yes" if event.leave else "no",)] += 1
             case on.Judged() as event:
                 self._counts[metrics.LAUNCH_FAILURES, (event.cause.value,)] += 1
+            case on.StoodStill() as event:
+                self._add(metrics.SUSPENDED_SECONDS, (), max(0.0, event.seconds))
             case on.WatcherLost():
                 self._counts[metrics.WATCHERS_LOST, ()] += 1
             case on.RequeueAnswered() as event:

@@ -54,7 +54,7 @@ def one(lab: Lab, training: Training) -> dict[str, float]:
     }
 
     urgent = lab.preempt(training.job_id)
-    lab.wait_job(urgent, "RUNNING", timeout_s=60)
+    lab.wait_job(urgent, "RUNNING", timeout_s=60, closely=True)
     running_at = time.time()
     lab.release(urgent)
     training.wait_attempt(1)

@@ -1,8 +1,8 @@
 """Running the reference training on a lab, and what its run directory tells: for stories, demo and benchmarks."""
 
 import csv
+import os
 import shutil
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from stepkeeper.store import journal
 from stepkeeper_trainer.formats import steps as step_directories
 from tests.lab import Lab
 from tests.lab.jobs import ENDED
+from tests.lab.looking import holds_within
 from tests.lab.site import site_python
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STORY_S = 150.0
-POLL_S = 0.05
 # small and quick, but a real transformer on real text, with dropout, accumulation and clipping
 SMALL = (
     "--layers=2",
@@ -47,6 +47,7 @@ class Training:
     command: tuple[str, ...] | None = None
     env: dict[str, str] = field(default_factory=dict)
     job_id: int = 0
+    _read: tuple[tuple[int, ...], list[journal.Record]] = field(default=((), []), init=False, repr=False, compare=False)
 
     @property
     def python(self) -> Path:
@@ -94,7 +95,16 @@ class Training:
     # --- what it tells ----------------------------------------------------------------------------
 
     def records(self) -> list[journal.Record]:
-        return list(journal.read(self.run_dir / "journal.jsonl"))
+        """What the journal has; it is read again where it has grown: conditions look many times a second."""
+        path = self.run_dir / "journal.jsonl"
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            return []
+        state = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if self._read[0] != state:  # taken before it is read: what comes meanwhile is read again
+            self._read = (state, list(journal.read(path)))
+        return self._read[1]
 
     def events(self, kind: type) -> list[journal.Record]:
         return [record for record in self.records() if isinstance(record.event, kind)]
@@ -137,11 +147,8 @@ class Training:
     # --- waiting ----------------------------------------------------------------------------------
 
     def until(self, condition, what: str, timeout_s: float = STORY_S) -> None:
-        limit = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > limit:
-                raise AssertionError(f"waited {timeout_s:g} s for {what}\n{self.story()}")
-            time.sleep(POLL_S)
+        if not holds_within(condition, timeout_s):
+            raise AssertionError(f"waited {timeout_s:g} s for {what}\n{self.story()}")
 
     def wait_step(self, step: int, timeout_s: float = STORY_S) -> None:
         self.until(lambda: self.step() >= step, f"step {step}", timeout_s)

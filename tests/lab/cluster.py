@@ -23,6 +23,7 @@ from typing import Any, Self
 from tests.lab import conf, guardian, processes, teardown
 from tests.lab.faults import LabError, LabTimeoutError
 from tests.lab.jobs import Jobs
+from tests.lab.looking import holds_within
 from tests.lab.newest import newest
 from tests.lab.nodes import Nodes
 from tests.lab.options import USERS, LabOptions
@@ -32,7 +33,6 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 COMMAND_S = 30.0
 UP_S = 30.0
 DOWN_S = 30.0
-POLL_S = 0.03
 SOCKET_PATH_MAX = 100
 PORTS = range(20_000, 32_000)
 """Below the ephemeral ports, which srun and any other program may take at any time."""
@@ -322,11 +322,8 @@ class Lab(Jobs, Nodes):
 
     def until(self, condition: Callable[[], object], what: str, timeout_s: float) -> None:
         """Wait until something holds, or raise with the end of slurmctld's log."""
-        limit = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > limit:
-                raise LabTimeoutError(f"waited {timeout_s} s for {what}; {self.log_tail()}")
-            time.sleep(POLL_S)
+        if not holds_within(condition, timeout_s):
+            raise LabTimeoutError(f"waited {timeout_s} s for {what}; {self.log_tail()}")
 
     def queue(self) -> str:
         """Return what slurmctld has in its queue and on its nodes, for error messages."""

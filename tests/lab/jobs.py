@@ -1,20 +1,19 @@
 """What a test can do to jobs: submit, watch, preempt, cancel, requeue, and find their processes."""
 
 import shlex
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.lab import facts, processes
 from tests.lab.facts import JobFacts
 from tests.lab.faults import LabTimeoutError
+from tests.lab.looking import holds_within
 
 if TYPE_CHECKING:
     from tests.lab.cluster import Lab
 
 WAIT_S = 30.0
-POLL_S = 0.03
 ENDED = frozenset(
     (
         "BOOT_FAIL",
@@ -65,19 +64,22 @@ class Jobs:
         """Return what slurmctld says about a job."""
         return facts.job(self.run("scontrol", "-o", "show", "job", str(job_id)).stdout.splitlines()[0])
 
-    def wait_job(self: "Lab", job_id: int, wanted: Wanted, timeout_s: float = WAIT_S) -> JobFacts:
+    def wait_job(
+        self: "Lab", job_id: int, wanted: Wanted, timeout_s: float = WAIT_S, *, closely: bool = False
+    ) -> JobFacts:
         """Wait until a job is in a state (or one of several, or a predicate holds) and return its facts."""
-        limit = time.monotonic() + timeout_s
-        while True:
-            found = self.job(job_id)
-            if wanted(found) if callable(wanted) else found.state in ({wanted} if isinstance(wanted, str) else wanted):
-                return found
-            if time.monotonic() > limit:
-                what = "a condition" if callable(wanted) else wanted
-                raise LabTimeoutError(
-                    f"waited {timeout_s} s for {what}; last seen {found}; {self.queue()}\n{self.log_tail()}"
-                )
-            time.sleep(POLL_S)
+        found: list[JobFacts] = []
+
+        def is_there() -> object:
+            found[:] = [self.job(job_id)]
+            return wanted(*found) if callable(wanted) else found[0].state in _words(wanted)
+
+        if not holds_within(is_there, timeout_s, closely=closely):
+            what = "a condition" if callable(wanted) else wanted
+            raise LabTimeoutError(
+                f"waited {timeout_s} s for {what}; last seen {found[0]}; {self.queue()}\n{self.log_tail()}"
+            )
+        return found[0]
 
     def wait_ended(self: "Lab", job_id: int, timeout_s: float = WAIT_S) -> JobFacts:
         """Wait until a job is over, however it ended."""
@@ -154,6 +156,10 @@ class Jobs:
         title = f"slurmstepd: [{job_id}.{step}]"
         heads = [pid for pid in self.pids_on(node) if processes.title(pid).startswith(title)]
         return {pid for head in heads for pid in processes.descendants(head)}
+
+
+def _words(wanted: str | frozenset[str]) -> Collection[str]:
+    return {wanted} if isinstance(wanted, str) else wanted
 
 
 def wrap(*argv: str | Path) -> str:

@@ -10,6 +10,7 @@ from tests.lab import LabError, processes
 from tests.training import Training
 
 QUICK_POLL_S = 0.002
+AGAIN_S = 0.05  # each look goes through all processes of the machine
 MOMENT_S = 60.0
 
 
@@ -122,7 +123,7 @@ def kill_one(training: Training, wanted: Callable[[str], bool], *, batch: bool =
                 return
         if not training.lab.job(training.job_id).nodes:
             return  # the job waits: nothing of it runs
-        time.sleep(QUICK_POLL_S)
+        time.sleep(AGAIN_S)
 
 
 def _pids(training: Training, *, batch: bool) -> set[int]:

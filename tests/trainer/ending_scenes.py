@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from stepkeeper_trainer import Keeper, KeeperError, rollcall
+from stepkeeper_trainer import Keeper, KeeperError, connections, rollcall
 from stepkeeper_trainer.tiers.config import Tiers
+from tests.trainer.scenes import loopback
 
 SAVE_WITHIN_S = 600.0  # far beyond the limit of a scene
 STEPS = 2
@@ -22,6 +23,7 @@ def finishes(
 ) -> int:
     """Train two steps and finish; rank `who` is hit there, and rank `slow` takes its time to write."""
     rollcall.GRACE_S = 0.5
+    connections.IDLE_S, connections.ASK_EVERY_S, connections.QUESTIONS, connections.LOST_AFTER_S = 1, 1, 2, 3
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -56,6 +58,8 @@ def finishes(
 
 
 def _fall(how: str) -> None:
+    if how == "power":  # its node says nothing any more, and closes nothing
+        loopback(up=False)
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 

@@ -10,6 +10,7 @@ through the end of the interpreter.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import json
 import logging
@@ -17,6 +18,8 @@ import os
 import select
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,6 +34,7 @@ from tests.trainer.forked import ROOT, Ended, Story, warm_up
 from tests.trainer.forked import _play as play_story
 
 PLAYED_WITHIN_S = 90.0
+_SET_FLAGS, _UP = 0x8914, 0x1  # SIOCSIFFLAGS, IFF_UP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ class Order:
     directory: str
     ranks: int = 1
     group_s: float = 30.0  # time limit of the ranks' default group
-    stop_s: float = 1.0  # how long a rank that stops itself (SIGSTOP) stands still
+    stop_s: float = 1.0  # how long a rank that stops itself (SIGSTOP) stands still; for good, beyond `limit_s`
     limit_s: float = 40.0  # after which whoever is left is killed
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -49,11 +53,13 @@ class Order:
 class Stage:
     """A process that plays scenes; each call waits for the end of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_network: bool = False) -> None:
+        """Start it; with a network of its own, a scene may take that down (`loopback`): this needs root."""
         path = os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])
         own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STEPKEEPER_", "RANK", "WORLD"))}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.scenes"],
+            [*(["unshare", "--net"] if own_network else []), sys.executable, "-m", "tests.trainer.scenes"]
+            + (["own-network"] if own_network else []),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -93,7 +99,15 @@ class Stage:
         return Ended(**json.loads(answer))
 
 
+def loopback(*, up: bool) -> None:
+    """Have the only interface of a network of our own take words, or none any more: no connection hears of that."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", b"lo", _UP if up else 0))
+
+
 def main() -> None:
+    if sys.argv[1:] == ["own-network"]:
+        loopback(up=True)
     warm_up()
     while line := sys.stdin.readline():
         order = json.loads(line)
@@ -129,6 +143,8 @@ def _wait(pids: list[int], order: Order) -> list[int]:
                 os.kill(pid, signal.SIGCONT)
             elif now > limit_at:
                 os.kill(pid, signal.SIGKILL)
+        if all(going_on.get(pid, now) > limit_at for pid in pids if pid not in codes):
+            limit_at = now  # nobody is left but those who stand still for good
         time.sleep(0.01)
     return [codes[pid] for pid in pids]
 

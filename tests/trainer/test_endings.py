@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,13 +45,28 @@ def test_a_rank_that_is_slow_is_waited_for_though_another_has_died_after_its_rep
 
 
 def test_a_rank_that_stands_still_is_not_taken_for_dead(stage: Stage, tmp_path: Path) -> None:
+    """Its kernel answers for it: that of a node without power is taken for silent after 3 s here."""
     ended = stage.play(
-        SCENE, tmp_path / "run", ranks=3, limit_s=LIMIT_S, stop_s=2.0, hit="report.publish", who=1, how="stop"
+        SCENE, tmp_path / "run", ranks=3, limit_s=LIMIT_S, stop_s=5.0, hit="report.publish", who=1, how="stop"
     )
 
     assert ended.codes == [0, 0, 0], ended.said
     assert "rank_lost" not in ended.said
     assert [step.step for step in list_steps(tmp_path / "run/checkpoints")] == [2]
+
+
+def test_a_rank_whose_node_lost_its_power_ends_the_wait_for_it(tmp_path: Path) -> None:
+    """In a network of their own, which is taken down: rank 1 stands still, and nothing answers for it."""
+    if subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no network namespace here: this needs root")
+    with Stage(own_network=True) as dark:
+        ended = dark.play(
+            SCENE, tmp_path / "run", ranks=2, limit_s=LIMIT_S, stop_s=999.0, hit="report.publish", who=1, how="power"
+        )
+
+    assert ended.codes == [1, KILLED], ended.said
+    assert "the last step (2) could not be saved: rank 1 ended before it had written its part" in ended.said
+    assert not list_steps(tmp_path / "run/checkpoints")
 
 
 def test_a_rank_that_dies_before_its_files_are_on_shared_storage_ends_the_wait_too(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from stepkeeper_trainer import connections
 from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import Environment, find_place
 from stepkeeper_trainer.errors import KeeperError, RunDirectoryError, UsageError
@@ -46,7 +47,8 @@ def new_group(within_s: float) -> Any | None:
     """Make a gloo group of all ranks; None without torch.distributed.  All ranks call it in one order."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=max(within_s, CONNECT_WITHIN_S)))
+    with connections.noted():
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=max(within_s, CONNECT_WITHIN_S)))
 
 
 def open_run_directory(

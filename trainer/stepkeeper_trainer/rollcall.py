@@ -2,7 +2,8 @@
 
 Each rank says a word to rank 0 when it is through with its part, and rank 0 has asked for all words before it
 waits.  The kernel closes the connections of a process that dies, so what was asked of it fails at once.  A node
-without power closes nothing, and a process that stands still is no dead one: there the limit of the save counts.
+without power closes nothing: `connections` finds that its kernel is silent.  A process that stands still is no dead
+one, its kernel answers for it: there the limit of the save counts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from stepkeeper_trainer import connections
 from stepkeeper_trainer.log import warn
 
 if TYPE_CHECKING:
@@ -63,7 +65,9 @@ class RollCall:
         self._calls += 1
         if self._group is None:
             yield
-        elif dist.get_rank(self._group) == 0:
+            return
+        connections.probe()
+        if dist.get_rank(self._group) == 0:
             self._listen(tag, limit_at)
             yield
         else:

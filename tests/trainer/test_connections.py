@@ -1,0 +1,60 @@
+"""Connections between ranks are looked after by the kernel once they are wanted, and no others are."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from stepkeeper_trainer import connections
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+    connections.probe()  # forgets what was closed
+
+
+def pair(opened: ExitStack) -> tuple[socket.socket, socket.socket]:
+    listening = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+    one = opened.enter_context(socket.create_connection(listening.getsockname()))
+    return one, opened.enter_context(listening.accept()[0])
+
+
+def is_probed(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+
+
+def test_only_what_was_made_for_the_ranks_is_probed(opened: ExitStack) -> None:
+    others = connections.probe()  # of tests before this one
+    before, _ = pair(opened)
+    with connections.noted():
+        ours, theirs = pair(opened)
+        local, _ = (opened.enter_context(end) for end in socket.socketpair())
+    after, _ = pair(opened)
+    assert not is_probed(ours), "not before it is asked for"
+
+    assert connections.probe() == others + 3, "both ends and who listens"
+
+    assert [is_probed(each) for each in (ours, theirs, before, after, local)] == [True, True, False, False, False]
+    asked = [ours.getsockopt(socket.IPPROTO_TCP, option) for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
+    assert asked == [connections.IDLE_S, connections.ASK_EVERY_S]
+    assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == connections.LOST_AFTER_S * 1000
+    assert ours.getblocking()
+
+
+def test_a_number_that_is_another_connections_by_now_is_left_alone(opened: ExitStack) -> None:
+    with connections.noted():
+        first, other = pair(opened)
+    number = first.fileno()
+    first.close()
+    later = [opened.enter_context(socket.socket()) for _ in range(3)]
+    assert number in [each.fileno() for each in later]
+
+    connections.probe()
+
+    assert not any(is_probed(each) for each in later)
+    assert is_probed(other)

@@ -3,7 +3,8 @@
 A scenario is a comment with the story, then one event a line (`SECONDS Event key=value ...`).  After each stands what
 comes of it: `> .` where nothing does, else the phase, what of the state matters, the reason, and the orders.  Lines
 with `>` are made anew.  What an event leaves out is filled in: from the state (the newest launch and bus), else with
-something usual (node `a`).  `given training step=900` plays the usual start first, `policy name=value` changes a limit.
+something usual (node `a`).  `given training step=900` plays the usual start first (`words=40`: and so many words of
+steps up to that one, each of a second and a loss of 1), `policy name=value` changes a limit.
 """
 
 from __future__ import annotations
@@ -113,13 +114,15 @@ def play(text: str) -> str:
 
 
 def given_training(line: str = "given training") -> State:
-    """Play the usual start, and a step if the line names one.  Raises ValueError."""
+    """Play the usual start, and a step, or several, if the line names one.  Raises ValueError."""
     words = dict(_pair(word) for word in line.split()[2:])
     state = State()
     for start in GIVEN_TRAINING.strip().splitlines():
         state = decide(state, parse(start, state), Policy()).state
     if "step" in words:
-        state = decide(state, parse(f"9 Progressed step={words['step']}", state), Policy()).state
+        newest = int(words["step"])
+        for step in range(newest - int(words.get("words", 1)) + 1, newest + 1):
+            state = decide(state, parse(f"9 Progressed step={step}", state), Policy()).state
     return state
 
 

@@ -13,7 +13,7 @@ from tests.lab.looking import holds_within
 if TYPE_CHECKING:
     from tests.lab.cluster import Lab
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 ENDED = frozenset(
     (
         "BOOT_FAIL",
@@ -100,7 +100,7 @@ class Jobs:
                 "--partition=urgent",
                 f"--nodes={len(taken)}",
                 f"--nodelist={','.join(taken)}",
-                "--exclusive",
+                f"--ntasks-per-node={self.options.cpus}",  # all CPUs; not `--exclusive`, which wants all GPUs too
                 "--no-requeue",
                 "--job-name=urgent",
                 "--output=/dev/null",

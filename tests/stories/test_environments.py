@@ -34,7 +34,7 @@ mine = [os.path.dirname(os.path.dirname(each.__file__)) for each in (stepkeeper,
 print(*filter(os.path.isdir, [sys.base_prefix, sys.prefix, *sys.path, *mine]), sep="\\n")
 """
 SCRIPT = ("-m", "stepkeeper_trainer.examples.train_lm", "--steps=40", "--seed=7", "--checkpoint-every-steps=10",
-          "--step-seconds-min=0.1", *SMALL)  # fmt: skip
+          "--step-seconds-min=0.25", *SMALL)  # fmt: skip
 
 
 def need(command: str, package: str) -> None:

@@ -21,7 +21,7 @@ CHAIN_S = 480.0
 @pytest.mark.campaign
 def test_a_job_that_an_admin_requeues_and_holds_is_saved_and_waits_for_him(lab: Lab, reference: Training) -> None:
     """`scontrol requeuehold`: Slurm has requeued it, so nobody else does; it goes on when it is released."""
-    training = Training(lab, name="held").submit()
+    training = Training(lab, name="held", step_seconds=0.25).submit()
     training.wait_step(13)
 
     lab.run("scontrol", "requeuehold", str(training.job_id))
@@ -42,7 +42,7 @@ def test_two_requeues_at_one_moment_are_one_and_the_job_may_be_changed_while_it_
     lab: Lab, reference: Training
 ) -> None:
     """Ours and an admin's; then it is held, moved to other nodes and another partition, limited, and released."""
-    training = Training(lab, name="changed").submit()
+    training = Training(lab, name="changed", step_seconds=0.25).submit()
     job = str(training.job_id)
     acts.requeueing(training)
     for _ in range(3):

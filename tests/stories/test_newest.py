@@ -29,11 +29,11 @@ def reference(lab: Lab):
 
 
 def test_a_preempted_run_gives_its_nodes_back_and_goes_on_where_it_was(lab: Lab, reference: Training) -> None:
-    training = Training(lab, name="preempted").submit()
+    training = Training(lab, name="preempted", step_seconds=0.25).submit()
     training.wait_step(13)
 
     urgent = lab.preempt(training.job_id)
-    lab.wait_job(urgent, "RUNNING", timeout_s=GRACE_S)
+    lab.wait_job(urgent, "RUNNING", timeout_s=2 * GRACE_S)
     commit = training.wait_event(on.CheckpointCommitted)
     release_urgent_jobs(lab)
     training.wait_end()
@@ -58,7 +58,7 @@ def test_scancel_never_leads_to_a_requeue(lab: Lab) -> None:
 
 
 def test_an_administrators_requeue_is_not_requeued_again(lab: Lab, reference: Training) -> None:
-    training = Training(lab, name="requeued").submit()
+    training = Training(lab, name="requeued", step_seconds=0.25).submit()
     training.wait_step(13)
 
     lab.requeue(training.job_id)
@@ -72,7 +72,7 @@ def test_an_administrators_requeue_is_not_requeued_again(lab: Lab, reference: Tr
 def test_the_batch_process_alone_is_told_by_a_user_signal(lab_factory, reference: Training) -> None:
     """The parameter has another name there than on 22.05."""
     told_by_signal = lab_factory(slurm="newest", nodes=2, grace_time_s=GRACE_S, kill_wait_s=10, send_user_signal=True)
-    training = Training(told_by_signal, name="user-signal").submit()
+    training = Training(told_by_signal, name="user-signal", step_seconds=0.25).submit()
     training.wait_step(13)
 
     told_by_signal.preempt(training.job_id)
@@ -89,7 +89,7 @@ def test_a_whole_run_by_pyslurm(lab: Lab, reference: Training) -> None:
     newest = found()
     assert newest is not None, "the lab runs it"
     env = {"STEPKEEPER_SLURM_CLIENT": "pyslurm", "STEPKEEPER_PYSLURM_PYTHON": str(newest.python)}
-    training = Training(lab, name="pyslurm", env=env).submit()
+    training = Training(lab, name="pyslurm", step_seconds=0.25, env=env).submit()
     training.wait_step(13)
 
     lab.preempt(training.job_id)

@@ -69,7 +69,7 @@ def test_a_finished_run_is_never_run_again(lab: Lab) -> None:
 
 
 def test_another_job_is_refused_while_a_run_is_alive(lab: Lab, reference: Training) -> None:
-    training = Training(lab, name="busy", steps=40).submit()
+    training = Training(lab, name="busy", steps=40, step_seconds=0.4).submit()
     training.wait_step(3)
 
     intruder = again(training)
@@ -187,7 +187,7 @@ def test_other_launch_lines(lab: Lab, reference: Training, how: str) -> None:
     training = Training(lab, name=how)
     script = (
         str(training.python), "-m", "stepkeeper_trainer.examples.train_lm", "--steps=40", "--seed=7",
-        "--checkpoint-every-steps=10", "--step-seconds-min=0.1", *SMALL,
+        "--checkpoint-every-steps=10", "--step-seconds-min=0.25", *SMALL,
     )  # fmt: skip
     line = ["srun", "--ntasks=2", "--ntasks-per-node=1", *script] if how == "own-srun" else list(script)
     options = ["--torchrun"] if how == "torchrun" else []

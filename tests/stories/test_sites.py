@@ -15,7 +15,8 @@ NO_REQUEUE = "--no-requeue"
 
 def test_a_job_that_slurm_may_not_requeue_is_submitted_again_and_goes_on(lab: Lab, reference: Training) -> None:
     """The same log, run directory, shape and arguments; the losses of one uninterrupted run."""
-    training = Training(lab, name="resubmitted", sbatch_args=(NO_REQUEUE, "--time=30", "--comment=for ada")).submit()
+    shape = (NO_REQUEUE, "--time=30", "--comment=for ada")
+    training = Training(lab, name="resubmitted", step_seconds=0.25, sbatch_args=shape).submit()
     training.wait_step(13)
     first = training.job_id
 
@@ -54,7 +55,7 @@ def ours(lab: Lab, training: Training) -> list[int]:
 def test_a_supervisor_killed_between_two_jobs_leaves_one_that_goes_on(lab_factory, reference: Training) -> None:
     """JobRequeue=0 in slurm.conf, and `kill -9` as the requeue is under way: one successor, never two, never none."""
     lab = lab_factory(grace_time_s=20, kill_wait_s=10, job_requeue=False)
-    training = Training(lab, name="between", sbatch_args=(NO_REQUEUE,)).submit()
+    training = Training(lab, name="between", step_seconds=0.25, sbatch_args=(NO_REQUEUE,)).submit()
     acts.requeueing(training)
     acts.kill_supervisor(training)
     training.until(lambda: len(ours(lab, training)) > 1, "the job in its place")

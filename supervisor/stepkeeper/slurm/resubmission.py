@@ -12,19 +12,20 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from stepkeeper.slurm import submitted
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.environment import KEPT
+from stepkeeper.slurm.submitted import Words
 
 CONTINUES = "STEPKEEPER_CONTINUES"  # `JOB:DIR`, for the new job: whose run it goes on with, and where that is
 _FIELDS = re.compile(r"(?:^|\s)([A-Z][^\s=]*)=(\S*)")
 _NONE = ("", "(null)", "N/A", "None", "Unknown")
 _AS_THEY_ARE = {  # field of `scontrol show job` -> option
-    "Partition": "partition",
     "Account": "account",
-    "QOS": "qos",
-    "TimeLimit": "time",
     "TimeMin": "time-min",
     "Features": "constraint",
+    "Prefer": "prefer",
+    "BatchFeatures": "batch",
     "Reservation": "reservation",
     "Licenses": "licenses",
     "Network": "network",
@@ -36,8 +37,27 @@ _AS_THEY_ARE = {  # field of `scontrol show job` -> option
     "NtasksPerTRES": "ntasks-per-gpu",
     "MailUser": "mail-user",
     "MailType": "mail-type",
+    "ThreadSpec": "thread-spec",
+    "Container": "container",
+    "ContainerID": "container-id",
+    "SegmentSize": "segment",
+    "OOMKillStep": "oom-kill-step",
+    "ResvPorts": "resv-ports",
 }
-_NOT_CARRIED = {"TresBind": "--gpu-bind", "TresFreq": "--gpu-freq", "Power": "--power"}
+_SWITCHES = {  # field that says `Yes` -> option
+    "SpreadJob": "spread-job",
+    "SpreadSegments": "spread-segments",
+    "ConsolidateSegments": "consolidate-segments",
+    "StepMgrEnabled": "stepmgr",
+}
+_GRES_FLAGS = (
+    ("GresEnforceBind", "Yes", "enforce-binding"),
+    ("GresEnforceBind", "No", "disable-binding"),
+    ("GresAllowTaskSharing", "Yes", "allow-task-sharing"),
+    ("GresOneTaskPerSharing", "Yes", "one-task-per-sharing"),
+    ("GresOneTaskPerSharing", "No", "multiple-tasks-per-sharing"),
+)
+_NOT_CARRIED = {"TresBind": "gpu-bind", "TresFreq": "gpu-freq", "Power": "power", "BurstBuffer": "bb"}
 # that sbatch would take for options or pass on as if they were of the new job; and what Slurm sets for each job anew
 _OF_THE_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "STEPKEEPER_WATCHER", CONTINUES)
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL", "ENVIRONMENT")
@@ -99,22 +119,26 @@ def plan(
     """
     number = _field(shown, "JobId")
     name, rest = _behind_the_name(shown)
+    said = submitted.words(rest.get("SubmitLine", ""), rest.get("Command"), script, environment)
+    wanted = submitted.nodes(said, nodes)
     options = [
         f"--dependency=afterany:{number}",
         f"--job-name={name}",
         f"--comment={comment}",
         "--begin=now",
         "--open-mode=append",  # the same log: never truncated
-        "--requeue" if rest.get("Requeue") == "1" else "--no-requeue",
+        _requeue(rest),
         f"--export={_export(environment)}",
-        f"--nodes={nodes}",
-        *_tasks(rest, nodes, environment),
+        f"--nodes={wanted}",
+        *_choices(rest, said),
+        *_tasks(rest, nodes, said, chosen=wanted != str(nodes)),
+        *_layout(rest, said),
         *(f"--{option}={value}" for field, option in _AS_THEY_ARE.items() if (value := rest.get(field))),
         *_devices(rest, script),
         *_sharing(rest),
         *([f"--deadline={_local(deadline)}"] if (deadline := rest.get("Deadline")) else []),
         *_streams(rest),
-        *_submit_line(rest),
+        *submitted.hidden(said),
     ]
     if exclude:
         options.append(f"--exclude={exclude}")
@@ -126,7 +150,7 @@ def plan(
         arguments=arguments,
         script=path,
         directory=rest.get("WorkDir") or "/",
-        unknown=tuple(_unknown(rest, script, exact=exact)),
+        unknown=tuple(_unknown(rest, said, exact=exact)),
     )
 
 
@@ -138,7 +162,9 @@ def environment_of(environment: Mapping[str, str], run_directory: str, job_id: s
     kept = {
         name: value
         for name, value in environment.items()
-        if name == "SLURM_CONF" or (not name.startswith(_OF_THE_JOB) and name not in _DEVICES)
+        if name == "SLURM_CONF"
+        or name in submitted.KEPT_VARIABLES
+        or (not name.startswith(_OF_THE_JOB) and name not in _DEVICES)
     }
     kept |= {name.removeprefix(KEPT): kept.pop(name) for name in list(kept) if name.startswith(KEPT)}
     return {**kept, CONTINUES: f"{job_id}:{run_directory}"}
@@ -200,18 +226,67 @@ def _export(environment: Mapping[str, str]) -> str:
     return ",".join([*names, *(() if "ALL" in names else (CONTINUES,))])
 
 
-def _tasks(rest: Mapping[str, str], nodes: int, environment: Mapping[str, str]) -> list[str]:
+def _requeue(rest: Mapping[str, str]) -> str:
+    if rest.get("ExpeditedRequeue") == "Yes":
+        return "--requeue=expedite"
+    return "--requeue" if rest.get("Requeue") == "1" else "--no-requeue"
+
+
+def _choices(rest: Mapping[str, str], said: Words) -> list[str]:
+    """Return the limits and places among which Slurm may choose: of a job that runs, it tells its choice alone."""
     options = []
+    for field, option in (("Partition", "partition"), ("QOS", "qos")):
+        if value := submitted.one_of(said, option, f"SBATCH_{field.upper()}", rest.get(field)):
+            options.append(f"--{option}={value}")
+    limit = rest.get("TimeLimit")
+    if "TimeMin" in rest:  # Slurm may have shortened the limit, to start the job earlier
+        limit = said.option("time", "SBATCH_TIMELIMIT") or limit
+    return [*options, *([f"--time={limit}"] if limit else [])]
+
+
+def _tasks(rest: Mapping[str, str], nodes: int, said: Words, *, chosen: bool) -> list[str]:
+    """Return how many tasks; `chosen`: Slurm has chosen the number of nodes, and with it that of tasks."""
+    options = []
+    environment = said.environment
     per_node = (rest.get("NtasksPerN:B:S:C") or "0").partition(":")[0]
     if per_node.isdigit() and int(per_node):
         options.append(f"--ntasks-per-node={per_node}")
-    tasks = rest.get("NumTasks")
+    tasks = rest.get("NumTasks") if not chosen or said.option("ntasks") else None
     if tasks is not None and rest.get("NumNodes") == str(nodes):  # else it is of a job that has shrunk
         options.append(f"--ntasks={tasks}")
     per_task = environment.get("SLURM_CPUS_PER_TASK") or rest.get("CPUs/Task") or ""
     if per_task.isdigit() and ("SLURM_CPUS_PER_TASK" in environment or int(per_task) > 1):
         options.append(f"--cpus-per-task={per_task}")
+    least, ours = rest.get("MinCPUsNode") or "", max(1, _number(per_node)) * max(1, _number(per_task))
+    if _number(least) > ours:
+        options.append(f"--mincpus={least}")
     return options
+
+
+def _layout(rest: Mapping[str, str], said: Words) -> list[str]:
+    """Return how a node must be made, and how many tasks each part of it gets."""
+    _, sockets, cores, threads = _parts(rest, "ReqB:S:C:T")
+    _, _, per_socket, per_core = _parts(rest, "NtasksPerN:B:S:C")
+    options = {"sockets-per-node": sockets, "cores-per-socket": cores, "ntasks-per-socket": per_socket}
+    if not (said.option("hint") or said.environment.get("SLURM_HINT")):  # which says the same, and excludes these
+        options |= {"threads-per-core": threads, "ntasks-per-core": per_core}
+    found = [f"--{option}={value}" for option, value in options.items() if _number(value)]
+    found += [f"--{option}" for field, option in _SWITCHES.items() if rest.get(field) == "Yes"]
+    if flags := [flag for field, value, flag in _GRES_FLAGS if rest.get(field) == value]:
+        found.append(f"--gres-flags={','.join(flags)}")
+    if (delay := rest.get("DelayBoot", "00:00:00")) != "00:00:00":
+        found.append(f"--delay-boot={delay}")
+    return found
+
+
+def _parts(rest: Mapping[str, str], field: str) -> tuple[str, str, str, str]:
+    first, second, third, fourth, *_ = [*rest.get(field, "").split(":"), "", "", "", ""]
+    return first, second, third, fourth
+
+
+def _number(value: str) -> int:
+    """Return a count; 0 where there is none, as in `*`."""
+    return int(value) if value.isdigit() else 0
 
 
 def _devices(rest: Mapping[str, str], script: str) -> list[str]:
@@ -275,13 +350,6 @@ def _streams(rest: Mapping[str, str]) -> list[str]:
     return options
 
 
-def _submit_line(rest: Mapping[str, str]) -> list[str]:
-    """Return what only sbatch's own command line tells, where Slurm shows that."""
-    line = rest.get("SubmitLine", "")
-    options = [f"--signal={found.group(1)}"] if (found := re.search(r" --signal[= ](\S+)", line)) else []
-    return [*options, *(["--no-kill"] if re.search(r" (?:--no-kill|-k)(?: |$)", line) else [])]
-
-
 def _local(instant: str) -> str:
     """Return an instant as sbatch reads it."""
     return dt.datetime.fromtimestamp(int(instant)).isoformat() if instant.isdigit() else instant  # noqa: DTZ006
@@ -310,15 +378,23 @@ def _arguments(rest: Mapping[str, str], words: Sequence[str]) -> tuple[str | Non
     return path, tuple(tail.split(" ")), False
 
 
-def _unknown(rest: Mapping[str, str], script: str, *, exact: bool) -> list[str]:
-    directives = "\n".join(line for line in script.splitlines() if line.startswith("#SBATCH"))
-    said = " ".join([directives, *_submit_line(rest)])
-    unknown = [
-        f"{option} (Slurm does not show it; give it in the batch script)"
-        for option in ("--signal", "--no-kill")
-        if option not in said
+def _unknown(rest: Mapping[str, str], said: Words, *, exact: bool) -> list[str]:
+    unknown = []
+    if not said.line:
+        unknown += [
+            f"{option} (Slurm does not show it; give it in the batch script)"
+            for option, given in (
+                ("--signal", said.option("signal", "SBATCH_SIGNAL")),
+                ("--no-kill", said.flag("no-kill") or "SBATCH_NO_KILL" in said.environment),
+            )
+            if not given
+        ]
+    carried = " ".join((*submitted.hidden(said), *said.directives))
+    unknown += [
+        f"--{option} ({field}={value})"
+        for field, option in _NOT_CARRIED.items()
+        if (value := rest.get(field)) and f"--{option}" not in carried
     ]
-    unknown += [f"{option} ({field}={value})" for field, option in _NOT_CARRIED.items() if (value := rest.get(field))]
     if not exact:
         unknown.append("quotes in the batch script's arguments")
     return unknown

@@ -30,8 +30,8 @@ from stepkeeper.sources.bus import LEASE_EVERY_S, Bus
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.stalls import Stalls
 from stepkeeper.store import status as status_file
-from stepkeeper.store.allowance import Allowance
-from stepkeeper.store.journal import VERSION, JournalWriter, Record
+from stepkeeper.store.journal import JournalWriter
+from stepkeeper.store.recorder import Recorder
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.assignment import Assignment
@@ -40,10 +40,8 @@ from stepkeeper_trainer.formats.messages import shorten
 
 LEASE_SECONDS = 30.0
 STATUS_EVERY_S = 2.0
-EVIDENCE = (on.Progressed, on.RankExited, on.BusEnded, on.Judged)  # journaled also where they changed nothing
 STORAGE_WITHIN_S = 2.0
 PROGRESS_LOG_EVERY_S = 10.0
-NODES_PACED_EVERY_S = 3600.0  # in the journal, where nothing follows from it: of 2,000 nodes it is a long record
 CALL_ENDS_WITHIN_S = 5.0  # after its time limit
 
 
@@ -100,13 +98,7 @@ class Supervisor:
         self.fenced = False
         self.journal_failed = ""
         self.exit_code: int | None = None
-        # a week of training must not fill the journal: 100 MB is the limit
-        self.allowances: dict[type[on.Event], Allowance] = {
-            on.Progressed: Allowance(1, setting.policy.progress_every_s),
-            on.NodesPaced: Allowance(1, NODES_PACED_EVERY_S),
-            on.SaveBegan: Allowance(100, 10.0),
-            on.CheckpointCommitted: Allowance(100, 10.0),
-        }
+        self.recorder = Recorder(setting.lease, setting.policy)
         self.next_at: dict[str, float] = {}  # what is done every few seconds, and when next
         now = inbox.clock.now()
         self.stalls = Stalls(now)
@@ -214,33 +206,9 @@ class Supervisor:
         self.fenced = self.fenced or isinstance(event, on.Superseded)
         if not self.fenced:  # else the file is the newer attempt's
             self.status_writer.show(self.status)
-        changed_nothing = state == before and not decision.effects and not decision.why
-        if changed_nothing and not isinstance(event, EVIDENCE):
-            return
-        allowance = self.allowances.get(type(event)) if not decision.effects else None
-        if allowance is not None and not allowance.take(event.at):
-            return
-        self.journal.append(
-            Record(
-                v=VERSION,
-                job_id=self.setting.lease.job_id,
-                restart_count=self.setting.lease.restart_count,
-                attempt=self.setting.lease.attempt,
-                launch=state.launch,
-                phase=state.phase,
-                event=event,
-                why=decision.why,
-                effects=decision.effects,
-                failures=state.failures,
-                node_losses=state.node_losses,
-                best_step=state.best_step,
-                nodes=state.nodes,
-                excluded=state.excluded,
-                tried=state.tried,
-                usual=state.usual,
-                left_out=state.left_out,
-            )
-        )
+        record = self.recorder.record(before, event, decision)
+        if record is not None:
+            self.journal.append(record)
 
     def _perform(self, effect: do.Effect) -> None:  # noqa: C901, PLR0912, PLR0915 - one case an effect
         setting = self.setting

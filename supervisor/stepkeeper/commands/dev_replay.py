@@ -138,6 +138,7 @@ def _show(found: Replayed, recorded: int) -> None:
         (found.unreadable, "lines could not be read (torn, or of a newer version)"),
         (found.repeated, "records stood there twice"),
         (found.without_start, "records belong to attempts whose beginning is missing"),
+        (found.unknown, "records tell of a state that this version does not know"),
     )
     for count, what in passed:
         if count:

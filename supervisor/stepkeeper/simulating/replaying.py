@@ -1,12 +1,13 @@
 """Decide a real run again, and find where today's rules differ from what was decided then.
 
-The journal leaves out what changed nothing, and most progress and save records of a quick training: what the state
-then lacks is a step number or a save in flight, so a difference right after such a gap may be none.  Pure.
+The journal leaves out what came to nothing: most words of steps, some of quick saves.  What these changed in the state
+stands in the record after them, so the replay is exact.  Journals of release 0.1 have none of that: there the state
+lacks a step number, a pace or a save in flight, and a difference right after such a gap may be none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 from stepkeeper.store.journal import Line, Record
+from stepkeeper.store.recorder import changed
 
 REPEATS_KEPT = 300  # where storage failed in the middle of a write, records may stand there twice
 _SHOWN = ("phase", "launch", "failures", "node_losses", "best_step", "nodes")
@@ -35,10 +37,12 @@ class Replayed(msgspec.Struct, kw_only=True):
 
     attempts: int = 0
     records: int = 0  # that were decided again
+    samples: int = 0  # records that nothing followed from: one of many of their kind
     differences: list[Difference] = msgspec.field(default_factory=list)
     unreadable: int = 0  # lines: torn, or of a newer version
     repeated: int = 0
     without_start: int = 0  # records of attempts whose beginning is missing
+    unknown: int = 0  # records with changes of a state that this version does not know
 
 
 def replay(
@@ -54,18 +58,7 @@ def replay(
     """
     found = Replayed()
     states: dict[tuple[int, int, int], State] = {}
-    recent: dict[bytes, None] = {}
-    for number, line in enumerate(lines, start=1):
-        record = line.record
-        if record is None:
-            found.unreadable += 1
-            continue
-        if line.data in recent:
-            found.repeated += 1
-            continue
-        recent[line.data] = None
-        if len(recent) > REPEATS_KEPT:
-            del recent[next(iter(recent))]
+    for number, record in _readable(lines, found):
         key = (record.attempt, record.job_id, record.restart_count)
         if key not in states:
             if not isinstance(record.event, on.AttemptStarted | on.SignalReceived):
@@ -73,6 +66,10 @@ def replay(
                 continue
             states[key] = State()  # a signal may come before the attempt knows its allocation
             found.attempts += 1
+        if record.sample:
+            found.samples += 1
+            continue
+        states[key] = _with_missed(states[key], record, found)
         decision = decide(states[key], record.event, policies.get(record.attempt, Policy()))
         states[key] = decision.state
         found.records += 1
@@ -91,6 +88,30 @@ def replay(
             if len(found.differences) >= stop_after:
                 break
     return found
+
+
+def _readable(lines: Iterable[Line], found: Replayed) -> Iterator[tuple[int, Record]]:
+    """Yield the records with the numbers of their lines; the others are counted."""
+    recent: dict[bytes, None] = {}
+    for number, line in enumerate(lines, start=1):
+        if line.record is None:
+            found.unreadable += 1
+        elif line.data in recent:
+            found.repeated += 1
+        else:
+            recent[line.data] = None
+            if len(recent) > REPEATS_KEPT:
+                del recent[next(iter(recent))]
+            yield number, line.record
+
+
+def _with_missed(state: State, record: Record, found: Replayed) -> State:
+    """Return the state with what the events that are not in the journal have changed."""
+    try:
+        return changed(state, record.missed)
+    except msgspec.ValidationError:
+        found.unknown += 1
+        return state
 
 
 def _then(record: Record, state: State) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
@@ -58,6 +58,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tried: tuple[Tried, ...] = ()  # how often it failed in the same way
     left_out: tuple[LeftOut, ...] = ()  # data that the ranks do not take, since a loss went wrong on it
     usual: Usual = Usual()  # how long starts and steps of the run's launches took
+    number: int = 0  # of the attempt's records, from 1; 0: of release 0.1, which did not count
+    sample: bool = False  # one of many of its kind that came to nothing; the others are left out
+    missed: dict[str, Any] = {}  # changes of the state by what was left out since the record before (`store.recorder`)
     note: Literal["", "spooled"] = ""  # `spooled`: from the node's disk, when shared storage was late
 
 

@@ -3,15 +3,22 @@
 Copied to where the job's user can read it; imports nothing of the tests.
 """
 
-import faulthandler
 import os
 import signal
 import sys
+
+if sys.argv[1] == "poison" and (os.environ["STEPKEEPER_LAUNCH"], os.environ["SLURM_PROCID"]) == ("1", sys.argv[4]):
+    os.kill(os.getpid(), signal.SIGSTOP)  # in the launch after the poison: it never gets to its imports
+
+import faulthandler
 import time
+from pathlib import Path
 
 import torch
 
 from stepkeeper_trainer.examples import train_lm
+
+SLOW_S = 0.6
 
 
 def fail(how: str) -> None:
@@ -39,23 +46,49 @@ def waiting_for_data() -> None:
         time.sleep(1)
 
 
+def poison(training: train_lm.Training, step: int) -> None:
+    """Have the data that the step takes first make the loss, and with it the weights, NaN, whenever it is taken."""
+    first = (step - 1) * training.options.batch
+
+    def spoil(_model: torch.nn.Module, _given: object, loss: torch.Tensor) -> torch.Tensor:
+        return loss * float("nan") if training.sampler.consumed == first else loss
+
+    training.model.register_forward_hook(spoil)
+
+
+def is_slow() -> bool:
+    """Whether this node has been named as one whose data comes late."""
+    try:
+        return Path(os.environ["STEPKEEPER_RUN_DIR"] + ".slow").read_text() == os.environ["SLURMD_NODENAME"]
+    except FileNotFoundError:
+        return False
+
+
 def main() -> None:
     """Train, and fail at a step of the first launches of the run."""
     how, step, launches, rank = sys.argv[1], *map(int, sys.argv[2:5])
     del sys.argv[1:5]
     train_step = train_lm.train_step
+    poisoned = []
 
     def failing_step(training: train_lm.Training, done: int) -> tuple[float, float]:
+        if how == "poison" and not poisoned:
+            poison(training, step)
+            poisoned.append(training)
+        if is_slow():
+            time.sleep(SLOW_S)
         loss, norm = train_step(training, done)
         fails = int(os.environ["STEPKEEPER_LAUNCH"]) < launches
         if fails and how == "silent-nan" and done + 1 >= step:
             return float("nan"), norm
+        if fails and how == "spike" and done + 1 >= step:
+            return 10 * loss, norm
         now = fails and done + 1 == step
         if now and how == "nan":
             loss = float("nan")
             if training.place.rank == rank:
                 raise FloatingPointError(f"loss is {loss} at step {step}")
-        elif now and training.place.rank == rank:
+        elif now and training.place.rank == rank and how != "poison":
             fail(how)
         return loss, norm
 

@@ -87,6 +87,7 @@ def test_a_rank_that_is_stuck_one_that_works_and_one_that_was_stopped(rank, tmp_
     assert not stood[0].moved
     assert stood[1].moved
     assert stood[2].where == "was stopped by a signal"
+    assert [stood[rank].halted for rank in (0, 1, 2)] == [False, False, True]
     assert "in stuck" in stacks.file(tmp_path, 0, 3, 0).read_text()
 
 
@@ -179,6 +180,15 @@ def test_the_rank_that_all_others_wait_for_is_named_first() -> None:
     assert summarise(words, ["c"]) == (
         "rank 5 is in the data loader; 5 ranks, 0 to 4: each waits in all_reduce; nothing is known of the ranks on c"
     )
+
+
+def test_a_rank_that_can_do_nothing_is_suspected_before_one_whose_stack_nobody_can_tell() -> None:
+    words = [stood(0, "is in state S, in the kernel's ep_poll"), stood(1, "was stopped by a signal")]
+    halted = msgspec.structs.replace(words[1], halted=True)
+
+    assert find_suspect(words) is None
+    assert find_suspect([words[0], halted]) == halted
+    assert find_suspect([words[0], halted], by_collectives=0) == words[0], "what the collectives say comes first"
 
 
 def test_where_all_do_the_same_nobody_is_suspected() -> None:

@@ -84,8 +84,13 @@ def find_suspect(stood: list[lines.Stood], by_collectives: int | None = None) ->
 
     What the collectives say comes first: on a GPU a stack tells where the program is, which is ahead of its work.
     """
-    elsewhere = [each for each in stood if each.rank == by_collectives] or [each for each in stood if not each.waits]
-    return elsewhere[0] if elsewhere and len(elsewhere) < max(2, len(stood)) else None
+    kinds = (
+        [each for each in stood if each.rank == by_collectives],
+        [each for each in stood if each.halted],
+        [each for each in stood if not each.waits],
+    )
+    suspects = next((kind for kind in kinds if kind), [])
+    return suspects[0] if suspects and len(suspects) < max(2, len(stood)) else None
 
 
 def summarise(stood: list[lines.Stood], missing: list[str]) -> str:

@@ -24,7 +24,7 @@ The rules are data: `supervisor/stepkeeper/verdict/rules.toml`.  The logs that t
 
 A supervisor that finds a launch failed judges it in the same way, while the next one is prepared, and goes by the
 cause's row of the ladder (below).  A verdict of less confidence than `policy.judged_from` decides as `unknown` does.
-What the supervisor itself saw is a root too: `progress-silence` (a hang, with what the ranks' stacks say),
+What the supervisor itself saw is a root too: `progress-silence` (a hang, with what its ranks did, see below),
 `loss-not-finite`, `loss-spike` and `loss-discontinuity` (numerical).  A rank that it killed itself is no evidence.
 
 ## How evidence is joined
@@ -38,6 +38,36 @@ What the supervisor itself saw is a root too: `progress-silence` (a hang, with w
 6. An error that training went on after did not end it.
 
 A log is read at both ends (0.5 MiB and 4 MiB), lines beyond {LINE_CHARACTERS_MAX:,} characters without their middle.
+"""
+
+
+HANG = """
+Before a training that stands still is ended, each node's watcher collects what its ranks do, twice, seconds apart; all
+of it stays in the launch's logs, below `stacks/`:
+
+- `rank-R.txt`: the stacks of all threads, by py-spy where it is installed, else by Python's faulthandler.
+- `collectives-rank-R.json`: where the rank is in each group's collectives, by torch's flight recorders (NCCL's, and that
+  of CPU groups), which a thread of the trainer library asks.
+- `flight-recorder-nccl-rank-R.json`, `flight-recorder-cpu-rank-R.json`: what they said themselves.
+- `nccl-of-rank-R`: NCCL's own dump, where its timeout was shorter than our patience; `torchfrtrace` reads it.
+
+The verdict puts stacks and collectives together:
+
+    rank 2 is in the data loader (train.py:61 in step); 3 ranks, 0 to 3: each waits in all_reduce (train.py:66 in step);
+    ranks 0, 1, 3 wait in all_reduce #812 of the default group, rank 2 has not entered it (the newest it entered is
+    all_gather #811)
+
+| words | meaning |
+| --- | --- |
+| `rank 2 has not entered it` | it is the one to look at: its stack, its node |
+| `rank 2 does not answer` | it was stopped, is stuck in the kernel, or holds the interpreter's lock: its stack tells |
+| `the ranks disagree at #812` | different collectives, or `all_reduce` of different sizes: an error of the program |
+| `on rank 2 the GPU has not begun it` | the program has queued it; what its GPU does before does not end |
+| `all 4 ranks have entered ..., and it does not end` | no rank is missing: the network, or the collective itself |
+
+The recorders are on by default from torch 2.6 on (Stepkeeper sets `TORCH_FR_BUFFER_SIZE=2000` where it is not set; 0
+turns them off).  gloo records no messages between two ranks (`send`, `recv`).  A script without the trainer library
+gives stacks only.
 """
 
 
@@ -74,6 +104,7 @@ def page() -> str:
         ("cause", "what happened", "what to do"),
         [(f"`{cause.value}`", table.meanings[cause].happened, table.meanings[cause].todo) for cause in Cause],
     )
+    out += ["", "## Training that stands still", "", HANG.strip()]
     out += ["", "## What follows", "", LADDER.strip(), ""]
     rows = [cause for cause in Cause if hasattr(Policy, f"on_{cause.value}")]
     out += _table(("cause", "first, second, ... failure"), [(f"`{c.value}`", _row(c)) for c in rows])

@@ -191,6 +191,7 @@ class Stood(_Line, frozen=True, kw_only=True, tag="stood"):
     where: str  # in words: `waits in all_reduce`, `is in load (data.py:7)`
     waits: bool = False  # for other ranks
     moved: bool = False  # it did something else a moment later
+    halted: bool = False  # it can do nothing: stopped by a signal, ended, or stuck in the kernel
 
 
 class Entered(_Line, frozen=True, kw_only=True, tag="entered"):

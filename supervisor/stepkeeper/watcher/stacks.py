@@ -57,6 +57,7 @@ class Doing(NamedTuple):
 
     where: str
     waits: bool = False  # for other ranks
+    halted: bool = False  # it can do nothing at all
 
 
 class StackTaker:
@@ -103,6 +104,7 @@ class StackTaker:
                     rank=rank,
                     where=shorten(doing.where),
                     waits=doing.waits,
+                    halted=doing.halted,
                     moved=first[rank] != frames if first[rank] else not frames and worked[rank],
                 )
                 self._words.put(stood)
@@ -194,12 +196,12 @@ def of_kernel(pid: int) -> Doing:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         wchan = Path(f"/proc/{pid}/wchan").read_text().strip("\0 \n")
     except (OSError, IndexError):
-        return Doing("is gone" if not state else f"is in state {state}")
+        return Doing("is gone", halted=True) if not state else Doing(f"is in state {state}")
     words = {"T": "was stopped by a signal", "t": "is held by a debugger", "Z": "has ended"}
     inside = f", in the kernel's {wchan}" if wchan not in ("", "0") else ""
     if state == "D":
-        return Doing(f"waits for a device or file system, and cannot be interrupted{inside}")
-    return Doing(words.get(state, f"is in state {state}{inside}"))
+        return Doing(f"waits for a device or file system, and cannot be interrupted{inside}", halted=True)
+    return Doing(words.get(state, f"is in state {state}{inside}"), halted=state in words)
 
 
 class Life(NamedTuple):

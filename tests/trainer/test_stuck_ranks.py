@@ -1,0 +1,104 @@
+"""What real torch tells of ranks that stand still in real collectives (gloo), asked while they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.verdict.collectives import compare, find_suspect, in_words
+from stepkeeper.watcher.accounts import Asked
+from stepkeeper_trainer.formats.collectives import raw_file
+from tests.trainer.stuck_ranks import LATE, SCENES, WORLD
+
+LIMIT_S = 120.0  # a busy machine takes its time to get there
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, dict[int, int]]]]:
+    """All scenes, playing: the directory, and the pids by scene and rank."""
+    directory = tmp_path_factory.mktemp("stuck")
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.trainer.stuck_ranks", str(directory), *SCENES],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        pids = json.loads(process.stdout.readline())
+        yield directory, {scene: {int(rank): pid for rank, pid in of.items()} for scene, of in pids.items()}
+
+
+Told = tuple[str, int | None, int]
+
+
+@pytest.fixture
+def told(ranks: tuple[Path, dict[str, dict[int, int]]]) -> Callable[[str, Callable[[str], bool]], Told]:
+    """Return a function that asks until what is said is `enough`: ranks take a while to stand still.
+
+    It returns what is said, who is suspected, and how many gave an account.
+    """
+    directory, pids = ranks
+
+    def ask(scene: str, enough: Callable[[str], bool], accounts: int = WORLD) -> Told:
+        give_up_at = time.monotonic() + LIMIT_S
+        while True:
+            places = Asked(directory / scene, pids[scene]).take()
+            found = compare(places, pids[scene])
+            text = in_words(found, places)
+            if (len(places) == accounts and enough(text)) or time.monotonic() > give_up_at:
+                return text, find_suspect(found), len(places)
+
+    return ask
+
+
+def test_the_rank_that_has_not_come(told, ranks: tuple[Path, dict[str, dict[int, int]]]) -> None:
+    expected = (
+        "ranks 0, 1 wait in all_reduce #3 of the default group, "
+        f"rank {LATE} has not entered it (the newest it entered is all_reduce #2)"
+    )
+
+    assert told("waits_alone", expected.__eq__) == (expected, LATE, WORLD)
+    raw = json.loads(raw_file(ranks[0] / "waits_alone", 0, "cpu").read_bytes())
+    assert raw["entries"][-1]["input_sizes"] == [[4, 5]], "torch's own words are kept for people"
+
+
+def test_the_oldest_of_several_open_collectives(told) -> None:
+    text, suspect, _ = told("ahead", lambda text: "#2" in text and f"rank {LATE} has not" in text)
+
+    assert text.startswith("ranks 0, 1 wait in all_reduce #2 of the default group"), text
+    assert suspect == LATE
+
+
+def test_ranks_that_disagree(told) -> None:
+    text, suspect, _ = told("disagrees", lambda text: "disagree" in text)
+
+    assert text == (
+        f"the ranks disagree at #2 of the default group: ranks 0, 1 wait in all_reduce, rank {LATE} waits in broadcast"
+    )
+    assert suspect is None
+
+
+def test_a_rank_that_all_wait_for_by_way_of_another_group(told) -> None:
+    text, suspect, _ = told("in_a_group", lambda text: "barrier" in text and "rank 0 waits" in text)
+
+    assert "rank 1 waits in barrier #2 of group tp" in text
+    assert f"rank {LATE} has not entered it (the newest it entered is all_reduce #1)" in text
+    assert suspect == LATE, text
+
+
+def test_a_rank_that_keeps_the_interpreters_lock_gives_no_account(told) -> None:
+    expected = f"ranks 0, 1 wait in all_reduce #2 of the default group, rank {LATE} does not answer"
+
+    assert told("deaf", expected.__eq__, WORLD - 1) == (expected, LATE, WORLD - 1)
+
+
+def test_where_every_collective_has_ended_there_is_nothing_to_say(told) -> None:
+    assert told("done", "".__eq__) == ("", None, WORLD)

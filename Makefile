@@ -1,12 +1,13 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign campaign-crash bench bench-checkpoint bench-recovery lint clean test-slurm-newest
+.PHONY: help setup system demo test campaign campaign-and-newest campaign-crash bench bench-checkpoint bench-recovery lint clean test-slurm-newest
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
 # slurmd starts jobs as other users, so a lab needs root; what runs as root leaves nothing in the checkout
 AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 STEPKEEPER_REQUIRE_SLURM=$(STEPKEEPER_REQUIRE_SLURM)
-# three at a time: stories mostly wait for Slurm
-PYTEST = -p no:cacheprovider -n 3 --dist worksteal --durations=30 --durations-min=5
+# more at a time than there are cores: stories mostly wait for Slurm
+AT_ONCE ?= 4
+PYTEST = -p no:cacheprovider -n $(AT_ONCE) --dist worksteal --durations=30 --durations-min=5
 PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap lmod charliecloud-runtime
 V := .venv/bin
 
@@ -44,6 +45,11 @@ test: setup lint  ## all tests, the stories on a real Slurm included
 
 campaign: setup  ## the long ones: each thing that can befall a run, at each moment
 	$(AS_ROOT) $(V)/python -m pytest -m 'campaign and not newest' $(PYTEST)
+
+# as CI does: one session instead of two, so that nobody waits for the last one twice
+campaign-and-newest: setup  ## both `make campaign` and `make test-slurm-newest`
+	$(AS_ROOT) $(V)/python -m tests.lab.newest_or_skip
+	$(AS_ROOT) $(V)/python -m pytest -m 'campaign or newest' $(PYTEST)
 
 campaign-crash: setup  ## killed at every system call that changes a checkpoint directory: about fifteen minutes
 	STEPKEEPER_CRASH_STRIDE=1 $(V)/python -m pytest -m campaign tests/trainer/test_crash.py -rP $(PYTEST)

@@ -33,7 +33,9 @@ def in_training(training: Training) -> None:
 def saving(training: Training) -> None:
     """A save is in flight: its directory is there, and not yet renamed."""
     training.wait_step(8)
-    _quickly(lambda: any(p.name.startswith(".tmp-step") for p in (training.run_dir / "checkpoints").iterdir()))
+    checkpoints = training.run_dir / "checkpoints"
+    before = {path.name for path in checkpoints.glob(".tmp-step*")}  # of one that was interrupted
+    _quickly(lambda: any(path.name not in before for path in checkpoints.glob(".tmp-step*")))
 
 
 def requeueing(training: Training) -> None:

@@ -3,7 +3,8 @@
 With proctrack/cgroup a signal to a Slurm step reaches only the direct child of slurmstepd.  At a
 preemption Slurm sends the steps SIGTERM at the very start of the grace time, and a rank without a
 handler would die of it at once.  So the direct child is this program: it ignores SIGTERM, starts the
-rank, waits, tells the node's watcher how the rank ended, and ends in the same way.
+rank, waits, tells the node's watcher how the rank ended, and ends in the same way.  Where a standby waits that has
+imported torch already (`standby.py`), the rank is that process.
 
 Usage: python -I -S wrapper.py [--agent] -- CMD ARGS...
     --agent  CMD starts ranks of its own (torchrun): do not give it a rank.
@@ -15,6 +16,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Mapping
@@ -22,6 +24,7 @@ from collections.abc import Mapping
 OOM_SCORE_ADJ = 500  # when memory runs out, the kernel shall take a rank, not a watcher or slurmstepd
 EXIT_STOPPED = 75
 FAILURE_TOLD_WITHIN_S = 30.0  # the others hang until somebody knows
+HAND_OVER_WITHIN_S = 5.0  # for each answer of a standby: then the rank is started as ever
 LEAVING_TOLD_WITHIN_S = 1.0  # the start as well: it is told once
 ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -33,7 +36,10 @@ def main(argv: list[str]) -> int:
     environment = rank_environment(dict(os.environ), agent=agent)
     for number in ABSORBED:
         signal.signal(number, signal.SIG_IGN)
-    pid = os.fork()
+    standby = Standby(environment)
+    pid = standby.take(command, environment)
+    if not pid:
+        pid = os.fork()
     if pid == 0:
         become_rank(command, environment)
     rank = int(environment.get("SLURM_PROCID", "0"))
@@ -42,10 +48,10 @@ def main(argv: list[str]) -> int:
     local_rank = int(environment.get("SLURM_LOCALID", "0"))
     tell(
         address,
-        {"type": "task_started", "launch": launch, "rank": rank, "local_rank": local_rank, "pid": pid},
+        {"type": "task_started", "launch": launch, "rank": rank, "local_rank": local_rank, "pid": pid, **standby.told},
         LEAVING_TOLD_WITHIN_S,
     )
-    _, status = os.waitpid(pid, 0)
+    status = standby.wait(pid) if standby.used else os.waitpid(pid, 0)[1]
     code = os.waitstatus_to_exitcode(status)
     how = {"signal": -code} if code < 0 else {"code": code}
     patience_s = FAILURE_TOLD_WITHIN_S if code not in (0, EXIT_STOPPED) else LEAVING_TOLD_WITHIN_S
@@ -76,6 +82,87 @@ def rank_environment(environment: dict[str, str], *, agent: bool) -> dict[str, s
         environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]
         environment["LOCAL_WORLD_SIZE"] = environment["STEPKEEPER_TASKS_PER_NODE"]
     return environment
+
+
+class Standby:
+    """A process that waits to become this rank; where there is none, or it cannot, a rank is started as ever."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        """Take what concerns us out of the rank's environment."""
+        place = environment.pop("STEPKEEPER_STANDBY", "").replace("%N", environment.get("SLURMD_NODENAME", ""))
+        self._address = f"{place}/{environment.get('SLURM_LOCALID', '0')}" if place else ""
+        self._words = int(environment.pop("STEPKEEPER_STANDBY_WORDS", "0"))
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.used = False
+        self.told: dict[str, object] = {}
+        """What the watcher hears of it."""
+
+    def take(self, command: list[str], environment: Mapping[str, str]) -> int:
+        """Return the pid of the rank, which has taken all that we were given; 0: start one."""
+        if not self._address:
+            return 0
+        request = {
+            "prefix": command[: self._words],
+            "words": command[self._words :],
+            "environment": dict(environment),
+            "directory": os.getcwd(),
+            "umask": os.umask(0),
+            "cpus": sorted(os.sched_getaffinity(0)),
+        }
+        os.umask(int(str(request["umask"])))
+        try:
+            pid = self._hand_over(json.dumps(request).encode() + b"\n")
+        except (OSError, ValueError, KeyError) as error:
+            self._connection.close()  # it runs nothing for us any more
+            why = str(error) or type(error).__name__
+            self.told = {"cold": why[:200]}
+            sys.stderr.write(f"stepkeeper: no warm standby for this rank: {why}; it is started as ever\n")
+            sys.stderr.flush()
+            return 0
+        self.used, self.told = True, {"warm": True}
+        return pid
+
+    def _hand_over(self, request: bytes) -> int:
+        """Give all to the standby's keeper, which runs nothing before we have said `go`.
+
+        Raises:
+            OSError: it does not answer, or is another user's.
+            ValueError: it refuses, and why.
+        """
+        if "PMI_FD" in os.environ:
+            raise ValueError("the rank has a connection to Slurm's PMI, which cannot be handed over")
+        sock = self._connection
+        sock.settimeout(HAND_OVER_WITHIN_S)
+        sock.connect("\0" + self._address[1:] if self._address.startswith("@") else self._address)
+        credentials = struct.Struct("3i")
+        owner = credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[1]
+        if owner != os.getuid():
+            raise ValueError(f"its address belongs to user {owner}")
+        sock.sendall(request)
+        answer = json.loads(self._line())
+        if "pid" not in answer:
+            raise ValueError(answer.get("refused", "it cannot"))
+        socket.send_fds(sock, [b"go\n"], [0, 1, 2])
+        sock.settimeout(None)
+        return int(answer["pid"])
+
+    def _line(self) -> bytes:
+        data = b""
+        while not data.endswith(b"\n"):
+            more = self._connection.recv(4096)
+            if not more:
+                raise ConnectionResetError("it has ended")
+            data += more
+        return data
+
+    def wait(self, pid: int) -> int:
+        """Return the status with which the rank ended, as `waitpid` would."""
+        try:
+            return int(json.loads(self._line())["status"])
+        except (OSError, ValueError, KeyError):  # the keeper is gone, and takes its rank along
+            with contextlib.suppress(ProcessLookupError):  # gone is what we wanted
+                os.kill(pid, signal.SIGKILL)
+            return int(signal.SIGKILL)
 
 
 def own_address(environment: Mapping[str, str], *names: str) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+from stepkeeper import standby
 from stepkeeper.watcher.assignment import VARIABLE, Assignment, read
 
 
@@ -28,6 +29,7 @@ def _own_processes() -> Iterator[tuple[int, set[bytes]]]:
 def rank_processes(run_id: str, node: str, *, attempt_max: int) -> Iterator[int]:
     """Yield the pids of processes of a run's ranks on a node (wrappers and data loaders included).
 
+    Warm standbys are none while they wait: they hold nothing that the next launch needs, and it may need them.
     Nodes of a test cluster share one process table: the node's name tells their processes apart.
 
     Args:
@@ -37,8 +39,19 @@ def rank_processes(run_id: str, node: str, *, attempt_max: int) -> Iterator[int]
     """
     wanted = {f"STEPKEEPER_RUN_ID={run_id}".encode(), f"SLURMD_NODENAME={node}".encode()}
     for pid, environment in _own_processes():
-        if wanted <= environment and _attempt(environment) <= attempt_max:
+        if wanted <= environment and _attempt(environment) <= attempt_max and not _waits(pid, environment):
             yield pid
+
+
+def _waits(pid: int, environment: set[bytes]) -> bool:
+    """Tell whether a process is a warm standby, or its keeper: with a rank's environment, and no rank yet."""
+    if not any(entry.startswith(b"STEPKEEPER_STANDBY=") for entry in environment):
+        return False
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            return file.read().strip() == standby.NAME
+    except OSError:
+        return True  # ended meanwhile
 
 
 def _attempt(environment: set[bytes]) -> int:

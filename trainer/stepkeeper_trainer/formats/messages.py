@@ -29,6 +29,8 @@ class TaskStarted(_Message, frozen=True, kw_only=True, tag="task_started"):
     rank: int
     local_rank: int
     pid: int  # of the rank itself
+    warm: bool = False  # a standby that had imported torch became the rank
+    cold: str = ""  # why not, where one was looked for
 
 
 class TaskExited(_Message, frozen=True, kw_only=True, tag="task_exited"):

@@ -1,0 +1,506 @@
+"""A process that has imported torch already and waits to become the rank of the next launch.  Standard library only.
+
+The training's own Python runs it, in a Slurm step beside the training, once for each rank.  What Slurm starts is a
+keeper, which imports nothing.  When the supervisor says so it forks a spare; that imports, and waits.  The wrapper of
+the next launch comes over a Unix socket with its command and environment, then with stdin, stdout and stderr: the
+spare becomes the rank, and the keeper tells the wrapper how it ended.  A wrapper that is gone takes its rank along.
+The files come last: left in the socket of a keeper that was stopped, they would hold up the end of their Slurm step.
+
+Usage: PYTHON [OPTIONS] standby.py [MODULE...] -- PYTHON [OPTIONS]
+    MODULE  is imported ahead, besides torch and the trainer library
+    after --: the words of the training's command up to its script
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+    del sys.path[0]  # our own directory: no place for a training to find modules in
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import time
+import types
+from collections.abc import Mapping
+from importlib.machinery import SourceFileLoader
+from typing import Any, NoReturn
+
+NAME = "sk-standby"  # of keepers and spares; a spare that becomes a rank takes its program's
+IMPORTS = (
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "stepkeeper_trainer.keeper",
+)
+LEASE_S = 60.0  # without a word of the supervisor for so long, a spare is not wanted any more
+HAND_OVER_WITHIN_S = 5.0
+SWEEP_WITHIN_S = 5.0
+GO = b"go\n"
+FILES = 3  # stdin, stdout, stderr
+LINE_BYTES_MAX = 4 * 2**20  # a command and an environment
+OOM_SCORE_WAITING = 1000  # when memory runs out, the kernel shall take who only waits
+OOM_SCORE_RANK = 500
+ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# what an interpreter or a library reads when it is loaded: there a spare cannot follow a change any more
+_READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTORCH_", "LC_")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_UCRED = struct.Struct("3i")
+
+
+class RefusedError(Exception):
+    """Why a wrapper gets no spare."""
+
+
+class Born(BaseException):
+    """No error: it leads out of the keeper's loop, in the process that was forked to be a spare."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        super().__init__()
+        self.channel = channel
+
+
+class Spare:
+    """The keeper's side of a spare."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid, self.channel, self.ready = pid, channel, False
+
+
+class Keeper:
+    """Forks spares, hands them over, watches those that are ranks.  One thread."""
+
+    def __init__(self, address: str, prefix: list[str]) -> None:
+        self.prefix = prefix
+        self.born = dict(os.environ)
+        self.spare: Spare | None = None
+        self.rank = 0  # pid
+        self.rank_ended = False
+        self.wrapper: socket.socket | None = None
+        self.leaving = False
+        self.told = b""
+        self.lease_until = time.monotonic() + LEASE_S
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind("\0" + address[1:] if address.startswith("@") else address)
+        self.listener.listen(4)
+        self.woken, self.waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(0, selectors.EVENT_READ, self._on_input)
+        self.selector.register(self.woken, selectors.EVENT_READ, self._on_signal)
+        self.selector.register(self.listener, selectors.EVENT_READ, self._on_connection)
+
+    def run(self) -> None:
+        """Serve until nobody wants a spare any more and no rank is left.  Raises `Born` in each spare."""
+        signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
+        for number in (*ABSORBED, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a rank leaves behind becomes ours to end
+        while True:
+            self._collect()
+            if self.leaving:
+                self._end_spare()
+                if not self.rank:
+                    return
+            ready = self.selector.select(max(0.0, self.lease_until - time.monotonic()) if not self.leaving else None)
+            for key, _ in ready:
+                key.data()
+            if time.monotonic() > self.lease_until:
+                self.leaving = True
+
+    # --- the supervisor ---------------------------------------------------------------------------
+
+    def _on_input(self) -> None:
+        data = os.read(0, 65536)
+        *lines, self.told = (self.told + data).split(b"\n")
+        self.lease_until = time.monotonic() + LEASE_S
+        if not data:
+            self.selector.unregister(0)
+        if not data or b"quit" in lines:
+            self.leaving = True
+        if b"prepare" in lines and self.spare is None and not self.leaving:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        keeper = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            self.selector.close()
+            for sock in (ours, self.listener, self.wrapper):
+                if sock is not None:
+                    sock.close()
+            os.close(self.woken)
+            os.close(self.waker)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != keeper:
+                os._exit(0)
+            raise Born(theirs)
+        theirs.close()
+        ours.settimeout(HAND_OVER_WITHIN_S)
+        self.spare = Spare(pid, ours)
+        self.selector.register(ours, selectors.EVENT_READ, self._on_spare)
+
+    def _on_spare(self) -> None:
+        """Hear that it is ready, or that it cannot be."""
+        assert self.spare is not None, "its channel is watched while there is one"
+        said: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError, RefusedError):  # gone: as if it had said nothing
+            said = json.loads(read_line(self.spare.channel))
+        self.spare.ready = bool(said.get("ready"))
+        if not self.spare.ready:
+            self._end_spare()
+        report({"standby": "ready", **said} if said.get("ready") else {"standby": "gone", "why": "it ended", **said})
+
+    def _end_spare(self) -> None:
+        spare, self.spare = self.spare, None
+        if spare is not None:
+            self.selector.unregister(spare.channel)
+            spare.channel.close()
+            kill(spare.pid)
+
+    # --- a wrapper --------------------------------------------------------------------------------
+
+    def _on_connection(self) -> None:
+        conn, _ = self.listener.accept()
+        conn.settimeout(HAND_OVER_WITHIN_S)
+        try:
+            self._hand_over(conn)
+        except RefusedError as refused:
+            with contextlib.suppress(OSError):  # it went on without us
+                conn.sendall(line({"refused": str(refused)}))
+            conn.close()
+        except OSError:
+            conn.close()  # it went on without us
+
+    def _hand_over(self, conn: socket.socket) -> None:
+        """Let the spare become a rank; it runs nothing before the wrapper has said `go`.
+
+        Raises:
+            RefusedError: for what is told to the wrapper.
+            OSError: the wrapper is gone.
+        """
+        if peer(conn) != os.getuid():
+            raise RefusedError("you are another user")
+        wanted = read_line(conn)
+        spare = self._fit(json.loads(wanted))
+        self.selector.unregister(spare.channel)
+        self.spare = None
+        try:
+            self._agree(conn, spare, wanted)
+        except BaseException:
+            kill(spare.pid)
+            raise
+        finally:
+            spare.channel.close()
+        self.rank, self.wrapper, self.rank_ended = spare.pid, conn, False
+        self.selector.register(conn, selectors.EVENT_READ, self._on_wrapper)
+
+    def _agree(self, conn: socket.socket, spare: Spare, wanted: bytes) -> None:
+        """Pass on what the wrapper wants, and its `go`, which brings its files.  Raises as `_hand_over`."""
+        spare.channel.sendall(wanted)
+        answer = json.loads(read_line(spare.channel))
+        if "refused" in answer:
+            raise RefusedError(answer["refused"])
+        conn.sendall(line({"pid": spare.pid}))
+        files = read_go(conn)
+        try:
+            socket.send_fds(spare.channel, [GO], files)
+        finally:
+            for file in files:
+                os.close(file)
+
+    def _fit(self, wanted: dict[str, Any]) -> Spare:
+        """Return the spare, where it can become what is wanted.  Raises `RefusedError`."""
+        if self.rank or self.leaving:
+            raise RefusedError("the rank before has not ended" if self.rank else "the standby is about to leave")
+        if wanted["prefix"] != self.prefix:
+            raise RefusedError(f"it runs {' '.join(self.prefix)}, not {' '.join(wanted['prefix'])}")
+        changed = differs(self.born, wanted["environment"])
+        if changed:
+            raise RefusedError(f"{changed} has changed, and is read when a program starts")
+        if self.spare is None or not self.spare.ready:
+            why = "none waits" if self.spare is None else "it is still importing"
+            self._end_spare()  # it would only take time from the rank that is started without it
+            raise RefusedError(why)
+        return self.spare
+
+    def _on_wrapper(self) -> None:
+        """The wrapper is gone: killed by a watcher, or by Slurm, or it knows how the rank ended."""
+        assert self.wrapper is not None, "it is watched while there is one"
+        with contextlib.suppress(OSError):  # reset: gone as well
+            if self.wrapper.recv(1):
+                return
+        self.selector.unregister(self.wrapper)
+        self.wrapper.close()
+        self.wrapper = None
+        self._sweep()
+        self.rank = 0
+
+    # --- processes --------------------------------------------------------------------------------
+
+    def _on_signal(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            numbers = os.read(self.woken, 64)
+            self.leaving = self.leaving or any(number != signal.SIGCHLD for number in numbers)
+
+    def _collect(self) -> None:
+        """Take note of who has ended."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.rank and self.wrapper is not None:
+                self.rank_ended = True
+                with contextlib.suppress(OSError):  # it was killed: that ends the rank too, and it has ended
+                    self.wrapper.sendall(line({"status": status}))
+
+    def _sweep(self) -> None:
+        """End the rank, and what it has left behind, such as data loaders: Slurm would, at the end of its own step."""
+        give_up_at = time.monotonic() + SWEEP_WITHIN_S
+        while time.monotonic() < give_up_at:
+            left = [pid for pid in children() if self.spare is None or pid != self.spare.pid]
+            if not left:
+                return
+            for pid in left:
+                kill(pid)
+                with contextlib.suppress(ChildProcessError):  # collected already
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.01)
+
+
+# --- the spare --------------------------------------------------------------------------------------
+
+
+def wait(channel: socket.socket, modules: list[str]) -> dict[str, Any]:
+    """Import, and return what to become once the wrapper has said `go`; end where nobody needs us."""
+    for number in ABSORBED:
+        signal.signal(number, signal.SIG_IGN)  # until we are a rank
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    oom_score(OOM_SCORE_WAITING)
+    try:
+        prepare(modules)
+    except Exception as error:  # noqa: BLE001 - whatever a module raises: told, and the launch starts without us
+        say_and_end(channel, {"why": f"{type(error).__name__}: {error}"[:300]})
+    try:
+        channel.sendall(line({"ready": True, "rss_mib": rss_mib()}))
+        task: dict[str, Any] = json.loads(read_line(channel))
+        try:
+            take_over(task)
+        except OSError as error:
+            say_and_end(channel, {"refused": f"{error.filename or ''} {error.strerror}".strip()})
+        channel.sendall(line({"taken": True}))
+        for number, file in enumerate(read_go(channel)):
+            os.dup2(file, number)
+            os.close(file)
+    except (OSError, RefusedError):
+        os._exit(0)  # the keeper is gone, or the wrapper
+    channel.close()
+    return task
+
+
+def prepare(modules: list[str]) -> None:
+    """Import what every training needs.
+
+    Raises:
+        ImportError: there is no torch.
+        RefusedError: a module has started CUDA, which must see the GPUs of the launch.
+    """
+    for name in (*IMPORTS, *modules):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            if name == IMPORTS[0]:
+                raise
+    torch = sys.modules[IMPORTS[0]]
+    if torch.cuda.is_initialized():
+        raise RefusedError(f"one of {', '.join(modules)} starts CUDA when it is imported")
+
+
+def take_over(task: dict[str, Any]) -> None:
+    """Take the place of the process that the wrapper would have started; its files come with `go`.  Raises OSError."""
+    with open("/proc/self/comm", "w") as file:
+        file.write(os.path.basename(sys.executable)[:15])  # from now on watchers end us like any rank
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(task["environment"])
+    os.umask(task["umask"])
+    if set(task["cpus"]) != os.sched_getaffinity(0):
+        os.sched_setaffinity(0, task["cpus"])
+    os.chdir(task["directory"])
+    if task["words"][0] != "-m":
+        os.stat(task["words"][0])  # what is not there is best told by Python itself
+
+
+def become(task: dict[str, Any]) -> None:
+    """Run the training as if its Python had just been started."""
+    oom_score(OOM_SCORE_RANK)
+    for number in ABSORBED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    prefix, words = task["prefix"], task["words"]
+    sys.orig_argv[:] = [*prefix, *words]
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    safe = sys.flags.isolated or getattr(sys.flags, "safe_path", False)
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        if not safe:
+            sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # noqa: SLF001 - what `python -m` calls
+        return
+    sys.argv[:] = words
+    path = words[0]
+    if not safe:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    exec(code, main.__dict__)  # noqa: S102 - the user's own script
+
+
+def run(task: dict[str, Any]) -> None:
+    """Run the training, and have its own errors look as ever: without our frames."""
+    try:
+        become(task)
+    except Exception as error:  # noqa: BLE001 - what the interpreter does with an error that nobody has caught
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in _HIDDEN:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+_HIDDEN = frozenset((__file__, runpy.__file__, "<frozen runpy>"))
+
+
+# --- small things -----------------------------------------------------------------------------------
+
+
+def line(words: Mapping[str, object]) -> bytes:
+    """Return one line."""
+    return json.dumps(words).encode() + b"\n"
+
+
+def read_line(sock: socket.socket) -> bytes:
+    """Read up to the end of a line, and not beyond.  Raises OSError, `RefusedError` where it ends before."""
+    data = b""
+    while not data.endswith(b"\n"):
+        more = sock.recv(65536)
+        if not more or len(data) > LINE_BYTES_MAX:
+            raise RefusedError("the other side has gone")
+        data += more
+    return data
+
+
+def read_go(sock: socket.socket) -> list[int]:
+    """Read `go`, and the three files that come with it.  Raises as `read_line`."""
+    data, files, _, _ = socket.recv_fds(sock, len(GO), FILES)
+    if data != GO or len(files) != FILES:
+        for file in files:
+            os.close(file)
+        raise RefusedError("nobody said go")
+    return list(files)
+
+
+def peer(sock: socket.socket) -> int:
+    """Return the uid of the other side."""
+    return int(_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
+
+
+def differs(born: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """Return a variable that has another value now, of those that are read once when a program starts; else nothing.
+
+    >>> differs({"OMP_NUM_THREADS": "1", "RANK": "0"}, {"OMP_NUM_THREADS": "1", "RANK": "3"})
+    ''
+    >>> differs({}, {"PYTHONPATH": "/work"})
+    'PYTHONPATH'
+    """
+    names = sorted(name for name in {*born, *wanted} if name.startswith(_READ_AT_START))
+    return next((name for name in names if born.get(name) != wanted.get(name)), "")
+
+
+def report(words: Mapping[str, object]) -> None:
+    """Tell the supervisor."""
+    node = os.environ.get("SLURMD_NODENAME", "")
+    with contextlib.suppress(OSError):  # srun is gone: the lease decides what that means
+        os.write(1, line({**words, "node": node, "slot": os.environ.get("SLURM_LOCALID", "0")}))
+
+
+def say_and_end(channel: socket.socket, words: Mapping[str, object]) -> NoReturn:
+    """Say why this spare is none."""
+    with contextlib.suppress(OSError):  # nobody listens any more
+        channel.sendall(line(words))
+    os._exit(0)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):  # gone is what we wanted
+        os.kill(pid, signal.SIGKILL)
+
+
+def children() -> list[int]:
+    """Return the pids of our children, orphans of ranks included."""
+    own, found = os.getpid(), []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == own:
+                    found.append(int(name))
+    return found
+
+
+def rss_mib() -> int:
+    """Return how much memory this process has."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+
+def oom_score(score: int) -> None:
+    """Say who goes first when memory runs out."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(str(score))  # refused in some containers: all works, but for that
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def address(environment: Mapping[str, str]) -> str:
+    """Return where the wrapper of this rank finds its standby."""
+    place = environment["STEPKEEPER_STANDBY"].replace("%N", environment.get("SLURMD_NODENAME", ""))
+    return f"{place}/{environment.get('SLURM_LOCALID', '0')}"
+
+
+def main(argv: list[str]) -> dict[str, Any] | None:
+    """Keep spares; return what to run in a process that has become a rank, and nothing in the keeper itself."""
+    split = argv.index("--")
+    with open("/proc/self/comm", "w") as file:
+        file.write(NAME)
+    try:
+        Keeper(address(os.environ), argv[split + 1 :]).run()
+    except Born as born:
+        channel = born.channel
+    else:
+        return None
+    return wait(channel, argv[:split])
+
+
+if __name__ == "__main__":
+    _task = main(sys.argv[1:])
+    if _task is not None:
+        run(_task)

@@ -1,0 +1,374 @@
+"""A warm standby becomes the rank, and is in nothing told from it; where it cannot, a rank is started as ever."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stepkeeper import standby, wrapper
+from stepkeeper.watcher.processes import kill_ranks, rank_processes
+
+WITHIN_S = 60.0
+NODE = "n1"
+# torch is not what is tried here: a spare imports whatever has that name
+TORCH = "class cuda:\n    is_initialized = staticmethod(lambda: {cuda})\n{more}\n"
+
+
+class Site:
+    """A keeper, the wrappers that come to it, and the run that both are of."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.place = tmp_path
+        self.run_id = secrets.token_hex(6)
+        self.address = f"@stepkeeper-test-{self.run_id}/%N"
+        self.processes: list[subprocess.Popen[str]] = []
+        self.torch()
+
+    def torch(self, *, cuda: bool = False, more: str = "") -> None:
+        (self.place / "torch.py").write_text(TORCH.format(cuda=cuda, more=more))
+
+    def environment(self, **more: str) -> dict[str, str]:
+        return {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(self.place),
+            "PYTHONUNBUFFERED": "1",
+            "SLURM_PROCID": "3",
+            "SLURM_LOCALID": "1",
+            "SLURM_NTASKS": "8",
+            "SLURMD_NODENAME": NODE,
+            "STEPKEEPER_TASKS_PER_NODE": "2",
+            "STEPKEEPER_ATTEMPT": "4",
+            "STEPKEEPER_LAUNCH": "5",
+            "STEPKEEPER_RUN_ID": self.run_id,
+            "STEPKEEPER_STANDBY": self.address,
+            **more,
+        }
+
+    def start(self, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            argv,
+            env=environment,
+            cwd=self.place,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def keeper(self, *modules: str, ready: bool = True, **more: str) -> subprocess.Popen[str]:
+        """Start one; with `ready`, its spare has imported all."""
+        argv = [sys.executable, standby.__file__, *modules, "--", sys.executable]
+        process = self.start(argv, self.environment(**more))
+        say(process, "prepare")
+        if ready:
+            assert heard(process)["standby"] == "ready"
+        return process
+
+    def wrapper(self, *words: str, **more: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-I", "-S", wrapper.__file__, "--", sys.executable, *words]
+        return self.start(argv, self.environment(**{"STEPKEEPER_STANDBY_WORDS": "1", "STEPKEEPER_LAUNCH": "6"} | more))
+
+    def script(self, text: str) -> str:
+        path = self.place / "elsewhere" / "script.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return str(path)
+
+    def ranks(self) -> set[int]:
+        return set(rank_processes(self.run_id, NODE, attempt_max=9))
+
+
+@pytest.fixture
+def site(tmp_path):
+    made = Site(tmp_path)
+    yield made
+    for process in made.processes:
+        process.kill()
+    until(lambda: not kill_ranks(made.run_id, NODE, attempt_max=9), "the ranks' end")
+    for process in made.processes:
+        process.communicate(timeout=WITHIN_S)
+
+
+def until(condition, what):
+    limit = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < limit, f"waited for {what}"
+        time.sleep(0.02)
+
+
+def say(keeper, word):
+    keeper.stdin.write(word + "\n")
+    keeper.stdin.flush()
+
+
+def heard(keeper):
+    return json.loads(keeper.stdout.readline())
+
+
+TELL = """
+import json, os, signal, sys
+import beside
+open("/proc/self/comm").read()
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path[0], "cwd": os.getcwd(), "environment": dict(os.environ), "name": __name__,
+    "file": __file__, "orig": sys.orig_argv, "stdin": sys.stdin.read(), "main": sys.modules["__main__"].TOLD,
+    "signals": [str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD)],
+    "umask": os.umask(0), "descriptors": sorted(os.listdir("/proc/self/fd")), "beside": beside.__file__,
+    "parents": os.getppid(), "cpus": sorted(os.sched_getaffinity(0)),
+})) if (TOLD := 1) else None
+print("said", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("module", [False, True], ids=["script", "module"])
+def test_a_standby_becomes_what_python_would_have_been(site, module):
+    """The same script, once by a standby and once without: all that it can see of itself is the same."""
+    words = [site.script(TELL), "--steps", "3"]
+    (site.place / "elsewhere" / "beside.py").touch()
+    if module:
+        site.script(TELL)
+        package = site.place / "package"
+        (site.place / "elsewhere").rename(package)
+        (site.place / "beside.py").touch()
+        words = ["-m", "package.script", "--steps", "3"]
+    keeper = site.keeper()
+    told = []
+    for address in (site.address, ""):
+        process = site.wrapper(*words, STEPKEEPER_STANDBY=address, GREETING="grüß\udcff")
+        out, err = process.communicate("given", timeout=WITHIN_S)
+        assert (process.returncode, err) == (0, "said\n")
+        told.append(json.loads(out))
+
+    warm, cold = told
+    assert warm.pop("parents") == keeper.pid
+    assert cold.pop("parents") != keeper.pid
+    assert warm == cold
+    assert warm["environment"]["RANK"] == "3"
+    assert "STEPKEEPER_STANDBY" not in warm["environment"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("raise SystemExit(7)", 7),
+        ("import os; os._exit(75)", 75),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
+        ("import os; os.kill(os.getpid(), 15)", -signal.SIGTERM),
+        ("import os; os.abort()", -signal.SIGABRT),
+        ("import sys; sys.exit('words')", 1),
+    ],
+)
+def test_the_wrapper_ends_as_the_standby_did(site, text, code):
+    """srun must see the same end."""
+    site.keeper()
+    process = site.wrapper(site.script(text))
+
+    _, err = process.communicate(timeout=WITHIN_S)
+
+    assert process.returncode == code
+    assert "no warm standby" not in err
+
+
+def test_an_error_looks_as_ever(site):
+    """What a log's rules read must not depend on who ran the script."""
+    site.keeper()
+    script = site.script("def load():\n    raise ValueError('of data')\n\nload()\n")
+    warm, cold = (
+        site.wrapper(script, STEPKEEPER_STANDBY=address).communicate(timeout=WITHIN_S)[1]
+        for address in (site.address, "")
+    )
+
+    assert warm == cold
+    assert warm.endswith("ValueError: of data\n")
+
+
+def test_a_wrapper_that_is_killed_takes_its_rank_and_what_that_started_along(site):
+    """Slurm and the watchers kill wrappers; the rank is in another Slurm step."""
+    site.keeper()
+    process = site.wrapper(
+        site.script("import subprocess, time\nsubprocess.Popen(['sleep', '600'])\nprint('up')\ntime.sleep(600)\n")
+    )
+    assert process.stdout.readline() == "up\n"
+    until(lambda: len(site.ranks()) == 3, "the wrapper, the rank and its child")
+
+    process.kill()
+
+    until(lambda: not site.ranks(), "the end of all three")
+
+
+def test_watchers_end_ranks_and_leave_those_alone_that_wait(site):
+    """A node is clear although a standby waits there; one that became a rank is ended like any."""
+    keeper = site.keeper()
+    assert kill_ranks(site.run_id, NODE, attempt_max=9) == 0
+    assert not site.ranks()
+    process = site.wrapper(site.script("import time\nprint('up')\ntime.sleep(600)\n"))
+    assert process.stdout.readline() == "up\n"
+
+    assert kill_ranks(site.run_id, NODE, attempt_max=9) == 2
+
+    assert process.wait(WITHIN_S) == -signal.SIGKILL
+    until(lambda: not site.ranks(), "the end of the rank")
+    say(keeper, "prepare")
+    assert heard(keeper)["standby"] == "ready"
+    script = site.script("print('the next one')")
+    assert site.wrapper(script).communicate(timeout=WITHIN_S)[0] == "the next one\n"
+
+
+def test_a_keeper_that_is_killed_takes_its_rank_along(site):
+    """The end of the standby's Slurm step: the rank fails, and is told as failed."""
+    keeper = site.keeper()
+    process = site.wrapper(site.script("import time\nprint('up')\ntime.sleep(600)\n"))
+    assert process.stdout.readline() == "up\n"
+
+    keeper.kill()
+
+    assert process.wait(WITHIN_S) == -signal.SIGKILL
+    until(lambda: not site.ranks(), "the end of the rank")
+
+
+def falls_back(site, why, *words, **more):
+    script = site.script("import os\nprint('ran', os.getppid())")
+    process = site.wrapper(*words, script, **more)
+    out, err = process.communicate(timeout=WITHIN_S)
+    assert (process.returncode, out) == (0, f"ran {process.pid}\n")
+    assert f"no warm standby for this rank: {why}" in err
+
+
+def test_without_a_keeper_a_rank_is_started_as_ever(site):
+    falls_back(site, "[Errno 111] Connection refused")
+
+
+def test_a_standby_that_died_before_is_none(site):
+    keeper = site.keeper()
+    (spare,) = children_of(keeper.pid)
+    os.kill(spare, signal.SIGKILL)
+    assert heard(keeper)["standby"] == "gone"
+
+    falls_back(site, "none waits")
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("who", ["keeper", pytest.param("spare", marks=pytest.mark.campaign)])
+def test_one_that_was_stopped_is_not_waited_for_and_never_runs_it_too(site, who):
+    """The limit is short; and once it goes on, it must not become a second rank."""
+    keeper = site.keeper()
+    (spare,) = children_of(keeper.pid)
+    stopped = keeper.pid if who == "keeper" else spare
+    os.kill(stopped, signal.SIGSTOP)
+    mark = site.place / "runs"
+    script = site.script(f"open({str(mark)!r}, 'a').write('x')")
+    process = site.wrapper(script)
+
+    _, err = process.communicate(timeout=WITHIN_S)
+
+    assert process.returncode == 0
+    assert "no warm standby for this rank: " in err
+    assert mark.read_text() == "x"
+    with contextlib.suppress(ProcessLookupError):  # the keeper has ended its spare
+        os.kill(stopped, signal.SIGCONT)
+    until(lambda: not Path(f"/proc/{spare}/stat").exists(), "the end of the spare")
+    assert mark.read_text() == "x"
+
+
+def test_what_a_program_reads_when_it_starts_must_be_the_same(site):
+    """OpenMP counts its threads when it is loaded: a spare cannot follow."""
+    site.keeper(OMP_NUM_THREADS="1")
+
+    falls_back(site, "OMP_NUM_THREADS has changed, and is read when a program starts", OMP_NUM_THREADS="2")
+
+
+def test_other_words_before_the_script_are_another_program(site):
+    site.keeper()
+
+    falls_back(site, "it runs", "-B", STEPKEEPER_STANDBY_WORDS="2")
+
+
+def test_another_user_is_refused(site):
+    """The address is hard to guess, and guessing it is not enough."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to be another user")
+    site.keeper()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        name = "\0" + site.address[1:].replace("%N", NODE) + "/1"
+        pid = os.fork()
+        if pid == 0:
+            os.setuid(65534)
+            sock.connect(name)
+            said = sock.recv(1000)
+            os._exit(0 if b"another user" in said else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_spare_that_would_see_the_wrong_gpus_is_none(site):
+    """CUDA reads which GPUs there are when it starts: that must happen in the launch."""
+    site.torch(cuda=True)
+    keeper = site.keeper("json", ready=False)
+
+    said = heard(keeper)
+
+    assert (said["standby"], said["why"]) == ("gone", "RefusedError: one of json starts CUDA when it is imported")
+
+
+def test_a_spare_that_still_imports_makes_way(site):
+    site.torch(more="import time\ntime.sleep(600)")
+    keeper = site.keeper(ready=False)
+    until(lambda: children_of(keeper.pid), "the spare")
+
+    falls_back(site, "it is still importing")
+
+    until(lambda: not children_of(keeper.pid), "the end of the spare")
+
+
+@pytest.mark.parametrize("how", ["quit", "end of input", "SIGTERM"])
+def test_a_keeper_leaves_at_once_but_not_from_under_its_rank(site, how):
+    """Neither a requeue nor a cancellation waits for those that wait; a rank comes to its own end."""
+    keeper = site.keeper()
+    process = site.wrapper(site.script("print('up')\ninput()\nraise SystemExit(3)\n"))
+    assert process.stdout.readline() == "up\n"
+    say(keeper, "prepare")
+    assert heard(keeper)["standby"] == "ready"
+    (spare,) = set(children_of(keeper.pid)) - site.ranks()
+
+    if how == "SIGTERM":
+        keeper.send_signal(signal.SIGTERM)
+    elif how == "quit":
+        say(keeper, "quit")
+    else:
+        keeper.stdin.close()
+
+    until(lambda: not Path(f"/proc/{spare}").exists(), "the end of the one that waits")
+    assert process.poll() is None
+    assert keeper.poll() is None
+    process.communicate("go\n", timeout=WITHIN_S)
+    assert process.returncode == 3
+    assert keeper.wait(WITHIN_S) == 0
+    keeper.stdin = None  # closed above, in one of the cases
+
+
+def test_an_environment_that_comes_in_pieces_is_read_whole():
+    ours, theirs = socket.socketpair()
+    text = standby.line({"x": "y" * 300_000})
+    thread = threading.Thread(target=ours.sendall, args=(text,))
+    thread.start()
+
+    assert standby.read_line(theirs) == text
+
+    thread.join(WITHIN_S)
+    ours.close()
+    theirs.close()

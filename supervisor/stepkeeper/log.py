@@ -32,10 +32,17 @@ class PatientStream:
         self._open = open_stream
         self._waiting: queue.Queue[str | threading.Event] = queue.Queue(LINES_WAITING_MAX)
         self.dropped = 0
+        self._copy: PatientStream | None = None
         threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def copy_to(self, other: PatientStream) -> None:
+        """Hand all that comes from now on to another stream, too: where the one is lost, the other is not."""
+        self._copy = other
 
     def write(self, text: str) -> int:
         """Hand over some text; returns at once."""
+        if self._copy is not None:
+            self._copy.write(text)
         try:
             self._waiting.put_nowait(text)
         except queue.Full:
@@ -46,7 +53,9 @@ class PatientStream:
         """Do nothing: the thread flushes."""
 
     def drain(self, within_s: float) -> None:
-        """Wait until what was handed over is written, or the time is up."""
+        """Wait until what was handed over is written, or the time is up; for a copy, as long again."""
+        if self._copy is not None:
+            self._copy.drain(within_s)
         done = threading.Event()
         try:
             self._waiting.put(done, timeout=within_s)

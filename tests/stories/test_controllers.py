@@ -13,6 +13,7 @@ from tests.training import Training, assert_complete
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
 TAKEN_OVER_S = 60.0
+HANGS_S = 8.0  # longer than a call may take
 
 
 def answers(lab: Lab) -> bool:
@@ -63,6 +64,35 @@ def test_a_primary_controller_that_dies_in_training_is_followed_by_the_backup(la
         lab.start_slurmctld()
 
     assert found.restarts == 1, training.story()
+    assert_complete(training, reference)
+
+
+def test_a_primary_that_hangs_in_the_requeue_and_is_ended_is_followed_by_the_backup(
+    lab_factory, reference: Training
+) -> None:
+    """While it takes connections and answers none, Slurm's commands turn to no other; then somebody ends it."""
+    lab = lab_factory(grace_time_s=20, kill_wait_s=10, backup_controller=True)
+    training = Training(lab, name="fail-over-late", step_seconds=0.4).submit()
+    training.wait_step(3)
+    saved(lab)
+    acts.requeueing(training)
+    try:
+        with lab.hung_slurmctld():
+            time.sleep(HANGS_S)
+            lab.stop_slurmctld(signal.SIGKILL)
+        training.until(lambda: answers(lab), "the backup controller", TAKEN_OVER_S)
+        training.wait_event(on.RequeueAnswered)
+        release_urgent_jobs(lab)
+        goes_on(training)
+        training.wait_end()
+        found = lab.job(training.job_id)
+    finally:
+        lab.start_slurmctld()
+
+    answered = [record.event for record in training.events(on.RequeueAnswered)]
+    assert [answer.ok for answer in answered][-1], training.story()
+    assert found.restarts == 1, training.story()
+    assert len(training.events(on.AttemptStarted)) == 2, training.story()
     assert_complete(training, reference)
 
 

@@ -172,6 +172,10 @@ def test_a_log_that_each_attempt_empties_is_told(lab: Lab, mode: str) -> None:
     training.wait_end()
 
     assert attempts == ({0, 1} if mode == "append" else {1})
+    for attempt in (0, 1):
+        kept = (training.run_dir / "logs" / f"attempt-{attempt:03d}" / "supervisor.log").read_text()
+        assert f'"attempt": {attempt}' in kept, kept
+        assert "attempt_started" in kept, kept
     assert bool(warned) == (mode == "truncate"), training.output()
 
 

@@ -31,6 +31,13 @@ GANGS = (
     "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=SUSPEND OverSubscribe=FORCE:2 MaxTime=INFINITE State=UP",
     "PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF OverSubscribe=FORCE:1 MaxTime=INFINITE State=UP",
 )
+TURN_S = 10
+TURNS = (
+    "PreemptType=preempt/none",
+    "PreemptMode=GANG",
+    f"SchedulerTimeSlice={TURN_S}",
+    "PartitionName=turns Nodes=ALL OverSubscribe=FORCE:2 MaxTime=INFINITE State=UP",
+)
 
 
 def suspensions(training: Training) -> list[float]:
@@ -101,6 +108,33 @@ def test_a_job_that_a_gang_suspends_for_an_urgent_one_goes_on_after_it(lab_facto
     training.wait_end()
 
     assert_it_only_paused(training, reference, AWAY_S - 10)
+
+
+@pytest.mark.campaign
+def test_jobs_that_take_turns_on_a_node_are_not_hung(lab_factory, reference: Training) -> None:
+    """OverSubscribe=FORCE without any preemption: every ten seconds the other job's turn comes, and then ours."""
+    lab = lab_factory(grace_time_s=20, kill_wait_s=10, slurm_conf=TURNS)
+    training = Training(lab, name="turns", step_seconds=0.6, sbatch_args=("--partition=turns",)).submit()
+    training.wait_step(8)
+
+    nodes = lab.job(training.job_id).nodes
+    other = lab.submit(
+        "exec sleep infinity",
+        sbatch_args=[
+            "--partition=turns", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--ntasks-per-node=8",
+            "--mem=100", "--job-name=urgent", "--output=/dev/null",
+        ],
+    )  # fmt: skip
+    lab.wait_job(training.job_id, "SUSPENDED", timeout_s=60)
+    lab.wait_job(other, "RUNNING")
+    lab.wait_job(training.job_id, "RUNNING", timeout_s=60)
+    lab.wait_job(training.job_id, "SUSPENDED", timeout_s=60)
+    lab.wait_job(training.job_id, "RUNNING", timeout_s=60)
+    release_urgent_jobs(lab)
+    training.wait_end()
+
+    assert len(suspensions(training)) >= 2, training.story()
+    assert_it_only_paused(training, reference, TURN_S - 2)
 
 
 @pytest.mark.campaign

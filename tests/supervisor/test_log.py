@@ -8,6 +8,7 @@ import time
 import pytest
 
 from stepkeeper.log import LINES_WAITING_MAX, PatientStream
+from stepkeeper.store import logs
 
 CHATTER = (
     "import sys\n"
@@ -52,6 +53,23 @@ def test_a_stdout_that_is_gone_and_comes_back_is_written_to():
     stream.drain(20)
 
     assert (stream.dropped, kept.getvalue()) == (2, "kept")
+
+
+def test_a_copy_is_whole_where_the_log_itself_is_lost(tmp_path):
+    """Slurm may empty a job's log at each attempt, and several attempts add to one copy."""
+    logs.open_supervisors(tmp_path / "attempt-000").write("before\n")
+    stream = PatientStream(lambda: None)
+    stream.copy_to(PatientStream(lambda: logs.open_supervisors(tmp_path / "attempt-000")))
+
+    stream.write("after\n")
+    stream.drain(20)
+
+    kept = tmp_path / "attempt-000" / "supervisor.log"
+    assert (stream.dropped, kept.read_text()) == (1, "before\nafter\n")
+    kept.unlink()
+    kept.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic"):
+        logs.open_supervisors(tmp_path / "attempt-000")
 
 
 def test_a_stdout_that_hangs_holds_nobody_up():

@@ -10,6 +10,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -33,7 +34,7 @@ from stepkeeper.sources import asked, signals
 from stepkeeper.sources import lease as lease_source
 from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
-from stepkeeper.store import journal, rundir, sharing, tenure
+from stepkeeper.store import journal, logs, rundir, sharing, tenure
 from stepkeeper.supervise import Setting, Supervisor
 from stepkeeper.telemetry.starting import exported
 from stepkeeper.telemetry.tally import TalliedJournal, Tally
@@ -97,6 +98,7 @@ def execute(arguments: argparse.Namespace) -> int:
     client = slurm.client
     lease = _lease(directory, allocation, carried, clock, client)
     emptied = batch and allocation.restart_count > 0 and is_empty(sys.stdout)
+    out.copy_to(PatientStream(lambda: logs.open_supervisors(directory.attempt_logs(lease.attempt))))
     log = configure(out, job=allocation.job_id, attempt=lease.attempt)
     assignment = Assignment(
         run_directory=str(directory.path),
@@ -145,7 +147,7 @@ def execute(arguments: argparse.Namespace) -> int:
         to_stop=f"stepkeeper stop {directory.path}",
     )
     noting.note(config, directory, lease.attempt, command, log)
-    _say_what_surprises(log, batch=batch, emptied=emptied)
+    _say_what_surprises(log, batch=batch, emptied=emptied, kept=directory.attempt_logs(lease.attempt).parent)
     if merged:
         log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
     if not cmd.takes_resume(command):
@@ -206,12 +208,14 @@ def execute(arguments: argparse.Namespace) -> int:
         out.drain(LOG_WITHIN_S)
 
 
-def _say_what_surprises(log: structlog.typing.FilteringBoundLogger, *, batch: bool, emptied: bool) -> None:
+def _say_what_surprises(log: structlog.typing.FilteringBoundLogger, *, batch: bool, emptied: bool, kept: Path) -> None:
     """Say what this job does that its owner may not expect."""
     if not batch:
         log.warning("no_batch_script", why=NO_BATCH_SCRIPT)
     if emptied:
-        log.warning("log_emptied", ask_for="sbatch --open-mode=append", why="Slurm empties it at each attempt")
+        log.warning(
+            "log_emptied", ask_for="sbatch --open-mode=append", why=f"Slurm empties it at each attempt; copies: {kept}"
+        )
 
 
 def _command(words: list[str]) -> tuple[str, ...]:

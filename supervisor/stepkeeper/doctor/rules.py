@@ -153,7 +153,9 @@ def _log(site: Site) -> Iterator[Finding]:
         level=Level.OK if appends else Level.NOTE,
         subject="JobFileAppend",
         found=site.text("JobFileAppend") or "0",
-        means="logs of earlier attempts are kept" if appends else "a requeued job truncates its log",
+        means="logs of earlier attempts are kept"
+        if appends
+        else "a requeued job empties its log; what the supervisor said stays in the run directory, below logs/",
         remedy="" if appends else f"keep `{OURS[1]}` in the batch script",
     )
 

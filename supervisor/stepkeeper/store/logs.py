@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from typing import TextIO
 
 from stepkeeper_trainer.formats import stacks
 
@@ -11,6 +13,21 @@ FAILED_NAME = "failed"
 ERRORS_NAME = "errors"  # directory: torch's error files, one a rank
 STACKS_NAME = stacks.DIRECTORY  # of ranks that stood still
 KEPT_MAX = 20
+SUPERVISOR_NAME = "supervisor.log"
+
+
+def open_supervisors(attempt: Path) -> TextIO:
+    """Open what is left of an attempt's own lines where Slurm empties the job's log for the next one.
+
+    Args:
+        attempt: the directory of its logs.
+
+    Raises:
+        OSError: it cannot be written, or is a symbolic link.
+    """
+    attempt.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(attempt / SUPERVISOR_NAME, flags, 0o666), "a", encoding="utf-8", errors="replace")
 
 
 def mark_failed(logs: Path, why: str) -> None:

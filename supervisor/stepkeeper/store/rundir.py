@@ -53,9 +53,13 @@ class RunDirectory:
         """The step directories."""
         return self.path / "checkpoints"
 
+    def attempt_logs(self, attempt: int) -> Path:
+        """Return where the logs of an attempt's launches lie, and its supervisor's own."""
+        return self.path / "logs" / f"attempt-{attempt:03d}"
+
     def logs(self, attempt: int, launch: int) -> Path:
         """The ranks' output of one launch, a file per node."""
-        return self.path / "logs" / f"attempt-{attempt:03d}" / f"launch-{launch:03d}"
+        return self.attempt_logs(attempt) / f"launch-{launch:03d}"
 
 
 def expand(pattern: str, environment: Mapping[str, str]) -> Path:

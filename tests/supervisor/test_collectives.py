@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from stepkeeper.store.logs import STACKS_NAME
+from stepkeeper.verdict import gathering
+from stepkeeper.verdict.causes import Cause
 from stepkeeper.verdict.collectives import compare, find_suspect, in_words
+from stepkeeper.verdict.joining import judge
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.accounts import Asked
-from stepkeeper_trainer.formats import collectives
+from stepkeeper_trainer.formats import collectives, nccl_dumps
 from stepkeeper_trainer.formats.collectives import Account, Place, trim
 from stepkeeper_trainer.formats.decoding import DecodeError
 
@@ -205,6 +210,79 @@ def test_a_word_fits_into_a_line_whatever_a_rank_has_written() -> None:
     assert lines.decode_from_watcher(lines.encode(word)) == word
 
 
+# --- what NCCL writes by itself -------------------------------------------------------------------
+
+
+def pickled(*entries: dict[str, object]) -> bytes:
+    """As torch's writer makes it, which knows protocol 2 and no shared parts."""
+    return pickle.dumps(json.loads(dumped(*entries)), protocol=2)
+
+
+def test_a_pickled_dump_says_the_same() -> None:
+    many = [entry(number, "completed", retired=True) for number in range(1, 2000)] + [entry(2000, "started")]
+
+    data = pickled(*many)
+
+    assert pickle.LONG_BINPUT in data
+    assert collectives.reduce_parsed(nccl_dumps.parse(data)) == collectives.reduce([(dumped(*many), True)])
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("true",)
+
+
+HUGE_PLACE = pickle.PROTO + b"\2" + pickle.EMPTY_LIST + pickle.LONG_BINPUT + b"\xff\xff\xff\x7f" + pickle.STOP
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (pickle.dumps({"entries": [Evil()]}, protocol=2), "what no dump of a flight recorder does"),
+        (pickle.dumps(Evil(), protocol=4), "what no dump of a flight recorder does"),
+        (HUGE_PLACE, "what no dump of a flight recorder does"),
+        (pickled(entry(6, "started"))[:-9], "torn"),
+        (b"", "torn"),
+        (pickle.SETITEMS + pickle.STOP, "torn or damaged"),
+    ],
+)
+def test_a_pickle_that_does_more_than_hold_data_is_not_loaded(data: bytes, why: str) -> None:
+    with pytest.raises(DecodeError, match=why):
+        nccl_dumps.parse(data)
+
+
+@pytest.mark.parametrize("dump", [[], {"entries": 7}, {"entries": [{"process_group": [1, 2]}]}])
+def test_data_of_another_shape_is_refused(dump: object) -> None:
+    with pytest.raises(DecodeError):
+        collectives.reduce_parsed(nccl_dumps.parse(pickle.dumps(dump, protocol=2)))
+
+
+def test_a_timeout_of_nccl_is_explained_by_what_the_ranks_recorded(tmp_path: Path) -> None:
+    """One of the four was killed while it wrote."""
+    place = tmp_path / STACKS_NAME
+    place.mkdir()
+    open_one, before = entry(6, "started", retired=True), entry(5, "completed", retired=True)
+    for rank, entries in {0: (before, open_one), 1: (before,), 2: (before, open_one)}.items():
+        nccl_dumps.file(place, rank).write_bytes(pickled(*entries))
+    nccl_dumps.file(place, 3).write_bytes(pickled(before)[:-20])
+    (tmp_path / "n1.log").write_text(
+        "0: [rank0]:[E1121 10:00:00.000000000 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation "
+        "timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE, NumelIn=8192, NumelOut=8192, Timeout(ms)=600000) ran for 600010 "
+        "milliseconds before timing out.\n"
+    )
+
+    verdict = judge(gathering.of_logs(tmp_path))
+
+    assert verdict.cause is Cause.COLLECTIVE_TIMEOUT
+    (recorded,) = [piece for piece in verdict.evidence if piece.rule == "nccl-flight-recorder"]
+    assert recorded.rank == 1
+    assert recorded.text == (
+        "ranks 0, 2 wait in all_reduce #6 of the default group, "
+        "rank 1 has not entered it (the newest it entered is all_reduce #5)"
+    )
+    assert gathering.of_logs(tmp_path, enough=lambda: True) == []
+
+
 # --- asking ---------------------------------------------------------------------------------------
 
 
@@ -217,7 +295,7 @@ def test_who_cannot_tell_is_neither_ended_nor_waited_for(tmp_path: Path) -> None
 
 MUTE = """
 import faulthandler, sys, time
-from stepkeeper_trainer.formats import collectives
+from stepkeeper_trainer.formats import collectives, nccl_dumps
 faulthandler.register(collectives.SIGNAL, file=open("/dev/null", "w"), chain=False)
 print("ready", flush=True)
 time.sleep(600)

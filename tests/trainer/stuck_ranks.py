@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from stepkeeper_trainer import collectives
+from stepkeeper_trainer.formats import nccl_dumps
 from stepkeeper_trainer.formats.stacks import DIRECTORY
 
 WORLD = 3
@@ -39,6 +40,8 @@ def ahead(rank: int) -> None:
     """Two ranks have begun three collectives at once, of which the late one has entered the first."""
     works = [dist.all_reduce(torch.ones(7), async_op=True) for _ in range(1 if rank == LATE else 3)]
     works[0].wait()
+    pickled = torch._C._distributed_c10d._dump_fr_trace()
+    nccl_dumps.file(Path(sys.argv[1]) / "ahead", rank).write_bytes(pickled)
     time.sleep(FOREVER_S) if rank == LATE else works[-1].wait()
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from stepkeeper.verdict.collectives import compare, find_suspect, in_words
 from stepkeeper.watcher.accounts import Asked
-from stepkeeper_trainer.formats.collectives import raw_file
+from stepkeeper_trainer.formats import nccl_dumps
+from stepkeeper_trainer.formats.collectives import raw_file, reduce_parsed
 from tests.trainer.stuck_ranks import LATE, SCENES, WORLD
 
 LIMIT_S = 120.0  # a busy machine takes its time to get there
@@ -75,6 +76,17 @@ def test_the_oldest_of_several_open_collectives(told) -> None:
 
     assert text.startswith("ranks 0, 1 wait in all_reduce #2 of the default group"), text
     assert suspect == LATE
+
+
+def test_the_recorders_other_form_says_the_same(told, ranks: tuple[Path, dict[str, dict[int, int]]]) -> None:
+    """NCCL writes this one by itself, by the same writer; here it was asked of the recorder of CPU groups."""
+    text, _, _ = told("ahead", lambda text: "#2" in text and f"rank {LATE} has not" in text)
+
+    files = {rank: nccl_dumps.file(ranks[0] / "ahead", rank) for rank in range(WORLD)}
+    parsed = {rank: nccl_dumps.parse(path.read_bytes()) for rank, path in files.items()}
+    places = {rank: reduce_parsed(dump, of_gpu=False) for rank, dump in parsed.items()}
+    assert in_words(compare(places), places) == text
+    assert any("stuck_ranks.py" in frame["filename"] for frame in parsed[0]["entries"][0]["frames"])
 
 
 def test_ranks_that_disagree(told) -> None:

@@ -20,7 +20,7 @@ from stepkeeper.core.events import JobFacts, NodeFaulted, RankExited
 from stepkeeper.store import journal, lines
 from stepkeeper.store.logs import ERRORS_NAME, FAILED_NAME
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.verdict import errorfiles, logs, planes, reading
+from stepkeeper.verdict import errorfiles, logs, planes, reading, recorded
 from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
 
 FILES_MAX = 4096  # logs of one launch that are read
@@ -167,7 +167,7 @@ def of_logs(
     ends: reading.Ends = reading.THOROUGH,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[Evidence]:
-    """Return what the logs and torch's error files of a launch tell; nothing where there are none.
+    """Return what the logs, torch's error files and NCCL's dumps of a launch tell; nothing where there are none.
 
     Args:
         directory: of the launch's logs.
@@ -194,7 +194,7 @@ def of_logs(
             found += [said] if said is not None else []
         else:
             found += of_log(path, ends)
-    return found
+    return found + recorded.sight(directory, enough)
 
 
 def of_log(path: Path, ends: reading.Ends = reading.THOROUGH) -> list[Evidence]:

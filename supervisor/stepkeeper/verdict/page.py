@@ -46,8 +46,8 @@ Before a training that stands still is ended, each node's watcher collects what 
 of it stays in the launch's logs, below `stacks/`:
 
 - `rank-R.txt`: the stacks of all threads, by py-spy where it is installed, else by Python's faulthandler.
-- `collectives-rank-R.json`: where the rank is in each group's collectives, by torch's flight recorders (NCCL's, and that
-  of CPU groups), which a thread of the trainer library asks.
+- `collectives-rank-R.json`: where the rank is in each group's collectives, by torch's flight recorders (NCCL's, and
+  that of CPU groups), which a thread of the trainer library asks.
 - `flight-recorder-nccl-rank-R.json`, `flight-recorder-cpu-rank-R.json`: what they said themselves.
 - `nccl-of-rank-R`: NCCL's own dump, where its timeout was shorter than our patience; `torchfrtrace` reads it.
 

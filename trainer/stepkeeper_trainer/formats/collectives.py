@@ -1,7 +1,7 @@
 """Where a rank is in its collectives, by torch's flight recorder: the newest that it entered, and what is open.
 
-The rank reduces the recorder's own JSON (thousands of entries) to one `Place` a group, for its node's watcher.  Nothing
-is unpickled: the recorder's other form is a pickle, and is not read.  Needs no torch.
+The rank reduces the recorder's own JSON (thousands of entries) to one `Place` a group, for its node's watcher.  What
+NCCL writes by itself when a collective times out is a pickle of the same (`nccl_dumps`).  Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import decode
+from stepkeeper_trainer.formats.decoding import MismatchError, decode
 from stepkeeper_trainer.formats.stacks import DIRECTORY
 
 if TYPE_CHECKING:
@@ -135,9 +135,24 @@ def reduce(dumps: Iterable[tuple[bytes, bool]]) -> tuple[Place, ...]:
     Raises:
         DecodeError: it is not what torch writes.
     """
+    return _reduce((decode(_dump, data), of_gpu) for data, of_gpu in dumps)
+
+
+def reduce_parsed(dump: object, *, of_gpu: bool = True) -> tuple[Place, ...]:
+    """Return the same of what `nccl_dumps.parse` returned.
+
+    Raises:
+        DecodeError: it is not what torch writes.
+    """
+    try:
+        return _reduce([(msgspec.convert(dump, _Dump), of_gpu)])
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise MismatchError(str(error)) from error
+
+
+def _reduce(dumps: Iterable[tuple[_Dump, bool]]) -> tuple[Place, ...]:
     found: list[tuple[bool, int, Place]] = []
-    for data, of_gpu in dumps:
-        dump = decode(_dump, data)
+    for dump, of_gpu in dumps:
         groups: dict[tuple[str, str, bool], list[_Entry]] = {}
         for entry in dump.entries:
             groups.setdefault((*entry.process_group, entry.is_p2p), []).append(entry)

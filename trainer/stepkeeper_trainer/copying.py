@@ -27,7 +27,11 @@ class Copier:
     def __init__(self, places: list[torch.Tensor], order: list[int]) -> None:
         """Prepare; `order` says which tensor of a state belongs to each place."""
         self._places, self._order = places, order
-        self._parts: dict[int, list[Part]] = {}  # by how many threads
+        threads = self._threads()
+        self._parts = {threads: self._divide(threads)}  # made now: a save is waited for
+
+    def _threads(self) -> int:
+        return min(THREADS_MAX, torch.get_num_threads()) if len(self._places) >= MANY else 1
 
     def copy(self, tensors: list[torch.Tensor], meanwhile: Callable[[], bool] = lambda: True) -> bool:
         """Copy each tensor of a state to its place.  Gradients must be off.
@@ -35,7 +39,7 @@ class Copier:
         `meanwhile` is asked while other threads begin: where it says no, it says so here, and the places hold nothing
         of use.
         """
-        threads = min(THREADS_MAX, torch.get_num_threads()) if len(self._places) >= MANY else 1
+        threads = self._threads()
         if threads not in self._parts:
             self._parts[threads] = self._divide(threads)
         *small, large = self._parts[threads]

@@ -28,13 +28,23 @@ if TYPE_CHECKING:
 _LEAST_S = 0.1  # of waiting for the other ranks
 
 
+@dataclass(slots=True)
+class Whole:
+    """torch's records of all that is saved, until `.metadata` is made of them: then nobody needs them any more.
+
+    There are about eight for each tensor, and Python's search for cycles goes through all of them, again and again.
+    """
+
+    metadata: Metadata | None
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """What this rank writes, and on rank 0 what there is to know of the whole."""
 
     items: tuple[MetadataIndex, ...]
     replicas: Replicas  # what this rank holds that others hold too
-    metadata: Metadata | None = None
+    whole: Whole | None = None  # on rank 0
     groups: tuple[tuple[str, ...], ...] = ()  # rank 0: the tensors of each replica group
 
     @property
@@ -124,7 +134,7 @@ class Planner:
             try:
                 found = _divide(gathered, to_lowest=self._to_lowest)
                 whole = found[0]
-                shares = [dataclasses.replace(share, metadata=None, groups=()) for share in found]
+                shares = [dataclasses.replace(share, whole=None, groups=()) for share in found]
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
                 shares = [f"planning failed: {error}"] * self._world_size
         mine: list[Any] = [None]
@@ -147,5 +157,5 @@ def _divide_all(plans: list[SavePlan], *, to_lowest: bool) -> list[Share]:
     divided, metadata = DefaultSavePlanner(dedup_save_to_lowest_rank=to_lowest).create_global_plan(plans)
     metadata = dataclasses.replace(metadata, planner_data=names)  # stock tools unflatten by it
     shares = [Share(tuple(item.index for item in plan.items), replicas[rank]) for rank, plan in enumerate(divided)]
-    shares[0] = dataclasses.replace(shares[0], metadata=metadata, groups=groups)
+    shares[0] = dataclasses.replace(shares[0], whole=Whole(metadata), groups=groups)
     return shares

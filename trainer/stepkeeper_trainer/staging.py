@@ -44,8 +44,10 @@ class Signature:
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> Signature:
         """Return the signature of a state."""
+        seen: dict[Any, Any] = {}  # few kinds: each is kept once, and not a shape of its own for each tensor
         with paused():
-            return Signature(list(tensors), list(map(_look, tensors.values())), _specs(tensors))
+            kinds = [seen.setdefault(kind, kind) for kind in map(_look, tensors.values())]
+            return Signature(list(tensors), kinds, _specs(tensors))
 
     def is_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether it is that of a state.  Each tensor is looked at once: that it is not in the cache is the cost."""

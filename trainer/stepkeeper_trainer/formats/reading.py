@@ -5,6 +5,8 @@ Memory is bounded by the number of threads.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -25,6 +27,7 @@ TASK_BYTES = 64 * 1024 * 1024  # read by one thread in a row, at most
 TASKS_PER_THREAD = 4
 THREADS_MIN, THREADS_MAX = 4, 32  # more than cores: shared storage answers many readers at once
 _ALIGNED = 4096  # for reads past the page cache
+_HUGE = 2 * 1024 * 1024  # bytes of a huge page
 _PAUSE_S = 0.1
 
 
@@ -126,9 +129,8 @@ def read(directory: Path, tasks: list[Task], how: Reading) -> Found:
 
     def work() -> None:
         size = DISK_PIECE_BYTES if how.from_disk else PIECE_BYTES
-        buffer = mmap.mmap(-1, size)  # on a page boundary, as reads past the page cache need it
         try:
-            with memoryview(buffer) as piece:
+            with _buffer(size) as piece:
                 while True:
                     with found.lock:
                         task = next(queue, None)
@@ -149,6 +151,20 @@ def read(directory: Path, tasks: list[Task], how: Reading) -> Found:
     if found.crash is not None:
         raise found.crash
     return found
+
+
+def _buffer(size: int) -> memoryview:
+    """Return memory that begins on a huge page, and is of huge pages where the kernel has them.
+
+    Reads past the page cache need a page boundary.  Of small pages each is an entry of its own in the disk's list of
+    where to put what it reads: one disk gave 1.1 GiB/s into those, and 3.0 into huge ones.
+    """
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _HUGE:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE
+    return memoryview(memory)[begin : begin + size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,7 @@ def _show(run: RunDirectory, status: Status, seen: dict[str, Any]) -> None:
     printing.say()
     printing.say(f"events: stepkeeper events {run.path}    logs: stepkeeper logs {run.path}")
     if not seen["done"]:
-        printing.say(f"to stop: scancel {status.job_id}")
+        printing.say(f"to stop: stepkeeper stop {run.path} (saves first), or scancel {status.job_id}")
 
 
 def _progress(status: Status) -> str:

@@ -84,7 +84,7 @@ def execute(arguments: argparse.Namespace) -> int:
         printing.say(f"job {job} is submitted")
         printing.say(f"  run directory  {where}")
         printing.say(f"  see            stepkeeper status {shlex.quote(where)}")
-        printing.say(f"  stop           scancel {job}")
+        printing.say(f"  stop           stepkeeper stop {shlex.quote(where)} (saves first), or scancel {job}")
     return ExitCode.FINISHED
 
 

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import State
 from stepkeeper.seeing.model import Use
 from stepkeeper.simulating import clockwork
 from stepkeeper.simulating.clockwork import Clockwork
@@ -109,7 +114,59 @@ def test_names_of_nodes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert few.requeues == pytest.approx(all_named.requeues, rel=0.25)
 
 
+ELASTIC = World(nodes=128, nodes_min=96, failures=20.0, days=20.0, queue_s=4 * HOUR, repair_s=2 * HOUR)
+
+
+def test_a_smaller_world_goes_on_where_the_queue_is_long() -> None:
+    waits = simulate(msgspec.structs.replace(ELASTIC, nodes_min=0), Policy(), runs=2, seed=1)
+    shrinks = simulate(ELASTIC, Policy(), runs=2, seed=1)
+
+    assert waits.speed == pytest.approx(waits.ettr)
+    assert shrinks.requeues < 0.2 * waits.requeues
+    assert shrinks.speed < shrinks.ettr, "smaller launches do less in the same time"
+    assert shrinks.speed > waits.speed
+    assert shrinks.formula is None
+
+
+def test_growing_back_pays_where_the_queue_is_short() -> None:
+    """Nodes that were repaired come back by a requeue, right after a checkpoint: no step is done twice for it."""
+    world = msgspec.structs.replace(ELASTIC, queue_s=300.0)
+    stays = simulate(world, Policy(grow_back="launch"), runs=2, seed=1)
+    grows = simulate(world, Policy(grow_back="checkpoint"), runs=2, seed=1)
+
+    assert grows.requeues > stays.requeues
+    assert grows.speed > stays.speed + 0.03
+    lost = [found.shares[Use.LOST] / found.failures for found in (grows, stays)]
+    assert lost[0] == pytest.approx(lost[1], rel=0.25)
+
+
+def test_every_second_and_every_node_hour_of_a_smaller_world_goes_somewhere() -> None:
+    result = Clockwork(ELASTIC, Policy(grow_back="checkpoint"), seed=3).run()
+
+    assert sum(result.spent.values()) == pytest.approx(result.wall_s)
+    assert min(result.spent.values()) >= 0
+    assert result.steps_s < result.spent[Use.PRODUCTIVE]
+    held_s = result.wall_s - result.spent[Use.QUEUE]
+    assert 0.9 * held_s < result.held_node_s / ELASTIC.nodes < held_s
+    assert result.persons == 0
+
+
+def test_a_run_that_misses_nothing_asks_for_nothing() -> None:
+    asked = []
+
+    def listen(_before: State, _event: on.Event, decision: Decision) -> None:
+        asked.extend(effect for effect in decision.effects if isinstance(effect, do.AskIdleNodes))
+
+    world = msgspec.structs.replace(ELASTIC, failures=0.0, days=5.0)
+    Clockwork(world, Policy(grow_back="checkpoint"), seed=1, listener=listen).run()
+    assert not asked
+
+    Clockwork(ELASTIC, Policy(grow_back="checkpoint"), seed=1, listener=listen).run()
+    assert asked
+
+
 def test_figures_that_make_no_sense_are_said() -> None:
+    assert "cannot shrink" in (World(nodes=4, nodes_min=5).problem() or "")
     assert World().problem() is None
     assert "too short" in (World(interval_s=10.0).problem() or "")
     assert "must be more than 0" in (World(nodes=0).problem() or "")

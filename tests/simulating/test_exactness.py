@@ -7,15 +7,19 @@ import os
 from collections.abc import Iterable
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
+from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
+from stepkeeper.simulating.clockwork import Clockwork
 from stepkeeper.simulating.replaying import replay
 from stepkeeper.simulating.scenario import given_training, parse
+from stepkeeper.simulating.world import World
 from stepkeeper.store import journal
 from stepkeeper.store.recorder import Recorder, changed, changes
 from stepkeeper_trainer.formats.lease import Lease
@@ -127,6 +131,33 @@ def test_hours_of_words_fit_into_samples_and_the_replay_is_exact() -> None:
     said = " ".join(line.record.why for line in lines if line.record is not None)
     for told in ("d is slow", "the loss is", "the ranks' stacks are looked at", "steps slower", "preempted"):
         assert told in said
+
+
+@pytest.mark.parametrize("grow_back", ["launch", "checkpoint"])
+def test_the_replay_of_simulated_weeks_is_exact(grow_back: str) -> None:
+    """Preemptions, limits, faults, lost nodes, smaller worlds: over many attempts, each with what it carries over."""
+    policy = Policy(grow_back=grow_back, hang_watch=False)  # as the simulated world has it
+    world = World(
+        nodes=32, nodes_min=24, spares=1, failures=60.0, days=10.0, preemptions_per_day=1.0, time_limit_s=86_400.0
+    )
+    lines: list[journal.Line] = []
+    recorders: list[Recorder] = []
+
+    def listen(before: State, event: on.Event, decision: Decision) -> None:
+        if isinstance(event, on.AttemptStarted):
+            number = len(recorders)
+            recorders.append(Recorder(msgspec.structs.replace(LEASE, restart_count=number, attempt=number), policy))
+        record = recorders[-1].record(before, event, decision)
+        if record is not None:
+            data = msgspec.json.encode(record)
+            lines.append(journal.Line(msgspec.json.decode(data, type=journal.Record), data))
+
+    Clockwork(world, policy, seed=2, listener=listen).run()
+    found = replay(lines, dict.fromkeys(range(1000), policy), words=True)
+
+    assert found.differences == []
+    assert found.attempts > 10
+    assert found.records > 1000
 
 
 def test_without_what_was_missed_the_same_journal_would_differ() -> None:

@@ -15,6 +15,7 @@ from stepkeeper import printing
 from stepkeeper.commands.dev_replay import changed, policy_changes
 from stepkeeper.commands.plan import duration
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.growing import GROW_BACK
 from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.planning.draw import short
@@ -33,6 +34,7 @@ TIMES = {
     "save-s": "from the request of a save to durable",
     "load-s": "from the start of the processes to the first step",
     "verify-s": "choosing and reading back a checkpoint",
+    "repair-s": "mean, until a node that was given back, or another one like it, is idle",
     "queue-s": "mean wait in the queue after a requeue",
     "grace-s": "of a preemption",
     "person-s": "until somebody submits again what has stopped",
@@ -63,6 +65,16 @@ def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("--save-every", default="30min", metavar="T[,T...]", help="intervals to try (%(default)s)")
     command.add_argument("--spares", default="0,16", metavar="N[,N...]", help="spare nodes to try (%(default)s)")
+    command.add_argument(
+        "--min-nodes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="a launch may shrink to where no spare is left (default: never); --nodes is the most it has",
+    )
+    command.add_argument(
+        "--grow-back", choices=GROW_BACK, default=Policy().grow_back, help="of smaller launches (%(default)s)"
+    )
     for name, what in TIMES.items():
         field = "persist_s" if name == "save-s" else name.replace("-", "_")
         default = getattr(defaults, field)
@@ -87,7 +99,7 @@ def execute(arguments: argparse.Namespace) -> int:
         for index, path in enumerate(arguments.files):
             _play(path, titled=len(arguments.files) > 1, first=index == 0)
         return ExitCode.FINISHED
-    policy = changed(Policy(), policy_changes(arguments.policy))
+    policy = changed(Policy(grow_back=arguments.grow_back), policy_changes(arguments.policy))
     if not 1 <= arguments.runs <= COUNT_MAX:
         raise StepkeeperError("--runs is at least 1", ExitCode.USAGE)
     began = time.monotonic()
@@ -126,13 +138,14 @@ def _worlds(arguments: argparse.Namespace) -> list[World]:
         raise StepkeeperError(f"--save-every, --spares: {error}", ExitCode.USAGE) from error
     if len(intervals) * len(spares) > CHOICES_MAX or max(spares) > COUNT_MAX:
         raise StepkeeperError(f"--save-every, --spares: at most {CHOICES_MAX} choices at a time", ExitCode.USAGE)
-    fields = ("blocked_s", "persist_s", "load_s", "verify_s", "queue_s", "grace_s", "person_s")
+    fields = ("blocked_s", "persist_s", "load_s", "verify_s", "repair_s", "queue_s", "grace_s", "person_s")
     worlds = [
         World(
             nodes=arguments.nodes,
             days=arguments.days,
             failures=rate,
             spares=count,
+            nodes_min=arguments.min_nodes,
             interval_s=interval,
             preemptions_per_day=arguments.preemptions_per_day,
             time_limit_s=arguments.time_limit,
@@ -147,8 +160,8 @@ def _worlds(arguments: argparse.Namespace) -> list[World]:
 
 
 def _show(found: list[Summary], arguments: argparse.Namespace, seconds: float) -> None:
-    head = ("SAVE EVERY", "SPARES", "ETTR", "FROM", "TO", "PLAN", "LOST", "SAVING", "STARTING", "AWAY", "QUEUE",
-            "FAILURES", "RESTART", "REQUEUES", "PERSON", "OF NODES")  # fmt: skip
+    head = ("SAVE EVERY", "SPARES", "ETTR", "FROM", "TO", "STEPS", "PLAN", "LOST", "SAVING", "STARTING", "AWAY",
+            "QUEUE", "FAILURES", "RESTART", "REQUEUES", "PERSON", "OF NODES")  # fmt: skip
     rows = [
         (
             short(each.interval_s),
@@ -156,6 +169,7 @@ def _show(found: list[Summary], arguments: argparse.Namespace, seconds: float) -
             f"{each.ettr:.1%}",
             f"{each.ettr_low:.1%}",
             f"{each.ettr_high:.1%}",
+            f"{each.speed:.1%}",
             "-" if each.formula is None else f"{each.formula:.1%}",
             f"{each.shares[Use.LOST]:.1%}",
             f"{each.shares[Use.SAVING]:.1%}",
@@ -174,7 +188,8 @@ def _show(found: list[Summary], arguments: argparse.Namespace, seconds: float) -
     printing.say()
     printing.say(
         f"{arguments.runs} runs each of {arguments.nodes:,} nodes over {arguments.days:g} days, in {seconds:.1f} s. "
-        "ETTR: share of the time that became progress, mean and range; PLAN: by the formula of `stepkeeper plan`, with "
+        "ETTR: share of the time that became progress, mean and range; STEPS: of those that all nodes would do in all "
+        "the time, less than the ETTR where launches were smaller; PLAN: by the formula of `stepkeeper plan`, with "
         "the restart time found here; AWAY: hung, stopping, requeueing; OF NODES: of the node-hours, spares included."
     )
     for reason in dict.fromkeys(reason for each in found for reason in each.stopped_for):

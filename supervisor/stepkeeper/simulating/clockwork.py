@@ -2,15 +2,16 @@
 
 What is simulated is the world only: its failures, and how long everything takes.  What is done about them is decided
 by `core`, with its budgets, deadlines and retries.  Node names cost time and change nothing, so of the nodes of a
-launch at most `NAMED_MAX` have one; a failure of any of the others befalls one of these.
+launch at most `NAMED_MAX` have one; a failure of any of the others befalls one of these.  Where a launch may shrink,
+it does so by what a name stands for.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 import random
-from collections import deque
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -19,39 +20,37 @@ from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase, State
 from stepkeeper.seeing.model import Use
+from stepkeeper.simulating.accounts import Accounts
+from stepkeeper.simulating.progress import Progress
 from stepkeeper.simulating.result import Result
+from stepkeeper.simulating.turns import Turns
 from stepkeeper.simulating.world import MIX, Kind, World
 
 NAMED_MAX = 64
 TURNS_MAX = 50_000_000  # a run that decides so much is stuck
-CARRIED = ("failures", "best_step", "node_losses", "excluded", "tried")
+CARRIED = ("failures", "best_step", "node_losses", "excluded", "tried", "usual", "left_out")
 CAUSES = {Kind.FAULT: Cause.NODE_FAULT, Kind.LOST: Cause.NODE_LOST, Kind.FAILURE: Cause.NETWORK}
 
 
-class _Turn(NamedTuple):
-    at: float
-    number: int  # in the order of scheduling
-    what: on.Event | str  # an event for `decide`, or the name of what the world does
-    launch: int | None  # it is void when another launch runs
+Listener = Callable[[State, on.Event, Decision], None]
 
 
 class Clockwork:
     """One simulated run."""
 
-    def __init__(self, world: World, policy: Policy, seed: int) -> None:
+    def __init__(self, world: World, policy: Policy, seed: int, listener: Listener | None = None) -> None:
         self.world = world
-        self.policy = _deaf(policy)
+        self.listener = listener  # of every decision
+        self.policy = msgspec.structs.replace(policy, hang_watch=False)  # no word of single steps comes here
         self.random = random.Random(seed)  # noqa: S311 - the same run for the same seed
         self.result = Result()
         self.now = 0.0
-        self.turns: list[_Turn] = []
-        self.scheduled = 0
+        self.turns = Turns()
         self.state = State()
-        self.use = Use.STARTING
-        self.since = 0.0
         self.over = False  # this attempt
         self.serial = 0  # of launches, over all attempts
         self.hurt: Kind | None = None  # what befell the launch
@@ -59,11 +58,11 @@ class Clockwork:
         self.dead: set[str] = set()
         self.incidents = 0
         self.facts: dict[str, float] = {}  # what Slurm would say of the job
-        # progress, in seconds of training; a step takes one
-        self.done = 0.0
-        self.stepping_since: float | None = None
-        self.snapshots: deque[float] = deque()  # of the saves in flight, oldest first
-        self.durable = [0.0]
+        self.named = min(world.nodes, NAMED_MAX)
+        self.left: set[str] = set()  # names that this attempt has given back
+        self.repaired_at: list[float] = []  # when nodes that were given back, or others in their place, are idle
+        self.progress = Progress()
+        self.accounts = Accounts(self.result, world, self.named)
 
     def run(self) -> Result:
         """Play until the days are over."""
@@ -72,27 +71,30 @@ class Clockwork:
             self._attempt(end)
             self.now = min(end, self.now)
         self._pause()
-        self._spend(self.use)
+        self._spend(self.accounts.use)
+        self._hold()
         self.result.wall_s = self.now
+        self.result.steps_s = self.progress.done.steps_s
         return self.result
 
     # --- one attempt ------------------------------------------------------------------------------
 
     def _attempt(self, end: float) -> None:
         carried: dict[str, Any] = {name: getattr(self.state, name) for name in CARRIED}
-        named = min(self.world.nodes, NAMED_MAX)
-        nodes = tuple(f"n{index}" for index in range(named + self.world.spares))
+        nodes = tuple(f"n{index}" for index in range(self.named + self.world.spares))
         number = self.result.attempts
         self.result.attempts += 1
         self.turns.clear()
+        self.left.clear()
+        self.repaired_at.clear()  # it comes with as many nodes as it wants: the queue has waited for them
+        self.accounts.held(self.now, 0)  # while it waited
         self.state, self.over, self.dead, self.hurt, self.facts = State(), False, set(), None, {}
         self._spend(Use.STARTING)
         started: dict[str, Any] = {"job_id": 1, "restart_count": number, "attempt": number}
         self._feed(
             on.AttemptStarted(
-                at=self.now, nodes=nodes, nodes_wanted=named, batch_node=nodes[0], kill_wait_s=30.0,
-                previous="" if not number else "requeued",
-                **started, **carried,
+                at=self.now, nodes=nodes, nodes_wanted=self.named, nodes_min=self._names_min(), batch_node=nodes[0],
+                kill_wait_s=30.0, previous="" if not number else "requeued", **started, **carried,
             )
         )  # fmt: skip
         self._later(self._gap(), "fail")
@@ -101,8 +103,8 @@ class Clockwork:
         self._later(max(1.0, self.world.time_limit_s - self.world.limit_notice_s), "limit")
         self.facts = {"end": self.now + self.world.time_limit_s}
         for _ in range(TURNS_MAX):
-            deadline = self.state.deadline_at
-            following = self.turns[0].at if self.turns else float("inf")
+            deadline = self.state.wake_at
+            following = self.turns.next_at
             if self.over:
                 return
             at = min(following, deadline if deadline is not None else float("inf"))
@@ -113,7 +115,7 @@ class Clockwork:
             if deadline is not None and deadline <= following:
                 self._feed(on.Tick(at=self.now))
                 continue
-            turn = heapq.heappop(self.turns)
+            turn = self.turns.pop()
             if turn.launch is not None and turn.launch != self.serial:
                 continue
             if isinstance(turn.what, str):
@@ -122,14 +124,15 @@ class Clockwork:
                 self._feed(msgspec.structs.replace(turn.what, at=self.now))
         raise AssertionError(f"stuck in {self.state}")
 
+    def _names_min(self) -> int:
+        """Return how many names a launch may shrink to; 0: it may not."""
+        return math.ceil(self.world.nodes_min * self.named / self.world.nodes)
+
     def _later(self, after: float, what: on.Event | str, *, launch: int | None = None) -> None:
-        self.scheduled += 1
-        heapq.heappush(self.turns, _Turn(self.now + after, self.scheduled, what, launch))
+        self.turns.add(self.now + after, what, launch)
 
     def _spend(self, use: Use) -> None:
-        """From now on time goes into this."""
-        self.result.spent[self.use] += self.now - self.since
-        self.use, self.since = use, self.now
+        self.accounts.spend(self.now, use)
 
     # --- what befalls it --------------------------------------------------------------------------
 
@@ -141,6 +144,8 @@ class Clockwork:
     def _do_fail(self) -> None:
         self._later(self._gap(), "fail")
         kind = self.random.choices(list(MIX), list(MIX.values()))[0]
+        if self.random.random() * self.named >= len(self.state.nodes):
+            return  # it befell a node that this job has given back
         spares = [node for node in self.state.nodes if node not in self.state.launched]
         idle = len(spares) if self.state.launched else 0
         hits_spare = self.random.random() < idle / (self.world.nodes + idle)
@@ -156,13 +161,10 @@ class Clockwork:
         self.incidents += 1
         match kind:
             case Kind.FAULT:
-                fault: dict[str, Any] = {
-                    "incident": f"i{self.incidents}",
-                    "name": "XID 79",
-                    "action": "drain_reboot",
-                    "leave": True,
-                }
-                seen = on.NodeFaulted(at=0, node=node, why="simulated", drained=True, **fault)
+                seen = on.NodeFaulted(
+                    at=0, node=node, incident=f"i{self.incidents}", name="XID 79", action="drain_reboot", leave=True,
+                    why="simulated", drained=True,
+                )  # fmt: skip
                 self._later(self.world.detect_s, seen)
             case Kind.LOST:
                 self.dead.add(node)
@@ -178,7 +180,6 @@ class Clockwork:
             self.hurt = kind
             self._pause()
             self._lose()
-            self.snapshots.clear()
             self._spend(Use.HUNG)
 
     def _do_preempt(self) -> None:
@@ -195,26 +196,24 @@ class Clockwork:
     def _do_first_step(self) -> None:
         if self.hurt is None:
             self._go_on()
-            self._feed(on.Progressed(at=self.now, launch=self.state.launch, step=int(self.done) + 1, tokens=0))
+            self._feed(on.Progressed(at=self.now, launch=self.state.launch, step=self._step() + 1, tokens=0))
+
+    def _step(self) -> int:
+        return int(self.progress.done.steps_s)
 
     def _go_on(self) -> None:
         self._spend(Use.PRODUCTIVE)
-        self.stepping_since = self.now
+        self.progress.go_on(self.now, len(self.state.launched) / self.named)
         self._later(self.world.interval_s, "save", launch=self.serial)
 
     def _pause(self) -> None:
-        if self.stepping_since is not None:
-            self.done += self.now - self.stepping_since
-            self.stepping_since = None
+        self.progress.pause(self.now)
 
     def _lose(self) -> None:
-        lost = self.done - self.durable[-1]
-        self.result.spent[Use.PRODUCTIVE] -= lost
-        self.result.spent[Use.LOST] += lost
-        self.done = self.durable[-1]
+        self.accounts.lost(self.progress.lose())
 
     def _do_save(self) -> None:
-        if self.hurt is not None or self.stepping_since is None:
+        if self.hurt is not None or not self.progress.stepping:
             return
         self._pause()
         self._begin_save(emergency=False)
@@ -222,29 +221,22 @@ class Clockwork:
         self._later(self.world.blocked_s, "go_on", launch=self.serial)
 
     def _do_go_on(self) -> None:
-        if self.hurt is None and self.use is Use.SAVING and self.state.phase is not Phase.SAVING:
+        if self.hurt is None and self.accounts.use is Use.SAVING and self.state.phase is not Phase.SAVING:
             self._go_on()
 
     def _begin_save(self, *, emergency: bool) -> None:
-        self.snapshots.append(self.done)
-        step, launch = int(self.done), self.state.launch
-        saved: dict[str, Any] = {
-            "launch": launch,
-            "step": step,
-            "save_id": f"s{self.result.saves}",
-            "emergency": emergency,
-        }
-        self._later(0.0, on.SaveBegan(at=0, **saved), launch=self.serial)
+        step, save_id = self.progress.snapshot(), f"s{self.result.saves}"
+        began = on.SaveBegan(at=0, launch=self.state.launch, step=step, save_id=save_id, emergency=emergency)
+        self._later(0.0, began, launch=self.serial)
         self._later(self.world.persist_s, "commit", launch=self.serial)
 
     def _do_commit(self) -> None:
-        if not self.snapshots:
+        step = self.progress.commit()
+        if step is None:
             return
-        snapshot = self.snapshots.popleft()
-        emergency = self.state.phase is Phase.SAVING and not self.snapshots
-        self.durable = [*self.durable[-9:], snapshot]
+        emergency = self.state.phase is Phase.SAVING and not self.progress.saving
         self.result.saves += 1
-        step, launch = int(snapshot), self.state.launch
+        launch = self.state.launch
         self._feed(
             on.CheckpointCommitted(
                 at=self.now, launch=launch, step=step, save_id="s", directory=f"step_{step:08d}", bytes=1,
@@ -258,14 +250,19 @@ class Clockwork:
 
     # --- orders -----------------------------------------------------------------------------------
 
+    def _hold(self) -> None:
+        self.accounts.held(self.now, 0 if self.over else len(self.state.nodes))
+
     def _feed(self, event: on.Event) -> None:
+        self._hold()
         before = self.state.phase
         decision = decide(self.state, event, self.policy)
+        if self.listener is not None:
+            self.listener(self.state, event, decision)
         self.state = decision.state
         if isinstance(event, on.LaunchEnded):
             self._pause()
             self._lose()
-            self.snapshots.clear()
             self.struck, self.hurt = self.hurt, None
             self.serial += 1
         phase = self.state.phase
@@ -290,13 +287,10 @@ class Clockwork:
             case do.VerifyCheckpoint():
                 self._later(world.verify_s, on.CheckpointVerified(at=0, directory=effect.directory, ok=True))
             case do.ClearNodes():
-                cleared: dict[str, Any] = {
-                    "launch": effect.launch,
-                    "nodes": effect.nodes,
-                    "address": effect.first,
-                    "port": 1,
-                }
-                self._later(world.clear_s, on.NodesCleared(at=0, **cleared))
+                cleared = on.NodesCleared(
+                    at=0, launch=effect.launch, nodes=effect.nodes, address=effect.first, port=1
+                )  # fmt: skip
+                self._later(world.clear_s, cleared)
             case do.AskUncleared():
                 self._later(0.0, on.NodesNotCleared(at=0, launch=effect.launch, nodes=tuple(sorted(self.dead))))
             case do.StartLaunch():
@@ -318,9 +312,13 @@ class Clockwork:
             case do.RollBack():
                 self._roll_back()
             case do.ReleaseNodes():
+                self._give_back(effect)
                 self._later(world.slurm_s, on.NodesReleased(at=0, ok=True))
             case do.CheckNodes():
                 self._later(world.slurm_s, on.NodesChecked(at=0, nodes=effect.nodes))
+            case do.AskIdleNodes():
+                idle = tuple(f"idle{index}" for index, at in enumerate(self.repaired_at) if at <= self.now)
+                self._later(world.slurm_s, on.IdleNodes(at=0, nodes=idle))
             case do.AskSlurm():
                 self._later(world.slurm_s, on.SlurmAnswered(at=0, job=self._job()))
             case do.Requeue():
@@ -355,23 +353,25 @@ class Clockwork:
         if effect.stop:
             self._pause()
             self._spend(Use.SAVING)
-        if effect.stop or not self.snapshots:
-            if self.stepping_since is not None:  # the snapshot holds what is done by now
-                self._pause()
-                self.stepping_since = self.now
+        if effect.stop or not self.progress.saving:
+            self.progress.note(self.now)  # the snapshot holds what is done by now
             self._begin_save(emergency=effect.stop)
 
+    def _give_back(self, effect: do.ReleaseNodes) -> None:
+        """Nodes go to be repaired, each for its own time; where the job runs with fewer, they could come back."""
+        gone = set(self.state.allocated) - set(effect.keep) - self.left
+        self.left |= gone
+        for _ in gone:
+            wait = self.random.expovariate(1 / self.world.repair_s) if self.world.repair_s else 0.0
+            self.repaired_at.append(self.now + wait)
+
     def _roll_back(self) -> None:
-        if len(self.durable) > 1:
-            lost = self.durable.pop() - self.durable[-1]
-            self.done = self.durable[-1]
-            self.result.spent[Use.PRODUCTIVE] -= lost
-            self.result.spent[Use.LOST] += lost
+        self.accounts.lost(self.progress.roll_back())
         step, directory = self._newest()
         self._later(self.world.slurm_s, on.RolledBack(at=0, launch=self.state.launch, directory=directory, step=step))
 
     def _newest(self) -> tuple[int, str | None]:
-        step = int(self.durable[-1])
+        step = self.progress.newest
         return step, f"step_{step:08d}" if step else None
 
     def _job(self) -> on.JobFacts:
@@ -396,8 +396,3 @@ class Clockwork:
             wait += self.world.person_s
             self.state = State()  # submitted again by hand: nothing is carried over but the checkpoints
         self.now += wait
-
-
-def _deaf(policy: Policy) -> Policy:
-    """Return a policy that does not wait for words of single steps: the world here sends none."""
-    return msgspec.structs.replace(policy, hang_watch=False) if "hang_watch" in Policy.__struct_fields__ else policy

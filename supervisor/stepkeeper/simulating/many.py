@@ -23,13 +23,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ettr: float  # mean
     ettr_low: float  # the worst and the best of the simulated runs
     ettr_high: float
+    speed: float  # steps that count, as a share of those that all nodes would do in all the time; mean
     formula: float | None  # with the restart time that the simulation found; None where it does not hold
     shares: dict[Use, float]  # of the time, means
     restart_s: float  # mean, from a failure to the next first step
     failures: float  # means a run
     requeues: float
     persons: float
-    node_share: float  # productive share of all node-hours held, spares included
+    node_share: float  # of all node-hours held, spares included: those that the steps that count would take
     stopped_for: tuple[str, ...]  # why a person was needed, the first few
 
 
@@ -41,7 +42,7 @@ def simulate(world: World, policy: Policy, *, runs: int, seed: int) -> Summary:
     mean = _mean(ettrs)
     restarts = [result.restart_s for result in found if result.hits]
     restart_s = _mean(restarts) if restarts else 0.0
-    held = 1 - shares[Use.QUEUE]
+    held = _mean([result.held_node_s for result in found])
     return Summary(
         interval_s=world.interval_s,
         spares=world.spares,
@@ -54,14 +55,15 @@ def simulate(world: World, policy: Policy, *, runs: int, seed: int) -> Summary:
         failures=_mean([float(result.hits) for result in found]),
         requeues=_mean([float(result.attempts - 1) for result in found]),
         persons=_mean([float(result.persons) for result in found]),
-        node_share=mean / held * world.nodes / (world.nodes + world.spares) if held else 0.0,
+        speed=_mean([result.speed for result in found]),
+        node_share=world.nodes * _mean([result.steps_s for result in found]) / held if held else 0.0,
         stopped_for=_reasons(found),
     )
 
 
 def _formula(world: World, restart_s: float) -> float | None:
-    """Return what the plan expects; it knows failures only, no preemption and no time limit."""
-    if world.preemptions_per_day or not math.isinf(world.time_limit_s):
+    """Return what the plan expects; it knows failures only: no preemption, no time limit, no smaller world."""
+    if world.preemptions_per_day or world.nodes_min or not math.isinf(world.time_limit_s):
         return None
     costs = Costs(
         blocked_s=world.blocked_s,

@@ -37,6 +37,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
     nodes: int = 2048  # that a launch uses
     spares: int = 0  # held besides
+    nodes_min: int = 0  # that a launch may shrink to where no spare is left; 0: never
     days: float = 54.0
     failures: float = PRESETS["llama3"]  # in 1,000 node-days
     preemptions_per_day: float = 0.0
@@ -58,6 +59,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float = 600.0  # mean wait after a requeue
     grace_s: float = 120.0  # of a preemption
     limit_notice_s: float = 600.0  # the user signal before the time limit
+    repair_s: float = 4 * 3600.0  # mean, until a node that was given back, or another one like it, is idle
     person_s: float = 4 * 3600.0  # until somebody submits a run again that has stopped
 
     @property
@@ -73,6 +75,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
                 return f"{name} is {value:g}: it must be 0 or more"
         if not (self.nodes >= 1 and 0 < self.days < math.inf and self.interval_s > 0):
             return "nodes, days and the interval between saves must be more than 0"
+        if self.nodes_min > self.nodes:
+            return f"a launch has {self.nodes} nodes: it cannot shrink to {self.nodes_min}"
         if self.interval_s + self.blocked_s < self.persist_s:
             return (
                 f"a save takes {self.persist_s:g} s to be durable, so one can begin no sooner: "

@@ -155,6 +155,22 @@ def test_a_job_id_finds_its_run_by_name_or_by_what_the_run_says(command: Command
         assert document["run_directory"] == str(expected.path)
 
 
+def test_a_task_of_an_array_is_found_by_the_name_that_slurm_shows(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for task in (3, 4):
+        build.write_status(
+            build.make_run(tmp_path / "runs" / f"sweep{task}"), job_id=70 + task, slurm_name=f"70_{task}"
+        )
+    build.write_status(build.make_run(tmp_path / "runs" / "named-70_5"), job_id=80)
+    build.write_status(build.make_run(tmp_path / "elsewhere" / "70-6"), job_id=81)
+    monkeypatch.setenv("STEPKEEPER_RUN_DIR", str(tmp_path / "elsewhere" / "%A-%a"))
+
+    for name, job in (("70_3", 73), ("70_4", 74), ("74", 74), ("70_5", 80), ("70_6", 81)):
+        assert json.loads(command("status", name, "--json").out)["job_id"] == job
+    assert "job 70_9: no run directory found" in command("status", "70_9").err
+
+
 def test_a_job_id_finds_the_run_that_the_environment_names(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

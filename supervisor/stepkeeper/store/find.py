@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from stepkeeper_trainer.formats.lineage import LINEAGE_NAME
 from stepkeeper_trainer.formats.steps import parse_step_name
 
 RUNS_NAME = "runs"
-JOB_DIGITS_MAX = 10  # Slurm counts in 32 bits
+_JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")  # Slurm counts in 32 bits; `ARRAY_TASK` is one task's name
 _PARTS = ("status.json", "journal.jsonl", lease.LEASE_NAME, "checkpoints")
 
 
@@ -39,8 +40,8 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
     path = Path(wanted)
     if path.is_dir():
         return _at(path)
-    if wanted.isascii() and wanted.isdigit() and len(wanted) <= JOB_DIGITS_MAX:
-        return _of_job(int(wanted), environment)
+    if _JOB.fullmatch(wanted):
+        return _of_job(wanted, environment)
     what = "not a directory" if path.exists() else "no such directory, and no job id"
     raise StepkeeperError(f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND)
 
@@ -114,34 +115,36 @@ def _here(environment: Mapping[str, str]) -> RunDirectory:
     )
 
 
-def _of_job(job_id: int, environment: Mapping[str, str]) -> RunDirectory:
+def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
     """Return the run that a job works on: one that says so itself outweighs one that is named after it."""
     below = _runs_below()
     named = environment.get("STEPKEEPER_RUN_DIR", "")
-    candidates = [*_expanded(named, job_id), *below, *known.runs(environment)]
-    saying = [run for run in candidates if job_id in _jobs(run)]
-    called = [run for run in candidates if run.name.endswith(f"-{job_id}") and _is_run(run)]
-    if found := saying or called:
+    meant = _expanded(named, job)
+    candidates = [*meant, *below, *known.runs(environment)]
+    saying = [run for run in candidates if job in _jobs(run)]
+    called = [run for run in candidates if run.name.endswith(f"-{job}") and _is_run(run)]
+    if found := saying or called or [run for run in meant if _is_run(run)]:
         return RunDirectory(max(found, key=_changed_at).resolve())
     searched = [
-        f"{RUNS_NAME}/*-{job_id}",
+        f"{RUNS_NAME}/*-{job}",
         f"the job ids in {RUNS_NAME}/*/status.json ({len(below)} runs)",
         "the runs that this account has started",
     ]
     if named:
         searched.insert(0, f"STEPKEEPER_RUN_DIR ({named})")
     raise StepkeeperError(
-        f"job {job_id}: no run directory found below {Path.cwd()}; searched {', '.join(searched)}; "
+        f"job {job}: no run directory found below {Path.cwd()}; searched {', '.join(searched)}; "
         "go to the submit directory, or name the run directory",
         ExitCode.NOTHING_FOUND,
     )
 
 
-def _expanded(named: str, job_id: int) -> list[Path]:
-    """Return what STEPKEEPER_RUN_DIR can stand for; of its fields, only the job's id is known here."""
+def _expanded(named: str, job: str) -> list[Path]:
+    """Return what STEPKEEPER_RUN_DIR can stand for; of its fields, only those of the job's name are known here."""
     if not named:
         return []
-    path = Path(named.replace("%j", str(job_id)).replace("%A", str(job_id)))
+    array, _, task = job.partition("_")
+    path = Path(named.replace("%A", array).replace(*(("%a", task) if task else ("%j", job))))
     return [path] if "%" not in str(path) and path.is_dir() else []
 
 
@@ -163,16 +166,16 @@ def _changed_at(run: Path) -> float:
     return max(times)
 
 
-def _jobs(run: Path) -> set[int]:
+def _jobs(run: Path) -> set[str]:
     """Return the jobs that a run names as its own; what cannot be read names none."""
-    jobs: set[int] = set()
+    jobs: set[str] = set()
     try:
         status = status_file.read(run / "status.json")
         held = lease.read(run)
     except (OSError, msgspec.MsgspecError, lease.LeaseError):
         return jobs
     if status is not None:
-        jobs.add(status.job_id)
+        jobs |= {str(status.job_id), status.slurm_name or str(status.job_id)}
     if held is not None:
-        jobs.add(held.job_id)
+        jobs.add(str(held.job_id))
     return jobs

@@ -21,6 +21,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
     run_id: str
     job_id: int
+    slurm_name: str = ""  # as Slurm's commands name the job: `ARRAY_TASK` for a task of an array
     restart_count: int
     attempt: int
     launch: int

@@ -49,6 +49,10 @@ MEANINGS = {
     "replay_equal": "so many steps were done again after a resume, with the same losses as before",
     "run_not_noted": "the home directory did not take the note where this run is",
     "spool_merged": "records of an earlier attempt were found on this node's disk and taken over",
+    "standby_ended": "the Slurm step of the warm standbys is over; the next launch starts its ranks as ever",
+    "standby_gone": "one process that was to wait for the next launch cannot, and why",
+    "standby_impossible": "`warm_standby` has no effect with this CMD, and why",
+    "standby_ready": "so many processes wait for the next launch; the memory of the largest",
     "status_not_written": "the run directory does not take `status.json`",
     "watcher": "a word of a node's watcher",
     # node agent

@@ -302,8 +302,8 @@ def wait(channel: socket.socket, modules: list[str]) -> dict[str, Any]:
         except OSError as error:
             say_and_end(channel, {"refused": f"{error.filename or ''} {error.strerror}".strip()})
         channel.sendall(line({"taken": True}))
-        for number, file in enumerate(read_go(channel)):
-            os.dup2(file, number)
+        for place, file in enumerate(read_go(channel)):
+            os.dup2(file, place)
             os.close(file)
     except (OSError, RefusedError):
         os._exit(0)  # the keeper is gone, or the wrapper

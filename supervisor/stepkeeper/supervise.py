@@ -14,7 +14,18 @@ from typing import assert_never
 import msgspec
 import structlog
 
-from stepkeeper.actions import answering, calling, checkpoints, judging, launch, rollback, slurm, standing, storage
+from stepkeeper.actions import (
+    answering,
+    calling,
+    checkpoints,
+    judging,
+    launch,
+    rollback,
+    slurm,
+    standbys,
+    standing,
+    storage,
+)
 from stepkeeper.actions.crew import Crew, Limits
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -63,6 +74,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes_min: int = 0  # that the storage must have before a launch
     notify_command: str | None = None
     reading: Limits = Limits()
+    standby_imports: tuple[str, ...] | None = None  # of warm standbys, besides torch; None: there are none
 
 
 class Supervisor:
@@ -92,6 +104,10 @@ class Supervisor:
         self.crew = Crew(setting.lease.node, len(assignment.nodes), setting.reading, self._note_node)
         self.witness = judging.Witness(setting.lease.attempt, setting.lease.restart_count)
         self.standing = standing.Standing(inbox)
+        self.standbys: standbys.Standbys | None = None
+        if setting.standby_imports is not None:
+            modules = setting.standby_imports
+            self.standbys = standbys.Standbys(setting.job, environment, modules=modules, inbox=inbox, log=log)
         self.call: threading.Thread | None = None
         self.storage_test: threading.Thread | None = None  # the newest
         self.requests = 0
@@ -161,6 +177,8 @@ class Supervisor:
         if self._is_due("lease", LEASE_EVERY_S) and self.bus is not None:
             self._renew()
             self.bus.check_silence()
+            if self.standbys is not None:
+                self.standbys.renew()
             self._look_at_journal()
 
     def _look_at_journal(self) -> None:
@@ -188,6 +206,8 @@ class Supervisor:
         self._note(event, decision, before)
         for effect in decision.effects:
             self._perform(effect)
+        if self.standbys is not None:
+            self.standbys.look(event, self.state)
 
     def _note(self, event: on.Event, decision: Decision, before: State) -> None:
         """Journal, log and status.  Progress is coalesced; what changed nothing is not logged."""
@@ -362,7 +382,8 @@ class Supervisor:
             newest=not effect.went_back,
             skip_data=",".join(f"{each.step}:{each.steps}" for each in effect.left_out),
         )
-        self.launch = launch.Launch(job, meeting, self.environment, inbox=self.inbox)
+        waiting = self.standbys.variables(effect.launch, effect.nodes) if self.standbys is not None else {}
+        self.launch = launch.Launch(job, meeting, {**self.environment, **waiting}, inbox=self.inbox)
 
     def _request_save(self, effect: do.RequestSave) -> None:
         self.requests += 1

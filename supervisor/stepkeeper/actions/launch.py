@@ -32,6 +32,7 @@ UNREACHABLE = "unable to contact slurm controller"
 KILL_BY_SLURM_AFTER_S = 3.0
 KILL_SRUN_AFTER_S = 10.0
 STORAGE_WITHIN_S = 10.0
+SRUN_LOG = "srun.log"  # among the logs of a launch: what srun itself says
 _DEATH = re.compile(
     r"srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>\d+(?:[-,]\d+)*): "
     r"(?:Exited with exit code (?P<code>\d+)|(?P<words>[A-Z][A-Za-z ()]+))"
@@ -269,7 +270,7 @@ class Launch:
     def _listen(self, process: subprocess.Popen[bytes]) -> str:
         """Keep what srun itself says (the ranks write to their own files); return its last word."""
         assert process.stdout is not None, "Popen was given a pipe"
-        log = PatientStream(lambda: (self._logs / "srun.log").open("a", encoding="utf-8"))
+        log = PatientStream(lambda: (self._logs / SRUN_LOG).open("a", encoding="utf-8"))
         error = telling = ""  # the last line, and one that says more: Slurm itself was away
         for line in process.stdout:
             text = redact(line.decode(errors="replace").strip())

@@ -43,6 +43,12 @@ def continued(environment: dict[str, str]) -> Path | None:
     return Path(directory) if held is not None and str(held.job_id) in (number, ours) else None
 
 
+def standby_imports(settings: RunSettings) -> tuple[str, ...] | None:
+    """Return what warm standbys import besides torch and the trainer library; None where there are to be none."""
+    modules = (settings.warm_standby_imports or "").split(",")
+    return tuple(module.strip() for module in modules if module.strip()) if settings.warm_standby else None
+
+
 def finished_step(path: Path) -> int | None:
     """Return the last step of a finished run, else None.  Raises `StepkeeperError`."""
     try:

@@ -132,6 +132,7 @@ def execute(arguments: argparse.Namespace) -> int:
         gpus_per_node=allocation.gpus_per_node,
         free_bytes_min=int(settings.free_gib_min * 2**30),
         notify_command=settings.notify_command,
+        standby_imports=attempt.standby_imports(settings),
         reading=Limits(mib_per_s=settings.verify_mib_per_s, shared_mib_min=settings.verify_shared_mib_min),
     )
     log.info(

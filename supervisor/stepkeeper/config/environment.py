@@ -16,6 +16,7 @@ TOLD = frozenset(
     VARIABLE_PREFIX + name
     for name in (
         "SOCKET", "RUN_ID", "ATTEMPT", "LAUNCH", "RESUME_FROM", "TASKS_PER_NODE", "AGENT_SOCKET", "WATCHER",
+        "STANDBY", "STANDBY_WORDS",
         "ERROR_DIR", "REASON", "EXIT_CODE", "CAUSE", "JOB_ID",  # the last four the notify command
         "RESUME_NEWEST", "RELIABILITY", "SKIP_DATA",
         "CONTINUES",  # what a job that was submitted in place of another is told

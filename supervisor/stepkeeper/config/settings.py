@@ -130,6 +130,13 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A shell command that tells a person; run only where the run stops and needs one, with `STEPKEEPER_REASON`,
     `STEPKEEPER_EXIT_CODE`, `STEPKEEPER_CAUSE`, `STEPKEEPER_RUN_DIR` and `STEPKEEPER_JOB_ID` in its environment."""
 
+    warm_standby: Annotated[bool, About()] = False
+    """While training runs well, keep one more process for each rank, which has imported torch and waits: a relaunch in
+    the allocation takes it instead of starting Python anew (docs/warm-standby.md)."""
+
+    warm_standby_imports: Annotated[str | None, About(metavar="MODULES", has_flag=False)] = None
+    """Modules that it imports too, with commas between, such as `transformers,datasets`; none may start CUDA."""
+
     verify_mib_per_s: Annotated[float, About(unit="MiB/s", metavar="MIB/S", least=0, most=1e6)] = 0.0
     """Each node reads step directories no faster than this when they are verified; 0: no limit."""
 

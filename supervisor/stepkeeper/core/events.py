@@ -313,6 +313,9 @@ class LaunchBegan(_RankEvent, frozen=True, kw_only=True, tag="launch_began"):
     Never of the user's own srun line, which has no wrapper, and not needed where a rank spoke before.
     """
 
+    warm: int = 0  # ranks that a warm standby became
+    cold: str = ""  # why one did not, where standbys were looked for
+
 
 class RankHello(_RankEvent, frozen=True, kw_only=True, tag="rank_hello"):
     """The trainer library of a rank is there: this launch can save and stop."""

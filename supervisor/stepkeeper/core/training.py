@@ -29,7 +29,10 @@ def on_launch_began(state: State, event: on.LaunchBegan, policy: Policy) -> Deci
     """Every task runs: whether the script uses the trainer library is still to be heard."""
     if event.launch != state.launch or not state.running or state.begun:
         return Decision(state)
-    return Decision(_begun(state, event.at, policy), (), "every task of the training step has started")
+    why = "every task of the training step has started"
+    if event.warm or event.cold:
+        why += f", {event.warm} by a warm standby" + (f" (not all: {event.cold})" if event.cold else "")
+    return Decision(_begun(state, event.at, policy), (), why)
 
 
 def _begun(state: State, at: float, policy: Policy) -> State:

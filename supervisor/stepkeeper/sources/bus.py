@@ -72,7 +72,8 @@ class Bus:
         self._on_share = on_share
         self._on_stack = on_stack
         self._expected: tuple[int, int] = (-1, 0)  # launch and how many tasks it has
-        self._started: tuple[int, set[int]] = (-1, set())  # launch and the ranks that were started in it
+        # launch, and what each rank's wrapper said when it was started
+        self._started: tuple[int, dict[int, words.TaskStarted]] = (-1, {})
         self._cleared: dict[str, lines.Cleared] = {}
         self._clear_number = 0
         self._check_number = 0
@@ -293,13 +294,17 @@ class Bus:
         unfit = (on.Unfit(node=message.node, why=message.unfit),) if message.unfit else ()
         self._inbox.put(on.NodesChecked(at=self._now(), nodes=(message.node,), unfit=unfit))
 
-    def _on_task_started(self, launch: int, rank: int, at: float) -> on.LaunchBegan | None:
+    def _on_task_started(self, launch: int, word: words.TaskStarted, at: float) -> on.LaunchBegan | None:
         if self._started[0] != launch:
-            self._started = (launch, set())
-        self._started[1].add(rank)
-        if (launch, len(self._started[1])) != self._expected:
+            self._started = (launch, {})
+        started = self._started[1]
+        started[word.rank] = word
+        if (launch, len(started)) != self._expected:
             return None
-        return on.LaunchBegan(at=at, launch=launch)
+        warm = sum(each.warm for each in started.values())
+        return on.LaunchBegan(
+            at=at, launch=launch, warm=warm, cold=next((each.cold for each in started.values() if each.cold), "")
+        )
 
     def _launch(self, word: str) -> int | None:
         """Return the launch of `ATTEMPT.LAUNCH`, if it is of our attempt."""
@@ -314,7 +319,7 @@ class Bus:
             return None
         match word:
             case words.TaskStarted():
-                return self._on_task_started(launch, word.rank, at)
+                return self._on_task_started(launch, word, at)
             case words.TaskExited():
                 return on.RankExited(
                     at=at, launch=launch, rank=word.rank, node=node, code=word.code, signal=word.signal

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator
 
-from stepkeeper import standby
 from stepkeeper.watcher.assignment import VARIABLE, Assignment, read
 
 
@@ -47,6 +46,8 @@ def _waits(pid: int, environment: set[bytes]) -> bool:
     """Tell whether a process is a warm standby, or its keeper: with a rank's environment, and no rank yet."""
     if not any(entry.startswith(b"STEPKEEPER_STANDBY=") for entry in environment):
         return False
+    from stepkeeper import standby  # noqa: PLC0415 - not in watchers of runs that have none
+
     try:
         with open(f"/proc/{pid}/comm") as file:
             return file.read().strip() == standby.NAME

@@ -1,0 +1,89 @@
+"""A killed rank's successor is a process that has waited with torch imported; nothing of it is left in the end."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.core import events as on
+from tests.lab import Lab
+from tests.training import SMALL, STORY_S, Training, assert_complete
+
+pytestmark = pytest.mark.slurm
+SCRIPT = Path(__file__).with_name("patient.py")
+
+
+def patient(lab: Lab, name: str, *run_args: str) -> Training:
+    """Submit a training whose steps are slow until `hurry` is there, so that a standby is ready in time."""
+    training = Training(lab, name=name, run_args=run_args)
+    place = training.work / f"{name}-place"
+    place.mkdir()
+    shutil.copyfile(SCRIPT, place / "patient.py")
+    for path in (place, place / "patient.py"):
+        shutil.chown(path, training.user)
+    training.command = (
+        str(training.python), str(place / "patient.py"), str(place / "hurry"), f"--steps={training.steps}",
+        f"--seed={training.seed}", f"--checkpoint-every-steps={training.every}", *SMALL,
+    )  # fmt: skip
+    return training.submit()
+
+
+def place(training: Training) -> Path:
+    return training.work / f"{training.name}-place"
+
+
+def left(training: Training) -> list[int]:
+    """Return the processes that were started for the run: ranks, wrappers, standbys."""
+    wanted = f"STEPKEEPER_RUN_DIR={training.run_dir}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted in path.read_bytes().split(b"\0") and b"STEPKEEPER_TASKS_PER_NODE" in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue  # ended meanwhile
+    return found
+
+
+def wait_ready(training: Training, times: int = 1) -> None:
+    training.until(lambda: training.output().count("standby_ready") >= times, f"standbys, {times} times")
+
+
+def kill_rank(training: Training) -> None:
+    os.kill(int((place(training) / "rank-1").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.campaign
+def test_a_killed_rank_goes_on_in_a_process_that_has_waited(lab: Lab, reference: Training) -> None:
+    """Twice: what was used is replaced.  The losses are those of ranks that were started as ever."""
+    training = patient(lab, "standby", "--warm-standby")
+    for times in (1, 2):
+        wait_ready(training, times)
+        kill_rank(training)
+        training.wait_event(on.LaunchBegan, count=times + 1)
+    (place(training) / "hurry").touch()
+    training.wait_end()
+
+    assert [record.event.warm for record in training.events(on.LaunchBegan)] == [0, 2, 2], training.story()
+    assert lab.job(training.job_id).state == "COMPLETED", training.story()
+    assert_complete(training, reference)
+    training.until(lambda: not left(training), f"the end of {left(training)}")
+
+
+@pytest.mark.campaign
+def test_no_requeue_waits_for_standbys_and_a_launch_without_them_is_as_ever(lab: Lab, reference: Training) -> None:
+    """A preemption while they wait; the next attempt has none at first, and loses nothing by it."""
+    training = patient(lab, "standby-preempted", "--warm-standby")
+    wait_ready(training)
+    urgent = lab.preempt(training.job_id)
+    lab.wait_job(urgent, "RUNNING", timeout_s=STORY_S)
+    lab.release(urgent)
+    training.wait_attempt(1)
+    (place(training) / "hurry").touch()
+    training.wait_end()
+
+    assert [record.event.warm for record in training.events(on.LaunchBegan)] == [0, 0], training.story()
+    assert_complete(training, reference)
+    training.until(lambda: not left(training), f"the end of {left(training)}")

@@ -120,6 +120,7 @@ class Supervisor:
         self.stalls = Stalls(now)
         self.resumed_at = 0.0  # what was put into the inbox before it counts as of then
         self.status = status_file.Status(
+            slurm_name=setting.assignment.slurm_name,
             run_id=setting.assignment.run_id,
             job_id=setting.lease.job_id,
             restart_count=setting.lease.restart_count,

@@ -36,7 +36,7 @@ from stepkeeper.core.state import Phase, State
 from stepkeeper.isolation import flags
 from stepkeeper.slurm.argv import watcher_argv
 from stepkeeper.slurm.client import SlurmClient
-from stepkeeper.slurm.environment import kept_python, scrub_geometry, without_python
+from stepkeeper.slurm.environment import kept, scrub_geometry, without_python
 from stepkeeper.sources.bus import LEASE_EVERY_S, Bus
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.stalls import Stalls
@@ -315,7 +315,7 @@ class Supervisor:
         argv = watcher_argv(effect.nodes, watcher_program())
         inherited = scrub_geometry(without_python(self.environment))
         assignment = msgspec.structs.replace(self.setting.assignment, bus=effect.bus)
-        environment = {**inherited, **kept_python(self.environment), **assignment.environment()}
+        environment = {**inherited, **kept(self.environment), **assignment.environment()}
         self.bus = Bus(
             effect.bus,
             argv,

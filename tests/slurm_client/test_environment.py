@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.slurm.environment import scrub_geometry, without_python
+from stepkeeper.slurm.environment import as_submitted, kept, scrub_geometry, without_python
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,12 @@ def test_our_own_processes_load_nobody_elses_modules():
     }
 
     assert without_python(mine) == {"PATH": "/bin"}
+
+
+def test_a_watcher_knows_how_its_job_was_submitted_though_srun_says_otherwise_of_its_step():
+    job = {"PYTHONPATH": "/u", "SLURM_HINT": "nomultithread", "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "7"}
+    step = {"SLURM_CPUS_PER_TASK": "1", "SLURM_DISTRIBUTION": "block", "STEPKEEPER_WATCHER": "{}"}
+    watcher = {**without_python(scrub_geometry(job)), **kept(job), **step}
+
+    assert as_submitted(watcher) == {**job, "STEPKEEPER_WATCHER": "{}"}
+    assert as_submitted(job) == job

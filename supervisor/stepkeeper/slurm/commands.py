@@ -14,6 +14,7 @@ from stepkeeper.redaction import redact
 from stepkeeper.slurm import resubmission
 from stepkeeper.slurm.calling import call
 from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError
+from stepkeeper.slurm.environment import as_submitted
 
 _MADE = "%N|%T|%f|%G|%c|%m"  # of sinfo: a node, its state, and what tells its kind
 CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller does not answer
@@ -100,7 +101,7 @@ class SlurmCommands:
         planned = resubmission.plan(
             shown,
             script,
-            os.environ,
+            as_submitted(os.environ),
             words,
             nodes=nodes,
             exclude=",".join(exclude),

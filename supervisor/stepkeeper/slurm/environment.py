@@ -29,6 +29,16 @@ _GEOMETRY = frozenset(
 # What would make a Python of ours load somebody else's modules, or behave otherwise.
 _PYTHON = frozenset(("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONWARNINGS"))
 
+# What sbatch has set for the job that tells how it was submitted; srun sets some of them anew for a Slurm step.
+_OF_SUBMISSION = frozenset(
+    f"SLURM_{name}"
+    for name in (
+        "CPU_FREQ_REQ", "CPUS_PER_TASK", "DIST_PLANESIZE", "DISTRIBUTION", "EXPORT_ENV", "GPU_BIND", "GPU_FREQ", "HINT",
+        "OVERCOMMIT", "PROFILE",
+    )
+)  # fmt: skip
+
+WATCHER_VARIABLE = "STEPKEEPER_WATCHER"  # holds a watcher's assignment: who has it is in a Slurm step of ours
 KEPT = "STEPKEEPER_KEPT_"  # before the name of a variable that a watcher must not use, but may have to pass on
 
 
@@ -46,9 +56,17 @@ def without_python(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in _PYTHON}
 
 
-def kept_python(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what `without_python` leaves out, under other names: a watcher that submits the job again needs it."""
-    return {f"{KEPT}{name}": value for name, value in environment.items() if name in _PYTHON}
+def kept(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a watcher must not use, under other names: one that submits the job again needs it."""
+    return {f"{KEPT}{name}": value for name, value in environment.items() if name in _PYTHON | _OF_SUBMISSION}
+
+
+def as_submitted(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the batch process, also to a watcher: what `kept` has kept is as it was."""
+    if WATCHER_VARIABLE not in environment:
+        return dict(environment)
+    ours = {name: value for name, value in environment.items() if name not in _OF_SUBMISSION}
+    return ours | {name.removeprefix(KEPT): ours.pop(name) for name in list(ours) if name.startswith(KEPT)}
 
 
 def node_name() -> str:

@@ -14,7 +14,7 @@ import msgspec
 
 from stepkeeper.slurm import submitted
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.environment import KEPT
+from stepkeeper.slurm.environment import WATCHER_VARIABLE, as_submitted
 from stepkeeper.slurm.submitted import Words
 
 CONTINUES = "STEPKEEPER_CONTINUES"  # `JOB:DIR`, for the new job: whose run it goes on with, and where that is
@@ -59,7 +59,7 @@ _GRES_FLAGS = (
 )
 _NOT_CARRIED = {"TresBind": "gpu-bind", "TresFreq": "gpu-freq", "Power": "power", "BurstBuffer": "bb"}
 # that sbatch would take for options or pass on as if they were of the new job; and what Slurm sets for each job anew
-_OF_THE_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "STEPKEEPER_WATCHER", CONTINUES)
+_OF_THE_JOB = ("SLURM_", "SLURMD_", "SBATCH_", WATCHER_VARIABLE, CONTINUES)
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL", "ENVIRONMENT")
 
 
@@ -108,7 +108,7 @@ def plan(
     Args:
         shown: `scontrol -o show job`.
         script: its batch script.
-        environment: of a process of the job.
+        environment: of the batch process (`as_submitted`).
         words: the supervisor's own command line: where it ends as the script's arguments do, those are known exactly.
         nodes: of the job as it was submitted; some may have been given back since.
         exclude: a node list.
@@ -161,12 +161,11 @@ def environment_of(environment: Mapping[str, str], run_directory: str, job_id: s
     """
     kept = {
         name: value
-        for name, value in environment.items()
+        for name, value in as_submitted(environment).items()
         if name == "SLURM_CONF"
         or name in submitted.KEPT_VARIABLES
         or (not name.startswith(_OF_THE_JOB) and name not in _DEVICES)
     }
-    kept |= {name.removeprefix(KEPT): kept.pop(name) for name in list(kept) if name.startswith(KEPT)}
     return {**kept, CONTINUES: f"{job_id}:{run_directory}"}
 
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 import msgspec
 import xxhash
 
-VARIABLE = "STEPKEEPER_WATCHER"
+from stepkeeper.slurm.environment import WATCHER_VARIABLE
+
+VARIABLE = WATCHER_VARIABLE
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,7 +91,7 @@ def _events_page() -> str:
         "",
     ]
     for each in typing.get_args(events.Event):
-        out += _section(each, events, ("at",))
+        out += _section(each, sys.modules[each.__module__], ("at",))
     out += ["## Effects", "", "Every effect has its name in `effect`.", ""]
     for each in typing.get_args(effects.Effect):
         out += _section(each, effects, ())

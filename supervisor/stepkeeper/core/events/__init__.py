@@ -1,0 +1,189 @@
+"""What happened: the only input of `decide`.
+
+The modules of this package declare them, by what they are about.  Each is stamped by its source with `at`, in Unix
+seconds that never go backwards (`sources.clock`).  Events are written to the journal as they are, so a field is
+only ever added, with a default.
+
+Where each comes from, and what may be concluded from it:
+
+    AttemptStarted      ourselves at the start: lease, allocation, the journal of the attempt before (`commands.run`)
+    Tick                the clock (the loop)
+    StoodStill          the clock (the loop): a turn came late by seconds, as after `scontrol suspend`
+    SignalReceived      Slurm, to the batch process: a user signal, a cancel, a requeue, the end of grace or of the
+                        time limit look alike (`sources.signals`)
+    NodeSignaled        Slurm, to the steps, early in a preemption: a notice only together with PreemptTime (watcher)
+    SlurmAnswered       slurmctld, or the time limit of our client (`actions.slurm`); RequeueAnswered likewise
+    WatcherReady        a watcher's first line (`sources.bus`)
+    WatcherLost         nobody: silence, or a line of srun about one task (`sources.bus`)
+    BusEnded            the watchers' srun: its status, and the last line of its stderr (`sources.bus`)
+    NodesCleared        every watcher: it has ended what was left, and looked whether its node is fit
+    NodesNotCleared     the bus: which watchers have not answered
+    NodeFaulted         the node agent or, without one, the watcher itself: kernel log and NVML, never a rank's word
+    NodesReleased       slurmctld (`actions.slurm`); IdleNodes likewise
+    NodesChecked        the watchers of nodes that take no part (`sources.bus`)
+    CheckpointChosen, ChoiceFailed, CheckpointVerified
+                        the file system (`actions.checkpoints`), read by this process and the watchers (`actions.crew`)
+    StorageTested       the file system (`actions.storage`)
+    LaunchBegan         the wrappers of all tasks, counted by `sources.bus`
+    RankHello           the trainer library of any rank
+    RankExited          the wrapper (`code` or `signal`); else a watcher that saw the process vanish (neither)
+    Progressed, SaveBegan, CheckpointCommitted, SaveGaveUp, TrainingFinished, TrainingStopped
+                        the trainer library, for all ranks
+    Replayed            the trainer library of rank 0, from `metrics.csv`
+    NodesPaced          the trainer library of every rank, reduced by the watchers and put together by `sources.bus`
+    LaunchEnded         the training step's srun and `outcome.json` (`actions.launch`): it outweighs every word
+    LaunchRefused       the operating system: srun could not be executed (`actions.launch`)
+    Judged              logs, error files, exits, faults and Slurm's answers, joined (`actions.judging`): an opinion
+    StacksCollected     the watchers: faulthandler or py-spy, and /proc (`actions.standing`)
+    RolledBack          the lineage file (`actions.rollback`)
+    Asked               a person, by a file in the run directory (`sources.asked`)
+    Superseded          the lease file (`sources.lease`, and `actions.slurm` before a requeue)
+
+Words of ranks are datagrams through a watcher, the bus and a pipe: they come late, twice (the library repeats
+its hello to a new watcher), or never (a watcher or the bus died in between).  So nothing depends on one alone:
+each has a deadline behind it, and `LaunchEnded` behind all.
+"""
+
+from __future__ import annotations
+
+from stepkeeper.core.events.launches import (
+    CheckpointCommitted,
+    Judged,
+    LaunchBegan,
+    LaunchEnded,
+    LaunchRefused,
+    NodesPaced,
+    Progressed,
+    RankExited,
+    RankHello,
+    Replayed,
+    RolledBack,
+    SaveBegan,
+    SaveGaveUp,
+    StacksCollected,
+    TrainingFinished,
+    TrainingStopped,
+)
+from stepkeeper.core.events.nodes import (
+    BusEnded,
+    Exclusion,
+    NodeFaulted,
+    NodesChecked,
+    NodesCleared,
+    NodesNotCleared,
+    Unfit,
+    WatcherLost,
+    WatcherReady,
+)
+from stepkeeper.core.events.ours import (
+    Asked,
+    AttemptStarted,
+    StoodStill,
+    Superseded,
+    Tick,
+)
+from stepkeeper.core.events.slurm import (
+    IdleNodes,
+    JobFacts,
+    JobState,
+    NodeSignaled,
+    NodesReleased,
+    RequeueAnswered,
+    SignalReceived,
+    SlurmAnswered,
+)
+from stepkeeper.core.events.storage import (
+    CheckpointChosen,
+    CheckpointVerified,
+    ChoiceFailed,
+    Skipped,
+    StorageTested,
+)
+
+Event = (
+    AttemptStarted
+    | Tick
+    | StoodStill
+    | SignalReceived
+    | NodeSignaled
+    | SlurmAnswered
+    | RequeueAnswered
+    | WatcherReady
+    | WatcherLost
+    | BusEnded
+    | NodesCleared
+    | NodesNotCleared
+    | NodeFaulted
+    | NodesReleased
+    | NodesChecked
+    | IdleNodes
+    | CheckpointChosen
+    | ChoiceFailed
+    | CheckpointVerified
+    | StorageTested
+    | LaunchBegan
+    | RankHello
+    | RankExited
+    | Progressed
+    | NodesPaced
+    | Replayed
+    | SaveBegan
+    | CheckpointCommitted
+    | SaveGaveUp
+    | TrainingFinished
+    | TrainingStopped
+    | LaunchEnded
+    | LaunchRefused
+    | StacksCollected
+    | Judged
+    | RolledBack
+    | Asked
+    | Superseded
+)
+
+__all__ = [
+    "Asked",
+    "AttemptStarted",
+    "BusEnded",
+    "CheckpointChosen",
+    "CheckpointCommitted",
+    "CheckpointVerified",
+    "ChoiceFailed",
+    "Event",
+    "Exclusion",
+    "IdleNodes",
+    "JobFacts",
+    "JobState",
+    "Judged",
+    "LaunchBegan",
+    "LaunchEnded",
+    "LaunchRefused",
+    "NodeFaulted",
+    "NodeSignaled",
+    "NodesChecked",
+    "NodesCleared",
+    "NodesNotCleared",
+    "NodesPaced",
+    "NodesReleased",
+    "Progressed",
+    "RankExited",
+    "RankHello",
+    "Replayed",
+    "RequeueAnswered",
+    "RolledBack",
+    "SaveBegan",
+    "SaveGaveUp",
+    "SignalReceived",
+    "Skipped",
+    "SlurmAnswered",
+    "StacksCollected",
+    "StoodStill",
+    "StorageTested",
+    "Superseded",
+    "Tick",
+    "TrainingFinished",
+    "TrainingStopped",
+    "Unfit",
+    "WatcherLost",
+    "WatcherReady",
+]

@@ -1,0 +1,162 @@
+"""What is heard of a launch: the words of its ranks, their ends, and why it failed.  Pure."""
+
+from __future__ import annotations
+
+from stepkeeper.core.causes import Cause
+from stepkeeper.core.events.stamped import Stamped
+
+
+class OfLaunch(Stamped, frozen=True, kw_only=True):
+    """Of one launch: a late word of an older one is told apart."""
+
+    launch: int
+
+
+class LaunchBegan(OfLaunch, frozen=True, kw_only=True, tag="launch_began"):
+    """Every task of the training step has started: all wrappers said so.
+
+    Never of the user's own srun line, which has no wrapper, and not needed where a rank spoke before.
+    """
+
+    warm: int = 0  # ranks that a warm standby became
+    cold: str = ""  # why one did not, where standbys were looked for
+
+
+class RankHello(OfLaunch, frozen=True, kw_only=True, tag="rank_hello"):
+    """The trainer library of a rank is there: this launch can save and stop."""
+
+    rank: int
+    node: str
+    resumed_step: int | None = None  # it goes on from here; None where it has not loaded anything, or not yet
+
+
+class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):
+    """A rank's process ended; both `code` and `signal` are None where nobody could tell."""
+
+    rank: int
+    node: str
+    code: int | None = None
+    signal: int | None = None
+
+
+class Progressed(OfLaunch, frozen=True, kw_only=True, tag="progressed"):
+    """Rank 0 completed a step.  Coalesced: at most one in `policy.progress_every_s` reaches the journal."""
+
+    step: int
+    tokens: int
+    loss: float | None = None
+    step_seconds: float | None = None
+    not_finite: bool = False  # the loss is NaN or infinite: JSON has no word for these
+
+
+class Replayed(OfLaunch, frozen=True, kw_only=True, tag="replayed"):
+    """Steps after a resume were done again, and their losses compared with those recorded the first time."""
+
+    step: int  # the last one
+    steps: int  # that were compared
+    first: int | None = None  # whose loss is another one
+    worst: int | None = None  # whose loss is furthest from the recorded one
+    then: float | None = None  # the recorded loss of that one; None: no finite number
+    now: float | None = None
+    deterministic: bool = False  # the run says that it is, and nothing that losses depend on has changed
+    changed: str = ""  # what has
+
+
+class NodesPaced(OfLaunch, frozen=True, kw_only=True, tag="nodes_paced"):
+    """How long the ranks of each node worked themselves for a step, without what they waited for others.
+
+    Every few seconds; one in a while reaches the journal, and each that something followed from.
+    """
+
+    step: int  # the newest that a node told of
+    step_seconds: float  # median
+    own: tuple[tuple[str, float], ...]  # (node, seconds): the median of its ranks, of the newest steps
+
+
+class SaveBegan(OfLaunch, frozen=True, kw_only=True, tag="save_began"):
+    """All ranks have agreed to save."""
+
+    step: int
+    save_id: str
+    emergency: bool = False
+
+
+class CheckpointCommitted(OfLaunch, frozen=True, kw_only=True, tag="checkpoint_committed"):
+    """A step directory is complete and durable."""
+
+    step: int
+    save_id: str
+    directory: str
+    bytes: int
+    seconds: float
+    emergency: bool = False
+    drift: str = ""  # tensors whose copies differ between ranks: a device may compute wrongly
+    by_disk: bool = False  # it came by way of the nodes' own disks
+
+
+class SaveGaveUp(OfLaunch, frozen=True, kw_only=True, tag="save_gave_up"):
+    """A save came to nothing; older step directories are untouched."""
+
+    step: int
+    save_id: str
+    error: str
+    emergency: bool = False
+
+
+class TrainingFinished(OfLaunch, frozen=True, kw_only=True, tag="training_finished"):
+    """Rank 0: the work is done."""
+
+    step: int
+
+
+class TrainingStopped(OfLaunch, frozen=True, kw_only=True, tag="training_stopped"):
+    """Rank 0: all ranks leave because they were asked to, or because nobody answered them."""
+
+    step: int
+    save_id: str | None = None
+
+
+class LaunchEnded(OfLaunch, frozen=True, kw_only=True, tag="launch_ended"):
+    """The training step's srun is over: no rank of it runs any more."""
+
+    code: int
+    finished: bool = False  # outcome.json of this launch says so
+    stopped: bool = False
+    error: str = ""
+
+
+class LaunchRefused(OfLaunch, frozen=True, kw_only=True, tag="launch_refused"):
+    """The training step could not be started at all."""
+
+    error: str
+
+
+class StacksCollected(OfLaunch, frozen=True, kw_only=True, tag="stacks_collected"):
+    """The answer to `CollectStacks`: what the ranks do, and whether any of them did something else a moment later."""
+
+    moved: bool
+    summary: str  # in words: `rank 1 is in load (data.py:7); rank 0 waits in all_reduce`
+    rank: int | None = None  # that does not wait for the others, where one is known
+    node: str = ""  # its node
+
+
+class Judged(OfLaunch, frozen=True, kw_only=True, tag="judged"):
+    """The answer to `JudgeLaunch`: why the launch failed, as far as the evidence tells."""
+
+    cause: Cause
+    rule: str  # `no-evidence` where nothing tells
+    confidence: float  # 0 to 1
+    text: str = ""  # the strongest piece of evidence, shortened
+    location: str = ""  # `ValueError at train.py:61 in main`
+    rank: int | None = None  # that failed first, where that is known
+    node: str = ""
+    step: int | None = None  # the last one of the launch; where a loss went wrong, the first such
+    otherwise: Cause = Cause.UNKNOWN  # what it would be without the strongest piece
+
+
+class RolledBack(OfLaunch, frozen=True, kw_only=True, tag="rolled_back"):
+    """The answer to `RollBack`: the lineage leads to an older step now, or `error` says why not."""
+
+    directory: str | None = None
+    step: int | None = None
+    error: str = ""

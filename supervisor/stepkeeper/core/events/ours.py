@@ -1,0 +1,62 @@
+"""The attempt itself, its clock, and who may end it.  Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from stepkeeper.core.causes import LeftOut, Tried
+from stepkeeper.core.events.nodes import Exclusion
+from stepkeeper.core.events.stamped import Stamped
+from stepkeeper.core.usual import Usual
+
+
+class AttemptStarted(Stamped, frozen=True, kw_only=True, tag="attempt_started"):
+    """The supervisor runs, holds the lease, and knows its allocation."""
+
+    job_id: int
+    restart_count: int
+    attempt: int
+    nodes: tuple[str, ...]
+    batch_node: str
+    kill_wait_s: float
+    finished_step: int | None = None  # an earlier attempt said that the work is done
+    failures: int = 0  # launches that failed since the last verified progress, carried over
+    best_step: int | None = None  # the furthest verified step so far, carried over
+    node_losses: int = 0  # nodes lost since the last verified progress, carried over
+    previous: str = ""  # how the attempt before ended, in words
+    wrapped: bool = True  # our wrapper is around each rank: `LaunchBegan` will come (not of own srun lines)
+    nodes_wanted: int = 0  # by a launch; the others are spares.  0: all
+    nodes_min: int = 0  # that a launch may shrink to.  0: never
+    node_counts: tuple[int, ...] = ()  # a launch has one of these numbers of nodes; empty: any
+    excluded: tuple[Exclusion, ...] = ()  # carried over
+    tried: tuple[Tried, ...] = ()  # carried over
+    usual: Usual = Usual()  # carried over
+    left_out: tuple[LeftOut, ...] = ()  # carried over: data that the ranks do not take
+    nodes_before: tuple[str, ...] = ()  # that the attempt before used at last
+    end_at: float | None = None  # the job's time limit, Unix seconds
+    batch: bool = True  # false: in the allocation of `salloc` or a bare `srun`, which nobody can requeue
+
+
+class Tick(Stamped, frozen=True, kw_only=True, tag="tick"):
+    """The deadline of the state has come."""
+
+
+class StoodStill(Stamped, frozen=True, kw_only=True, tag="stood_still"):
+    """This process did not run for `seconds`: the job was suspended, or its batch host stood still."""
+
+    seconds: float
+
+
+class Asked(Stamped, frozen=True, kw_only=True, tag="asked"):
+    """A person asks for a checkpoint, or for the end of the run.  Told again until it is answered."""
+
+    name: str  # of the ask
+    kind: Literal["save", "stop"]
+    by: str = ""  # the account
+
+
+class Superseded(Stamped, frozen=True, kw_only=True, tag="superseded"):
+    """A newer attempt holds the lease: this one must stop its ranks and leave."""
+
+    by_job_id: int
+    by_restart_count: int

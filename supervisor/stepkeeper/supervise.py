@@ -30,7 +30,6 @@ from stepkeeper.actions.crew import Crew, Limits
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
-from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase, State
 from stepkeeper.isolation import flags
@@ -44,13 +43,13 @@ from stepkeeper.store import status as status_file
 from stepkeeper.store.journal import JournalWriter
 from stepkeeper.store.recorder import Recorder
 from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.telling import Telling
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.lease import Lease
 from stepkeeper_trainer.formats.messages import shorten
 
 LEASE_SECONDS = 30.0
-STATUS_EVERY_S = 2.0
 STORAGE_WITHIN_S = 2.0
 PROGRESS_LOG_EVERY_S = 10.0
 CALL_ENDS_WITHIN_S = 5.0  # after its time limit
@@ -93,7 +92,6 @@ class Supervisor:
         self.setting = setting
         self.client = client
         self.inbox = inbox
-        self.journal = journal
         self.environment = environment
         self.log = log
         self.state = State()
@@ -111,15 +109,12 @@ class Supervisor:
         self.call: threading.Thread | None = None
         self.storage_test: threading.Thread | None = None  # the newest
         self.requests = 0
-        self.fenced = False
-        self.journal_failed = ""
         self.exit_code: int | None = None
-        self.recorder = Recorder(setting.lease, setting.policy)
         self.next_at: dict[str, float] = {}  # what is done every few seconds, and when next
         now = inbox.clock.now()
         self.stalls = Stalls(now)
         self.resumed_at = 0.0  # what was put into the inbox before it counts as of then
-        self.status = status_file.Status(
+        status = status_file.Status(
             slurm_name=setting.assignment.slurm_name,
             run_id=setting.assignment.run_id,
             job_id=setting.lease.job_id,
@@ -131,10 +126,13 @@ class Supervisor:
             started_at=now,
             updated_at=now,
         )
-        self.status_writer = status_file.StatusWriter(
-            setting.directory.status,
-            every_s=STATUS_EVERY_S,
-            on_error=lambda error: log.warning("status_not_written", error=str(error)),
+        self.telling = Telling(
+            status=status,
+            status_path=setting.directory.status,
+            recorder=Recorder(setting.lease, setting.policy),
+            journal=journal,
+            progress_every_s=setting.progress_log_every_s,
+            log=log,
         )
 
     def run(self) -> int:
@@ -147,9 +145,7 @@ class Supervisor:
             if event is not None:
                 self._feed(event if event.at >= self.resumed_at else msgspec.structs.replace(event, at=self.resumed_at))
             self._on_clock()
-        if not self.fenced:
-            self.status_writer.close(self.status, STORAGE_WITHIN_S)
-        self.journal.flush(STORAGE_WITHIN_S)
+        self.telling.close(STORAGE_WITHIN_S)
         if self.call is not None:
             self.call.join(self.setting.policy.notify_within_s + CALL_ENDS_WITHIN_S)
         return self.exit_code
@@ -180,13 +176,7 @@ class Supervisor:
             self.bus.check_silence()
             if self.standbys is not None:
                 self.standbys.renew()
-            self._look_at_journal()
-
-    def _look_at_journal(self) -> None:
-        failed = self.journal.failed
-        if failed != self.journal_failed:
-            self.journal_failed = failed
-            self.log.warning("journal_not_written", error=failed) if failed else self.log.info("journal_written_again")
+            self.telling.look_at_journal()
 
     def _is_due(self, what: str, every_s: float) -> bool:
         now = self.inbox.clock.now()
@@ -204,32 +194,11 @@ class Supervisor:
         decision = decide(before, event, self.setting.policy)
         self.state = decision.state
         self.witness.hear(event, decision.effects)
-        self._note(event, decision, before)
+        self.telling.decided(before, event, decision)
         for effect in decision.effects:
             self._perform(effect)
         if self.standbys is not None:
             self.standbys.look(event, self.state)
-
-    def _note(self, event: on.Event, decision: Decision, before: State) -> None:
-        """Journal, log and status.  Progress is coalesced; what changed nothing is not logged."""
-        state = decision.state
-        changes = status_file.changes(self.status, event, before, state)
-        if isinstance(event, on.Progressed) and self._is_due("progress log", self.setting.progress_log_every_s):
-            self.log.info("progress", step=event.step, loss=event.loss, step_seconds=event.step_seconds)
-        if decision.why:
-            changes["why"] = decision.why
-            phase = {"phase": state.phase.value}
-            if state.phase is not before.phase:
-                phase = {"phase": f"{before.phase.value} -> {state.phase.value}"}
-            effects = [effect.__struct_config__.tag for effect in decision.effects]
-            self.log.info("decision", why=decision.why, **phase, effects=effects)
-        self.status = msgspec.structs.replace(self.status, **changes, updated_at=event.at)
-        self.fenced = self.fenced or isinstance(event, on.Superseded)
-        if not self.fenced:  # else the file is the newer attempt's
-            self.status_writer.show(self.status)
-        record = self.recorder.record(before, event, decision)
-        if record is not None:
-            self.journal.append(record)
 
     def _perform(self, effect: do.Effect) -> None:  # noqa: C901, PLR0912, PLR0915 - one case an effect
         setting = self.setting
@@ -270,18 +239,8 @@ class Supervisor:
                 judging.judge(setting.directory, self.witness.launch(effect), within_s=within_s, inbox=self.inbox)
             case do.RollBack():
                 rollback.roll_back(setting.directory.checkpoints, effect, setting.lease, inbox=self.inbox)
-            case do.TellSlowNode() if effect.over:
-                self.log.info("node_keeps_up", node=effect.node)
-            case do.TellSlowNode():
-                self.log.warning("node_is_slow", node=effect.node, factor=effect.factor, since=effect.since)
-            case do.TellSlowLaunch():
-                nodes = ",".join(effect.nodes)
-                self.log.warning("launch_is_slow", seconds=effect.seconds, usual=effect.usual, suspects=nodes)
-            case do.TellReplay() if effect.equal:
-                self.log.info("replay_equal", steps=effect.steps)
-            case do.TellReplay():
-                nodes = ",".join(effect.nodes)
-                self.log.warning("replay_differs", step=effect.step, then=effect.then, now=effect.now, new_nodes=nodes)
+            case do.TellSlowNode() | do.TellSlowLaunch() | do.TellReplay():
+                self.telling.found(effect)
             case do.CallPerson():
                 self._call_person(effect)
             case do.ReleaseNodes():
@@ -299,8 +258,7 @@ class Supervisor:
                 answering.answer(setting.directory.path, effect, inbox=self.inbox, on_error=self._not_answered)
             case do.Exit():
                 self.exit_code = effect.code
-                self.status = msgspec.structs.replace(self.status, exit_code=effect.code)
-                self.log.info("exit", code=effect.code, reason=effect.reason)
+                self.telling.ended(effect)
             case _:
                 assert_never(effect)
 
@@ -407,8 +365,7 @@ class Supervisor:
 
     def _requeue(self, effect: do.Requeue) -> None:
         """Make the journal durable first: Slurm ends us within milliseconds of the requeue."""
-        if not self.journal.flush(STORAGE_WITHIN_S):
-            self.log.warning("journal_late", error=self.journal.failed or "the storage does not answer")
+        self.telling.flush(STORAGE_WITHIN_S)
         slurm.requeue(
             self.client,
             self.setting.assignment,

@@ -202,7 +202,7 @@ def execute(arguments: argparse.Namespace) -> int:
     try:
         with (
             sharing.kept(directory.path, wanted=settings.group_readable),
-            exported(settings, directory, tally, lambda: supervisor.status, now=clock.now, log=log),
+            exported(settings, directory, tally, lambda: supervisor.telling.status, now=clock.now, log=log),
         ):
             return supervisor.run()
     finally:

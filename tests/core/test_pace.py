@@ -9,12 +9,14 @@ from stepkeeper.core.pace import (
     ENOUGH,
     KEPT_MAX,
     SAVES_ENOUGH,
+    STEADY,
     WARM_UP_STEPS,
     Pace,
     launched,
     least_save_s,
     saved,
     silence_s,
+    steady_s,
     stepped,
 )
 from stepkeeper.core.policy import Policy
@@ -108,3 +110,19 @@ def test_saves_by_way_of_the_disks_tell_nothing_of_the_quickest_way() -> None:
 
     assert least_save_s(pace) == 0.0
     assert pace.save == 50.0
+
+
+def test_even_steps_are_looked_at_sooner_once_there_are_many() -> None:
+    policy = Policy(hang_least_s=120.0, hang_steady_s=30.0, hang_steps=20.0)
+
+    def soon(*seconds: float, saving: bool = False) -> float | None:
+        return steady_s(paced(*seconds), policy, saving=saving)
+
+    assert soon(*[0.2] * STEADY) == pytest.approx(30.0)
+    assert soon(*[0.5] * STEADY) == pytest.approx(50.0), "a hundred steps"
+    assert soon(*[0.2] * (STEADY - 1)) is None
+    assert soon(*[0.2] * STEADY, saving=True) is None
+    assert soon(*[2.0] * STEADY) is None, "no sooner than elsewhere"
+    assert soon(*[0.2] * STEADY, 25.0) == pytest.approx(75.0), "a pause that was seen may come again"
+    assert soon(*[0.2] * STEADY, 45.0) is None
+    assert soon(*[0.1, 0.9] * STEADY) is None, "uneven"

@@ -72,6 +72,7 @@ class Standing:
                 at=self._inbox.clock.now(),
                 launch=wanted.launch,
                 moved=any(each.moved for each in stood),
+                idle=bool(stood) and not missing and all(each.idle or each.waits for each in stood),
                 summary="; ".join(word for word in words if word),
                 rank=suspect.rank if suspect is not None else None,
                 node=suspect.node if suspect is not None else "",

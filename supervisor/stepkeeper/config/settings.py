@@ -170,6 +170,7 @@ _POLICY = {
     "loss_spike": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
     "replay_differs": About(metavar="|".join(replays.CHOICES), choices=replays.CHOICES, has_flag=False),
     "slow_node": About(metavar="|".join(slow_nodes.CHOICES), choices=slow_nodes.CHOICES, has_flag=False),
+    "hang_least_s": About(unit="s", metavar="SECONDS", least=SHORTEST_WAIT_S, most=YEAR_S),
     "judged_from": About(least=0, most=1, has_flag=False),
     "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),
     "read_back": About(metavar="off|newest|all", choices=("off", "newest", "all")),

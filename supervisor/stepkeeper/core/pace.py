@@ -14,6 +14,8 @@ from stepkeeper.core.robust import middle
 KEPT_MAX = 64  # intervals
 ENOUGH = 5  # of them to know what is usual
 WARM_UP_STEPS = 3
+STEADY = 32  # of them to know that a run is even
+STEADY_TIMES = 5.0  # as many usual steps as are waited for elsewhere
 LONGEST_TIMES = 3.0  # what took long once may take so many times as long
 SAVES_ENOUGH = 3  # to know how long one takes at least
 QUICKER_TIMES = 0.5  # of the quickest one: none will be quicker than that
@@ -74,3 +76,13 @@ def silence_s(pace: Pace, policy: Policy, *, saving: bool) -> float:
     if saving:
         allowed = allowed + LONGEST_TIMES * pace.save if pace.save else policy.hang_most_s
     return min(max(allowed, policy.hang_least_s), policy.hang_most_s)
+
+
+def steady_s(pace: Pace, policy: Policy, *, saving: bool) -> float | None:
+    """Return after which shorter silence a run of even steps may be looked at; None where that is no shorter one."""
+    if saving or len(pace.recent) < STEADY:
+        return None
+    median, spread = middle(pace.recent)
+    usual = STEADY_TIMES * policy.hang_steps * (median + 3 * spread)
+    soon = max(policy.hang_steady_s, usual, LONGEST_TIMES * pace.longest)
+    return soon if soon < silence_s(pace, policy, saving=saving) else None

@@ -169,7 +169,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Silence of so many usual steps (median and spread of the run's own) has the ranks' stacks looked at."""
 
     hang_least_s: float = 120.0
-    """No shorter silence is looked at."""
+    """No shorter silence is looked at, but for one of a run with even steps (`hang_steady_s`)."""
+
+    hang_steady_s: float = 30.0
+    """Where the last steps were even and it is a hundred of them and more, such a silence is looked at already; it ends
+    the launch only if every rank is known to do nothing: it waits for others, or computes, reads and writes nothing."""
 
     hang_most_s: float = 3600.0
     """A longer silence is looked at whatever is usual: also before the first statistics of a run.  A start counts as

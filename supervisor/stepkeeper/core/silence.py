@@ -1,6 +1,7 @@
 """Training that falls silent: look at the ranks' stacks, and end it only where none of them moves.  Pure.
 
-Never judged by a fixed time, and never by silence alone: an evaluation that does not `poll` is silent too.
+Never judged by a fixed time, and never by silence alone: an evaluation that does not `poll` is silent too.  Where steps
+were even, a short silence is looked at already, and ends the launch only if no rank does anything.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause, Finding
-from stepkeeper.core.pace import silence_s
+from stepkeeper.core.pace import silence_s, steady_s
 from stepkeeper.core.phases import Decision, all_ready, kill
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, Plan, State
@@ -26,8 +27,11 @@ def alive(state: State, at: float, policy: Policy) -> State:
     """A rank spoke: from here on silence counts anew."""
     if not policy.hang_watch:
         return replace(state, hang_at=None)
-    allowed = silence_s(state.pace, policy, saving=state.saving is not None)
-    return replace(state, looking=False, patience=1.0, hang_at=at + allowed)
+    saving = state.saving is not None
+    allowed = silence_s(state.pace, policy, saving=saving)
+    soon = steady_s(state.pace, policy, saving=saving)
+    early = allowed - soon if soon is not None else 0.0
+    return replace(state, looking=False, patience=1.0, early_s=early, hang_at=at + allowed - early)
 
 
 def first_word_by(state: State, at: float, policy: Policy) -> float | None:
@@ -55,6 +59,8 @@ def on_silence(state: State, at: float, policy: Policy) -> Decision:
     """No word for longer than is usual: have the ranks' stacks collected, twice."""
     if state.looking and _only_tells(state):
         return Decision(replace(state, looking=False, hang_at=None), (), "no stacks came in time")
+    if state.looking and state.early_s:
+        return Decision(_look_again(state, at), (), "no stacks came in time: they are looked at again")
     if state.looking:
         return _stands_still(state, at, "no stacks came in time", None, policy)
     unborn = not state.heard and state.wrapped and not state.begun  # that has a deadline of its own
@@ -82,10 +88,18 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
     if _only_tells(state):
         why = f"before any word of the trainer library, {event.summary}" if event.summary else ""
         return Decision(replace(state, looking=False, hang_at=None), (), why)
+    if state.early_s and (event.moved or not event.idle):
+        why = f"the ranks may be at work still: {event.summary}"
+        return Decision(_look_again(state, event.at), (), why)
     if event.moved:
         state = _wait_on(replace(state, looking=False, patience=2 * state.patience), event.at, policy)
         return Decision(state, (), f"the ranks take long, and still move: {event.summary}")
     return _stands_still(state, event.at, event.summary, event, policy)
+
+
+def _look_again(state: State, at: float) -> State:
+    """Wait for as long as without the early look."""
+    return replace(state, looking=False, early_s=0.0, hang_at=at + state.early_s)
 
 
 def _since(state: State) -> str:
@@ -95,7 +109,7 @@ def _since(state: State) -> str:
 def _wait_on(state: State, at: float, policy: Policy) -> State:
     saving = state.saving is not None
     allowed = silence_s(state.pace, policy, saving=saving) if state.heard else _start_s(state, policy)
-    return replace(state, hang_at=at + min(state.patience, PATIENCE_MAX) * allowed)
+    return replace(state, early_s=0.0, hang_at=at + min(state.patience, PATIENCE_MAX) * allowed)
 
 
 def _stands_still(state: State, at: float, summary: str, said: on.StacksCollected | None, policy: Policy) -> Decision:

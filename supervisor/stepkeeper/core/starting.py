@@ -206,6 +206,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         hang_at=first_word_by(state, event.at, policy),
         patience=1.0,
         looking=False,
+        early_s=0.0,
         plan=None,
     )
     state = launched(state, event.at, policy)

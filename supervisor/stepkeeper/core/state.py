@@ -188,6 +188,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     hang_at: float | None = None  # in TRAINING: until then a word of the ranks must come
     patience: float = 1.0  # how many times longer, since the ranks were seen to move
     looking: bool = False  # their stacks are being collected
+    early_s: float = 0.0  # so much before its usual time silence is looked at, or the look at hand began
     first_failure: str = ""  # of the launch: what the first rank that failed said
 
     # why it failed

@@ -192,6 +192,7 @@ class Stood(_Line, frozen=True, kw_only=True, tag="stood"):
     waits: bool = False  # for other ranks
     moved: bool = False  # it did something else a moment later
     halted: bool = False  # it can do nothing: stopped by a signal, ended, or stuck in the kernel
+    idle: bool = False  # it is sure that it computed, read and wrote nothing in between; false: it may have
 
 
 class Entered(_Line, frozen=True, kw_only=True, tag="entered"):

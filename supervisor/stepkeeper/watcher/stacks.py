@@ -29,6 +29,8 @@ DUMP_WITHIN_S = 5.0
 SETTLED_S = 0.3  # a file that has not grown for so long is written
 CPU_SHARE = 0.2  # of the time between the two: less is what idle threads use
 READ_LEAST = 64 * 1024
+IDLE_CPU_SHARE = 0.05  # what else runs in an idle rank: heartbeats, threads that look around
+IDLE_SWITCHES = 50  # of the main thread: who is busy with a network or a device sleeps and wakes oftener
 READ_BYTES_MAX = 256 * 1024
 FRAMES_MAX = 200
 
@@ -93,7 +95,7 @@ class StackTaker:
             first = self._sample(wanted.launch, pids)
             lived = {rank: of_life(pid) for rank, pid in pids.items()}
             time.sleep(APART_S)
-            worked = {rank: lives(lived[rank], of_life(pid)) for rank, pid in pids.items()}
+            lives_on = {rank: of_life(pid) for rank, pid in pids.items()}
             second = self._sample(wanted.launch, pids)
             for rank, pid in sorted(pids.items()):
                 frames = second[rank]
@@ -105,7 +107,8 @@ class StackTaker:
                     where=shorten(doing.where),
                     waits=doing.waits,
                     halted=doing.halted,
-                    moved=first[rank] != frames if first[rank] else not frames and worked[rank],
+                    moved=first[rank] != frames if first[rank] else not frames and lives(lived[rank], lives_on[rank]),
+                    idle=rests(lived[rank], lives_on[rank]),
                 )
                 self._words.put(stood)
             for rank, places in sorted(asked.take().items()):
@@ -209,6 +212,9 @@ class Life(NamedTuple):
 
     cpu_s: float = 0.0
     bytes_read: int = 0
+    bytes_written: int = 0
+    switches: int | None = None  # of the main thread, which went to sleep so often; None: not known
+    in_device: bool = False  # it waits for one, or for a file system, and cannot be interrupted
 
 
 def of_life(pid: int) -> Life:
@@ -216,10 +222,18 @@ def of_life(pid: int) -> Life:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        read = re.search(r"^rchar: (\d+)", Path(f"/proc/{pid}/io").read_text(), re.MULTILINE)
+        status, io = (Path(f"/proc/{pid}/{name}").read_text() for name in ("status", "io"))
     except (OSError, IndexError, ValueError):
         return Life()
-    return Life(cpu_s, int(read[1]) if read else 0)
+    read, written = (re.search(rf"^{name}: (\d+)", io, re.MULTILINE) for name in ("rchar", "wchar"))
+    slept = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)
+    return Life(
+        cpu_s,
+        int(read[1]) if read else 0,
+        int(written[1]) if written else 0,
+        int(slept[1]) if slept else None,
+        fields[0] == "D",
+    )
 
 
 def lives(before: Life, after: Life) -> bool:
@@ -229,6 +243,24 @@ def lives(before: Life, after: Life) -> bool:
     (True, True, False)
     """
     return after.cpu_s - before.cpu_s >= CPU_SHARE * APART_S or after.bytes_read - before.bytes_read >= READ_LEAST
+
+
+def rests(before: Life, after: Life) -> bool:
+    """Tell whether a process is sure to have done nothing; not so where the kernel does not say enough.
+
+    >>> rests(Life(1.0, 7, 7, 100), Life(1.0, 9, 7, 103)), rests(Life(1.0, 7, 7, 100), Life(1.0, 9, 7, 300))
+    (True, False)
+    >>> rests(Life(), Life())
+    False
+    """
+    if before.switches is None or after.switches is None or after.in_device:
+        return False
+    return (
+        after.cpu_s - before.cpu_s < IDLE_CPU_SHARE * APART_S
+        and after.bytes_read - before.bytes_read < READ_LEAST
+        and after.bytes_written - before.bytes_written < READ_LEAST
+        and after.switches - before.switches < IDLE_SWITCHES
+    )
 
 
 def _by_py_spy(program: str, pid: int, path: Path) -> tuple[Frame, ...]:

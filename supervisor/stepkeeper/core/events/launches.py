@@ -138,6 +138,7 @@ class StacksCollected(OfLaunch, frozen=True, kw_only=True, tag="stacks_collected
     summary: str  # in words: `rank 1 is in load (data.py:7); rank 0 waits in all_reduce`
     rank: int | None = None  # that does not wait for the others, where one is known
     node: str = ""  # its node
+    idle: bool = False  # every rank is sure to do nothing: it waits for others, or computes, reads and writes nothing
 
 
 class Judged(OfLaunch, frozen=True, kw_only=True, tag="judged"):

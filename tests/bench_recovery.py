@@ -23,6 +23,7 @@ from tests.recovery.ways import EVERY, STEP_SECONDS, USER, WAYS, Way
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks-recovery.md"
 NOTES = Path(__file__).with_name("recovery") / "notes.md"
+TAKEN_APART = ("stepkeeper", "stepkeeper-warm")
 OPTIONS = LabOptions(nodes=12, gpus=1, grace_time_s=30, kill_wait_s=10, slurmd_timeout_s=8, send_user_signal=True)
 HEAD = """Written by `make bench-recovery`{how}, and by nothing else: {cores} cores, load average {load} before it
 began, torch {torch}{versions}. Machines are noisy and shared: quote the ratios.
@@ -43,7 +44,7 @@ class Bench:
     def __init__(self, lab: Lab, site: Peers) -> None:
         self.lab, self.site = lab, site
         self.outcomes: list[Outcome] = []
-        self.pieces: dict[str, list[float]] = {}
+        self.pieces: dict[str, dict[str, list[float]]] = {}  # way -> piece -> one figure a repeat
         self._serial = 0
 
     def name(self, way: Way, fault: Fault) -> str:
@@ -62,10 +63,11 @@ class Bench:
         self.outcomes.append(outcome)
         found = f"{outcome.seconds:.1f} s, {outcome.redone} redone" if outcome.seconds is not None else outcome.why_not
         print(f"{name}: {found}  [{time.time() - began:.0f} s]", flush=True)
-        if spot is not None and way.name == "stepkeeper" and fault.name == "rank" and outcome.seconds is not None:
+        taken_apart = way.name in TAKEN_APART and fault.name == "rank"
+        if spot is not None and taken_apart and outcome.seconds is not None:
             journal = spot.directory / "run" / "journal.jsonl"
             for piece, seconds in pieces(journal, outcome.struck_at, steps(spot)).items():
-                self.pieces.setdefault(piece, []).append(seconds)
+                self.pieces.setdefault(way.name, {}).setdefault(piece, []).append(seconds)
 
     def lost(self, way: Way, fault: Fault) -> bool:
         """Tell whether a way cannot recover: once is enough where it is known why, else it may have been bad luck."""

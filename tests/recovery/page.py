@@ -13,7 +13,7 @@ OURS = "stepkeeper"
 
 def page(
     outcomes: Sequence[Outcome],
-    pieces: Mapping[str, Sequence[float]],
+    pieces: Mapping[str, Mapping[str, Sequence[float]]],
     *,
     ways: Sequence[Way],
     faults: Sequence[Fault],
@@ -25,7 +25,7 @@ def page(
 
     Args:
         outcomes: what was played, in any order.
-        pieces: of a relaunch under Stepkeeper, by name: one figure a repeat.
+        pieces: of a relaunch under Stepkeeper, by way and name: one figure a repeat.
         ways: the rows.
         faults: the columns.
         head: on what machine, under what conditions.
@@ -42,11 +42,29 @@ def page(
         parts.append("**Not played**:\n\n" + "\n".join(f"- {way}: {why}" for way, why in sorted(absent.items())))
     parts.append("## The ways\n\n" + "\n".join(f"- **{way.name}**: {way.what}." for way in ways))
     if pieces:
-        rows = [f"| {name} | {statistics.median(each):.3f} | {_all(each, 3)} |" for name, each in pieces.items()]
-        head = f"| piece | median of {max(map(len, pieces.values()))} | all |\n|---|---|---|"
-        parts.append("## A killed rank under Stepkeeper, piece by piece\n\n" + "\n".join([head, *rows]))
+        parts.append(_pieces(pieces))
     parts.append(notes)
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def _pieces(pieces: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    repeats = max(len(each) for of_way in pieces.values() for each in of_way.values())
+    lines = [
+        "## A killed rank under Stepkeeper, piece by piece",
+        "",
+        f"Medians of {repeats}.",
+        "",
+        "| piece | " + " | ".join(pieces) + " |",
+        "|---" * (len(pieces) + 1) + "|",
+    ]
+    names = dict.fromkeys(name for of_way in pieces.values() for name in of_way)
+    for name in names:
+        cells = [
+            f"{statistics.median(of_way[name]):.3f} ({_all(of_way[name], 3)})" if name in of_way else ""
+            for of_way in pieces.values()
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def _table(

@@ -21,9 +21,7 @@ SUM = "**Slurm and Stepkeeper: rank killed to the next tasks run, s** (target: u
 HELLO = "tasks run to the trainer library's first word (imports of Python and torch), s"
 LOADED = "first word to the first step done (ranks meet, load, step), s"
 REDONE = "first step done to the first new one, s"
-SHARE = (
-    "imports, of the time from the kill to the first new step, %: what ranks that wait with torch imported could save"
-)
+SHARE = "tasks run to the first word, of the time from the kill to the first new step, %"
 
 
 def pieces(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, float]:

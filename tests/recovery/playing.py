@@ -20,6 +20,7 @@ PREEMPT_S = 150.0
 OVER_S = 5.0  # a job that is over so long is not requeued any more
 SETTLE_S = 90.0
 WORDS_MAX = 160  # characters of a job's last error
+HANG_AFTER_SAVES = 12  # 50 s: who goes by a run's own pace must have seen it
 LOST_AFTER_SAVE = 17  # steps that are done since the last save when the fault comes
 
 
@@ -105,7 +106,7 @@ FAULTS: dict[str, Fault] = {
         Fault(name="rank", what="kill -9 of a rank", saves=1, limit_s=120.0, strike=kill_rank),
         Fault(name="node", what="loss of a node", saves=1, limit_s=180.0, strike=lose_node),
         Fault(name="preemption", what="preemption", saves=1, limit_s=180.0, strike=preempt),
-        Fault(name="hang", what="hang of a rank", saves=3, limit_s=240.0, strike=hang),
+        Fault(name="hang", what="hang of a rank", saves=HANG_AFTER_SAVES, limit_s=240.0, strike=hang),
     )
 }
 
@@ -117,6 +118,11 @@ def play(lab: Lab, peers: Peers, way: Way, fault: Fault, name: str) -> tuple[Out
     job = way.submit(spot)
     try:
         lab.until(lambda: _begun(spot, job, fault.step), f"step {fault.step} of {name}\n{_tail(spot)}", BEGIN_S)
+        if not way.is_ready(spot):
+            lab.until(lambda: way.is_ready(spot), f"what {name} prepares\n{_tail(spot)}", BEGIN_S)
+            saves = steps(spot)[-1].number // EVERY + 1  # as long after a save as under the others
+            step = saves * EVERY + LOST_AFTER_SAVE
+            lab.until(lambda: _begun(spot, job, step), f"step {step} of {name}\n{_tail(spot)}", BEGIN_S)
         struck_at = fault.strike(spot, job)
         outcome = _wait(spot, job, way, fault, struck_at)
     finally:

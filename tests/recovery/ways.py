@@ -90,6 +90,8 @@ class Way:
     submit: Submit
     package: str = ""
     """What must be installed for it."""
+    is_ready: Callable[[Spot], bool] = lambda _: True
+    """Whether the fault may come: what the way prepares beside training is there."""
     watches_hangs: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
     """Fault to why this way does not recover from it, for the page; used only where it did not."""
@@ -185,6 +187,13 @@ WAYS: dict[str, Way] = {
             name="stepkeeper",
             what="`sbatch stepkeeper.sbatch`, all settings as they come; saves by its Keeper",
             submit=stepkeeper,
+            watches_hangs=True,
+        ),
+        Way(
+            name="stepkeeper-warm",
+            what="the same with `--warm-standby`: each rank has a process that has imported torch and waits",
+            submit=lambda spot: stepkeeper(spot, "--warm-standby"),
+            is_ready=lambda spot: "standby_ready" in spot.log.read_text(errors="replace"),
             watches_hangs=True,
         ),
         Way(

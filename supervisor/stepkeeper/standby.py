@@ -52,7 +52,20 @@ OOM_SCORE_WAITING = 1000  # when memory runs out, the kernel shall take who only
 OOM_SCORE_RANK = 500
 ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # what an interpreter or a library reads when it is loaded: there a spare cannot follow a change any more
-_READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTORCH_", "LC_")
+_READ_AT_START = (
+    "PYTHON",
+    "LD_",
+    "GLIBC_",
+    "MALLOC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "PYTORCH_",
+    "LC_",
+    "LANG",
+)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _UCRED = struct.Struct("3i")
 
@@ -290,6 +303,7 @@ def wait(channel: socket.socket, modules: list[str]) -> dict[str, Any]:
         signal.signal(number, signal.SIG_IGN)  # until we are a rank
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     oom_score(OOM_SCORE_WAITING)
+    born = dict(os.environ)
     try:
         prepare(modules)
     except Exception as error:  # noqa: BLE001 - whatever a module raises: told, and the launch starts without us
@@ -298,7 +312,7 @@ def wait(channel: socket.socket, modules: list[str]) -> dict[str, Any]:
         channel.sendall(line({"ready": True, "rss_mib": rss_mib()}))
         task: dict[str, Any] = json.loads(read_line(channel))
         try:
-            take_over(task)
+            take_over(task, born)
         except OSError as error:
             say_and_end(channel, {"refused": f"{error.filename or ''} {error.strerror}".strip()})
         channel.sendall(line({"taken": True}))
@@ -329,13 +343,27 @@ def prepare(modules: list[str]) -> None:
         raise RefusedError(f"one of {', '.join(modules)} starts CUDA when it is imported")
 
 
-def take_over(task: dict[str, Any]) -> None:
-    """Take the place of the process that the wrapper would have started; its files come with `go`.  Raises OSError."""
+def take_over(task: dict[str, Any], born: Mapping[str, str]) -> None:
+    """Take the place of the process that the wrapper would have started; its files come with `go`.
+
+    Args:
+        task: what the wrapper wants.
+        born: our environment before the imports; what they have set they would have set there too.
+
+    Raises:
+        OSError: it cannot be done.
+    """
     with open("/proc/self/comm", "w") as file:
         file.write(os.path.basename(sys.executable)[:15])  # from now on watchers end us like any rank
     os.setpgid(0, 0)
+    wanted: dict[str, str] = task["environment"]
+    by_imports = {
+        name: value
+        for name, value in os.environ.items()
+        if value != born.get(name) and wanted.get(name) == born.get(name)
+    }
     os.environ.clear()
-    os.environ.update(task["environment"])
+    os.environ.update({**wanted, **by_imports})
     os.umask(task["umask"])
     if set(task["cpus"]) != os.sched_getaffinity(0):
         os.sched_setaffinity(0, task["cpus"])

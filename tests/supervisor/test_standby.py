@@ -120,8 +120,7 @@ def heard(keeper):
 
 TELL = """
 import json, os, signal, sys
-import beside
-open("/proc/self/comm").read()
+import beside, torch
 print(json.dumps({
     "argv": sys.argv, "path": sys.path[0], "cwd": os.getcwd(), "environment": dict(os.environ), "name": __name__,
     "file": __file__, "orig": sys.orig_argv, "stdin": sys.stdin.read(), "main": sys.modules["__main__"].TOLD,
@@ -144,6 +143,7 @@ def test_a_standby_becomes_what_python_would_have_been(site, module):
         (site.place / "elsewhere").rename(package)
         (site.place / "beside.py").touch()
         words = ["-m", "package.script", "--steps", "3"]
+    site.torch(more="import os\nos.environ['SET_BY_TORCH'] = '1'")
     keeper = site.keeper()
     told = []
     for address in (site.address, ""):
@@ -157,6 +157,7 @@ def test_a_standby_becomes_what_python_would_have_been(site, module):
     assert cold.pop("parents") != keeper.pid
     assert warm == cold
     assert warm["environment"]["RANK"] == "3"
+    assert warm["environment"]["SET_BY_TORCH"] == "1"
     assert "STEPKEEPER_STANDBY" not in warm["environment"]
 
 

@@ -98,8 +98,8 @@ def test_the_least_time_of_a_save_is_known_after_a_few_and_outlives_a_launch() -
         pace = saved(pace, seconds, by_disk=False)
         assert pace.saves == number
     assert SAVES_ENOUGH == 3
-    assert least_save_s(pace) == 20.0, "half of the quickest: an urgent one may be quicker than those before"
-    assert least_save_s(launched(pace)) == 20.0
+    assert least_save_s(pace) == 10.0, "a quarter of the quickest: an urgent one may be quicker than those before"
+    assert least_save_s(launched(pace)) == 10.0
     assert pace.save == 50.0
 
 

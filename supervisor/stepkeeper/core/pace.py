@@ -18,7 +18,7 @@ STEADY = 32  # of them to know that a run is even
 STEADY_TIMES = 5.0  # as many usual steps as are waited for elsewhere
 LONGEST_TIMES = 3.0  # what took long once may take so many times as long
 SAVES_ENOUGH = 3  # to know how long one takes at least
-QUICKER_TIMES = 0.5  # of the quickest one: none will be quicker than that
+QUICKER_TIMES = 0.25  # of the quickest one: beside training all are slower, yet none will be quicker than that
 
 replace = msgspec.structs.replace
 

@@ -16,6 +16,7 @@ from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm
 CHAIN_S = 480.0
+EXPEDITED = "SlurmctldParameters=enable_expedited_requeue"
 
 
 @pytest.mark.campaign
@@ -105,14 +106,38 @@ def test_a_chain_of_jobs_that_may_not_be_requeued_needs_no_hand(lab: Lab, refere
 
 
 @pytest.mark.newest
+def test_a_run_that_is_over_leaves_no_job_behind_that_is_held(lab_factory) -> None:
+    """With expedited requeue Slurm would put a job whose script ends with 27 back into the queue, and hold it."""
+    if found() is None:
+        pytest.skip(NOT_BUILT)
+    lab = lab_factory(slurm="newest", grace_time_s=20, kill_wait_s=10, slurm_conf=(EXPEDITED,))
+    training = Training(lab, name="stopped", steps=4000, sbatch_args=("--requeue=expedite",)).submit()
+    training.wait_step(8)
+
+    lab.run(training.stepkeeper, "stop", training.run_dir, user=training.user, timeout_s=90.0)
+    training.wait_end()
+    ended = lab.job(training.job_id)
+    refused = lab.submit(
+        f"#!/bin/bash\nexec {training.stepkeeper} run --set policy.nope=1 -- true\n",
+        sbatch_args=["-N1", "--requeue=expedite", "--output=/dev/null"],
+        user=training.user,
+        env={"STEPKEEPER_RUN_DIR": str(training.run_dir)},
+    )
+    refused_ended = lab.wait_ended(refused)
+
+    assert (ended.state, ended.restarts, ended.exit_code) == ("FAILED", 0, f"{ExitCode.STOPPED.value}:0"), ended
+    assert "is told not to put it back and hold it" in training.output()
+    assert (refused_ended.state, refused_ended.restarts) == ("FAILED", 0), refused_ended
+    mend(lab, training)
+
+
+@pytest.mark.newest
 def test_a_job_with_expedited_requeue_is_requeued_once_each_time(lab_factory, reference: Training) -> None:
     """`--requeue=expedite` (25.11 and later), where Slurm requeues a failed script itself: ours after a preemption, and
     that of a watcher after the loss of the supervisor, are each the only one."""
     if found() is None:
         pytest.skip(NOT_BUILT)
-    lab = lab_factory(
-        slurm="newest", grace_time_s=20, kill_wait_s=10, slurm_conf=("SlurmctldParameters=enable_expedited_requeue",)
-    )
+    lab = lab_factory(slurm="newest", grace_time_s=20, kill_wait_s=10, slurm_conf=(EXPEDITED,))
     training = Training(lab, name="expedited", step_seconds=0.5, sbatch_args=("--requeue=expedite",)).submit()
     training.wait_step(8)
     assert lab.job(training.job_id).raw["ExpeditedRequeue"] == "Yes"

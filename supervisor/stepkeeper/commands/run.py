@@ -76,6 +76,28 @@ def execute(arguments: argparse.Namespace) -> int:
         return _show(arguments)
     if arguments.json:
         raise StepkeeperError("--json goes with --print-config or --dry-run", ExitCode.USAGE)
+    try:
+        code = _supervise(arguments)
+    except StepkeeperError as error:
+        _let_end(error.code)
+        raise
+    _let_end(code)
+    return code
+
+
+def _let_end(code: int) -> None:
+    """Where Slurm would hold a job that ends with this code, have it end like any other."""
+    try:
+        done = SlurmCommands().let_end(code)
+    except SlurmError as error:
+        done = f"Slurm does not let the job end ({error}): it may be held; scancel it, or scontrol release it to go on"
+    if done:
+        with contextlib.suppress(OSError):  # a full disk below stderr
+            sys.stderr.write(f"stepkeeper: {done}\n")
+            sys.stderr.flush()
+
+
+def _supervise(arguments: argparse.Namespace) -> int:
     environment = dict(os.environ)
     command = _command(arguments.cmd)
     client: SlurmClient = SlurmCommands()

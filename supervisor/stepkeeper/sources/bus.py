@@ -227,6 +227,9 @@ class Bus:
         return self._inbox.clock.now()
 
     def _emit(self, message: lines.FromWatcher) -> None:  # noqa: C901, PLR0912 - one case a word
+        if isinstance(message, lines.Entered):  # one of many beside `Stood`, and without its node
+            self._on_stack(message)
+            return
         if message.node in self._heard or isinstance(message, lines.Ready):
             self._heard[message.node] = time.monotonic()
         at = self._now()
@@ -261,7 +264,7 @@ class Bus:
                 self._inbox.put(on.NodeFaulted(at=at, **fields))
             case lines.ShareRead():
                 self._on_share(message)
-            case lines.Stood() | lines.Entered() | lines.StacksTaken():
+            case lines.Stood() | lines.StacksTaken():
                 self._on_stack(message)
             case lines.Note():
                 self._note(message.node, message.text)

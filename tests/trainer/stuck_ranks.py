@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,8 +41,9 @@ def ahead(rank: int) -> None:
     """Two ranks have begun three collectives at once, of which the late one has entered the first."""
     works = [dist.all_reduce(torch.ones(7), async_op=True) for _ in range(1 if rank == LATE else 3)]
     works[0].wait()
-    pickled = torch._C._distributed_c10d._dump_fr_trace()
-    nccl_dumps.file(Path(sys.argv[1]) / "ahead", rank).write_bytes(pickled)
+    path = nccl_dumps.file(Path(sys.argv[1]) / "ahead", rank)
+    path.with_suffix(".part").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+    path.with_suffix(".part").rename(path)
     time.sleep(FOREVER_S) if rank == LATE else works[-1].wait()
 
 
@@ -63,10 +65,12 @@ def in_a_group(rank: int) -> None:
 
 
 def deaf(rank: int) -> None:
-    """One sleeps in native code that keeps the interpreter's lock."""
+    """One is stuck in native code that keeps the interpreter's lock."""
     dist.all_reduce(torch.ones(7))
     if rank == LATE:
-        ctypes.PyDLL(None).sleep(FOREVER_S)
+        mutex = ctypes.create_string_buffer(64)  # zeros are an open one
+        for _ in range(2):
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # no signal ends it
     dist.all_reduce(torch.ones(7))
 
 
@@ -101,6 +105,8 @@ def main() -> None:
                 if pid == 0:
                     try:
                         play(directory, scene, rank)
+                    except Exception:
+                        traceback.print_exc()
                     finally:
                         os._exit(1)
                 pids[scene][rank] = pid

@@ -64,6 +64,18 @@ def torch_module() -> object:
     return _distributed_c10d
 
 
+def find_members() -> dict[str, str]:
+    """Return the ranks of each group by its name: the recorder of CPU groups does not tell them.
+
+    Nothing where this torch keeps them elsewhere.
+    """
+    world = getattr(dist.distributed_c10d, "_world", None)
+    try:
+        return {name: str(sorted(world.pg_group_ranks[group])) for group, name in list(world.pg_names.items())}
+    except (AttributeError, KeyError, TypeError):
+        return {}
+
+
 def _answer(reader: int, directory: Path, rank: int, recorders: dict[str, Callable[[bool, bool], bytes | str]]) -> None:
     while os.read(reader, _PIPE_BYTES):
         while select.select([reader], [], [], GATHER_S)[0]:
@@ -83,7 +95,7 @@ def write(directory: Path, rank: int, recorders: dict[str, Callable[[bool, bool]
         DecodeError: it tells something else than what is known of it.
     """
     dumps = {name: _bytes(dump(True, False)) for name, dump in recorders.items()}  # noqa: FBT003 - torch's names vary
-    places = collectives.reduce((data, name == "nccl") for name, data in dumps.items())
+    places = collectives.reduce(((data, name == "nccl") for name, data in dumps.items()), find_members())
     path = collectives.file(directory, rank)
     _replace(path, msgspec.json.encode(collectives.Account(rank=rank, places=places)))
     for name, data in dumps.items():

@@ -63,7 +63,8 @@ def compare(places: Mapping[int, Sequence[Place]], ranks: Iterable[int] = ()) ->
                 groups[place.group, place.what, place.members][rank] = place
     found = []
     for (group, what, members), known in groups.items():
-        still = _standstill(_name(group, what), expand(members) & asked if members else frozenset(known), known, places)
+        of_group = expand(members) & asked or (frozenset(asked) if what == _DEFAULT else frozenset(known))
+        still = _standstill(_name(group, what), of_group, known, places)
         if still is not None:
             found.append(still)
     return tuple(sorted(found, key=lambda each: (not each.suspects, -len(each.ranks), each.group)))
@@ -134,7 +135,7 @@ def _of_group(still: Standstill) -> str:
         return f"the ranks disagree at {of}: {', '.join(differ)}"
     (((op, _), ranks),) = kinds
     if not still.suspects:
-        return f"all {len(ranks)} ranks have entered {op} {of}, and it does not end: is it the network?"
+        return f"all {len(ranks)} ranks that are known of have entered {op} {of}, and it does not end"
     words = [f"{_ranks(ranks)} in {op} {of}"]
     behind: dict[tuple[int | None, str], list[int]] = defaultdict(list)
     for each in still.absent:

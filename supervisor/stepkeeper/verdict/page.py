@@ -63,7 +63,7 @@ The verdict puts stacks and collectives together:
 | `rank 2 does not answer` | it was stopped, is stuck in the kernel, or holds the interpreter's lock: its stack tells |
 | `the ranks disagree at #812` | different collectives, or `all_reduce` of different sizes: an error of the program |
 | `on rank 2 the GPU has not begun it` | the program has queued it; what its GPU does before does not end |
-| `all 4 ranks have entered ..., and it does not end` | no rank is missing: the network, or the collective itself |
+| `all 4 ranks that are known of have entered ...` | no rank is missing: the network, or the collective itself |
 
 The recorders are on by default from torch 2.6 on (Stepkeeper sets `TORCH_FR_BUFFER_SIZE=2000` where it is not set; 0
 turns them off).  gloo records no messages between two ranks (`send`, `recv`).  A script without the trainer library

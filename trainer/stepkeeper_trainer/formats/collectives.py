@@ -16,7 +16,7 @@ from stepkeeper_trainer.formats.decoding import MismatchError, decode
 from stepkeeper_trainer.formats.stacks import DIRECTORY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 SIGNAL = signal.SIGRTMIN + 10  # beside that of the stacks: has a rank write where it is
@@ -125,17 +125,18 @@ def _number(number: int) -> int:
     return min(max(0, number), NUMBER_MAX)
 
 
-def reduce(dumps: Iterable[tuple[bytes, bool]]) -> tuple[Place, ...]:
+def reduce(dumps: Iterable[tuple[bytes, bool]], members: Mapping[str, str] | None = None) -> tuple[Place, ...]:
     """Return where a rank is in its groups.
 
     Args:
         dumps: each recorder's JSON, and whether it is that of GPUs, which tells what they have begun and completed:
             the one of CPU groups tells only what has ended.
+        members: torch's lists of the ranks of groups, by their names, where a recorder does not tell them.
 
     Raises:
         DecodeError: it is not what torch writes.
     """
-    return _reduce((decode(_dump, data), of_gpu) for data, of_gpu in dumps)
+    return _reduce(((decode(_dump, data), of_gpu) for data, of_gpu in dumps), members or {})
 
 
 def reduce_parsed(dump: object, *, of_gpu: bool = True) -> tuple[Place, ...]:
@@ -145,12 +146,12 @@ def reduce_parsed(dump: object, *, of_gpu: bool = True) -> tuple[Place, ...]:
         DecodeError: it is not what torch writes.
     """
     try:
-        return _reduce([(msgspec.convert(dump, _Dump), of_gpu)])
+        return _reduce([(msgspec.convert(dump, _Dump), of_gpu)], {})
     except (msgspec.ValidationError, RecursionError) as error:
         raise MismatchError(str(error)) from error
 
 
-def _reduce(dumps: Iterable[tuple[_Dump, bool]]) -> tuple[Place, ...]:
+def _reduce(dumps: Iterable[tuple[_Dump, bool]], members: Mapping[str, str]) -> tuple[Place, ...]:
     found: list[tuple[bool, int, Place]] = []
     for dump, of_gpu in dumps:
         groups: dict[tuple[str, str, bool], list[_Entry]] = {}
@@ -158,7 +159,8 @@ def _reduce(dumps: Iterable[tuple[_Dump, bool]]) -> tuple[Place, ...]:
             groups.setdefault((*entry.process_group, entry.is_p2p), []).append(entry)
         for (name, what, direct), entries in groups.items():
             config = dump.pg_config.get(name)
-            place = _place(name, what, entries, members=config.ranks if config else "", direct=direct, of_gpu=of_gpu)
+            ranks = config.ranks if config is not None else members.get(name, "")
+            place = _place(name, what, entries, members=ranks, direct=direct, of_gpu=of_gpu)
             found.append((place.at is None, -max(entry.time_created_ns for entry in entries), place))
     found.sort(key=lambda each: each[:2])
     return tuple(trim(place) for _, _, place in found[:GROUPS_MAX])

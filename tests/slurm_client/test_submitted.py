@@ -28,8 +28,9 @@ SHOWN = (
     "--ntasks-per-node=2", "--mincpus=5", "--sockets-per-node=1", "--ntasks-per-socket=1", "--threads-per-core=2",
     "--spread-job",
 )  # fmt: skip
-AS_THEY_ARE = ("--time-min=00:10:00", "--constraint=a100", "--prefer=near", "--batch=login", "--licenses=f:2",
-    "--switches=1@00:10:00", "--mem=1G")  # fmt: skip
+CHOICES = ("--time=60", "--prefer=near", "--constraint=a100")
+AS_THEY_ARE = ("--time-min=00:10:00", "--batch=login", "--licenses=f:2",
+    "--switches=1@00:10:00")  # fmt: skip
 PLACES = ("--chdir=/w", "--output=/w/x.out")
 
 
@@ -40,8 +41,9 @@ def options(shown: str, script: str = PLAIN, nodes: int = 2, **environment: str)
 def test_the_whole_line_where_slurm_shows_its_own_command_line() -> None:
     """What stands behind the script's name is the script's."""
     assert options(NEWER) == (
-        *ALWAYS, "--requeue=expedite", "--export=ALL", "--nodes=2-4", "--partition=train,urgent", "--time=60", *SHOWN,
-        "--stepmgr", "--gres-flags=enforce-binding", "--delay-boot=00:05:00", *AS_THEY_ARE, "--segment=2", *PLACES,
+        *ALWAYS, "--requeue=expedite", "--export=ALL", "--nodes=2-4", "--partition=train,urgent", *CHOICES, *SHOWN,
+        "--stepmgr", "--gres-flags=enforce-binding", "--delay-boot=00:05:00", *AS_THEY_ARE, "--segment=2",
+        "--mem=1G", *PLACES,
         "--acctg-freq=30", "--distribution=cyclic", "--gpu-bind=single:1", "--no-kill",
     )  # fmt: skip
 
@@ -53,8 +55,8 @@ def test_the_whole_line_where_it_does_not() -> None:
     }  # fmt: skip
     without_threads = [option for option in SHOWN if "threads" not in option]
     assert options(OLDER, "#!/bin/sh\n#SBATCH --nodes 2-4 --time=60 # an hour\nexec x\n", **environment) == (
-        *ALWAYS, "--no-requeue", "--export=ALL", "--nodes=2-4", "--partition=urgent,train", "--time=60",
-        *without_threads, "--gres-flags=enforce-binding", "--delay-boot=00:05:00", *AS_THEY_ARE, *PLACES,
+        *ALWAYS, "--no-requeue", "--export=ALL", "--nodes=2-4", "--partition=urgent,train", *CHOICES,
+        *without_threads, "--gres-flags=enforce-binding", "--delay-boot=00:05:00", *AS_THEY_ARE, "--mem=1G", *PLACES,
         "--hint=nomultithread", "--distribution=plane=4", "--overcommit",
     )  # fmt: skip
 
@@ -102,3 +104,35 @@ def test_variables_that_sbatch_reads_stay_where_slurm_does_not_show_what_they_sa
     unknown = plan(OLDER, PLAIN, ours, (), nodes=2, exclude="", comment="c").unknown
     assert unknown == ()
     assert len(plan(OLDER, PLAIN, {}, (), nodes=2, exclude="", comment="c").unknown) == 2
+
+
+@pytest.mark.parametrize(
+    ("shown", "script", "asked"),
+    [
+        ("Features=a100", "-C a100 --prefer=near", ["--prefer=near", "--constraint=a100"]),
+        ("Features=near", "-C a100 --prefer=near", ["--prefer=near", "--constraint=a100"]),
+        ("Features=near", "--prefer=near", ["--prefer=near"]),
+        ("Features=a100", "--constraint=a100", ["--constraint=a100"]),
+    ],
+)
+def test_what_was_preferred_is_not_demanded_of_the_next_job(shown: str, script: str, asked: list[str]) -> None:
+    """Slurm shows the preferred features in place of the demanded ones while a job has them."""
+    job = OLDER.replace("Features=a100 Prefer=near BatchFeatures=login", shown)
+    found = options(job, f"#!/bin/sh\n#SBATCH {script}\n")
+
+    assert [option for option in found if option.startswith(("--prefer", "--constraint"))] == asked
+
+
+def test_no_limit_is_asked_for_as_such() -> None:
+    """Slurm makes a year of it when a job starts."""
+    job = OLDER.replace("TimeLimit=00:20:00 TimeMin=00:10:00", "TimeLimit=365-00:00:00 TimeMin=N/A")
+
+    assert "--time=UNLIMITED" in options(job)
+
+
+def test_memory_is_told_in_one_way_only() -> None:
+    """Slurm shows what it has made of it for a node, too; sbatch refuses both."""
+    job = OLDER.replace("MinMemoryNode=1G", "MinMemoryNode=0 MemPerTres=gres:gpu:50")
+    found = options(job)
+
+    assert [option for option in found if option.startswith("--mem")] == ["--mem-per-gpu=50"]

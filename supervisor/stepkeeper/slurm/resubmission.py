@@ -23,8 +23,6 @@ _NONE = ("", "(null)", "N/A", "None", "Unknown")
 _AS_THEY_ARE = {  # field of `scontrol show job` -> option
     "Account": "account",
     "TimeMin": "time-min",
-    "Features": "constraint",
-    "Prefer": "prefer",
     "BatchFeatures": "batch",
     "Reservation": "reservation",
     "Licenses": "licenses",
@@ -32,8 +30,6 @@ _AS_THEY_ARE = {  # field of `scontrol show job` -> option
     "WCKey": "wckey",
     "Switches": "switches",
     "ReqNodeList": "nodelist",
-    "MinMemoryNode": "mem",
-    "MinMemoryCPU": "mem-per-cpu",
     "NtasksPerTRES": "ntasks-per-gpu",
     "MailUser": "mail-user",
     "MailType": "mail-type",
@@ -130,10 +126,11 @@ def plan(
         _requeue(rest),
         f"--export={_export(environment)}",
         f"--nodes={wanted}",
-        *_choices(rest, said),
+        *submitted.choices(rest, said),
         *_tasks(rest, nodes, said, chosen=wanted != str(nodes)),
         *_layout(rest, said),
         *(f"--{option}={value}" for field, option in _AS_THEY_ARE.items() if (value := rest.get(field))),
+        *_memory(rest),
         *_devices(rest, script),
         *_sharing(rest),
         *([f"--deadline={_local(deadline)}"] if (deadline := rest.get("Deadline")) else []),
@@ -231,18 +228,6 @@ def _requeue(rest: Mapping[str, str]) -> str:
     return "--requeue" if rest.get("Requeue") == "1" else "--no-requeue"
 
 
-def _choices(rest: Mapping[str, str], said: Words) -> list[str]:
-    """Return the limits and places among which Slurm may choose: of a job that runs, it tells its choice alone."""
-    options = []
-    for field, option in (("Partition", "partition"), ("QOS", "qos")):
-        if value := submitted.one_of(said, option, f"SBATCH_{field.upper()}", rest.get(field)):
-            options.append(f"--{option}={value}")
-    limit = rest.get("TimeLimit")
-    if "TimeMin" in rest:  # Slurm may have shortened the limit, to start the job earlier
-        limit = said.option("time", "SBATCH_TIMELIMIT") or limit
-    return [*options, *([f"--time={limit}"] if limit else [])]
-
-
 def _tasks(rest: Mapping[str, str], nodes: int, said: Words, *, chosen: bool) -> list[str]:
     """Return how many tasks; `chosen`: Slurm has chosen the number of nodes, and with it that of tasks."""
     options = []
@@ -304,7 +289,6 @@ def _devices(rest: Mapping[str, str], script: str) -> list[str]:
         ("TresPerSocket", "gpus-per-socket"),
         ("TresPerTask", "gpus-per-task"),
         ("CpusPerTres", "cpus-per-gpu"),
-        ("MemPerTres", "mem-per-gpu"),
     ):
         if found := [name.removeprefix("gpu:") for name in _resources(rest, field) if name.startswith("gpu:")]:
             options.append(f"--{option}={','.join(found)}")
@@ -315,6 +299,14 @@ def _devices(rest: Mapping[str, str], script: str) -> list[str]:
 
 def _resources(rest: Mapping[str, str], field: str) -> list[str]:
     return [name[len("gres:") :] for name in (rest.get(field) or "").split(",") if name.startswith(("gres:", "gres/"))]
+
+
+def _memory(rest: Mapping[str, str]) -> list[str]:
+    """Return how much memory, which sbatch wants to be told in one way only."""
+    if per_gpu := [name.removeprefix("gpu:") for name in _resources(rest, "MemPerTres") if name.startswith("gpu:")]:
+        return [f"--mem-per-gpu={','.join(per_gpu)}"]
+    either = (("MinMemoryNode", "mem"), ("MinMemoryCPU", "mem-per-cpu"))
+    return [f"--{option}={rest[field]}" for field, option in either if field in rest]
 
 
 def _sharing(rest: Mapping[str, str]) -> list[str]:

@@ -34,7 +34,15 @@ _OF_THE_LINE = (
     "wait-all-nodes",
 )
 _FLAGS = {"no-kill": "k", "overcommit": "O", "use-min-nodes": ""}  # and its short form
-_SHORT = {"distribution": "m", "nodes": "N", "ntasks": "n", "partition": "p", "qos": "q", "time": "t"}
+_SHORT = {
+    "constraint": "C",
+    "distribution": "m",
+    "nodes": "N",
+    "ntasks": "n",
+    "partition": "p",
+    "qos": "q",
+    "time": "t",
+}
 _OF_THE_JOB = {  # variable that sbatch sets for a job -> option
     "SLURM_CPU_FREQ_REQ": "cpu-freq",
     "SLURM_GPU_BIND": "gpu-bind",
@@ -51,6 +59,7 @@ KEPT_VARIABLES = frozenset(
         "WAIT_ALL_NODES",
     )
 )  # fmt: skip
+_NO_LIMIT = "365-00:00:00"  # what Slurm makes of none when a job starts
 _SIZES = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
 
@@ -92,10 +101,28 @@ def nodes(said: Words, held: int) -> str:
     return wanted if wanted is not None and _allows(wanted, held) else str(held)
 
 
-def one_of(said: Words, name: str, variable: str, held: str | None) -> str | None:
+def _one_of(said: Words, name: str, variable: str, held: str | None) -> str | None:
     """Return the list of partitions (or of QOS) among which Slurm chose the one that it tells, if there was one."""
     wanted = said.option(name, variable)
     return wanted if wanted is not None and held in wanted.split(",") else held
+
+
+def choices(shown: Mapping[str, str], said: Words) -> list[str]:
+    """Return the limits and places among which Slurm may choose: of a job that runs, it shows its choice alone."""
+    options = []
+    for field, option in (("Partition", "partition"), ("QOS", "qos")):
+        if value := _one_of(said, option, f"SBATCH_{field.upper()}", shown.get(field)):
+            options.append(f"--{option}={value}")
+    limit = shown.get("TimeLimit")
+    if "TimeMin" in shown:  # Slurm may have shortened the limit, to start the job earlier
+        limit = said.option("time", "SBATCH_TIMELIMIT") or limit
+    if limit:
+        options.append(f"--time={'UNLIMITED' if limit == _NO_LIMIT else limit}")
+    features, preferred = shown.get("Features"), said.option("prefer") or shown.get("Prefer")
+    if preferred:  # where these were free, they took the place of what was demanded
+        features = said.option("constraint", "SBATCH_CONSTRAINT") or (features if features != preferred else None)
+        options.append(f"--prefer={preferred}")
+    return [*options, *([f"--constraint={features}"] if features else [])]
 
 
 def hidden(said: Words) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stepkeeper_trainer import Keeper, KeeperError, connections, rollcall
+from stepkeeper_trainer import Keeper, KeeperError, connections, outcomes, rollcall
 from stepkeeper_trainer.tiers.config import Tiers
 from tests.trainer.scenes import loopback
 
@@ -24,6 +24,8 @@ def finishes(
     """Train two steps and finish; rank `who` is hit there, and rank `slow` takes its time to write."""
     rollcall.GRACE_S = 0.5
     connections.IDLE_S, connections.ASK_EVERY_S, connections.QUESTIONS, connections.LOST_AFTER_S = 1, 1, 2, 3
+    if how == "power":
+        outcomes.TOGETHER_WITHIN_S = 3.0  # nobody comes any more
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -22,6 +22,7 @@ from stepkeeper import standby as program
 from stepkeeper.actions.launch import SRUN_LOG, Job, Meeting, launch_environment
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Next, Phase, State
+from stepkeeper.log import PatientStream
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import shepherd
 from stepkeeper.slurm import standby as lines
@@ -30,7 +31,9 @@ from stepkeeper.store.rundir import RunDirectory
 
 LEAVE_WITHIN_S = 3.0
 KILL_BY_SLURM_WITHIN_S = 10.0
+ERRORS_WITHIN_S = 1.0
 ERROR_CHARACTERS_MAX = 300
+LOG = "standby.log"  # beside the logs of an attempt's launches
 VARIABLE, WORDS = "STEPKEEPER_STANDBY", "STEPKEEPER_STANDBY_WORDS"
 _OVER = (Phase.CLOSING, Phase.REQUEUEING, Phase.DONE)
 _OOM = "oom"  # of the kernel's word on a standby's step, whose ranks are the launch's
@@ -156,7 +159,7 @@ class _Step:
     ) -> None:
         self.nodes, self.launch = nodes, launch
         self.prefix = lines.prefix(job.command) or []
-        self.address = f"{job.socket}/standby"
+        self.address = f"{job.socket}/standby-{launch}"  # those of a step before may still be about to leave
         self._job, self._inbox, self._log = job, inbox, log
         self._output: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._ended = threading.Event()
@@ -168,6 +171,7 @@ class _Step:
         argv = lines.argv(nodes, job.geometry, words)
         meeting = Meeting(launch=launch, nodes=nodes, address="", port=0, resume_from=None)
         variables = launch_environment(job, meeting, environment) | {VARIABLE: self.address}
+        variables.pop("SLURMD_NODENAME", None)  # each task has its own; by the batch host's, watchers would end srun
         inbox.run_thread("standby", lambda: self._run(argv, variables))
 
     @property
@@ -218,17 +222,16 @@ class _Step:
             self._ended.set()
             self._log.warning("standby_ended", why=f"srun: {failure.strerror}")
             return
-        for name, work in (
-            ("shepherd", lambda: shepherd.dismiss(process.pid)),  # the ranks among them outlive us, to be saved
-            ("write", lambda: self._write(process)),
-            ("error", lambda: self._read_errors(process)),
-        ):
-            self._inbox.run_thread(f"standby-{name}", work)
+        # the ranks among them outlive us, to be saved
+        self._inbox.run_thread("standby-shepherd", lambda: shepherd.dismiss(process.pid))
+        self._inbox.run_thread("standby-write", lambda: self._write(process))
+        errors = self._inbox.run_thread("standby-error", lambda: self._read_errors(process))
         assert process.stdout is not None, "Popen was given a pipe"
         for line in process.stdout:
             self._hear(line)
         code = process.wait()
         self._ended.set()
+        errors.join(ERRORS_WITHIN_S)
         if not self._leaving:
             self._log.warning("standby_ended", why=self._error or f"srun ended with {code}")
 
@@ -253,14 +256,17 @@ class _Step:
             self._log.info("standby_ready", ranks=len(self._ready), mib=max(self._ready.values()))
 
     def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
-        """Keep srun's last word; what it says of memory belongs to the launch whose ranks are in this step."""
+        """Keep what srun and the standbys say; what is of memory belongs to the launch whose ranks are in this step."""
         assert process.stderr is not None, "Popen was given a pipe"
+        logs = RunDirectory(self._job.run_directory)
+        log = PatientStream(lambda: (logs.logs(self._job.attempt, 0).parent / LOG).open("a", encoding="utf-8"))
         for line in process.stderr:
             text = redact(line.decode(errors="replace").strip())
             if not text or shepherd.NOISE in text:
                 continue
+            log.write(text + "\n")
             self._error = text[:ERROR_CHARACTERS_MAX]
             if _OOM in text.lower():
-                path = RunDirectory(self._job.run_directory).logs(self._job.attempt, self.launch) / SRUN_LOG
+                path = logs.logs(self._job.attempt, self.launch) / SRUN_LOG
                 with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
                     file.write(text + "\n")  # a full disk: the exit by SIGKILL is told all the same

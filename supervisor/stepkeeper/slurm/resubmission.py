@@ -251,6 +251,7 @@ def _layout(rest: Mapping[str, str], said: Words) -> list[str]:
     """Return how a node must be made, and how many tasks each part of it gets."""
     _, sockets, cores, threads = _parts(rest, "ReqB:S:C:T")
     _, _, per_socket, per_core = _parts(rest, "NtasksPerN:B:S:C")
+    sockets = rest.get("Socks/Node", "") if not _number(sockets) else sockets
     options = {"sockets-per-node": sockets, "cores-per-socket": cores, "ntasks-per-socket": per_socket}
     if not (said.option("hint") or said.environment.get("SLURM_HINT")):  # which says the same, and excludes these
         options |= {"threads-per-core": threads, "ntasks-per-core": per_core}

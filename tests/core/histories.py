@@ -51,6 +51,44 @@ SHRUNK: tuple[on.Event, ...] = (
 """A training that could do without a node, which failed its check."""
 
 
+def _begun(started: on.AttemptStarted, *more: on.Event) -> tuple[on.Event, ...]:
+    """Return how such an attempt comes to a training that has done two steps."""
+    launched = {"at": 0.0, "launch": 0}
+    return (
+        started,
+        *[on.WatcherReady(at=0.0, node=node, bus=1) for node in started.nodes],
+        on.StorageTested(at=0.0, ok=True),
+        on.CheckpointChosen(at=0.0, directory="step_1", step=1),
+        on.NodesCleared(address="a", port=1, **launched),
+        on.RankHello(rank=0, node="a", **launched),
+        on.Progressed(step=2, tokens=1, loss=1.0, step_seconds=1.0, **launched),
+        *more,
+    )
+
+
+TRAINING = tuple(_begun(started) for started in STARTS)
+SAVING = tuple(
+    _begun(
+        started,
+        on.NodeSignaled(at=0.0, node="a", signal="TERM"),
+        on.SlurmAnswered(
+            at=0.0,
+            job=on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, preempt_at=0.0, end_at=120.0),
+        ),
+    )
+    for started in STARTS
+)
+FAILED = tuple(
+    _begun(
+        started,
+        on.RankExited(at=0.0, launch=0, rank=1, node="b", code=1),
+        on.LaunchEnded(at=0.0, launch=0, code=1),
+    )
+    for started in STARTS
+)
+BEGINNINGS = (*[(started,) for started in STARTS], *TRAINING, *TRAINING, *SAVING, *FAILED)
+
+
 class Turn(msgspec.Struct, frozen=True):
     """One event and what came of it."""
 
@@ -249,9 +287,10 @@ def realistic(draw: st.DrawFn, policy: Policy, size_max: int = 40, begun: tuple[
     """Return a history in which orders are answered, mostly soon, and trouble comes at any moment.
 
     Events carry the newest launch and bus, answers come only to what was asked, and the deadline of the
-    state is met by a `Tick`, as the supervisor's loop does it.  `begun` is how it begins, and all answered by then.
+    state is met by a `Tick`, as the supervisor's loop does it.  `begun` is how it begins, and all answered by then:
+    else as an attempt, in the middle of its training, as it leaves for a preemption, or with a launch that failed.
     """
-    events: list[on.Event] = [*begun] or [draw(st.sampled_from(STARTS))]
+    events: list[on.Event] = [*(begun or draw(st.sampled_from(BEGINNINGS)))]
     decision = run(events, policy)[-1].decision
     due = list(decision.effects)
     at = events[-1].at
@@ -360,31 +399,34 @@ def _trouble(state: State, at: float) -> st.SearchStrategy[on.Event]:
     """Return what comes unasked: signals, losses, failures, the end."""
     now = {"at": st.just(at)}
     fixed = {"launch": st.just(state.launch), "bus": st.just(state.bus)}
-    kinds = (
-        on.SignalReceived,
-        on.NodeSignaled,
-        on.WatcherLost,
-        on.BusEnded,
-        on.RankExited,
-        on.NodeFaulted,
-        on.SaveBegan,
-        on.CheckpointCommitted,
-        on.TrainingFinished,
-        on.TrainingStopped,
-        on.LaunchEnded,
-        on.Asked,
-        on.Superseded,
-    )
-    return st.one_of(
-        [
-            st.builds(
-                kind,
-                **{
-                    **FIELDS[kind],
-                    **{name: value for name, value in fixed.items() if name in kind.__struct_fields__},
-                    **now,
-                },
-            )
-            for kind in kinds
-        ]
-    )
+    every = {
+        kind: st.builds(
+            kind,
+            **{
+                **FIELDS[kind],
+                **{name: value for name, value in fixed.items() if name in kind.__struct_fields__},
+                **now,
+            },
+        )
+        for kind in OFTEN
+    }
+    return st.sampled_from([kind for kind, times in OFTEN.items() for _ in range(times)]).flatmap(every.__getitem__)
+
+
+OFTEN = {  # how often of a hundred
+    on.Progressed: 14,
+    on.SaveBegan: 10,
+    on.CheckpointCommitted: 12,
+    on.RankExited: 12,
+    on.LaunchEnded: 10,
+    on.NodeSignaled: 8,
+    on.SignalReceived: 8,
+    on.NodeFaulted: 6,
+    on.WatcherLost: 5,
+    on.BusEnded: 4,
+    on.TrainingStopped: 4,
+    on.TrainingFinished: 2,
+    on.Asked: 3,
+    on.StoodStill: 1,
+    on.Superseded: 1,
+}

@@ -6,8 +6,10 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stepkeeper.commands.dev_replay import recorded_policies
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.simulating.replaying import replay
 from stepkeeper.store import journal
 from stepkeeper_trainer.formats import steps as step_directories
 from tests.lab import Lab
@@ -183,6 +185,15 @@ def assert_complete(training: Training, reference: Training) -> None:
     rows = training.rows()
     tokens = [int(rows[step]["tokens"]) for step in sorted(rows)]
     assert tokens == [int(row["tokens"]) for _, row in sorted(reference.rows().items())], training.story()
+
+
+def assert_replays(training: Training) -> None:
+    """Today's rules decide the run's journal again, exactly: what the journal leaves out does not matter to it."""
+    policies = recorded_policies(training.run_dir)
+    found = replay(journal.read_lines(training.run_dir / "journal.jsonl"), policies, words=True)
+    assert not found.differences, f"{found.differences}\n{training.story()}"
+    assert (found.unknown, found.without_start) == (0, 0), training.story()
+    assert found.attempts == len(policies) == len(training.events(on.AttemptStarted)), training.story()
 
 
 def _difference(found: dict[int, str], expected: dict[int, str]) -> str:

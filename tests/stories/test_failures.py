@@ -13,7 +13,7 @@ from stepkeeper.core.causes import Cause
 from stepkeeper.core.exits import ExitCode
 from stepkeeper_trainer.formats import lineage
 from tests.lab import Lab
-from tests.training import SMALL, Training, assert_complete
+from tests.training import SMALL, Training, assert_complete, assert_replays
 
 pytestmark = pytest.mark.slurm
 SCRIPT = Path(__file__).with_name("failing.py")
@@ -151,7 +151,7 @@ def test_data_that_makes_the_loss_nan_is_left_out_and_a_launch_that_says_nothing
     assert (silent.rule, silent.launch, silent.rank) == ("progress-silence", 1, 1)
     seen = [record.event for record in training.events(on.StacksCollected) if record.event.launch == 1]
     assert "rank 1 was stopped by a signal" in seen[-1].summary, training.story()
-    assert [record.event.step for record in training.events(on.RolledBack)] == [10]
+    assert [record.event.step for record in training.events(on.CheckpointChosen)][1:] == [10, 10], training.story()
     starts = [
         effect for record in training.records() for effect in record.effects if isinstance(effect, do.StartLaunch)
     ]
@@ -183,3 +183,4 @@ def test_a_rank_that_stands_still_is_found_named_and_ended(lab: Lab, reference: 
     assert (said.cause, said.rank, said.rule) == (Cause.HANG, 1, "progress-silence")
     assert list(training.run_dir.glob("logs/attempt-000/launch-000/stacks/rank-*.txt"))
     assert_complete(training, reference)
+    assert_replays(training)

@@ -9,7 +9,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.stories.test_campaign import mend, release_urgent_jobs
-from tests.training import Training, assert_complete
+from tests.training import Training, assert_complete, assert_replays
 
 pytestmark = pytest.mark.slurm
 GRACE_S = 20
@@ -32,6 +32,7 @@ def test_the_nodes_are_given_back_as_soon_as_the_checkpoint_is_verified(lab: Lab
     assert notice.effects[0].deadline_at > verified.event.at >= commit.event.at
     assert verified.event.ok
     assert_complete(training, reference)
+    assert_replays(training)
 
 
 def test_the_batch_process_alone_is_told_by_a_user_signal(lab_factory, reference: Training) -> None:

@@ -64,10 +64,10 @@ def _execute(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         printing.say(answer.said)
     if arguments.no_wait:
-        return _tell(arguments, {"said": answer.said})
+        return _tell(arguments, run, {"said": answer.said})
     if kind == "save":
-        return _tell(arguments, {"said": answer.said, **_saved(run, asked_at, give_up_at)})
-    return _tell(arguments, {"said": answer.said, **_ended(run, status, give_up_at)})
+        return _tell(arguments, run, {"said": answer.said, **_saved(run, asked_at, give_up_at)})
+    return _tell(arguments, run, {"said": answer.said, **_ended(run, status, give_up_at)})
 
 
 def _alive(run: RunDirectory) -> Status:
@@ -115,14 +115,15 @@ def _ended(run: RunDirectory, asked: Status, give_up_at: float) -> dict[str, obj
     return {"checkpoint_step": status.checkpoint_step, "exit_code": status.exit_code}
 
 
-def _tell(arguments: argparse.Namespace, found: dict[str, object]) -> int:
+def _tell(arguments: argparse.Namespace, run: RunDirectory, found: dict[str, object]) -> int:
     if arguments.json:
         printing.say_json(found, indent=2)
         return ExitCode.FINISHED
     if "directory" in found:
         printing.say(f"step {found['step']} is saved: {found['directory']}")
     if "exit_code" in found:
-        printing.say(f"ended with the checkpoint of step {found['checkpoint_step']}; submit it again to go on")
+        printing.say(f"ended with the checkpoint of step {found['checkpoint_step']}")
+        printing.say(f"to go on: submit it again with --run-dir {run.path}, or STEPKEEPER_RUN_DIR={run.path}")
     return ExitCode.FINISHED
 
 

@@ -23,6 +23,7 @@ from stepkeeper.store.status import Status
 SILENT_S = 120.0  # a supervisor hears of each step; what says nothing for longer is pointed out
 SILENT_STEPS = 10
 RUNS_MAX = 100  # lines of the list of all runs
+GOES_ON_OR_IS_FINISHED = (None, ExitCode.FINISHED, ExitCode.REQUEUED, ExitCode.SUPERSEDED)
 LINES_BACK_MAX = 20_000  # two weeks of progress records
 
 
@@ -225,6 +226,8 @@ def _show(run: RunDirectory, status: Status, seen: dict[str, Any]) -> None:
         )
     printing.say()
     printing.say(f"events: stepkeeper events {run.path}    logs: stepkeeper logs {run.path}")
+    if seen["done"] and status.exit_code not in GOES_ON_OR_IS_FINISHED:
+        printing.say(f"to go on: submit it again with --run-dir {run.path}, or STEPKEEPER_RUN_DIR={run.path}")
     if not seen["done"]:
         printing.say(f"to stop: stepkeeper stop {run.path} (saves first), or scancel {status.job_id}")
 

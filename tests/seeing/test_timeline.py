@@ -133,6 +133,22 @@ def test_steps_that_went_on_while_the_batch_host_stood_still_were_not_suspended(
     assert wall(told.see()) == {"productive": 210.0}
 
 
+def test_a_short_turn_of_another_job_is_counted_though_the_ranks_are_stopped_later() -> None:
+    """Seven seconds, of which the ranks stood still for five; the supervisor had waited for one before."""
+    told = Journal()
+    told.begin(0)
+    told.launch(0)
+    told.steps(1, 13, at=0)
+    told.steps(14, 1, at=13, seconds=6)
+    suspended(told, until=18.5, seconds=8)
+    told.steps(15, 20, at=19)
+
+    seen = told.see()
+
+    assert_adds_up(seen)
+    assert wall(seen) == {"productive": 34.0, "suspended": 5.0}
+
+
 def test_turns_of_a_gang_that_are_shorter_than_a_step_are_all_counted() -> None:
     """Five seconds ours, five the other job's; a step needs eight of ours, and none is ever seen whole."""
     told = Journal()

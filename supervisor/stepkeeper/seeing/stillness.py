@@ -15,7 +15,9 @@ from stepkeeper.seeing.rows import Key, Rows
 
 Stretch = tuple[int, int]
 Piece = tuple[int, int, Use]
-SHARE_MIN = 0.5  # of a stretch: where its steps were less late in sum, they went on meanwhile
+# of a stretch: where its steps were less late in sum, they went on meanwhile.  Far from 1: the supervisor was waiting
+# for some seconds before it was stopped, and Slurm stops the ranks two seconds later
+SHARE_MIN = 0.25
 
 
 def usual(rows: Rows, still: Sequence[Stretch]) -> int:

@@ -53,9 +53,11 @@ class Guardian:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        server.bind(str(self._directory / "guardian.sock"))
-        os.chmod(self._directory / "guardian.sock", 0o600)
+        place = self._directory / "guardian.sock"
+        server.bind(f"{place}.new")
+        os.chmod(f"{place}.new", 0o600)
         server.listen(8)
+        os.rename(f"{place}.new", place)  # whoever sees it is heard
         selector = selectors.DefaultSelector()
         selector.register(server, selectors.EVENT_READ)
         if self._owner is not None:

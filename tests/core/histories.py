@@ -51,7 +51,7 @@ SHRUNK: tuple[on.Event, ...] = (
 """A training that could do without a node, which failed its check."""
 
 
-def _begun(started: on.AttemptStarted, *more: on.Event) -> tuple[on.Event, ...]:
+def _trained(started: on.AttemptStarted, *more: on.Event) -> tuple[on.Event, ...]:
     """Return how such an attempt comes to a training that has done two steps."""
     launched = {"at": 0.0, "launch": 0}
     return (
@@ -66,27 +66,27 @@ def _begun(started: on.AttemptStarted, *more: on.Event) -> tuple[on.Event, ...]:
     )
 
 
-TRAINING = tuple(_begun(started) for started in STARTS)
-SAVING = tuple(
-    _begun(
-        started,
-        on.NodeSignaled(at=0.0, node="a", signal="TERM"),
-        on.SlurmAnswered(
-            at=0.0,
-            job=on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, preempt_at=0.0, end_at=120.0),
-        ),
-    )
-    for started in STARTS
+_JOB = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0)
+_PREEMPTED = msgspec.structs.replace(_JOB, preempt_at=0.0, end_at=120.0)
+_CANCELLED = msgspec.structs.replace(_JOB, state=on.JobState.COMPLETING, slurm_state="COMPLETING")
+_NOTICE = (on.NodeSignaled(at=0.0, node="a", signal="TERM"), on.SlurmAnswered(at=0.0, job=_PREEMPTED))
+_LEFT = on.LaunchEnded(at=0.0, launch=0, code=75, stopped=True)
+_FAILURE = (
+    on.RankExited(at=0.0, launch=0, rank=1, node="b", code=1),
+    on.LaunchEnded(at=0.0, launch=0, code=1),
 )
-FAILED = tuple(
-    _begun(
-        started,
-        on.RankExited(at=0.0, launch=0, rank=1, node="b", code=1),
-        on.LaunchEnded(at=0.0, launch=0, code=1),
-    )
-    for started in STARTS
-)
-BEGINNINGS = (*[(started,) for started in STARTS], *TRAINING, *TRAINING, *SAVING, *FAILED)
+_SCANCEL = (on.SignalReceived(at=0.0, signal="TERM"), on.SlurmAnswered(at=0.0, job=_CANCELLED))
+_FINISHED = on.TrainingFinished(at=0.0, launch=0, step=2)
+TRAINING = tuple(_trained(started) for started in STARTS)
+SAVING = tuple(_trained(started, *_NOTICE) for started in STARTS)
+REQUEUEING = tuple(_trained(started, *_NOTICE, _LEFT) for started in STARTS)
+FAILED = tuple(_trained(started, *_FAILURE) for started in STARTS)
+CANCELLED = tuple(_trained(started, *_SCANCEL) for started in STARTS)
+ENDING = tuple(_trained(started, *_NOTICE, _FINISHED) for started in STARTS)
+LEAVING = (*SAVING, *REQUEUEING, *CANCELLED, *ENDING)
+BEGINNINGS = (
+    *[(started,) for started in STARTS], *TRAINING, *TRAINING, *TRAINING, *FAILED, *LEAVING
+)  # fmt: skip
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -260,8 +260,8 @@ _pauses = st.sampled_from((0.0, 0.0, 0.01, 1.0, 5.0, 20.0, 200.0))
 
 @st.composite
 def arbitrary(draw: st.DrawFn, size_max: int = 40) -> list[on.Event]:
-    """Return any events at all in any order; time alone goes forward."""
-    events: list[on.Event] = [draw(st.sampled_from(STARTS))]
+    """Return any events at all in any order, after any beginning; time alone goes forward."""
+    events: list[on.Event] = [*draw(st.sampled_from(BEGINNINGS))]
     at = 0.0
     for event, pause in draw(st.lists(st.tuples(any_event, _pauses), max_size=size_max)):
         at += pause
@@ -283,14 +283,16 @@ _ANSWERS = (
 
 
 @st.composite
-def realistic(draw: st.DrawFn, policy: Policy, size_max: int = 40, begun: tuple[on.Event, ...] = ()) -> list[on.Event]:
+def realistic(
+    draw: st.DrawFn, policy: Policy, size_max: int = 40, beginnings: tuple[tuple[on.Event, ...], ...] = BEGINNINGS
+) -> list[on.Event]:
     """Return a history in which orders are answered, mostly soon, and trouble comes at any moment.
 
     Events carry the newest launch and bus, answers come only to what was asked, and the deadline of the
-    state is met by a `Tick`, as the supervisor's loop does it.  `begun` is how it begins, and all answered by then:
-    else as an attempt, in the middle of its training, as it leaves for a preemption, or with a launch that failed.
+    state is met by a `Tick`, as the supervisor's loop does it.  What was ordered before the last event of its beginning
+    is answered.
     """
-    events: list[on.Event] = [*(begun or draw(st.sampled_from(BEGINNINGS)))]
+    events: list[on.Event] = [*draw(st.sampled_from(beginnings))]
     decision = run(events, policy)[-1].decision
     due = list(decision.effects)
     at = events[-1].at
@@ -321,7 +323,9 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
     match effect:
         case do.StartBus():
             ready = [on.WatcherReady(at=at, node=node, bus=effect.bus) for node in effect.nodes]
-            return ready[0], ready[1:]
+            if effect.bus > 1 and draw(st.integers(0, 2)) == 0:
+                ready.pop()  # that node is lost
+            return (ready[0], ready[1:]) if ready else (None, [])
         case do.StopBus():
             return on.BusEnded(at=at, bus=state.bus, code=0), []
         case do.ChooseCheckpoint():

@@ -20,7 +20,7 @@ from stepkeeper.core.pace import SAVES_ENOUGH
 from stepkeeper.core.phases import all_ready
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, State
-from tests.core.histories import SHRUNK, Turn, any_event, arbitrary, realistic, run
+from tests.core.histories import LEAVING, SHRUNK, Turn, any_event, arbitrary, realistic, run
 
 POLICY = Policy()
 GROWING = Policy(grow_back="checkpoint", unfit_again_s=5.0, unfit_looks_max=3, grow_ask_s=5.0, grow_idle_s=5.0)
@@ -267,6 +267,8 @@ def ranks_are_killed_no_later_than_the_save_deadline(turns):
         assert state.deadline_at is not None
         if isinstance(turn.event, on.SlurmAnswered) and state.term_at is not None:
             limit = state.deadline_at  # Slurm has told everybody to end: its word counts
+        if isinstance(turn.event, on.StoodStill) and limit is not None:  # nobody ran meanwhile; Slurm's limit stays
+            limit = limit + turn.event.seconds if state.leave_at is None else max(limit, state.leave_at)
         assert limit is None or state.deadline_at <= limit
         limit = state.deadline_at
 
@@ -525,7 +527,17 @@ def test_all_invariants_hold(events):
 
 
 @check
-@given(realistic(GROWING) | realistic(GROWING, begun=SHRUNK))
+@given(realistic(POLICY, size_max=12, beginnings=LEAVING))
+def test_they_hold_for_a_run_that_leaves(events):
+    """Notices, cancels and the end cross each other here."""
+    turns = run(events, POLICY)
+
+    for holds in INVARIANTS:
+        holds(turns)
+
+
+@check
+@given(realistic(GROWING) | realistic(GROWING, beginnings=(SHRUNK,)))
 def test_they_hold_for_a_run_that_grows_back(events):
     """It has more ways: nodes that come and go, saves that end no attempt, requeues that nobody asked for."""
     turns = run(events, GROWING)

@@ -40,8 +40,12 @@ IMPORTS = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch._dynamo",  # which fully_shard and optimizers import when they are first used
+    "torch._inductor",
     "stepkeeper_trainer.keeper",
 )
+GPU_FILES = ("/dev/nvidia", "/dev/kfd")  # open as soon as somebody has asked how many GPUs there are
+_GPU_VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_")  # which counted then
 LEASE_S = 60.0  # without a word of the supervisor for so long, a spare is not wanted any more
 HAND_OVER_WITHIN_S = 5.0
 SWEEP_WITHIN_S = 5.0
@@ -313,8 +317,8 @@ def wait(channel: socket.socket, modules: list[str]) -> dict[str, Any]:
         task: dict[str, Any] = json.loads(read_line(channel))
         try:
             take_over(task, born)
-        except OSError as error:
-            say_and_end(channel, {"refused": f"{error.filename or ''} {error.strerror}".strip()})
+        except (OSError, RefusedError) as error:
+            say_and_end(channel, {"refused": str(error)})
         channel.sendall(line({"taken": True}))
         for place, file in enumerate(read_go(channel)):
             os.dup2(file, place)
@@ -352,11 +356,15 @@ def take_over(task: dict[str, Any], born: Mapping[str, str]) -> None:
 
     Raises:
         OSError: it cannot be done.
+        RefusedError: it would not see the GPUs of the launch.
     """
     with open("/proc/self/comm", "w") as file:
         file.write(os.path.basename(sys.executable)[:15])  # from now on watchers end us like any rank
     os.setpgid(0, 0)
     wanted: dict[str, str] = task["environment"]
+    changed = differs(born, wanted, _GPU_VARIABLES)
+    if changed and has_counted_gpus():
+        raise RefusedError(f"{changed} has changed, and a module has looked for GPUs when it was imported")
     by_imports = {
         name: value
         for name, value in os.environ.items()
@@ -448,16 +456,25 @@ def peer(sock: socket.socket) -> int:
     return int(_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
 
 
-def differs(born: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Return a variable that has another value now, of those that are read once when a program starts; else nothing.
+def differs(born: Mapping[str, str], wanted: Mapping[str, str], names: tuple[str, ...] = _READ_AT_START) -> str:
+    """Return a variable that has another value now, of those whose names begin so; else nothing.
 
     >>> differs({"OMP_NUM_THREADS": "1", "RANK": "0"}, {"OMP_NUM_THREADS": "1", "RANK": "3"})
     ''
     >>> differs({}, {"PYTHONPATH": "/work"})
     'PYTHONPATH'
     """
-    names = sorted(name for name in {*born, *wanted} if name.startswith(_READ_AT_START))
-    return next((name for name in names if born.get(name) != wanted.get(name)), "")
+    found = sorted(name for name in {*born, *wanted} if name.startswith(names))
+    return next((name for name in found if born.get(name) != wanted.get(name)), "")
+
+
+def has_counted_gpus() -> bool:
+    """Tell whether a driver for GPUs is open in this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}").startswith(GPU_FILES):
+                return True
+    return False
 
 
 def report(words: Mapping[str, object]) -> None:

@@ -326,6 +326,25 @@ def test_a_spare_that_would_see_the_wrong_gpus_is_none(site):
     assert (said["standby"], said["why"]) == ("gone", "RefusedError: one of json starts CUDA when it is imported")
 
 
+@pytest.mark.parametrize("looked", [False, True])
+def test_the_gpus_of_the_launch_count(site, looked):
+    """A module that asks how many GPUs there are settles it; one that does not leaves it to the launch."""
+    file = site.place / "nvidia0"
+    file.touch()
+    more = f"import sys\nsys.modules['__main__'].GPU_FILES = ({str(file)!r},)\n"
+    site.torch(more=more + (f"opened = open({str(file)!r})\n" if looked else ""))
+    site.keeper(CUDA_VISIBLE_DEVICES="0")
+
+    if looked:
+        falls_back(site, "CUDA_VISIBLE_DEVICES has changed, and a module has looked", CUDA_VISIBLE_DEVICES="1")
+    else:
+        script = site.script("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'], os.getppid())")
+        process = site.wrapper(script, CUDA_VISIBLE_DEVICES="1")
+        out, err = process.communicate(timeout=WITHIN_S)
+        assert (out.split()[0], err) == ("1", "")
+        assert out.split()[1] != str(process.pid)
+
+
 def test_a_spare_that_still_imports_makes_way(site):
     site.torch(more="import time\ntime.sleep(600)")
     keeper = site.keeper(ready=False)

@@ -112,7 +112,7 @@ ACTS = {
 }
 
 
-def kill_one(training: Training, wanted: Callable[[str], bool], *, batch: bool = False, within_s: float = 10.0) -> None:
+def kill_one(training: Training, wanted: Callable[[str], bool], *, batch: bool = False, within_s: float = 30.0) -> None:
     """SIGKILL one process of the job, by its pid; wait for it to appear unless the job is gone by then."""
     limit = time.monotonic() + within_s
     while time.monotonic() < limit:

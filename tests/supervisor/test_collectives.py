@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper.actions.standing import Standing
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.sources.clock import Clock
+from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store.logs import STACKS_NAME
 from stepkeeper.verdict import gathering
 from stepkeeper.verdict.causes import Cause
@@ -207,7 +212,7 @@ def test_a_word_fits_into_a_line_whatever_a_rank_has_written() -> None:
         queued=True, direct=True,
     )  # fmt: skip
 
-    word = lines.Entered(number=2**31, rank=2**20, place=trim(place))
+    word = lines.Entered(node="n" * 64, number=2**31, rank=2**20, place=trim(place))
 
     assert lines.decode_from_watcher(lines.encode(word)) == word
 
@@ -319,3 +324,31 @@ def test_an_account_of_an_earlier_request_does_not_count(tmp_path: Path) -> None
         assert rank.poll() is None
         rank.kill()
     assert collectives.decode_account(path.read_bytes()) == Account(rank=0)
+
+
+def test_the_supervisor_joins_what_stacks_and_collectives_say() -> None:
+    """Over the bus's own reader: each word of a watcher is of a node."""
+    inbox = Inbox(Clock())
+    standing = Standing(inbox)
+    number = standing.begin(do.CollectStacks(launch=4, nodes=("a", "b"), within_s=600.0))
+    words: list[lines.Stood | lines.Entered | lines.StacksTaken] = [
+        lines.Stood(node="a", number=number, rank=0, where="is in step (train.py:7)"),
+        lines.Entered(node="a", number=number, rank=0, place=left()),
+        lines.Stood(node="b", number=number, rank=1, where="is in step (train.py:7)"),
+        lines.Entered(node="b", number=number, rank=1, place=waits()),
+        lines.Entered(node="b", number=number - 1, rank=0, place=waits()),
+        lines.StacksTaken(node="a", number=number),
+        lines.StacksTaken(node="b", number=number),
+    ]
+    for word in words:
+        heard = lines.decode_from_watcher(lines.encode(word))
+        assert isinstance(heard, lines.Stood | lines.Entered | lines.StacksTaken)
+        assert heard.node
+        standing.heard(heard)
+
+    event = inbox.get(10.0)
+
+    assert isinstance(event, on.StacksCollected)
+    assert (event.rank, event.node) == (0, "a"), "the stacks alone tell nothing"
+    assert event.summary.startswith("ranks 0, 1: each is in step (train.py:7); rank 1 waits in all_reduce #812 of the")
+    assert "rank 0 has not entered it" in event.summary

@@ -105,7 +105,7 @@ def main() -> None:
                 if pid == 0:
                     try:
                         play(directory, scene, rank)
-                    except Exception:
+                    except Exception:  # noqa: BLE001 - it is a process of its own
                         traceback.print_exc()
                     finally:
                         os._exit(1)

@@ -227,9 +227,6 @@ class Bus:
         return self._inbox.clock.now()
 
     def _emit(self, message: lines.FromWatcher) -> None:  # noqa: C901, PLR0912 - one case a word
-        if isinstance(message, lines.Entered):  # one of many beside `Stood`, and without its node
-            self._on_stack(message)
-            return
         if message.node in self._heard or isinstance(message, lines.Ready):
             self._heard[message.node] = time.monotonic()
         at = self._now()

@@ -14,7 +14,7 @@ from pathlib import Path
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.decoding import DecodeError
 
-WITHIN_S = 5.0  # from the asking on; stacks are taken meanwhile
+WITHIN_S = 12.0  # from the asking on, for one that runs and does not answer; stacks are taken meanwhile
 POLL_S = 0.05
 
 Stamp = tuple[int, int]

@@ -198,6 +198,7 @@ class Stood(_Line, frozen=True, kw_only=True, tag="stood"):
 class Entered(_Line, frozen=True, kw_only=True, tag="entered"):
     """Where a rank is in one of its groups' collectives."""
 
+    node: str
     number: int  # of the request
     rank: int
     place: Place

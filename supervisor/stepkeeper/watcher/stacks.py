@@ -91,11 +91,12 @@ class StackTaker:
 
     def _take(self, wanted: bus.Stacks, pids: dict[int, int]) -> None:
         try:
-            asked = Asked(self._file(wanted.launch, 0).parent.parent, pids)
             first = self._sample(wanted.launch, pids)
             lived = {rank: of_life(pid) for rank, pid in pids.items()}
             time.sleep(APART_S)
             lives_on = {rank: of_life(pid) for rank, pid in pids.items()}
+            # their files count as work, so they are asked behind it
+            asked = Asked(self._file(wanted.launch, 0).parent.parent, pids)
             second = self._sample(wanted.launch, pids)
             for rank, pid in sorted(pids.items()):
                 frames = second[rank]
@@ -113,7 +114,7 @@ class StackTaker:
                 self._words.put(stood)
             for rank, places in sorted(asked.take().items()):
                 for place in places:
-                    self._words.put(bus.Entered(number=wanted.number, rank=rank, place=place))
+                    self._words.put(bus.Entered(node=self._node, number=wanted.number, rank=rank, place=place))
             self._words.put(bus.StacksTaken(node=self._node, number=wanted.number))
         finally:
             self._busy.release()

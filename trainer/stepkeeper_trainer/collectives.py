@@ -12,7 +12,7 @@ import faulthandler
 import os
 import select
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch.distributed as dist
@@ -69,7 +69,7 @@ def find_members() -> dict[str, str]:
 
     Nothing where this torch keeps them elsewhere.
     """
-    world = getattr(dist.distributed_c10d, "_world", None)
+    world: Any = getattr(dist.distributed_c10d, "_world", None)
     try:
         return {name: str(sorted(world.pg_group_ranks[group])) for group, name in list(world.pg_names.items())}
     except (AttributeError, KeyError, TypeError):

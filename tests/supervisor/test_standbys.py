@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
@@ -74,10 +75,25 @@ def made(tmp_path, told, monkeypatch):
     monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     inbox = Inbox(Clock())
-    standing = standbys.Standbys(job(tmp_path), environment, inbox=inbox, log=told)  # type: ignore[arg-type]
+    wanted = job(tmp_path)
+    standing = standbys.Standbys(wanted, environment, inbox=inbox, log=told)  # type: ignore[arg-type]
     yield standing
     standing.close()
+    limit = time.monotonic() + WITHIN_S
+    while alive(wanted.socket):
+        assert time.monotonic() < limit, "standbys are left behind"
+        time.sleep(0.02)
     assert inbox.get(0.0) is None, "a thread failed"
+
+
+def alive(socket: str) -> list[str]:
+    """Return the processes that were told of this address."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or not ours
+            if f"STEPKEEPER_SOCKET={socket}".encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
 
 
 def training(launch: int = 0, nodes: tuple[str, ...] = NODES, **more: object) -> State:

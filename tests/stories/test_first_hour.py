@@ -18,7 +18,7 @@ SCRIPT = "import runpy\n\nrunpy.run_module('stepkeeper_trainer.examples.train_lm
 def test_a_run_is_followed_explained_and_found_and_an_edit_between_two_attempts_is_told(
     lab: Lab, reference: Training
 ) -> None:
-    training = Training(lab, name="first-hour", step_seconds=0.3)
+    training = Training(lab, name="first-hour", step_seconds=0.5)
     script = _committed(training)
     training.command = (
         str(training.python), str(script), f"--steps={training.steps}", f"--seed={training.seed}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from hypothesis import strategies as st
 
@@ -271,6 +273,26 @@ def arbitrary(draw: st.DrawFn, size_max: int = 40) -> list[on.Event]:
 
 # --- realistic ------------------------------------------------------------------------------------
 
+OFTEN = {  # how often of a hundred what comes unasked is this
+    on.Progressed: 14,
+    on.SaveBegan: 10,
+    on.CheckpointCommitted: 12,
+    on.RankExited: 12,
+    on.LaunchEnded: 10,
+    on.NodeSignaled: 8,
+    on.SignalReceived: 8,
+    on.NodeFaulted: 6,
+    on.WatcherLost: 5,
+    on.BusEnded: 4,
+    on.TrainingStopped: 4,
+    on.TrainingFinished: 2,
+    on.Asked: 3,
+    on.StoodStill: 1,
+    on.Superseded: 1,
+}
+NODES_FAIL = {on.NodeFaulted: 6, on.WatcherLost: 4, on.BusEnded: 2, on.RankExited: 1}
+
+
 _ANSWERS = (
     {},
     {},
@@ -284,7 +306,11 @@ _ANSWERS = (
 
 @st.composite
 def realistic(
-    draw: st.DrawFn, policy: Policy, size_max: int = 40, beginnings: tuple[tuple[on.Event, ...], ...] = BEGINNINGS
+    draw: st.DrawFn,
+    policy: Policy,
+    size_max: int = 40,
+    beginnings: tuple[tuple[on.Event, ...], ...] = BEGINNINGS,
+    often: Mapping[type, int] = OFTEN,
 ) -> list[on.Event]:
     """Return a history in which orders are answered, mostly soon, and trouble comes at any moment.
 
@@ -309,7 +335,7 @@ def realistic(
                 continue
             event = answer[0]
         else:
-            event = draw(_trouble(state, at))
+            event = draw(_trouble(state, at, often))
         events.append(event)
         decision = decide(state, event, policy)
         due += decision.effects
@@ -399,7 +425,7 @@ def _word(kind: type, launch: int) -> st.SearchStrategy[on.Event]:
     return st.builds(kind, at=st.just(0.0), **{**FIELDS[kind], **fixed})
 
 
-def _trouble(state: State, at: float) -> st.SearchStrategy[on.Event]:
+def _trouble(state: State, at: float, often: Mapping[type, int]) -> st.SearchStrategy[on.Event]:
     """Return what comes unasked: signals, losses, failures, the end."""
     now = {"at": st.just(at)}
     fixed = {"launch": st.just(state.launch), "bus": st.just(state.bus)}
@@ -412,25 +438,6 @@ def _trouble(state: State, at: float) -> st.SearchStrategy[on.Event]:
                 **now,
             },
         )
-        for kind in OFTEN
+        for kind in often
     }
-    return st.sampled_from([kind for kind, times in OFTEN.items() for _ in range(times)]).flatmap(every.__getitem__)
-
-
-OFTEN = {  # how often of a hundred
-    on.Progressed: 14,
-    on.SaveBegan: 10,
-    on.CheckpointCommitted: 12,
-    on.RankExited: 12,
-    on.LaunchEnded: 10,
-    on.NodeSignaled: 8,
-    on.SignalReceived: 8,
-    on.NodeFaulted: 6,
-    on.WatcherLost: 5,
-    on.BusEnded: 4,
-    on.TrainingStopped: 4,
-    on.TrainingFinished: 2,
-    on.Asked: 3,
-    on.StoodStill: 1,
-    on.Superseded: 1,
-}
+    return st.sampled_from([kind for kind, times in often.items() for _ in range(times)]).flatmap(every.__getitem__)

@@ -20,7 +20,7 @@ from stepkeeper.core.pace import SAVES_ENOUGH
 from stepkeeper.core.phases import all_ready
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, State
-from tests.core.histories import LEAVING, SHRUNK, Turn, any_event, arbitrary, realistic, run
+from tests.core.histories import LEAVING, NODES_FAIL, SHRUNK, TRAINING, Turn, any_event, arbitrary, realistic, run
 
 POLICY = Policy()
 GROWING = Policy(grow_back="checkpoint", unfit_again_s=5.0, unfit_looks_max=3, grow_ask_s=5.0, grow_idle_s=5.0)
@@ -530,6 +530,16 @@ def test_all_invariants_hold(events):
 @given(realistic(POLICY, size_max=12, beginnings=LEAVING))
 def test_they_hold_for_a_run_that_leaves(events):
     """Notices, cancels and the end cross each other here."""
+    turns = run(events, POLICY)
+
+    for holds in INVARIANTS:
+        holds(turns)
+
+
+@check
+@given(realistic(POLICY, size_max=12, beginnings=TRAINING, often=NODES_FAIL))
+def test_they_hold_for_nodes_that_fail(events):
+    """Lost, faulty and drained ones, spares and others."""
     turns = run(events, POLICY)
 
     for holds in INVARIANTS:

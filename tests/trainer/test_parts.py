@@ -450,7 +450,7 @@ def test_a_missing_or_full_socket_never_blocks() -> None:
         assert sent[0]
         assert not sent[-1]
         assert not full.dead
-    assert time.monotonic() - started_at < 2.0
+    assert time.monotonic() - started_at < 20.0  # one that blocked would wait for ever
 
 
 def test_a_word_that_must_arrive_waits_for_the_watcher() -> None:
@@ -548,12 +548,15 @@ def test_metrics_close_a_torn_line_and_read_back_exactly(tmp_path: Path) -> None
     assert lines[3].endswith(",1,2")
 
 
+HUNG_S = 20.0
+
+
 def test_metrics_on_a_hung_disk_block_nobody_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, works = os.write, threading.Event()
 
     def hung(descriptor: int, data: bytes) -> int:
         if "metrics" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            works.wait(20)
+            works.wait(HUNG_S)
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", hung)
@@ -561,9 +564,8 @@ def test_metrics_on_a_hung_disk_block_nobody_and_lose_nothing(tmp_path: Path, mo
     started_at = time.monotonic()
     for step in range(1000):
         metrics.row(step, float(step), step, None, None)
-    assert time.monotonic() - started_at < 0.5
     assert not metrics.sync(time.time() + 0.4), "a save waits no longer than it can"
-    assert time.monotonic() - started_at < 1.5
+    assert time.monotonic() - started_at < HUNG_S / 2
 
     works.set()
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -77,17 +78,29 @@ def taken(tmp_path: Path, pids: dict[int, int]) -> dict[int, lines.Stood]:
     return {each.rank: each for each in stood}
 
 
+def stop_after_a_stack(pid: int, file: Path) -> None:
+    limit = time.monotonic() + 30.0
+    while time.monotonic() < limit and not (file.exists() and "in stuck" in file.read_text()):
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGSTOP)
+
+
 def test_a_rank_that_is_stuck_one_that_works_and_one_that_was_stopped(rank, tmp_path: Path) -> None:
-    pids = {0: rank(0, "stuck"), 1: rank(1, "busy"), 2: rank(2, "stuck")}
+    pids = {0: rank(0, "stuck"), 1: rank(1, "busy"), 2: rank(2, "stuck"), 3: rank(3, "stuck")}
     os.kill(pids[2], signal.SIGSTOP)
+    stops = threading.Thread(target=stop_after_a_stack, args=(pids[3], stacks.file(tmp_path, 0, 3, 3)))
+    stops.start()
 
     stood = taken(tmp_path, pids)
+
+    stops.join(30.0)
+    assert not stood[3].moved, "only its second stack is missing"
 
     assert stood[0].where.startswith("is in stuck (")
     assert not stood[0].moved
     assert stood[1].moved
     assert stood[2].where == "was stopped by a signal"
-    assert [stood[rank].halted for rank in (0, 1, 2)] == [False, False, True]
+    assert [stood[rank].halted for rank in (0, 1, 2, 3)] == [False, False, True, True]
     assert "in stuck" in stacks.file(tmp_path, 0, 3, 0).read_text()
 
 

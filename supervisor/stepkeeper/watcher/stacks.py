@@ -108,7 +108,7 @@ class StackTaker:
                     where=shorten(doing.where),
                     waits=doing.waits,
                     halted=doing.halted,
-                    moved=first[rank] != frames if first[rank] else not frames and lives(lived[rank], lives_on[rank]),
+                    moved=first[rank] != frames if first[rank] and frames else lives(lived[rank], lives_on[rank]),
                     idle=rests(lived[rank], lives_on[rank]),
                 )
                 self._words.put(stood)

@@ -7,6 +7,7 @@ ends them when its stdin is closed.  A rank answers from `DIRECTORY/SCENE`.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -20,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from stepkeeper_trainer import collectives
-from stepkeeper_trainer.formats import nccl_dumps
-from stepkeeper_trainer.formats.stacks import DIRECTORY
+from stepkeeper_trainer.formats import nccl_dumps, stacks
 
 WORLD = 3
 LATE = 2  # the rank that does something else
@@ -89,6 +89,7 @@ def play(directory: Path, scene: str, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{place}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=FOREVER_S)
     )
+    faulthandler.register(stacks.SIGNAL, file=(place / f"{rank}.txt").open("w"), chain=False)
     collectives.listen(place, rank)
     SCENES[scene](rank)
 
@@ -98,7 +99,7 @@ def main() -> None:
     pids: dict[str, dict[int, int]] = {}
     try:
         for scene in scenes:
-            (directory / scene / DIRECTORY).mkdir(parents=True)
+            (directory / scene / stacks.DIRECTORY).mkdir(parents=True)
             pids[scene] = {}
             for rank in range(WORLD):
                 pid = os.fork()

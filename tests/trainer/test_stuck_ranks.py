@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.verdict.collectives import compare, find_suspect, in_words
-from stepkeeper.watcher.accounts import Asked
-from stepkeeper_trainer.formats import nccl_dumps
+from stepkeeper.watcher.accounts import Asked, catches
+from stepkeeper_trainer.formats import nccl_dumps, stacks
 from stepkeeper_trainer.formats.collectives import raw_file, reduce_parsed
 from tests.trainer.stuck_ranks import LATE, SCENES, WORLD
 
@@ -51,6 +51,9 @@ def told(ranks: tuple[Path, dict[str, dict[int, int]]]) -> Callable[[str, Callab
     def ask(scene: str, enough: Callable[[str], bool], accounts: int = WORLD) -> Told:
         give_up_at = time.monotonic() + LIMIT_S
         while True:
+            for pid in pids[scene].values():
+                # as a watcher does: the kernel gives the second of two signals to another thread, torch's or gloo's
+                os.kill(pid, stacks.SIGNAL) if catches(pid, stacks.SIGNAL) else None
             places = Asked(directory / scene, pids[scene]).take()
             found = compare(places, pids[scene])
             text = in_words(found, places)

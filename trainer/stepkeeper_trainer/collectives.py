@@ -45,7 +45,8 @@ def listen(directory: Path, rank: int) -> None:
     os.set_blocking(writer, False)  # a handler must never wait
     _opened.extend((reader, writer))
     threading.Thread(target=_answer, args=(reader, directory, rank, recorders), name="collectives", daemon=True).start()
-    faulthandler.register(collectives.SIGNAL, file=writer, all_threads=False, chain=False)
+    # of all threads: one of native code may get the signal, and has no stack of its own to write
+    faulthandler.register(collectives.SIGNAL, file=writer, all_threads=True, chain=False)
 
 
 def find_recorders() -> dict[str, Callable[[bool, bool], bytes | str]]:

@@ -85,7 +85,17 @@ REQUEUEING = tuple(_trained(started, *_NOTICE, _LEFT) for started in STARTS)
 FAILED = tuple(_trained(started, *_FAILURE) for started in STARTS)
 CANCELLED = tuple(_trained(started, *_SCANCEL) for started in STARTS)
 ENDING = tuple(_trained(started, *_NOTICE, _FINISHED) for started in STARTS)
-LEAVING = (*SAVING, *REQUEUEING, *CANCELLED, *ENDING)
+ENDED = tuple((*ending, on.LaunchEnded(at=0.0, launch=0, code=0, finished=True)) for ending in ENDING)
+UNSEEN = tuple(  # for more than an hour: no rank has the trainer library
+    (
+        msgspec.structs.replace(started, failures=2, end_at=None),
+        *_trained(started)[1:-2],
+        on.LaunchBegan(at=0.0, launch=0),
+        on.LaunchEnded(at=4000.0, launch=0, code=1),
+    )
+    for started in STARTS
+)
+LEAVING = (*SAVING, *REQUEUEING, *CANCELLED, *ENDING, *ENDED)
 BEGINNINGS = (
     *[(started,) for started in STARTS], *TRAINING, *TRAINING, *TRAINING, *FAILED, *LEAVING
 )  # fmt: skip

@@ -20,7 +20,19 @@ from stepkeeper.core.pace import SAVES_ENOUGH
 from stepkeeper.core.phases import all_ready
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, State
-from tests.core.histories import LEAVING, NODES_FAIL, SHRUNK, TRAINING, Turn, any_event, arbitrary, realistic, run
+from tests.core.histories import (
+    FAILED,
+    LEAVING,
+    NODES_FAIL,
+    SHRUNK,
+    TRAINING,
+    UNSEEN,
+    Turn,
+    any_event,
+    arbitrary,
+    realistic,
+    run,
+)
 
 POLICY = Policy()
 GROWING = Policy(grow_back="checkpoint", unfit_again_s=5.0, unfit_looks_max=3, grow_ask_s=5.0, grow_idle_s=5.0)
@@ -540,6 +552,16 @@ def test_they_hold_for_a_run_that_leaves(events):
 @given(realistic(POLICY, size_max=12, beginnings=TRAINING, often=NODES_FAIL))
 def test_they_hold_for_nodes_that_fail(events):
     """Lost, faulty and drained ones, spares and others."""
+    turns = run(events, POLICY)
+
+    for holds in INVARIANTS:
+        holds(turns)
+
+
+@check
+@given(realistic(POLICY, size_max=12, beginnings=(*FAILED, *UNSEEN)))
+def test_they_hold_after_a_failure(events):
+    """Why it failed, the newest checkpoint and the nodes are found out at the same time, in any order."""
     turns = run(events, POLICY)
 
     for holds in INVARIANTS:

@@ -14,8 +14,9 @@ from pathlib import Path
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.decoding import DecodeError
 
-WITHIN_S = 12.0  # from the asking on, for one that runs and does not answer; stacks are taken meanwhile
+WITHIN_S = 12.0  # for one that runs and does not answer
 POLL_S = 0.05
+AGAIN_S = 1.0  # a signal that met another one's handler was dropped
 
 Stamp = tuple[int, int]
 
@@ -49,8 +50,13 @@ class Asked:
 
     def take(self) -> dict[int, tuple[collectives.Place, ...]]:
         """Return what the ranks have written, and wait for the others only as long as they may still write."""
-        while self._clock() < self._until and any(self._may_write(rank) for rank in self._pids):
+        again_at = self._clock() + AGAIN_S
+        while self._clock() < self._until and (silent := [rank for rank in self._pids if self._may_write(rank)]):
             time.sleep(POLL_S)
+            if self._clock() >= again_at:
+                again_at = self._clock() + AGAIN_S
+                for rank in silent:
+                    _signal(self._pids[rank])
         found = {}
         for rank in self._pids:
             account = self._read(rank)

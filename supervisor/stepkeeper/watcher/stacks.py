@@ -95,9 +95,9 @@ class StackTaker:
             lived = {rank: of_life(pid) for rank, pid in pids.items()}
             time.sleep(APART_S)
             lives_on = {rank: of_life(pid) for rank, pid in pids.items()}
-            # their files count as work, so they are asked behind it
-            asked = Asked(self._file(wanted.launch, 0).parent.parent, pids)
             second = self._sample(wanted.launch, pids)
+            # behind the stacks: faulthandler does one thing at a time, and drops a signal that comes meanwhile
+            asked = Asked(self._file(wanted.launch, 0).parent.parent, pids)
             for rank, pid in sorted(pids.items()):
                 frames = second[rank]
                 doing = describe(frames) if frames else of_kernel(pid)

@@ -261,7 +261,7 @@ class Bus:
                 self._inbox.put(on.NodeFaulted(at=at, **fields))
             case lines.ShareRead():
                 self._on_share(message)
-            case lines.Stood() | lines.StacksTaken():
+            case lines.Stood() | lines.Entered() | lines.StacksTaken():
                 self._on_stack(message)
             case lines.Note():
                 self._note(message.node, message.text)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause
+from stepkeeper.core.causes import Cause, Tried
 from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
@@ -88,7 +88,9 @@ ENDING = tuple(_trained(started, *_NOTICE, _FINISHED) for started in STARTS)
 ENDED = tuple((*ending, on.LaunchEnded(at=0.0, launch=0, code=0, finished=True)) for ending in ENDING)
 UNSEEN = tuple(  # for more than an hour: no rank has the trainer library
     (
-        msgspec.structs.replace(started, failures=2, end_at=None),
+        msgspec.structs.replace(
+            started, failures=2, tried=(Tried(cause=Cause.EXCEPTION, place="x", step=5),), best_step=1, end_at=None
+        ),
         *_trained(started)[1:-2],
         on.LaunchBegan(at=0.0, launch=0),
         on.LaunchEnded(at=4000.0, launch=0, code=1),

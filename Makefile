@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign campaign-and-newest campaign-crash bench bench-checkpoint bench-recovery lint clean test-slurm-newest
+.PHONY: help setup system demo test campaign campaign-and-newest campaign-crash coverage-core bench bench-checkpoint bench-recovery lint clean test-slurm-newest
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -53,6 +53,10 @@ campaign-and-newest: setup  ## both `make campaign` and `make test-slurm-newest`
 
 campaign-crash: setup  ## killed at every call and request that changes a checkpoint: over 1,000, 8 minutes of a core
 	STEPKEEPER_CRASH_STRIDE=1 $(V)/python -m pytest -m campaign tests/trainer/test_crash.py -rP $(PYTEST)
+
+coverage-core: setup  ## every branch of the rules is played by a scenario or a test
+	COVERAGE_FILE=.venv/coverage-core $(V)/python -m coverage run -m pytest -q -p no:cacheprovider tests/core --ignore tests/core/test_properties.py
+	COVERAGE_FILE=.venv/coverage-core $(V)/python -m coverage report
 
 test-slurm-newest: setup  ## the Slurm client and a preemption on the newest Slurm; skipped loudly where it cannot be built
 	$(AS_ROOT) $(V)/python -m tests.lab.newest_or_skip $(V)/python -m pytest -m newest $(PYTEST)

@@ -21,7 +21,7 @@ import torch
 
 from stepkeeper_trainer.examples import train_lm
 
-SLOW_S = 0.6
+LOADS_S, SLOW_S = 0.2, 1.0  # waiting for data: on every node, and on one that is slow, besides
 
 
 def fail(how: str) -> None:
@@ -78,8 +78,8 @@ def main() -> None:
         if how == "poison" and not poisoned:
             poison(training, step)
             poisoned.append(training)
-        if is_slow():
-            time.sleep(SLOW_S)
+        if how == "spike":
+            time.sleep(LOADS_S + (SLOW_S if is_slow() else 0.0))
         loss, norm = train_step(training, done)
         fails = int(os.environ["STEPKEEPER_LAUNCH"]) < launches
         if fails and how == "silent-nan" and done + 1 >= step:

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -324,6 +325,11 @@ def test_an_account_of_an_earlier_request_does_not_count(tmp_path: Path) -> None
         assert rank.poll() is None
         rank.kill()
     assert collectives.decode_account(path.read_bytes()) == Account(rank=0)
+
+
+def test_each_word_of_a_watcher_names_its_node() -> None:
+    """The bus's reader looks there first: a word without one would end it."""
+    assert all("node" in word.__struct_fields__ for word in get_args(lines.FromWatcher))
 
 
 def test_the_supervisor_joins_what_stacks_and_collectives_say() -> None:

@@ -68,6 +68,22 @@ def test_loading_data_counts_whole_even_where_it_sleeps() -> None:
     assert own >= 0.1
 
 
+def test_waiting_for_others_in_a_hook_before_the_forward_is_not_loading() -> None:
+    """`fully_shard` gathers parameters in such a hook: there all ranks wait for the one that loads data."""
+    model = torch.nn.Linear(2, 2)
+    model.register_forward_pre_hook(lambda *_: time.sleep(0.3), prepend=True)
+    own = OwnTime(model, lambda: None)
+    own.restart()
+    for _ in range(WARM_UP_STEPS + 1):
+        model(torch.ones(2))
+        own.step(time.monotonic())
+
+    taken = own.take()
+
+    assert taken is not None
+    assert taken < 0.3
+
+
 def test_a_model_that_is_not_called_counts_by_the_processor() -> None:
     own = own_of(lambda _: work(0.02))
 

@@ -49,7 +49,8 @@ class OwnTime:
         self._sum, self._count = 0.0, 0
         self._delays: int | None = None  # descriptor
         self._device = _Device(model) if torch.cuda.is_available() else None
-        model.register_forward_pre_hook(self._on_forward)
+        # before all others: that of `fully_shard` gathers parameters, and waits there for the rank that loads data
+        model.register_forward_pre_hook(self._on_forward, prepend=True)
 
     def restart(self) -> None:
         """Begin: the first step counts from here."""

@@ -104,7 +104,7 @@ def test_few_launches_are_kept() -> None:
 def train(state: State, seconds: float) -> tuple[State, list[do.TellSlowLaunch], list[str]]:
     """Do steps until the launch has a pace."""
     told, words = [], []
-    for step in range(1, 60):
+    for step in range(1, 70):  # twice as many words as a pace needs, less the warm-up
         event = on.Progressed(at=100.0 + step, launch=state.launch, step=step, tokens=1, loss=1.0, step_seconds=seconds)
         decision = decide(state, event, POLICY)
         state = decision.state
@@ -134,6 +134,22 @@ def test_a_slow_launch_is_told_with_the_node_that_may_be_why(
     assert why == told.why
     assert why == f"this launch steps slower than those before it: 1.4 s a step, and 1 s in 1 of them; {said}"
     assert state.usual.paces[-1] == LaunchPace(nodes=2, seconds=1.4)
+
+
+def test_what_the_nodes_take_is_waited_for_before_a_slow_launch_is_told() -> None:
+    known = Usual(paces=(LaunchPace(nodes=2, seconds=1.0),))
+    state = replace(given_training(), usual=known, launched_before=("a", "b"))
+    told: list[do.TellSlowLaunch] = []
+    for step in range(1, 60):
+        at = 100.0 + step
+        progressed = on.Progressed(at=at, launch=state.launch, step=step, tokens=1, loss=1.0, step_seconds=1.4)
+        paced = on.NodesPaced(at=at, launch=state.launch, step=step, step_seconds=1.4, own=(("a", 1.0), ("b", 1.4)))
+        for event in (progressed, paced) if step == 45 else (progressed,):
+            decision = decide(state, event, POLICY)
+            state = decision.state
+            told += [effect for effect in decision.effects if isinstance(effect, do.TellSlowLaunch)]
+
+    assert [each.nodes for each in told] == [("b",)]
 
 
 def test_a_launch_as_fast_as_those_before_says_nothing() -> None:

@@ -86,10 +86,12 @@ def watch_pace(state: State, policy: Policy) -> Decision:
         return Decision(state)
     seconds = statistics.median(state.pace.recent)
     known, slower = usual.stepped(state.usual, len(state.launched), seconds, policy)
-    state = replace(state, usual=known, paced=True)
     if slower is None:
-        return Decision(state)
+        return Decision(replace(state, usual=known, paced=True))
     suspects, said = _suspects(state)
+    if not suspects and not state.stragglers.slowest[0] and len(state.pace.recent) < 2 * usual.WORDS:
+        return Decision(state)  # what the nodes take will soon be known, and may name the one that is slow
+    state = replace(state, usual=known, paced=True)
     why = (
         f"this launch steps slower than those before it: {slower.seconds:.4g} s a step, and {slower.usual:.4g} s in "
         f"{slower.launches} of them; {said}"

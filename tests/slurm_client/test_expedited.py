@@ -7,6 +7,7 @@ import os
 import pytest
 
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.expedited import LEFT_TO_SLURM, let_end
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_TASK_PID": str(os.getpid())}
@@ -63,3 +64,10 @@ def test_a_task_goes_by_its_own_name() -> None:
     let_end(ExitCode.STOPPED, {**BATCH, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}, slurm)
 
     assert slurm.asked[-1] == ("scontrol", "update", "JobId=5_3", "Requeue=0")
+
+
+def test_a_slurm_that_does_not_answer_adds_no_words_to_why_the_run_is_over() -> None:
+    def silent(*_: str) -> str:
+        raise SlurmError("no answer")
+
+    assert let_end(ExitCode.STOPPED, BATCH, silent) == ""

@@ -65,7 +65,7 @@ def test_a_finished_run_is_never_run_again(lab: Lab) -> None:
 
     assert third.exits() == [ExitCode.FINISHED] * 3, third.story()
     assert third.losses() == losses
-    assert len(list(training.run_dir.glob("logs/*/*"))) == 1, "it was launched again"
+    assert len(list(training.run_dir.glob("logs/*/launch-*"))) == 1, "it was launched again"
 
 
 def test_another_job_is_refused_while_a_run_is_alive(lab: Lab, reference: Training) -> None:

@@ -295,10 +295,12 @@ def test_a_timeout_of_nccl_is_explained_by_what_the_ranks_recorded(tmp_path: Pat
 
 
 def test_who_cannot_tell_is_neither_ended_nor_waited_for(tmp_path: Path) -> None:
-    now = [0.0]
-    asked = Asked(tmp_path, {0: os.getpid()}, clock=lambda: now[0])  # the signal would end this process
-
-    assert asked.take() == {}
+    with subprocess.Popen(["sleep", "600"]) as rank:  # the signal would end it
+        try:
+            assert Asked(tmp_path, {0: rank.pid}, clock=lambda: 0.0).take() == {}
+            assert rank.poll() is None
+        finally:
+            rank.kill()
 
 
 MUTE = """

@@ -79,6 +79,11 @@ PRIVATE = [
         ("safetensors_io",),
         "where this rank's shard begins: sums of what torch.chunk gives the ranks before it",
     ),
+    Private(
+        "torch._C:_distributed_c10d",
+        ("collectives",),
+        "the module that has the flight recorders' dumps; without it a hang is told by the ranks' stacks alone",
+    ),
 ]
 
 
@@ -99,7 +104,8 @@ def test_a_private_name_is_where_it_was(private: Private) -> None:
 def test_no_other_private_name_of_torchs_is_used() -> None:
     used = {name for path in PACKAGE.rglob("*.py") for name in _private_names(path)}
     listed = {private.name.replace(":", ".").split(".")[-1] for private in PRIVATE}
-    listed = {name for name in listed if name.startswith("_")} | {"torch.distributed.tensor._utils", "_utils"}
+    listed = {name for name in listed if name.startswith("_")}
+    listed |= {"torch.distributed.tensor._utils", "_utils", "torch._C"}
 
     assert used - listed == set(), "add it to PRIVATE, with what to do when it is gone"
     assert listed - used == set(), "used no more: take it off PRIVATE"
@@ -149,6 +155,9 @@ UNPICKLING = {
 }
 
 
+OWN_SCRIPTS = [("standby.py", "exec(code, main.__dict__)")]  # what the user has asked for: the training itself
+
+
 def test_nothing_that_is_loaded_can_name_code() -> None:
     """No pickle is read but through an unpickler of ours that looks names up in a list, or torch's own such one."""
     bad: list[str] = []
@@ -157,7 +166,7 @@ def test_nothing_that_is_loaded_can_name_code() -> None:
         for path in sorted(package.rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 where = f"{path.relative_to(PACKAGE.parents[1])}:{getattr(node, 'lineno', 0)}"
-                if isinstance(node, ast.Call):
+                if isinstance(node, ast.Call) and (path.name, ast.unparse(node)) not in OWN_SCRIPTS:
                     bad += [f"{where}: {why}" for why in _opens_code(node)]
                 elif isinstance(node, ast.ClassDef) and any("Unpickler" in ast.unparse(base) for base in node.bases):
                     methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}

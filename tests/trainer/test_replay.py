@@ -91,8 +91,8 @@ def test_a_later_row_of_a_step_counts_and_few_are_kept(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_killed_and_resumed_comes_to_the_same_losses_and_says_so(tmp_path: Path) -> None:
     run_dir, name = tmp_path / "run", f"replay-{time.monotonic_ns()}"
-    with Ranks(1, run_dir, "--step-seconds-min=0.01", every=8) as ranks:
-        ranks.until_step(13)
+    with Ranks(1, run_dir, "--step-seconds-min=0.3", every=8) as ranks:
+        ranks.until_step(10)  # and long before the next save
         ranks.kill()
     with watcher_socket(name) as sock:
         finish(1, run_dir, "--resume-from=latest", every=8, environment={"STEPKEEPER_SOCKET": f"@{name}"})

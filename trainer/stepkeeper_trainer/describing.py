@@ -16,8 +16,6 @@ from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.report import RankReport, decode_items
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-
     from stepkeeper_trainer.planner import Share
 
 _NO_SAVE_ID = "0" * 32  # in its place, until a save is known
@@ -27,8 +25,7 @@ class Description:
     """Pickled once for a layout; only the save's name differs from save to save."""
 
     def __init__(self) -> None:
-        self._share: Share | None = None  # that it is of
-        self._written: list[bytes] = []  # digests of what the ranks reported
+        self._made_from: tuple[object, ...] | None = None
         self._data = b""
 
     def of(self, save_id: str, share: Share, reports: list[RankReport]) -> bytes:
@@ -37,17 +34,17 @@ class Description:
         Raises:
             SaveError: what was written is not what was planned.
         """
-        written = [xxhash.xxh3_128_digest(bytes(report.items)) for report in reports]
-        if self._share is not share or self._written != written:
-            assert share.whole is not None, "rank 0 knows the whole"
+        made_from = (share, *(xxhash.xxh3_128_digest(bytes(report.items)) for report in reports))
+        if self._made_from is None or self._made_from[0] is not share or self._made_from != made_from:
             with paused():
-                planned = share.whole.metadata or pickle.loads(self._data)  # noqa: S301  # pickled below, by ourselves
-                self._data = _encode(planned, reports)
-                self._share, self._written, share.whole.metadata = share, written, None
+                self._data = _encode(share, reports)
+            self._made_from = made_from
         return self._data.replace(_NO_SAVE_ID.encode(), save_id.encode())
 
 
-def _encode(metadata: Metadata, reports: list[RankReport]) -> bytes:
+def _encode(share: Share, reports: list[RankReport]) -> bytes:
+    metadata = share.metadata
+    assert metadata is not None, "rank 0 knows the whole"
     storage: dict[MetadataIndex, _StorageInfo] = {}
     written: set[tuple[str, tuple[int, ...] | None]] = set()
     for report in reports:

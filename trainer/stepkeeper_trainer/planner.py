@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.collecting import paused
@@ -26,16 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
 
 _LEAST_S = 0.1  # of waiting for the other ranks
-
-
-@dataclass(slots=True)
-class Whole:
-    """torch's records of all that is saved, until `.metadata` is made of them: then nobody needs them any more.
-
-    There are about eight for each tensor, and Python's search for cycles goes through all of them, again and again.
-    """
-
-    metadata: Metadata | None
+Entry = TensorStorageMetadata | BytesStorageMetadata  # what torch notes of a part of the state
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ class Share:
 
     items: tuple[MetadataIndex, ...]
     replicas: Replicas  # what this rank holds that others hold too
-    whole: Whole | None = None  # on rank 0
+    metadata: Metadata | None = None
     groups: tuple[tuple[str, ...], ...] = ()  # rank 0: the tensors of each replica group
 
     @property
@@ -134,7 +130,7 @@ class Planner:
             try:
                 found = _divide(gathered, to_lowest=self._to_lowest)
                 whole = found[0]
-                shares = [dataclasses.replace(share, whole=None, groups=()) for share in found]
+                shares = [dataclasses.replace(share, metadata=None, groups=()) for share in found]
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
                 shares = [f"planning failed: {error}"] * self._world_size
         mine: list[Any] = [None]
@@ -155,7 +151,25 @@ def _divide_all(plans: list[SavePlan], *, to_lowest: bool) -> list[Share]:
     names = {item.index.fqn: (item.index.fqn,) for plan in plans for item in plan.items}
     plans = [dataclasses.replace(plan, planner_data={}) for plan in plans]
     divided, metadata = DefaultSavePlanner(dedup_save_to_lowest_rank=to_lowest).create_global_plan(plans)
-    metadata = dataclasses.replace(metadata, planner_data=names)  # stock tools unflatten by it
+    entries = _once_each(metadata.state_dict_metadata)
+    metadata = dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=names)  # stock tools use both
     shares = [Share(tuple(item.index for item in plan.items), replicas[rank]) for rank, plan in enumerate(divided)]
-    shares[0] = dataclasses.replace(shares[0], whole=Whole(metadata), groups=groups)
+    shares[0] = dataclasses.replace(shares[0], metadata=metadata, groups=groups)
     return shares
+
+
+def _once_each(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Have tensors of one type, shape and division share one of torch's records of them.
+
+    A record is seven objects; Python's search for cycles goes through those of all tensors again and again, in training
+    too, and `.metadata` holds what it names.
+    """
+    known: dict[tuple[object, ...], Entry] = {}
+    return {name: known.setdefault(_key(entry), entry) for name, entry in entries.items()}
+
+
+def _key(entry: Entry) -> tuple[object, ...]:
+    if not isinstance(entry, TensorStorageMetadata):
+        return (id(entry),)
+    chunks = tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+    return entry.size, chunks, *vars(entry.properties).values()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.slurm.client import SlurmError
 
 PARAMETER = "enable_expedited_requeue"
 # goes on, is over for Slurm too, or is best off held: `scontrol release` makes up for the requeue that failed
@@ -36,13 +37,17 @@ def let_end(code: int, environment: Mapping[str, str], ask: Callable[..., str]) 
         ask: calls a command of Slurm's, and returns what it says.
 
     Raises:
-        SlurmError: Slurm does not answer, or refuses it; the job will be held.
+        SlurmError: Slurm holds such jobs, and does not take it: the job will be held.
     """
     if code in LEFT_TO_SLURM or environment.get("SLURM_TASK_PID") != str(os.getpid()):
         return ""
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
-    if PARAMETER not in ask("scontrol", "show", "config"):
+    try:
+        settings = ask("scontrol", "show", "config")
+    except SlurmError:
+        return ""  # nothing says that it would hold the job; who has asked it before has told that it does not answer
+    if PARAMETER not in settings:
         return ""
     if not re.search(r"\sExpeditedRequeue=Yes(?:\s|$)", ask("scontrol", "-o", "show", "job", job)):
         return ""

@@ -13,7 +13,6 @@ import threading
 import time
 from contextlib import nullcontext
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -31,6 +30,7 @@ from stepkeeper_trainer.report import RankReport, publish_failure
 from stepkeeper_trainer.rollcall import Ended
 from stepkeeper_trainer.saves import Save, Summary
 from stepkeeper_trainer.staging import Staging
+from stepkeeper_trainer.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -100,8 +100,7 @@ class Saver:
         )
         self._placing = placing
         self._begun: dict[int, Save] = {}  # by sequence number: commits are heard of later
-        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._worker: threading.Thread | None = None
+        self._worker = Worker()  # jobs are done in the same order on all ranks
         self._prepared = threading.Event()  # nothing is being prepared
         self._prepared.set()
         self._failed_elsewhere = 0
@@ -176,7 +175,7 @@ class Saver:
         if self._rank == 0 or save is None or self._told >= sequence:
             return
         self._told = sequence
-        self._do(lambda: self._listeners.tell(self._committed_step(save)))
+        self._worker.do(lambda: self._listeners.tell(self._committed_step(save)))
 
     def cancel(self, why: str) -> None:
         """Have the save in flight end as soon as it can, unless it is committed by then.  All ranks call it."""
@@ -199,7 +198,7 @@ class Saver:
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Plan and allocate beside training, before the first save.  All ranks call it equally often."""
         self._prepared.clear()
-        self._do(lambda: self._prepare(tensors))
+        self._worker.do(lambda: self._prepare(tensors))
 
     def start(
         self,
@@ -250,7 +249,7 @@ class Saver:
         except (Exception, CheckpointException) as error:  # noqa: BLE001  # training must go on
             problem = error
         save.blocked_s = blocked_s = round(time.time() - now, 4)
-        self._do(lambda: self._work(save, tensors, changed=changed, problem=problem))
+        self._worker.do(lambda: self._work(save, tensors, changed=changed, problem=problem))
         if problem is None:
             say("save_started", step=summary.step, save_id=save_id, emergency=emergency, blocked_s=blocked_s)
         return save
@@ -279,19 +278,8 @@ class Saver:
         """Have this rank's listeners hear of a commit, and wait until they have, by `limit_at`; true if they have."""
         self.hear_committed(committed)
         done = threading.Event()
-        self._do(done.set)
+        self._worker.do(done.set)
         return done.wait(max(0.0, limit_at - time.time()))
-
-    def _do(self, job: Callable[[], None]) -> None:
-        """Have the save's thread do something: one after the other, in the same order on all ranks."""
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._run, name="stepkeeper-save", daemon=True)
-            self._worker.start()
-        self._jobs.put(job)
-
-    def _run(self) -> None:
-        while True:
-            self._jobs.get()()
 
     def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
         try:

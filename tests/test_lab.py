@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -118,3 +119,31 @@ def test_nothing_is_left_when_the_owner_is_killed() -> None:
     assert not [pid for pid in running | daemons if processes.alive(pid)]
     mountpoint = processes.cgroup_mountpoint()
     assert not [cgroup for node in nodes for cgroup in processes.cgroups_of(mountpoint, node)]
+
+
+class Raced(Lab):
+    """Somebody takes its port between the look and slurmctld's start."""
+
+    taken: socket.socket | None = None
+    first_port = 0
+
+    def _place(self) -> None:
+        super()._place()
+        if self.taken is None:
+            self.first_port = self.place.port
+            self.taken = socket.create_server(("127.0.0.1", self.first_port))
+
+
+@pytest.mark.campaign
+def test_a_lab_whose_port_is_taken_tries_another(lab_factory) -> None:
+    lab_factory(nodes=1)  # skips, or fails, where there can be no lab
+    lab = Raced(LabOptions(nodes=1))
+    try:
+        lab.up()
+
+        assert lab.place.port != lab.first_port
+        assert list(lab.nodes()) == lab.node_names
+    finally:
+        lab.down()
+        if lab.taken is not None:
+            lab.taken.close()

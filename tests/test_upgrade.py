@@ -119,7 +119,7 @@ def test_what_the_next_minor_version_adds_is_passed_over(old: Path) -> None:
 @pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
 def test_a_run_of_an_earlier_release_goes_on_is_requeued_and_ends(lab_factory, release: Path) -> None:
     """The losses are those of an uninterrupted run, but for what another torch may round otherwise."""
-    lab: Lab = lab_factory(grace_time_s=20, kill_wait_s=10, slurmd_timeout_s=8)
+    lab: Lab = lab_factory(grace_time_s=20, kill_wait_s=10)
     reference = Training(lab, name=f"reference-{release.name}", step_seconds=0.0).submit()
     reference.wait_end()
     training = Training(lab, name=release.name, steps=40, every=3, step_seconds=0.3)

@@ -73,24 +73,37 @@ class Lab(Jobs, Nodes):
         """Start everything and wait until all nodes are idle."""
         started = time.monotonic()
         teardown.sweep()
-        self._place()
-        try:
-            self._write_files()
-            self._start_guardian()
-            self._spawn("munged", self._munged())
-            self.until(self.place.munge_socket.exists, "munged's socket", UP_S)
-            self._spawn("slurmctld", self._slurmctld())
-            if self.options.backup_controller:
-                self._spawn("slurmctld-backup", self._backup())
-            for node in self.node_names:
-                self._start_slurmd(node)
-            self.until(self._all_up, "idle nodes", UP_S)
-        except BaseException as error:
-            error.add_note(self.log_tail())
-            self.down()
-            raise
+        for tries_left in (2, 1, 0):
+            self._place()
+            try:
+                self._start()
+                break
+            except BaseException as error:
+                error.add_note(self.log_tail())
+                taken = self._ports_taken()
+                self.down()
+                if not (taken and tries_left):  # else somebody took a port between our look and slurmctld's
+                    raise
         self.up_s = time.monotonic() - started
         return self
+
+    def _start(self) -> None:
+        """Start all daemons and wait until the nodes are idle."""
+        self._write_files()
+        self._start_guardian()
+        self._spawn("munged", self._munged())
+        self.until(self.place.munge_socket.exists, "munged's socket", UP_S)
+        self._spawn("slurmctld", self._slurmctld())
+        if self.options.backup_controller:
+            self._spawn("slurmctld-backup", self._backup())
+        for node in self.node_names:
+            self._start_slurmd(node)
+        self.until(lambda: self._all_up() or self._ports_taken(), "idle nodes", UP_S)
+        if not self._all_up():
+            raise LabError("a port of this lab was taken by somebody else")
+
+    def _ports_taken(self) -> bool:
+        return "Address already in use" in self.log_tail()
 
     def down(self) -> None:
         """Take all down and wait for it; harmless when done twice."""

@@ -62,12 +62,16 @@ class SmallSlurm:
 
 
 def say(**words: Any) -> None:
-    print(json.dumps(words), flush=True)
+    sys.stdout.write(json.dumps(words) + "\n")  # at once: other threads write too
+    sys.stdout.flush()
 
 
 def main() -> int:
     path, limits = sys.argv[1], msgspec.json.decode(sys.argv[2], type=Limits)
-    structlog.configure(processors=[structlog.processors.add_log_level, structlog.processors.JSONRenderer()])
+    structlog.configure(
+        processors=[structlog.processors.add_log_level, structlog.processors.JSONRenderer()],
+        logger_factory=structlog.WriteLoggerFactory(sys.stdout),
+    )
     slurm = SmallSlurm()
     open_incidents: list[Seen] = []
 

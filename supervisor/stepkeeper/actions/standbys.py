@@ -26,6 +26,7 @@ from stepkeeper.log import PatientStream
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import shepherd
 from stepkeeper.slurm import standby as lines
+from stepkeeper.slurm.argv import standby_argv
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store.rundir import RunDirectory
 
@@ -168,7 +169,7 @@ class _Step:
         self._process: subprocess.Popen[bytes] | None = None
         self._error = ""
         words = [*self.prefix, os.path.abspath(program.__file__), *modules, "--", *self.prefix]
-        argv = lines.argv(nodes, job.geometry, words)
+        argv = standby_argv(nodes, job.geometry, words)
         meeting = Meeting(launch=launch, nodes=nodes, address="", port=0, resume_from=None)
         variables = launch_environment(job, meeting, environment) | {VARIABLE: self.address}
         variables.pop("SLURMD_NODENAME", None)  # each task has its own; by the batch host's, watchers would end srun

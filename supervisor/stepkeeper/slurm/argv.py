@@ -24,13 +24,43 @@ def watcher_argv(nodes: Sequence[str], program: Sequence[str]) -> list[str]:
     `--unbuffered`, which tears lines; `--no-kill` and `--kill-on-bad-exit=0` keep the other watchers when
     one dies; `--input=all` sends each command to all of them.
     """
+    return [*_shape(nodes, 1), "--cpus-per-task=1", *_beside("stepkeeper-watcher"), *program]
+
+
+def standby_argv(nodes: Sequence[str], geometry: Geometry, program: Sequence[str]) -> list[str]:
+    """Return the srun line of the standbys: the shape of the training step, for each becomes one of its ranks.
+
+    Its cgroup must be that of a training step: CPUs, memory and GPUs.  The rest is as for the watchers.
+    """
+    shape = [*_shape(nodes, geometry.tasks_per_node), *_cpus(geometry)]
+    return [*shape, *_beside("stepkeeper-standby"), *program]
+
+
+def training_argv(nodes: Sequence[str], geometry: Geometry, log_pattern: str, program: Sequence[str]) -> list[str]:
+    """Return the srun line of a training step: ranks are contiguous on the nodes in Slurm's order."""
+    shape = [*_shape(nodes, geometry.tasks_per_node), *_cpus(geometry)]
+    return [*shape, *_step_options(log_pattern), "--cpu-bind=none", *program]
+
+
+def _shape(nodes: Sequence[str], tasks_per_node: int) -> list[str]:
     return [
         "srun",
         f"--nodes={len(nodes)}",
-        f"--ntasks={len(nodes)}",
-        "--ntasks-per-node=1",
+        f"--ntasks={len(nodes) * tasks_per_node}",
+        f"--ntasks-per-node={tasks_per_node}",
         f"--nodelist={','.join(nodes)}",
-        "--cpus-per-task=1",
+    ]
+
+
+def _cpus(geometry: Geometry) -> list[str]:
+    if geometry.overcommit:
+        return ["--overcommit"]
+    return [f"--cpus-per-task={geometry.cpus_per_task}"] if geometry.cpus_per_task else []
+
+
+def _beside(name: str) -> list[str]:
+    """What a step of ours beside the training needs; see `watcher_argv`."""
+    return [
         "--overlap",
         "--mem=0",
         "--cpu-bind=none",
@@ -38,26 +68,7 @@ def watcher_argv(nodes: Sequence[str], program: Sequence[str]) -> list[str]:
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--input=all",
-        "--job-name=stepkeeper-watcher",
-        *program,
-    ]
-
-
-def training_argv(nodes: Sequence[str], geometry: Geometry, log_pattern: str, program: Sequence[str]) -> list[str]:
-    """Return the srun line of a training step: ranks are contiguous on the nodes in Slurm's order."""
-    cpus = [f"--cpus-per-task={geometry.cpus_per_task}"] if geometry.cpus_per_task else []
-    if geometry.overcommit:
-        cpus = ["--overcommit"]
-    return [
-        "srun",
-        f"--nodes={len(nodes)}",
-        f"--ntasks={len(nodes) * geometry.tasks_per_node}",
-        f"--ntasks-per-node={geometry.tasks_per_node}",
-        f"--nodelist={','.join(nodes)}",
-        *cpus,
-        *_step_options(log_pattern),
-        "--cpu-bind=none",
-        *program,
+        f"--job-name={name}",
     ]
 
 

@@ -1,12 +1,10 @@
-"""Which CMD a warm standby can stand in for, and the command line of the standbys' Slurm step.  Pure."""
+"""Which CMD a warm standby can stand in for.  Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
-
-from stepkeeper.slurm.argv import Geometry
 
 _PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?t?")
 _PLAIN = re.compile(r"-[uBOEsPIq]+")  # options of an interpreter without a word of their own
@@ -39,30 +37,3 @@ def prefix(command: Sequence[str]) -> list[str] | None:
         else:
             return [*command[:place]] if word.endswith(".py") and not word.startswith("-") else None
     return None
-
-
-def argv(nodes: Sequence[str], geometry: Geometry, program: Sequence[str]) -> list[str]:
-    """Return the srun line of the standbys: the shape of the training step, for each becomes one of its ranks.
-
-    Its cgroup must be that of a training step: CPUs, memory and GPUs.  The rest is as for the watchers.
-    """
-    cpus = [f"--cpus-per-task={geometry.cpus_per_task}"] if geometry.cpus_per_task else []
-    if geometry.overcommit:
-        cpus = ["--overcommit"]
-    return [
-        "srun",
-        f"--nodes={len(nodes)}",
-        f"--ntasks={len(nodes) * geometry.tasks_per_node}",
-        f"--ntasks-per-node={geometry.tasks_per_node}",
-        f"--nodelist={','.join(nodes)}",
-        *cpus,
-        "--overlap",
-        "--mem=0",
-        "--cpu-bind=none",
-        "--no-kill",
-        "--kill-on-bad-exit=0",
-        "--wait=0",
-        "--input=all",
-        "--job-name=stepkeeper-standby",
-        *program,
-    ]

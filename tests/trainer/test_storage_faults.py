@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainer.crash import command
-from tests.trainer.crash.disks import DISKS
+from tests.trainer.crash.disks import DISKS, Gone, NotHereError
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 
@@ -60,3 +62,32 @@ def test_storage_fails_in_the_middle_of_a_save(tmp_path: Path) -> None:
     assert [problem for report in reports for problem in report["problems"]] == []
     assert all(report["played"] for report in reports)
     assert all(report["failed"] for report in reports)
+
+
+def test_a_disk_that_was_gone_is_well_again_though_another_mount_namespace_still_has_it(tmp_path: Path) -> None:
+    """Labs of other tests on the machine, for one."""
+    if os.getuid() != 0:
+        pytest.skip("needs root: mounts")
+    try:
+        disk = Gone(tmp_path / "root", tmp_path / "backing")
+    except NotHereError as error:
+        pytest.skip(str(error))
+    file = disk.at / "file"
+    file.write_text("here before")
+    os.sync()
+    with subprocess.Popen(["unshare", "--mount", "sleep", "60"]) as other:
+        try:
+            mounts, limit_at = Path(f"/proc/{other.pid}/mountinfo"), time.monotonic() + 30
+            own = os.readlink("/proc/self/ns/mnt")
+            while os.readlink(f"/proc/{other.pid}/ns/mnt") == own or str(disk.at) not in mounts.read_text():
+                assert time.monotonic() < limit_at
+                time.sleep(0.01)
+            disk.strike()
+            with pytest.raises(OSError, match="Input/output error"):
+                file.read_text()
+            disk.again()
+
+            assert file.read_text() == "here before"
+        finally:
+            other.kill()
+            disk.remove()

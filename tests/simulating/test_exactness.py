@@ -23,7 +23,8 @@ from stepkeeper.simulating.world import World
 from stepkeeper.store import journal
 from stepkeeper.store.recorder import Recorder, changed, changes
 from stepkeeper_trainer.formats.lease import Lease
-from tests.core.histories import FIELDS, arbitrary, realistic
+from tests.core.histories import FIELDS, arbitrary
+from tests.core.realistic import realistic
 
 POLICY = Policy()
 LEASE = Lease(job_id=7, restart_count=0, attempt=0, node="a", pid=1, taken_at=0.0)

@@ -1,0 +1,114 @@
+"""How histories begin: attempts of several shapes, at the moments where the rules have most to decide."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause, Tried
+
+NODES = ("a", "b", "c")
+STARTS = tuple(
+    on.AttemptStarted(
+        at=0.0, job_id=7, restart_count=0, attempt=0, nodes=nodes, batch_node="a", kill_wait_s=30.0, **shape
+    )
+    for nodes, shape in (
+        (("a", "b"), {}),
+        (("a", "b"), {"end_at": 500.0}),
+        (("a", "b"), {"batch": False}),
+        (("a", "b"), {"nodes_min": 1}),
+        (("a", "b", "c"), {"nodes_wanted": 2}),
+        (("a", "b", "c"), {"nodes_wanted": 2, "nodes_min": 1}),
+    )
+)
+
+
+SHRUNK: tuple[on.Event, ...] = (
+    on.AttemptStarted(
+        at=0.0,
+        job_id=7,
+        restart_count=0,
+        attempt=0,
+        nodes=("a", "b"),
+        batch_node="a",
+        kill_wait_s=30.0,
+        nodes_min=1,
+    ),
+    on.WatcherReady(at=0.0, node="a", bus=1),
+    on.WatcherReady(at=0.0, node="b", bus=1),
+    on.StorageTested(at=0.0, ok=True),
+    on.CheckpointChosen(at=0.0, directory=None, step=None),
+    on.NodesCleared(at=0.0, launch=0, address="a", port=1, unfit=(on.Unfit(node="b", why="GPU"),)),
+    on.NodesCleared(at=0.0, launch=0, address="a", port=1),
+    on.RankHello(at=0.0, launch=0, rank=0, node="a"),
+    on.Progressed(at=0.0, launch=0, step=1, tokens=1, loss=1.0),
+)
+"""A training that could do without a node, which failed its check."""
+
+
+def _trained(started: on.AttemptStarted, *more: on.Event) -> tuple[on.Event, ...]:
+    """Return how such an attempt comes to a training that has done two steps."""
+    launched = {"at": 0.0, "launch": 0}
+    return (
+        started,
+        *[on.WatcherReady(at=0.0, node=node, bus=1) for node in started.nodes],
+        on.StorageTested(at=0.0, ok=True),
+        on.CheckpointChosen(at=0.0, directory="step_1", step=1),
+        on.NodesCleared(address="a", port=1, **launched),
+        on.RankHello(rank=0, node="a", **launched),
+        on.Progressed(step=2, tokens=1, loss=1.0, step_seconds=1.0, **launched),
+        *more,
+    )
+
+
+_JOB = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0)
+_PREEMPTED = msgspec.structs.replace(_JOB, preempt_at=0.0, end_at=120.0)
+_CANCELLED = msgspec.structs.replace(_JOB, state=on.JobState.COMPLETING, slurm_state="COMPLETING")
+_NOTICE = (on.NodeSignaled(at=0.0, node="a", signal="TERM"), on.SlurmAnswered(at=0.0, job=_PREEMPTED))
+_LEFT = on.LaunchEnded(at=0.0, launch=0, code=75, stopped=True)
+_FAILURE = (
+    on.RankExited(at=0.0, launch=0, rank=1, node="b", code=1),
+    on.LaunchEnded(at=0.0, launch=0, code=1),
+)
+_SCANCEL = (on.SignalReceived(at=0.0, signal="TERM"), on.SlurmAnswered(at=0.0, job=_CANCELLED))
+_FINISHED = on.TrainingFinished(at=0.0, launch=0, step=2)
+TRAINING = tuple(_trained(started) for started in STARTS)
+SAVING = tuple(_trained(started, *_NOTICE) for started in STARTS)
+REQUEUEING = tuple(_trained(started, *_NOTICE, _LEFT) for started in STARTS)
+FAILED = tuple(_trained(started, *_FAILURE) for started in STARTS)
+CANCELLED = tuple(_trained(started, *_SCANCEL) for started in STARTS)
+ENDING = tuple(_trained(started, *_NOTICE, _FINISHED) for started in STARTS)
+ENDED = tuple((*ending, on.LaunchEnded(at=0.0, launch=0, code=0, finished=True)) for ending in ENDING)
+UNSEEN = tuple(  # for more than an hour: no rank has the trainer library
+    (
+        msgspec.structs.replace(
+            started, failures=2, tried=(Tried(cause=Cause.EXCEPTION, place="x", step=5),), best_step=1, end_at=None
+        ),
+        *_trained(started)[1:-2],
+        on.LaunchBegan(at=0.0, launch=0),
+        on.LaunchEnded(at=4000.0, launch=0, code=1),
+    )
+    for started in STARTS
+)
+_WAYS = (
+    (Cause.EXCEPTION, "ValueError at train.py:1"), (Cause.GPU_MEMORY, "rule-1"), (Cause.HOST_MEMORY, "rule-1"),
+    (Cause.SEGFAULT, "rule-1"), (Cause.HANG, "rule-1"), (Cause.COLLECTIVE_TIMEOUT, "rule-1"), (Cause.UNKNOWN, "rule-1"),
+    (Cause.NUMERICAL, "rule-1"), (Cause.CHECKPOINT, "rule-1"), (Cause.NETWORK, "rule-1"), (Cause.STORAGE, ""),
+    (Cause.NODE_FAULT, "b"),
+)  # fmt: skip
+AGAIN = tuple(  # it failed in most ways before, at the step at which it fails now
+    _trained(
+        msgspec.structs.replace(
+            STARTS[-1],
+            tried=tuple(
+                Tried(cause=cause, place=place, count=count, step=2, stepped_back=count > 1) for cause, place in _WAYS
+            ),
+        ),
+        *_FAILURE,
+    )
+    for count in (1, 2, 3, 5)
+)
+LEAVING = (*SAVING, *REQUEUEING, *CANCELLED, *ENDING, *ENDED)
+BEGINNINGS = (
+    *[(started,) for started in STARTS], *TRAINING, *TRAINING, *TRAINING, *FAILED, *LEAVING
+)  # fmt: skip

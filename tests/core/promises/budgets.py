@@ -1,0 +1,126 @@
+"""Promises on budgets: each loop ends, by verified progress, and a person is called where nothing else helps."""
+
+from __future__ import annotations
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
+from stepkeeper.core.ladder import IN_A_STATE, Rung
+from stepkeeper.core.state import Next, Phase
+from tests.core.promises.register import CODES, POLICY, promise
+
+STORAGE_MAX = len(POLICY.row(Cause.STORAGE)) - 1  # launches that wait for a file system, in no budget
+
+
+@promise
+def failures_bound_the_launches_without_progress(turns):
+    """A bug must not burn the allocation; what nodes and storage did is bounded on its own."""
+    launches = taken_back = 0
+    for turn in turns:
+        before, after = turn.before, turn.after
+        unseen = after.failures < before.failures and after.tried == () != before.tried
+        if after.best_step != before.best_step or unseen:
+            launches = taken_back = 0
+        taken_back += after.launched == before.launched and before.charged and not after.charged
+        launches += len(turn.ordered(do.StartLaunch))
+        assert launches <= POLICY.failures_max + taken_back
+        assert taken_back <= POLICY.node_losses_max + STORAGE_MAX
+
+
+@promise
+def an_hour_of_unseen_training_clears_the_budgets(turns):
+    """A launch that nobody could see may have progressed: what is not known must not be counted as nothing."""
+    for turn in turns:
+        before, after = turn.before, turn.after
+        relaunched = after.launch > before.launch
+        ran_long = before.launched_at is not None and turn.event.at - before.launched_at >= POLICY.unseen_progress_s
+        if relaunched and ran_long and not before.heard:
+            assert after.failures <= 1
+            assert after.tried == ()
+
+
+@promise
+def restarts_of_the_bus_and_lost_nodes_are_bounded(turns):
+    """Every loop has a budget that only a commit, or a step that was verified anew, fills again."""
+    restarts = 0
+    for turn in turns:
+        committed = isinstance(turn.event, on.CheckpointCommitted) and turn.after.bus_restarts == 0
+        restarts = 0 if committed else restarts
+        beside = turn.before.phase is Phase.TRAINING and not turn.before.ready  # while Slurm is away
+        started = len([order for order in turn.ordered(do.StartBus) if order.bus > 1])
+        restarts += started if not beside else 0
+        assert restarts <= POLICY.bus_restarts_max
+        assert turn.after.requeue_tries <= POLICY.requeue_tries_max
+        if turn.ordered(do.StartLaunch):
+            assert turn.after.node_losses <= POLICY.node_losses_max
+
+
+@promise
+def what_was_tried_is_remembered_until_the_place_is_passed(turns):
+    """A budget that forgets is none: a failure counts until a step is verified beyond it, or hours have passed."""
+    for turn in turns:
+        before, after = turn.before, turn.after
+        known = {(each.cause, each.place): each for each in after.tried}
+        gone = [each for each in before.tried if (each.cause, each.place) not in known]
+        if not gone or isinstance(turn.event, on.AttemptStarted):
+            continue
+        passed = isinstance(turn.event, on.CheckpointChosen) and after.best_step != before.best_step
+        unseen = isinstance(turn.event, on.LaunchEnded | on.SlurmAnswered | on.Tick) and not before.heard
+        assert passed or unseen or after.node_losses > before.node_losses
+        if passed:
+            assert all(each.step is None or each.step < after.best_step for each in gone)
+
+
+@promise
+def a_person_is_called_exactly_where_one_is_needed(turns):
+    """Once, at the end, and never for what goes on by itself."""
+    for turn in turns:
+        calls = turn.ordered(do.CallPerson)
+        exits = [exit_ for exit_ in turn.ordered(do.Exit) if CODES[exit_.code].needs_person]
+        assert [call.code for call in calls] == [exit_.code for exit_ in exits]
+
+
+@promise
+def failures_in_the_same_way_go_along_their_row_and_end_with_it(turns):
+    """A budget that does not count is none: where the row says stop, nothing is started any more."""
+    for turn in turns:
+        before, after = turn.before, turn.after
+        if before.failure is None or after.failure is not None or after.tried == before.tried:
+            continue
+        if isinstance(turn.event, on.CheckpointChosen) and after.best_step != before.best_step:
+            continue  # what lies behind it is forgotten in the same turn
+        new = after.tried[-1] if len(after.tried) >= len(before.tried) else None
+        if new is None or new in before.tried:
+            continue  # taken back: it was the node's fault
+        old = next((each for each in before.tried if (each.cause, each.place) == (new.cause, new.place)), None)
+        counted = old.count if old is not None else 0
+        assert new.count > counted
+        row = POLICY.row(new.cause)
+        again = old is not None and new.step is not None and old.step == new.step and bool(after.resume_from)
+        if again and new.cause in IN_A_STATE:
+            assert new.stepped_back
+            assert _ends(turn) if old.stepped_back else turn.ordered(do.RollBack) or after.resume_step is None
+        elif row[-1].rung is Rung.STOP and counted >= len(row) - 1:
+            assert _ends(turn)
+
+
+def _ends(turn):
+    return turn.after.plan is not None and turn.after.plan.next is Next.END and turn.after.plan.code != 0
+
+
+@promise
+def ninety_three_is_the_last_word_of_a_launcher(turns):
+    """It asks not to be started again, and is not."""
+    gave_up = False
+    for turn in turns:
+        assert not (gave_up and (turn.ordered(do.StartLaunch) or turn.ordered(do.Requeue)))
+        heard = isinstance(turn.event, on.RankExited) and turn.event.code == 93
+        gave_up = gave_up or (heard and turn.before.running and turn.event.launch == turn.before.launch)
+
+
+@promise
+def a_job_excludes_only_so_many_nodes(turns):
+    """An exclusion that never ends makes a job unschedulable."""
+    for turn in turns:
+        new = len(turn.after.excluded) > len(turn.before.excluded) and turn.before.bus
+        assert not new or len(turn.after.excluded) <= POLICY.excluded_max

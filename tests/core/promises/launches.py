@@ -1,0 +1,89 @@
+"""Promises on launches: one at a time, on what is ready and sound, ended by nothing but a reason."""
+
+from __future__ import annotations
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.phases import all_ready
+from stepkeeper.core.state import Phase
+from tests.core.promises.register import promise
+
+
+@promise
+def a_launch_starts_alone_and_only_when_all_is_ready(turns):
+    """Two launches at once write the same step directories."""
+    for turn in turns:
+        for effect in turn.ordered(do.StartLaunch):
+            assert all_ready(turn.before)
+            assert turn.before.chosen
+            assert turn.before.clearing
+            assert isinstance(turn.event, on.NodesCleared)
+            assert turn.event.launch == effect.launch == turn.before.launch
+            assert not turn.before.running
+            assert turn.after.running
+
+
+@promise
+def a_launch_ends_only_by_its_end(turns):
+    """`running` is what everything else trusts."""
+    for turn in turns:
+        if turn.before.running and not turn.after.running:
+            ended = isinstance(turn.event, on.LaunchEnded | on.LaunchRefused)
+            given_up = isinstance(turn.event, on.Tick) and turn.before.killed
+            assert ended or given_up
+
+
+@promise
+def no_launch_starts_on_storage_that_failed_its_test_or_is_under_test(turns):
+    """Hours of training that nobody can save are lost hours."""
+    for turn in turns:
+        if turn.ordered(do.StartLaunch):
+            assert not turn.before.testing
+            assert turn.before.storage_since is None
+        lied = isinstance(turn.event, on.StorageTested) and turn.event.untrue and not turn.event.ok
+        assert not (lied and turn.after.phase is Phase.STARTING)
+
+
+@promise
+def silence_ends_a_launch_only_after_a_look_at_its_stacks(turns):
+    """What is only slow must not be killed; and a look has an end."""
+    for turn in turns:
+        looked = turn.before.looking
+        assert not turn.ordered(do.CollectStacks) or not looked
+        if turn.after.found is not None and turn.before.found is None:
+            assert looked
+            assert turn.ordered(do.KillRanks)
+        if turn.after.looking:
+            assert turn.after.hang_at is not None
+
+
+@promise
+def a_rollback_goes_back(turns):
+    """Never to the step that training came from, and never while ranks run."""
+    for turn in turns:
+        for effect in turn.ordered(do.RollBack):
+            assert effect.below_step <= turn.before.resume_step
+            assert not turn.after.running
+            assert turn.after.deadline_at is not None
+            assert not turn.after.chosen
+
+
+@promise
+def a_restarted_bus_hears_the_standing_order(turns):
+    """What the watchers before were told died with them."""
+    for turn in turns:
+        back = isinstance(turn.event, on.WatcherReady) and turn.after.ready != turn.before.ready
+        # twice is enough: the first that is back, and all
+        back = back and (len(turn.after.ready) == 1 or all_ready(turn.after))
+        if back and turn.before.phase is Phase.SAVING and turn.before.verifying is None:
+            assert [e.deadline_at for e in turn.ordered(do.RequestSave)] == [turn.after.deadline_at]
+        if back and turn.before.killed and turn.before.running:
+            assert turn.ordered(do.KillRanks)
+
+
+@promise
+def ranks_that_move_are_left_alone(turns):
+    """Slow is no hang, however long the silence."""
+    for turn in turns:
+        if isinstance(turn.event, on.StacksCollected) and turn.event.moved:
+            assert not turn.ordered(do.KillRanks)

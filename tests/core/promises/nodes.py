@@ -1,0 +1,113 @@
+"""Promises on nodes: which a launch gets, which are left and on what evidence, which may come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.state import Phase
+from tests.core.promises.register import GROWING, promise
+
+
+@promise
+def a_launch_gets_no_node_that_was_left_and_as_many_as_it_wants_or_may_shrink_to(turns):
+    """Known bad hardware costs one launch, not the next three."""
+    left = set()
+    for turn in turns:
+        left |= set(turn.before.nodes) - set(turn.after.nodes)
+        if turn.before.bus:  # the attempt has begun
+            back = set(turn.after.nodes) - set(turn.before.nodes)
+            assert back <= {each.node for each in turn.before.growth.resting}
+            left -= back
+        if isinstance(turn.event, on.NodeFaulted) and turn.event.leave and turn.before.phase is not Phase.DONE:
+            assert turn.event.node not in turn.after.nodes
+            assert all(each.node != turn.event.node for each in turn.after.growth.resting)
+        for launch in turn.ordered(do.StartLaunch):
+            assert not left & set(launch.nodes)
+            assert len(launch.nodes) == turn.after.nodes_wanted or 0 < turn.after.nodes_min <= len(launch.nodes)
+        for release in turn.ordered(do.ReleaseNodes):
+            assert turn.after.batch_node in release.keep
+            assert set(turn.after.nodes) <= set(release.keep)
+
+
+@promise
+def only_nodes_that_failed_a_check_rest_and_they_stay_in_the_allocation(turns):
+    """A faulty node must not come back without a repair, and nodes that were given back are not ours."""
+    released = set()
+    for turn in turns:
+        before = {each.node for each in turn.before.growth.resting}
+        resting = {each.node for each in turn.after.growth.resting}
+        assert not resting & set(turn.after.nodes)
+        if resting - before:
+            assert isinstance(turn.event, on.NodesCleared)
+            assert resting - before <= {each.node for each in turn.event.unfit}
+        for release in turn.ordered(do.ReleaseNodes):
+            assert resting <= set(release.keep)
+            released |= set(turn.after.allocated) - set(release.keep)
+        assert not released & (resting | set(turn.after.nodes))
+
+
+@promise
+def growing_back_asks_seldom_and_only_a_launch_that_lacks_nodes(turns):
+    """No call while nothing is missing, and never one while another is unanswered within the pause."""
+    asked_at = None
+    for turn in turns:
+        for _ in turn.ordered(do.AskIdleNodes):
+            assert turn.before.phase is Phase.TRAINING
+            assert len(turn.before.launched) < turn.before.nodes_wanted
+            assert asked_at is None or turn.event.at - asked_at >= GROWING.grow_ask_s
+            asked_at = turn.event.at
+        if turn.after.plan is not None and turn.after.plan.to_grow and turn.before.plan is None:
+            assert isinstance(turn.event, on.CheckpointCommitted)
+            assert len(turn.after.launched) < turn.after.nodes_wanted
+            assert turn.ordered(do.RequestSave)
+
+
+@promise
+def a_faulty_node_never_uses_up_the_budget_of_the_training(turns):
+    """Whose fault it was decides which budget is used."""
+    for turn in turns:
+        if isinstance(turn.event, on.NodeFaulted):
+            assert turn.after.failures <= turn.before.failures
+
+
+@promise
+def a_node_is_excluded_only_on_evidence_about_itself(turns):
+    """Each exclusion makes a job harder to place, and each drain, which the agent decides on its own, a node idle."""
+    for turn in turns:
+        known = {each.node for each in turn.before.excluded}
+        new = [each for each in turn.after.excluded if each.node not in known]
+        if isinstance(turn.event, on.AttemptStarted):
+            continue
+        for each in new:
+            assert each.node in turn.before.nodes
+            match turn.event:
+                case on.NodeFaulted():
+                    assert (turn.event.node, turn.event.leave, turn.event.drained) == (each.node, True, False)
+                case on.NodesCleared():
+                    assert each.node in {unfit.node for unfit in turn.event.unfit}
+                case on.NodesNotCleared():
+                    assert each.node in turn.event.nodes
+                case on.Judged():
+                    assert each.node == turn.event.node
+                case on.CheckpointChosen():  # its failure was judged before
+                    assert turn.before.failure is not None
+                    assert each.node == turn.before.failure.judged.node
+                case on.CheckpointCommitted():
+                    assert each.node == turn.before.to_replace
+                case _:
+                    pytest.fail(f"{each} by {turn.event}")
+
+
+@promise
+def what_most_nodes_share_is_no_fault_of_theirs(turns):
+    """The storage of all, or their clock's server: nobody is left for it."""
+    for turn in turns:
+        if not isinstance(turn.event, on.NodesCleared):
+            continue
+        named = {each.node for each in turn.event.unfit if each.node in turn.before.nodes}
+        shared = all(each.shared for each in turn.event.unfit if each.node in turn.before.nodes)
+        if shared and 2 * len(named) > len(turn.before.nodes):
+            assert turn.after.nodes == turn.before.nodes
+            assert not turn.ordered(do.StartLaunch)

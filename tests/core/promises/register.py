@@ -1,0 +1,28 @@
+"""Where promises stand together: each is a function over the turns of a history, and asserts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.policy import Policy
+from tests.core.histories import Turn
+
+POLICY = Policy()
+GROWING = Policy(grow_back="checkpoint", unfit_again_s=5.0, unfit_looks_max=3, grow_ask_s=5.0, grow_idle_s=5.0)
+CODES = {int(code): code for code in ExitCode}
+
+Promise = Callable[[list[Turn]], None]
+_PROMISES: list[Promise] = []
+
+
+def promise(holds: Promise) -> Promise:
+    """Have a promise checked on every history."""
+    _PROMISES.append(holds)
+    return holds
+
+
+def assert_kept(turns: list[Turn]) -> None:
+    """Check every promise on one history."""
+    for holds in _PROMISES:
+        holds(turns)

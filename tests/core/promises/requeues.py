@@ -1,0 +1,131 @@
+"""Promises on the requeue and the end: once, last, on a fresh answer, never of what was ended."""
+
+from __future__ import annotations
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.judge import preempted_at_last
+from stepkeeper.core.state import Next, Phase
+from tests.core.promises.register import POLICY, promise
+
+
+@promise
+def one_requeue_and_one_exit_and_nothing_after_it(turns):
+    """A job that is requeued twice loses its place, or runs twice."""
+    done = requeued = False
+    for turn in turns:
+        if done:
+            assert turn.decision == type(turn.decision)(turn.before)
+        assert not (requeued and turn.ordered(do.Requeue))
+        exits = turn.ordered(do.Exit)
+        assert len(exits) == (turn.after.phase is Phase.DONE and turn.before.phase is not Phase.DONE)
+        accepted = isinstance(turn.event, on.RequeueAnswered) and turn.event.ok
+        if turn.before.phase is Phase.REQUEUEING and accepted:
+            requeued = True
+            assert turn.after.plan.next is Next.END
+        done = turn.after.phase is Phase.DONE
+
+
+@promise
+def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
+    """Ranks beside a requeue fight the next attempt; an old answer revives what was cancelled since."""
+    asked_at = signaled_at = -1
+    for number, turn in enumerate(turns):
+        if turn.ordered(do.AskSlurm):
+            asked_at = number
+        if isinstance(turn.event, on.SignalReceived) and not turn.before.requesting:
+            signaled_at = number
+        if not turn.ordered(do.Requeue):
+            continue
+        assert isinstance(turn.event, on.SlurmAnswered)
+        job = turn.event.job
+        assert job is not None
+        assert job.restarts == 0
+        (ordered,) = turn.ordered(do.Requeue)
+        assert job.requeue_allowed or ordered.resubmit
+        ends = job.state in (on.JobState.COMPLETING, on.JobState.ENDED)
+        preempted = preempted_at_last(job, turn.before.preempted_at)
+        assert not ends or job.reason == "TimeLimit" or preempted
+        assert turn.before.phase is Phase.REQUEUEING
+        assert not turn.before.running
+        assert not turn.before.bus_told
+        assert not turn.before.requesting
+        assert signaled_at <= asked_at
+
+
+@promise
+def what_slurm_or_the_training_ended_is_never_requeued(turns):
+    """`scancel` means stop; a finished run is finished."""
+    over = False
+    for turn in turns:
+        assert not (over and turn.ordered(do.Requeue))
+        assert not (over and turn.ordered(do.StartLaunch))
+        job = turn.event.job if isinstance(turn.event, on.SlurmAnswered) else None
+        heard = (
+            job is not None and turn.before.asking and not (turn.before.phase is Phase.REQUEUEING and turn.before.again)
+        )
+        cancelled = job is not None and (
+            job.restarts > 0
+            or (
+                job.state in (on.JobState.COMPLETING, on.JobState.ENDED)
+                and job.reason != "TimeLimit"
+                and not preempted_at_last(job, turn.before.preempted_at)
+            )
+        )
+        finished = isinstance(turn.event, on.LaunchEnded) and turn.event.finished and turn.before.running
+        same_launch = not isinstance(turn.event, on.LaunchEnded) or turn.event.launch == turn.before.launch
+        over = over or (heard and cancelled) or (finished and same_launch)
+        over = over or isinstance(turn.event, on.Superseded)
+
+
+@promise
+def after_the_word_of_the_end_only_a_denial_requeues(turns):
+    """`TrainingFinished` is rank 0's word; the end of its launch without an outcome takes it back."""
+    finished = False
+    for turn in turns:
+        assert not (finished and turn.ordered(do.Requeue))
+        plan = turn.after.plan
+        if isinstance(turn.event, on.TrainingFinished) and plan is not None and turn.after.running:
+            finished = finished or plan.code is ExitCode.FINISHED
+        if isinstance(turn.event, on.LaunchEnded) and turn.event.code:
+            finished = finished and not turn.before.running
+
+
+@promise
+def a_plan_to_end_stays_a_plan_to_end(turns):
+    """Only the denial of an end that was never confirmed takes one back."""
+    for turn in turns:
+        before, after = turn.before.plan, turn.after.plan
+        if before is None or before.next is not Next.END:
+            continue
+        denied = isinstance(turn.event, on.LaunchEnded) and before.code is ExitCode.FINISHED
+        assert denied or (after is not None and after.next is Next.END)
+
+
+@promise
+def a_question_is_asked_once_at_a_time(turns):
+    """Zero calls while nothing happens, and few when something does."""
+    for turn in turns:
+        asked = len(turn.ordered(do.AskSlurm))
+        assert asked <= 1
+        answered = isinstance(turn.event, on.SlurmAnswered)
+        assert not (asked and turn.before.asking and not answered)
+        if asked:
+            assert turn.after.asking
+
+
+@promise
+def only_a_job_with_a_batch_script_is_requeued(turns):
+    """Slurm would start nothing: the allocation of `salloc` would only be gone."""
+    for turn in turns:
+        assert turn.before.batch or not turn.ordered(do.Requeue)
+
+
+@promise
+def a_requeue_is_tried_again_only_so_often(turns):
+    """Each try is a call to a controller that may be in trouble already."""
+    tries = 0
+    for turn in turns:
+        tries += len(turn.ordered(do.Requeue))
+        assert tries <= POLICY.requeue_tries_max + 1  # one where the job is submitted again instead

@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepkeeper.store.rundir import RunDirectory
@@ -161,6 +162,41 @@ def test_a_job_id_finds_its_run_by_name_or_by_what_the_run_says(command: Command
     for job, expected in ((7, named), (12, saying), (9, renamed), (8, renamed), (13, held), (11, held)):
         document = json.loads(command("status", job, "--json").out)
         assert document["run_directory"] == str(expected.path)
+
+
+def test_each_job_of_a_chain_finds_its_run(command: Command, tmp_path: Path) -> None:
+    """Jobs that may not be requeued go on with one run, each by a number of its own; status names the newest."""
+    chain = build.make_run(tmp_path / "runs" / "chain")
+    story = build.story(chain)
+    jobs = (21, 21, 25, 25, 29, 29)
+    build.write_journal(
+        chain, [msgspec.structs.replace(each, job_id=job) for each, job in zip(story, jobs, strict=True)]
+    )
+    build.write_status(chain, job_id=29)
+    other = build.make_run(tmp_path / "runs" / "other-25")  # named so by hand, and another job's
+    build.write_status(other, job_id=70)
+    build.write_journal(other, [msgspec.structs.replace(each, job_id=70) for each in story])
+
+    for job in jobs:
+        assert json.loads(command("status", job, "--json").out)["run_directory"] == str(chain.path), job
+    assert "29 (restart 1); attempt 1, launch 0; job 25 worked on this run before" in command("status", 25).out
+    assert "before" not in command("status", 29).out
+    for job in (20, 23, 30):
+        assert command("status", job).code == 40, job
+
+
+def test_a_journal_whose_numbers_began_anew_is_read_whole(command: Command, tmp_path: Path) -> None:
+    """Slurm counts its jobs from FirstJobId again after MaxJobId; and a line may be torn."""
+    run = build.make_run(tmp_path / "runs" / "anew")
+    story = build.story(run)
+    jobs = (67_043_327, 67_043_327, 5, 5, 9, 9)
+    build.write_journal(run, [msgspec.structs.replace(each, job_id=job) for each, job in zip(story, jobs, strict=True)])
+    run.journal.write_bytes(b'{"v":1,"job_id":' + run.journal.read_bytes() + b'{"v":1,"job_id":1')
+    build.write_status(run, job_id=9)
+
+    for job in (5, 9):
+        assert json.loads(command("status", job, "--json").out)["run_directory"] == str(run.path), job
+    assert command("status", 6).code == 40
 
 
 def test_a_task_of_an_array_is_found_by_the_name_that_slurm_shows(

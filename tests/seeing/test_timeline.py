@@ -17,6 +17,7 @@ from stepkeeper.seeing.timeline import Standing, Timeline
 from stepkeeper.store import journal
 from stepkeeper.store.journal import VERSION, Record
 from tests.core import histories
+from tests.core.realistic import realistic
 from tests.seeing.build import START, Journal, killed, see
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -225,6 +226,26 @@ def test_waiting_for_nodes_costs_time_but_no_nodes() -> None:
     assert next(seen.launches()).decided == "requeue"
 
 
+def test_a_launch_that_left_as_somebody_asked_has_not_failed() -> None:
+    told = Journal()
+    told.begin(0)
+    told.launch(0)
+    told.steps(1, 10, at=0)
+    told.tell(on.Asked(at=START + 10, name="stop-1", kind="stop", by="ada"))
+    told.commit(10, at=12, seconds=2, emergency=True)
+    told.tell(on.TrainingStopped(at=START + 12, launch=0, step=10))
+    told.tell(on.RankExited(at=START + 12, launch=0, rank=0, node="n1", code=75))
+    told.tell(on.CheckpointVerified(at=START + 12, directory="step_00000010", ok=True))
+    told.tell(on.LaunchEnded(at=START + 13, launch=0, code=75, stopped=True))
+    told.tell(on.BusEnded(at=START + 14, bus=1, code=0))
+
+    seen = told.see()
+
+    (launch,) = seen.launches()
+    assert (launch.ending, launch.why) == (Ending.STOPPED, "ada asks to save and end")
+    assert (seen.standing, seen.why) == (Standing.ENDED, "ada asks to save and end")
+
+
 def test_a_spare_is_held_and_takes_no_part_until_it_is_needed() -> None:
     told = Journal(nodes=("n1", "n2", "n3"))
     told.begin(0, nodes_wanted=2)
@@ -353,7 +374,7 @@ def runs(draw: st.DrawFn) -> tuple[list[Record], dict[tuple[int, int], Rows]]:
     rows: dict[tuple[int, int], Rows] = {}
     offset = START
     for attempt in range(draw(st.integers(1, 3))):
-        kind = draw(st.sampled_from((histories.arbitrary(20), histories.realistic(Policy(), 25))))
+        kind = draw(st.sampled_from((histories.arbitrary(20), realistic(Policy(), 25))))
         turns = histories.run(draw(kind), Policy())
         for turn in turns:
             state = turn.after

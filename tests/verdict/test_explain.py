@@ -3,10 +3,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause, Finding
 from stepkeeper.core.state import Phase
+from stepkeeper.printing import instant
+from stepkeeper.store import journal
 from stepkeeper.store.rundir import RunDirectory
 from tests.reading import build
 from tests.reading.conftest import Command, command, run
@@ -187,3 +192,108 @@ def test_what_the_supervisor_saw_of_a_hang_is_explained(command: Command, run: R
 
     assert (document["cause"], document["rule"], document["rank"]) == ("hang", "progress-silence", 1)
     assert [piece["rule"] for piece in document["evidence"]] == ["progress-silence"]  # type: ignore[attr-defined]
+
+
+def stopping(event: on.Event, why: str, *answers: do.Effect) -> list[journal.Record]:
+    """A launch that saves and leaves because of an event; its ranks do as they are asked."""
+    save = do.RequestSave(stop=True, why=why, deadline_at=START + 900)
+    saving = {"phase": Phase.SAVING, "attempt": 0}
+    return [
+        build.record(on.LaunchBegan(at=START + 1, launch=0), attempt=0),
+        build.record(event, why=why, effects=(*answers, save), **saving),
+        build.record(on.RankExited(at=START + 12, launch=0, rank=0, node="n1", code=75), **saving),
+        build.record(
+            on.LaunchEnded(at=START + 13, launch=0, code=75, stopped=True), phase=Phase.CLOSING, attempt=0, why=why
+        ),
+    ]
+
+
+def over(code: int, reason: str) -> journal.Record:
+    end = on.BusEnded(at=START + 14, bus=1, code=0)
+    return build.record(end, phase=Phase.DONE, attempt=0, why=reason, effects=(do.Exit(code=code, reason=reason),))
+
+
+def test_a_run_that_somebody_had_stopped_names_him_and_when(command: Command, run: RunDirectory) -> None:
+    why = "ada asks to save and end"
+    ask = on.Asked(at=START + 9, name="stop-1", kind="stop", by="ada")
+    build.write_journal(run, [*stopping(ask, why, do.AnswerAsk(name="stop-1", said=why)), over(27, why)])
+
+    said = command("explain", run.path).out
+    document = explained(command, run.path)
+
+    assert (document["cause"], document["rule"], document["confidence"]) == ("stopped", "asked-to-stop", 0.979)
+    assert f"ada asked to save and end (stepkeeper stop), {instant(START + 9)}" in said
+    assert f"ended {instant(START + 14)} with 27: {why}" in said
+    assert "who cancelled it" not in said
+    assert document["end"] == {"at": START + 14, "code": 27, "reason": why}
+
+
+def test_an_ask_that_was_refused_is_no_reason(command: Command, run: RunDirectory) -> None:
+    ask = on.Asked(at=START + 5, name="stop-1", kind="stop", by="ada")
+    refused = do.AnswerAsk(name="stop-1", said="refused: no rank", ok=False)
+    build.write_journal(run, [build.record(ask, phase=Phase.SAVING, attempt=0, why="refused", effects=(refused,))])
+    failing(run)
+    build.write_log(run, "n2", labelled(1, STACK))
+
+    document = explained(command, run.path)
+
+    assert document["cause"] == "gpu_memory"
+    assert "asked-to-stop" not in str(document["evidence"])
+
+
+def test_a_rank_that_fails_in_the_save_that_somebody_asked_for_is_the_cause(
+    command: Command, run: RunDirectory
+) -> None:
+    why = "ada asks to save and end"
+    ask = on.Asked(at=START + 5, name="stop-1", kind="stop", by="ada")
+    build.write_journal(run, stopping(ask, why, do.AnswerAsk(name="stop-1", said=why))[:2])
+    failing(run)
+    build.write_log(run, "n2", labelled(1, STACK))
+
+    document = explained(command, run.path)
+
+    assert document["cause"] == "gpu_memory"
+    assert "ada asked to save and end" in str(document["evidence"])
+
+
+@pytest.mark.parametrize("ahead_of_limit", [True, False])
+def test_what_the_supervisor_leaves_for_is_not_called_cancelled(
+    command: Command, run: RunDirectory, *, ahead_of_limit: bool
+) -> None:
+    """Slurm sends no signal ahead of a time limit, and none for what the supervisor decides by itself."""
+    event: on.Event
+    if ahead_of_limit:
+        facts = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0)
+        event, why = on.SlurmAnswered(at=START + 9, job=facts), "time limit (Slurm says RUNNING)"
+        expected = ("time_limit", "limit-told")
+    else:
+        event, why = build.story(run)[-1].event, "2 nodes are missing: the job is requeued to get them"
+        expected = ("stopped", "left-on-purpose")
+    build.write_journal(run, [*stopping(event, why), over(10, why)])
+
+    document = explained(command, run.path)
+
+    assert (document["cause"], document["rule"]) == expected
+    assert why in str(document["evidence"])
+    assert "the run    ended" not in command("explain", run.path).out, "it goes on"
+
+
+def test_of_a_chain_of_jobs_the_one_that_is_named_is_explained(command: Command, tmp_path: Path) -> None:
+    run = build.make_run(tmp_path / "runs" / "chain")
+    failing(run)
+    build.write_log(run, "n2", labelled(1, STACK))
+    later = [
+        msgspec.structs.replace(build.record(event, attempt=1, launch=0), job_id=15)
+        for event in (
+            on.LaunchBegan(at=START + 101, launch=0),
+            on.RankExited(at=START + 109, launch=0, rank=1, node="n2", code=1),
+            on.LaunchEnded(at=START + 113, launch=0, code=1),
+        )
+    ]
+    build.write_journal(run, later)
+    build.write_log(run, "n2", b"1: OSError: [Errno 28] No space left on device\n", 1, 0)
+    build.write_status(run, job_id=15)
+
+    assert explained(command, 15)["cause"] == "storage"
+    assert explained(command, 12)["cause"] == "gpu_memory"
+    assert explained(command, run.path)["cause"] == "storage"

@@ -23,6 +23,7 @@ from stepkeeper.verdict.joining import judge
 
 SHOWN_MAX = 6  # pieces of evidence, for people
 SURE, LIKELY = 0.85, 0.6
+GOES_ON = (ExitCode.REQUEUED, ExitCode.SUPERSEDED)  # ends of attempts that do not end the run
 _CODES = f"""
 exit codes:
   {ExitCode.FINISHED:<3} a verdict was given, `unknown` included
@@ -65,7 +66,7 @@ def execute(arguments: argparse.Namespace) -> int:
     elif arguments.run is None:
         raise StepkeeperError("name a run directory or a job id, or logs with --log", ExitCode.USAGE)
     else:
-        verdict, about = _of_run(find.find(arguments.run, os.environ), arguments.attempt, arguments.launch)
+        verdict, about = _of_run(find.find(arguments.run, os.environ), arguments)
     if arguments.json:
         printing.say_json({**_document(verdict), **about}, indent=2)
     else:
@@ -73,13 +74,16 @@ def execute(arguments: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _of_run(run: RunDirectory, attempt: int | None, launch: int | None) -> tuple[Verdict, dict[str, Any]]:
+def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, dict[str, Any]]:
+    attempt, launch = arguments.attempt, arguments.launch
     known = gathering.launches(run)
     wanted = [
         each
         for each in known
         if (attempt is None or each.attempt == attempt) and (launch is None or each.launch == launch)
     ]
+    if attempt is None:  # of a chain of jobs, the one that was named
+        wanted = [each for each in wanted if str(each.job_id) == arguments.run] or wanted
     if not wanted:
         raise StepkeeperError(_nothing(run, known, attempt, launch), ExitCode.NOTHING_FOUND)
     failed = [each for each in wanted if each.failed]
@@ -88,7 +92,14 @@ def _of_run(run: RunDirectory, attempt: int | None, launch: int | None) -> tuple
         "run": str(run.path),
         "attempt": chosen.attempt,
         "launch": chosen.launch,
+        "job_id": chosen.job_id,
+        "end": _end(run),
     }
+
+
+def _end(run: RunDirectory) -> dict[str, Any] | None:
+    end = gathering.end(run)
+    return None if end is None else {**end._asdict(), "reason": redact(end.reason)}
 
 
 def _nothing(run: RunDirectory, known: list[Launch], attempt: int | None, launch: int | None) -> str:
@@ -137,7 +148,7 @@ def _show(verdict: Verdict, about: dict[str, Any]) -> None:
     table = rules.load()
     meaning = table.meanings[verdict.cause]
     if "attempt" in about:
-        printing.say(f"launch     {about['attempt']}.{about['launch']} of {about['run']}")
+        printing.say(f"launch     {about['attempt']}.{about['launch']} of {about['run']} (job {about['job_id']})")
     printing.say(f"cause      {verdict.cause.value} ({_how_sure(verdict)}; rule {verdict.rule})")
     printing.say(f"           {meaning.happened}")
     where = [verdict.location, f"rank {verdict.rank}" if verdict.rank is not None else "", verdict.node]
@@ -150,6 +161,8 @@ def _show(verdict: Verdict, about: dict[str, Any]) -> None:
         printing.say(f"{'':<10} and {len(verdict.evidence) - SHOWN_MAX} more: --json")
     if verdict.otherwise is not None and verdict.otherwise.cause is not verdict.cause:
         printing.say(f"otherwise  {verdict.otherwise.cause.value}: were it not for the first of these")
+    if (end := about.get("end")) is not None and end["code"] not in GOES_ON:
+        printing.say(f"the run    ended {printing.instant(end['at'])} with {end['code']}: {end['reason']}")
     printing.say(f"to do      {meaning.todo}")
 
 

@@ -66,7 +66,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         printing.say_json({**msgspec.to_builtins(status), **seen}, indent=2)
     else:
-        _show(run, status, seen)
+        _show(run, status, seen, asked_for=arguments.run or "")
     return ExitCode.FINISHED
 
 
@@ -195,9 +195,10 @@ def _checkpoint(run: RunDirectory, step: int | None) -> str | None:
     return None
 
 
-def _show(run: RunDirectory, status: Status, seen: dict[str, Any]) -> None:
+def _show(run: RunDirectory, status: Status, seen: dict[str, Any], *, asked_for: str) -> None:
     now = time.time()
     restarts = f" (restart {status.restart_count})" if status.restart_count else ""
+    earlier = f"; job {asked_for} worked on this run before" if _is_earlier_job(asked_for, status) else ""
     rows = [("run", str(run.path))]
     phase = status.phase
     if seen["phase_since"] is not None:
@@ -207,7 +208,7 @@ def _show(run: RunDirectory, status: Status, seen: dict[str, Any]) -> None:
     if status.exit_code is not None:
         rows.append(("ended", f"{seen['exit_meaning']} (exit code {status.exit_code})"))
     rows += [
-        ("job", f"{status.job_id}{restarts}; attempt {status.attempt}, launch {status.launch}"),
+        ("job", f"{status.job_id}{restarts}; attempt {status.attempt}, launch {status.launch}{earlier}"),
         ("nodes", f"{len(status.nodes)}: {' '.join(status.nodes)}"),
         ("step", _progress(status)),
         ("checkpoint", _newest(status, seen)),
@@ -230,6 +231,11 @@ def _show(run: RunDirectory, status: Status, seen: dict[str, Any]) -> None:
         printing.say(f"to go on: submit it again with --run-dir {run.path}, or STEPKEEPER_RUN_DIR={run.path}")
     if not seen["done"]:
         printing.say(f"to stop: stepkeeper stop {run.path} (saves first), or scancel {status.job_id}")
+
+
+def _is_earlier_job(asked_for: str, status: Status) -> bool:
+    """Tell whether a run was asked for by a job of its chain that another one has followed."""
+    return asked_for.isdigit() and not os.path.isdir(asked_for) and asked_for != str(status.job_id)
 
 
 def _progress(status: Status) -> str:

@@ -11,6 +11,7 @@ class Cause(StrEnum):
     """Why a launch ended."""
 
     FINISHED = "finished"
+    STOPPED = "stopped"
     CANCELLED = "cancelled"
     PREEMPTED = "preempted"
     TIME_LIMIT = "time_limit"

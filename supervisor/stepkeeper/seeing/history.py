@@ -216,7 +216,8 @@ def _ending(record: Record) -> Ending | None:  # noqa: C901 - one case an event
         case on.TrainingFinished() if record.phase is not Phase.TRAINING:
             return Ending.FINISHED
         case on.LaunchEnded():
-            return Ending.FINISHED if event.finished or _ends_well(record) else Ending.FAILURE
+            left = Ending.STOPPED if event.stopped else Ending.FAILURE  # why they were to leave may outweigh it
+            return Ending.FINISHED if event.finished or _ends_well(record) else left
         case on.LaunchRefused():
             return Ending.FAILURE
         case on.StoodStill():

@@ -11,7 +11,7 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.store import known
+from stepkeeper.store import chains, known
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lease
@@ -122,12 +122,14 @@ def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
     meant = _expanded(named, job)
     candidates = [*meant, *below, *known.runs(environment)]
     saying = [run for run in candidates if job in _jobs(run)]
+    if not saying and job.isdigit():
+        saying = [run for run in candidates if chains.worked_on(run, int(job))]
     called = [run for run in candidates if run.name.endswith(f"-{job}") and _is_run(run)]
     if found := saying or called or [run for run in meant if _is_run(run)]:
         return RunDirectory(max(found, key=_changed_at).resolve())
     searched = [
         f"{RUNS_NAME}/*-{job}",
-        f"the job ids in {RUNS_NAME}/*/status.json ({len(below)} runs)",
+        f"the job ids in {RUNS_NAME}/*/status.json and journal.jsonl ({len(below)} runs)",
         "the runs that this account has started",
     ]
     if named:

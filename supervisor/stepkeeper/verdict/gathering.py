@@ -5,6 +5,7 @@ Reads only.  What is torn or missing is passed over: the evidence that is there 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,9 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Finding
 from stepkeeper.core.events import JobFacts, NodeFaulted, RankExited
+from stepkeeper.core.judge import Notice
+from stepkeeper.core.state import Phase
+from stepkeeper.printing import instant
 from stepkeeper.store import journal, lines
 from stepkeeper.store.logs import ERRORS_NAME, FAILED_NAME
 from stepkeeper.store.rundir import RunDirectory
@@ -30,6 +34,16 @@ SRUN_NAME = "srun.log"
 _RANK = re.compile(r"(?:rank|error)-(\d{1,8})")
 
 
+class Told(NamedTuple):
+    """Why a launch was to end, as the journal tells it: neither logs nor Slurm do."""
+
+    at: float
+    rule: str
+    cause: Cause
+    plane: Plane
+    text: str
+
+
 class Launch(NamedTuple):
     """One launch of a run, as the journal tells of it."""
 
@@ -41,6 +55,8 @@ class Launch(NamedTuple):
     newest: bool  # of the run
     killed_at: float | None = None  # we ended its ranks, from then on
     found: Finding | None = None  # what the rules saw of it while it ran
+    told: tuple[Told, ...] = ()  # why it was to end, where that was no failure
+    job_id: int = 0  # that it ran in
 
     @property
     def failed(self) -> bool:
@@ -63,6 +79,8 @@ def launches(run: RunDirectory) -> list[Launch]:
     restarts: dict[tuple[int, int], int] = {}
     killed: dict[tuple[int, int], float] = {}
     seen: dict[tuple[int, int], Finding] = {}
+    told: dict[tuple[int, int], list[Told]] = {}
+    jobs: dict[tuple[int, int], int] = {}
     between: list[on.Event] = []
     current: tuple[int, int] | None = None
     for record in journal.read(run.journal):
@@ -79,6 +97,7 @@ def launches(run: RunDirectory) -> list[Launch]:
             key = (record.attempt, event.launch)
             current = key
         restarts[key] = record.restart_count
+        jobs[key] = record.job_id
         for effect in record.effects:
             if isinstance(effect, do.KillRanks):
                 killed.setdefault((record.attempt, effect.launch), event.at)
@@ -88,6 +107,7 @@ def launches(run: RunDirectory) -> list[Launch]:
             continue  # says nothing of the end, and a long run has many
         if current is not None and current[0] == record.attempt:
             found.setdefault(current, []).append(event)
+            told.setdefault(current, []).extend(_told(record))
         else:
             between.append(event)
             current = None
@@ -101,9 +121,51 @@ def launches(run: RunDirectory) -> list[Launch]:
             newest=(attempt, launch) == max(found),
             killed_at=killed.get((attempt, launch)),
             found=seen.get((attempt, launch)),
+            told=tuple({each.rule: each for each in reversed(told.get((attempt, launch), []))}.values()),
+            job_id=jobs.get((attempt, launch), 0),
         )
         for (attempt, launch), events in sorted(found.items())
     ]
+
+
+def _told(record: journal.Record) -> Iterator[Told]:
+    """Yield why a launch is to end from this record on, if it says so.  What Slurm's answers tell is read off them."""
+    if record.phase not in (Phase.SAVING, Phase.STOPPING):
+        return
+    event, at = record.event, record.event.at
+    stops = any(isinstance(effect, do.RequestSave) and effect.stop for effect in record.effects)
+    if isinstance(event, on.Asked) and event.kind == "stop":
+        if any(isinstance(effect, do.AnswerAsk) and effect.ok for effect in record.effects):
+            who = f"{event.by or 'somebody'} asked to save and end (stepkeeper stop), {instant(at)}"
+            yield Told(at, "asked-to-stop", Cause.STOPPED, Plane.APPLICATION, who)
+    elif isinstance(event, on.SlurmAnswered) and record.why.startswith(Notice.TIME_LIMIT.value):
+        yield Told(at, "limit-told", Cause.TIME_LIMIT, Plane.SLURM, f"{record.why}, {instant(at)}")
+    elif stops and not (isinstance(event, on.SlurmAnswered) and record.why.startswith(tuple(Notice))):
+        yield Told(at, "left-on-purpose", Cause.STOPPED, Plane.APPLICATION, f"{record.why}, {instant(at)}")
+
+
+class End(NamedTuple):
+    """How a run ended, in the words of its last supervisor."""
+
+    at: float
+    code: int
+    reason: str
+
+
+def end(run: RunDirectory) -> End | None:
+    """Return how the newest attempt of a run ended; None where it runs, or nobody said it.
+
+    Raises:
+        OSError: the journal cannot be read.
+    """
+    records = (line.record for line in journal.read_lines(run.journal, newest_first=True) if line.record is not None)
+    last = list(itertools.islice(records, journal.LATE_RECORDS_MAX))
+    newest = max((record.attempt for record in last), default=0)
+    for record in last:
+        exits = [effect for effect in record.effects if isinstance(effect, do.Exit)]
+        if exits and record.attempt == newest:
+            return End(record.event.at, exits[0].code, exits[0].reason)
+    return None
 
 
 def _faults(events: Iterable[on.Event]) -> list[on.Event]:
@@ -137,7 +199,24 @@ def of_journal(launch: Launch) -> list[Evidence]:
     for event in silent:
         if all(node != event.node or bus <= event.bus for node, bus in ready):
             found += planes.lost([event.node], at=event.at, why=f"the watcher of {event.node} is gone: {event.why}")
-    return [*found, *_words(launch)]
+    return [*found, *_reasons(launch), *_words(launch)]
+
+
+def _reasons(launch: Launch) -> list[Evidence]:
+    """Return why it was to end; where it failed all the same, that only supports what else is known."""
+    left = launch.ended is not None and launch.ended.stopped
+    return [
+        Evidence(
+            plane=each.plane,
+            rule=each.rule,
+            cause=each.cause,
+            role=Role.ROOT if left else Role.CONFIRMATION,
+            confidence=0.97 if each.cause is Cause.STOPPED else 0.9,
+            text=each.text,
+            at=each.at,
+        )
+        for each in launch.told
+    ]
 
 
 def _words(launch: Launch) -> list[Evidence]:
@@ -150,7 +229,7 @@ def _words(launch: Launch) -> list[Evidence]:
                 words.append((event.at, "ended-finished", Cause.FINISHED, Role.ROOT, 0.97, text))
             case on.LaunchEnded(stopped=True):
                 text = "the ranks left on request, with their state saved"
-                words.append((event.at, "ended-stopped", Cause.CANCELLED, Role.CONFIRMATION, 0.5, text))
+                words.append((event.at, "ended-stopped", Cause.STOPPED, Role.CONFIRMATION, 0.5, text))
             case on.LaunchRefused(error=error):
                 text = f"the Slurm step could not be started: {error}"
                 words.append((event.at, "launch-refused", Cause.CONFIGURATION, Role.ROOT, 0.85, text))

@@ -17,7 +17,9 @@ LEAD = f"""
 `stepkeeper explain RUN` tells why the newest failed launch of a run failed (`--attempt`, `--launch` name another),
 `stepkeeper explain --log FILE ...` what log files say on their own (one a node; `-` is stdin; torch's error files too).
 `--json` prints one object: `cause`, `rule`, `confidence`, `role`, `evidence`, `location`, `rank`, `node`, `otherwise`,
-`happened`, `todo`.  `otherwise` is what would have been decided without the strongest piece of evidence.
+`happened`, `todo`.  `otherwise` is what would have been decided without the strongest piece of evidence.  Of a run it
+tells `run`, `attempt`, `launch`, `job_id` and `end` (how the newest attempt ended: `at`, `code`, `reason`) too.  RUN by
+the number of a job means the launches of that job, where several have worked on the run.
 
 The rules are data: `supervisor/stepkeeper/verdict/rules.toml`.  The logs that they are measured by are in
 `tests/verdict/corpus`.
@@ -26,6 +28,8 @@ A supervisor that finds a launch failed judges it in the same way, while the nex
 cause's row of the ladder (below).  A verdict of less confidence than `policy.judged_from` decides as `unknown` does.
 What the supervisor itself saw is a root too: `progress-silence` (a hang, with what its ranks did, see below),
 `loss-not-finite`, `loss-spike` and `loss-discontinuity` (numerical).  A rank that it killed itself is no evidence.
+Why it had a launch stopped is in the journal: `asked-to-stop` (who, and when), `limit-told`, `left-on-purpose`; where the
+launch failed all the same, that only supports what else is known.
 
 ## How evidence is joined
 

@@ -33,7 +33,7 @@ CODES: dict[int, tuple[str, Cause, Role, float, str]] = {
     EXIT_FINISHED: ("exit-finished", Cause.FINISHED, Role.CONFIRMATION, 0.6, "exit code 0"),
     1: ("exit-error", Cause.EXCEPTION, Role.CONFIRMATION, 0.35, "exit code 1: an error of the program"),
     2: ("exit-usage", Cause.CONFIGURATION, Role.CONFIRMATION, 0.45, "exit code 2: most often wrong arguments"),
-    EXIT_STOPPED: ("exit-stopped", Cause.CANCELLED, Role.CONFIRMATION, 0.5, "exit code 75: stopped on request"),
+    EXIT_STOPPED: ("exit-stopped", Cause.STOPPED, Role.CONFIRMATION, 0.5, "exit code 75: stopped on request"),
     EXIT_GAVE_UP: ("exit-gave-up", Cause.EXCEPTION, Role.CONFIRMATION, 0.4, "exit code 93: asks not to be restarted"),
     126: ("exit-not-executable", Cause.CONFIGURATION, Role.ROOT, 0.85, "exit code 126: it cannot be executed"),
     127: ("exit-not-found", Cause.CONFIGURATION, Role.ROOT, 0.85, "exit code 127: no such program"),

@@ -68,6 +68,12 @@ def test_a_site_in_order_has_no_finding_that_needs_an_eye() -> None:
         ({"UnkillableStepTimeout": "60 sec"}, Level.NOTE, "UnkillableStepTimeout", "120"),
         ({"SlurmdTimeout": "0 sec"}, Level.WARNING, "SlurmdTimeout", "300"),
         ({"SlurmctldParameters": "preempt_send_user_signal"}, Level.NOTE, "send_user_signal", "B:USR1@120"),
+        (
+            {"SlurmctldParameters": "enable_configless,enable_expedited_requeue"},
+            Level.NOTE,
+            "enable_expedited_requeue",
+            "scontrol release",
+        ),
         ({"JobSubmitPlugins": "lua"}, Level.NOTE, "JobSubmitPlugins", "scontrol show job"),
         ({"InactiveLimit": "600 sec"}, Level.NOTE, "InactiveLimit", ""),
         ({"SrunPortRange": "60001-60100"}, Level.NOTE, "SrunPortRange", ""),

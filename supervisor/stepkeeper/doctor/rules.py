@@ -8,6 +8,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor.finding import Finding, Level
 from stepkeeper.doctor.site import Partition, Site
 from stepkeeper.printing import duration
+from stepkeeper.slurm.expedited import PARAMETER as EXPEDITED
 
 MARGIN_S = 5.0  # between the end of a save and the kill
 CREDENTIAL_S = 120.0  # Slurm's own, where AuthInfo does not say
@@ -115,6 +116,20 @@ def _requeue(site: Site) -> Iterator[Finding]:
             found=f"{batch:g}",
             means=f"a job whose batch script fails to start {batch:g} times is held; requeues of ours do not count",
         )
+
+
+def _expedited(site: Site) -> Iterator[Finding]:
+    if site.option("SlurmctldParameters", EXPEDITED) is None:
+        return
+    yield Finding(
+        level=Level.NOTE,
+        subject=EXPEDITED,
+        found="set",
+        means="a job with --requeue=expedite is put back by Slurm itself when its script fails, and held if its nodes "
+        "are sound.  Requeues of ours stay the only ones; a job whose run is over is told not to come back",
+        remedy=f"`{OURS[0]}` without =expedite is enough.  A job that is held all the same (exit codes "
+        f"{int(ExitCode.REQUEUE_FAILED)}, {int(ExitCode.UNDECIDED)}) goes on by: scontrol release JOB",
+    )
 
 
 def _codes(text: str) -> Iterator[int]:
@@ -355,6 +370,7 @@ RULES: tuple[Rule, ...] = (
     _here,
     _version,
     _requeue,
+    _expedited,
     _requeue_delay,
     _log,
     _kill_wait,

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-import time
+from types import SimpleNamespace
 
+import pytest
+
+from stepkeeper.commands import logs_follow
 from stepkeeper.core import events as on
 from stepkeeper.store import logs
 from stepkeeper.store.rundir import RunDirectory
@@ -130,25 +132,25 @@ def test_of_a_failed_launch_the_rank_that_failed_first_is_shown(command: Command
     assert command("logs", run.path, "--failed", "--follow").code == 2
 
 
-def test_lines_are_followed_over_a_relaunch_until_the_run_ends(command: Command, run: RunDirectory) -> None:
+def test_lines_are_followed_over_a_relaunch_until_the_run_ends(
+    command: Command, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build.write_status(run, phase="training", exit_code=None)
     build.write_log(run, "n1", b"".join(b"0: old line %d\n" % i for i in range(1000)), attempt=0, launch=0)
 
-    def play() -> None:
-        time.sleep(0.7)
+    def wrote(data: bytes) -> None:
         with (run.path / "logs" / "attempt-000" / "launch-000" / "n1.log").open("ab") as log:
-            log.write(b"0: half a ")
-            log.flush()
-            time.sleep(0.7)
-            log.write(b"line\n")
-        build.write_log(run, "n1", b"0: relaunched\n", attempt=0, launch=1)
-        time.sleep(0.7)
-        build.write_status(run, phase="done", exit_code=0)
+            log.write(data)
 
-    player = threading.Thread(target=play)
-    player.start()
+    def relaunched() -> None:
+        wrote(b"line\n")
+        build.write_log(run, "n1", b"0: relaunched\n", attempt=0, launch=1)
+
+    between_looks = iter(
+        (lambda: wrote(b"0: half a "), relaunched, lambda: build.write_status(run, phase="done", exit_code=0))
+    )
+    monkeypatch.setattr(logs_follow, "time", SimpleNamespace(sleep=lambda _seconds: next(between_looks)()))
     said = command("logs", run.path, "--follow")
-    player.join()
 
     told = said.out.splitlines()
     assert told[0] == "--- attempt 0, launch 0"

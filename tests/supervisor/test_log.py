@@ -28,7 +28,7 @@ def test_a_full_disk_below_stdout_ends_nothing():
     """The batch job's output is a file on the very storage that fills up."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", CHATTER], stdout=full, stderr=subprocess.PIPE, timeout=30, check=False
+            [sys.executable, "-c", CHATTER], stdout=full, stderr=subprocess.PIPE, timeout=90, check=False
         )
 
     assert (done.returncode, done.stderr) == (0, b"alive")
@@ -37,7 +37,7 @@ def test_a_full_disk_below_stdout_ends_nothing():
 def test_a_stdout_that_was_closed_before_we_started_ends_nothing():
     """Python then has none at all: the last words of a thread would be a traceback."""
     closed = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, CHATTER]
-    done = subprocess.run(closed, stderr=subprocess.PIPE, timeout=30, check=False)
+    done = subprocess.run(closed, stderr=subprocess.PIPE, timeout=90, check=False)
 
     assert (done.returncode, done.stderr) == (0, b"alive")
 
@@ -105,7 +105,7 @@ def test_secrets_do_not_reach_a_line(line):
     """srun's last words, and so ranks' output, stand in `why`."""
     code = CHATTER.replace("'x' * 100", repr(line))
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=90, check=False)
 
     for secret in (b"abcdef123456", b"hunter22", b"secretpw", b"hf_abcdefgh12345678"):
         assert secret not in done.stdout

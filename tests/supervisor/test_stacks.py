@@ -30,15 +30,15 @@ faulthandler.register(stacks.SIGNAL, file=open(sys.argv[1], "a"), all_threads=Tr
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
 def stuck():
-    time.sleep(600)
+    print("ready", flush=True); time.sleep(600)
 
 def busy():
+    print("ready", flush=True)
     for number in range(10**6):
         scope = {"time": time}
         exec(f"def step_{number}(): time.sleep(0.2)", scope)
         scope[f"step_{number}"]()
 
-print("ready", flush=True)
 globals()[sys.argv[2]]()
 """
 ASSIGNMENT = {

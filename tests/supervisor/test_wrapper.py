@@ -20,7 +20,7 @@ def watcher(tmp_path):
     """The ranks' side of a watcher: a datagram socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(tmp_path / "socket-n1"))
-        sock.settimeout(20)
+        sock.settimeout(60)
         yield sock
 
 
@@ -57,7 +57,7 @@ def test_sigterm_ends_nobody_and_the_exit_code_is_told(tmp_path, watcher):
     assert process.stdout.readline() == "ready\n"
 
     process.send_signal(signal.SIGTERM)
-    code = process.wait(20)
+    code = process.wait(60)
 
     started, exited = heard(watcher), heard(watcher)
     assert code == 7
@@ -70,7 +70,7 @@ def test_a_death_by_signal_is_mirrored(tmp_path, watcher, number):
     """srun must see what the rank died of."""
     process = start(tmp_path, "sh", "-c", f"kill -{int(number)} $$")
 
-    assert process.wait(20) == -number
+    assert process.wait(60) == -number
     heard(watcher)
     assert heard(watcher).signal == number
 
@@ -87,13 +87,13 @@ def test_what_torch_expects_is_there_and_signals_are_as_at_birth(tmp_path, watch
     process = start(tmp_path, "/bin/cat", "/proc/self/status")
     assert process.stdout is not None
     ignored = _ignored(process.stdout.read())
-    process.wait(20)
+    process.wait(60)
     own = _ignored(Path("/proc/self/status").read_text())  # SIGINT and SIGQUIT, where the tests run in the background
     of_python = {signal.SIGPIPE, signal.SIGXFSZ}  # which Python gives back to its children
     assert ignored <= own - of_python
 
     process = start(tmp_path, sys.executable, "-c", code)
-    environment, adj = json.loads(process.communicate(timeout=20)[0])
+    environment, adj = json.loads(process.communicate(timeout=60)[0])
 
     assert [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [
         "3",
@@ -110,7 +110,7 @@ def test_an_agent_gets_no_rank(tmp_path, watcher):
     """torchrun numbers its own ranks."""
     process = start(tmp_path, "sh", "-c", "echo ${RANK:-none} $PET_LOCAL_ADDR", agent=True)
 
-    rank, address = process.communicate(timeout=20)[0].split()
+    rank, address = process.communicate(timeout=60)[0].split()
 
     assert rank == "none"
     assert address
@@ -120,7 +120,7 @@ def test_an_agent_gets_no_rank(tmp_path, watcher):
 def test_a_command_that_is_not_there_is_named(tmp_path):
     process = start(tmp_path, "no-such-command", address="")
 
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=60)
 
     assert process.returncode == 127
     assert "no-such-command" in said
@@ -128,13 +128,19 @@ def test_a_command_that_is_not_there_is_named(tmp_path):
 
 def test_a_failure_is_told_to_a_watcher_that_comes_back(tmp_path):
     """The bus is being restarted: the word must not be lost, for the other ranks hang until somebody knows."""
-    process = start(tmp_path, "sh", "-c", "exit 3")
-    time.sleep(3)  # the start has been told to nobody by then
+    ends = tmp_path / "ends"
+    process = start(tmp_path, "sh", "-c", f"touch {ends}; exit 3")
+    limit = time.monotonic() + 60
+    while not ends.exists():
+        assert time.monotonic() < limit, "the command was not started"
+        time.sleep(0.02)
+    time.sleep(2)  # the start, and the first words of the end, have been told to nobody by then
+    assert process.poll() is None
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as late:
         late.bind(str(tmp_path / "socket-n1"))
-        late.settimeout(20)
+        late.settimeout(60)
         assert heard(late).code == 3
 
-    assert process.wait(20) == 3
+    assert process.wait(60) == 3
     assert Path(wrapper.__file__).exists()

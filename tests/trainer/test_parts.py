@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepkeeper_trainer import random_state
+from stepkeeper_trainer import random_state, report
 from stepkeeper_trainer.agreement import Agreement, Want, Wish
 from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import Environment, find_place, read_environment
@@ -227,18 +228,22 @@ def test_waiting_for_many_reports_costs_one_listing_a_look_and_looks_grow_rare(
     publish(tmp_path, RankReport(rank=0, save_id="s"))
     opened: list[str] = []
     looks: list[float] = []
+    slept: list[float] = []
+    clock = SimpleNamespace(time=lambda: 1000.0 + sum(slept), sleep=slept.append)
     scan, read = os.scandir, Path.read_bytes
-    monkeypatch.setattr(os, "scandir", lambda path: looks.append(time.monotonic()) or scan(path))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(report, "time", clock)
+    monkeypatch.setattr(os, "scandir", lambda path: looks.append(clock.time()) or scan(path))  # type: ignore[func-returns-value]
     monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path.name) or read(path))  # type: ignore[func-returns-value]
 
     with pytest.raises(SaveError, match=r"rank 1 .*in time"):
-        gather(tmp_path, save_id="s", world_size=1000, limit_at=time.time() + 2, given_up=lambda _: None)
+        gather(tmp_path, save_id="s", world_size=1000, limit_at=1002.0, given_up=lambda _: None)
 
     assert opened == ["rank-0.json"], "what is not there is not opened"
+    assert looks[-1] == pytest.approx(1002.0)
     pauses = [after - before for before, after in itertools.pairwise(looks)][:-1]
     assert 4 <= len(pauses) <= 8
-    assert pauses[0] >= 0.05
-    assert 0.3 <= pauses[-1] <= 0.6
+    assert pauses[0] >= 0.049
+    assert 0.3 <= pauses[-1] <= 0.501
 
 
 def _lease(job_id: int, restart_count: int) -> lease.Lease:

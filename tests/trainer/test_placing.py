@@ -130,7 +130,7 @@ def test_each_rank_copies_its_own_files_and_the_run_has_the_step(nodes: Nodes) -
 
 
 def test_nothing_is_a_step_of_the_run_before_all_nodes_have_copied(nodes: Nodes) -> None:
-    nodes.start(rate=2000.0)
+    nodes.start(rate=300.0)
     files = content(100)
     nodes.hand_over(nodes.write(make(100, files), files))
     while not all(local.steps() for local in nodes.locals):

@@ -110,18 +110,21 @@ def _found(pattern: str, said: str) -> str:
     return found.group(1)
 
 
-def _slow_step(said: str) -> str:
-    """Return the step whose save was told as slow: once, and with how long it usually takes."""
-    [(step, seconds, usual_s)] = re.findall(r"storage_slow step=(\d+) seconds=(\S+) usual_s=(\S+)", said)
-    assert float(seconds) > 4 * float(usual_s)
-    return str(step)
+def _told_as_slow(said: str, slow: int) -> bool:
+    """Tell whether a step's save was told as slow, once, and with how long it usually takes.
+
+    The disk of a busy machine may have been slow for others as well.
+    """
+    told = re.findall(r"storage_slow step=(\d+) seconds=(\S+) usual_s=(\S+)", said)
+    assert all(float(seconds) > 4 * float(usual_s) for _, seconds, usual_s in told)
+    return [step for step, _, _ in told].count(str(slow)) == 1
 
 
 def test_training_goes_on_beside_a_slow_save_and_the_next_ones_are_skipped(stage: Stage, tmp_path: Path) -> None:
     said, beside = play(stage, tmp_path, "skip")
 
     assert beside > EVERY, said
-    assert _slow_step(said) == str(SLOW)
+    assert _told_as_slow(said, SLOW), said
     assert re.search(rf"save_skipped step={SLOW + EVERY} why=.*another is in flight", said)
     assert int(_found(r"^newest: (\d+)$", said)) == SLOW, "it was committed on the slow disk"
 
@@ -131,7 +134,7 @@ def test_the_save_that_is_due_beside_a_slow_one_waits_for_it(stage: Stage, tmp_p
     said, beside = play(stage, tmp_path, "wait")
 
     assert beside > EVERY, said
-    assert _slow_step(said) == str(SLOW)
+    assert _told_as_slow(said, SLOW), said
     assert re.search(rf"save_waits step={SLOW + EVERY} why=.*another is in flight", said)
     order = re.findall(r"(save_started|committed) step=(\d+)", said)
     began, ended = order.index(("save_started", str(SLOW))), order.index(("committed", str(SLOW)))
@@ -145,7 +148,9 @@ def test_a_slow_save_is_given_up_once_for_the_next_which_is_not(stage: Stage, tm
     assert beside > EVERY, said
     assert re.search(rf"save_cancelled step={SLOW} .*the save of step {SLOW + EVERY} is due", said)
     assert re.findall(r"save_cancelled step=(\d+)", said) == [str(SLOW)], "the next one is protected"
-    assert int(_slow_step(said)) == int(_found(r"^newest: (\d+)$", said)) > SLOW
+    newest = int(_found(r"^newest: (\d+)$", said))
+    assert newest > SLOW
+    assert _told_as_slow(said, newest), said
 
 
 @pytest.mark.campaign

@@ -6,6 +6,7 @@ import errno
 import os
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -172,17 +173,19 @@ def test_storage_that_lies_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_storage_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.fsync
+    answers = threading.Event()
 
     def slow(descriptor: int) -> None:
-        time.sleep(2)
+        answers.wait(100)
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", slow)
 
-    found = storage_test(tmp_path, size=10, limit_s=0.3)
+    found = storage_test(tmp_path, size=10, limit_s=2)
 
-    assert found.problem == f"{tmp_path}: hangs: to sync a file takes longer than 0.3 s for the whole test"
-    limit_at = time.monotonic() + 20
+    assert found.problem == f"{tmp_path}: hangs: to sync a file takes longer than 2 s for the whole test"
+    answers.set()
+    limit_at = time.monotonic() + 60
     while os.listdir(tmp_path):
         assert time.monotonic() < limit_at, "what it lets us remove afterwards is removed"
         time.sleep(0.05)

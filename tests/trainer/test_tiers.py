@@ -526,7 +526,7 @@ def test_closing_stops_a_slow_copy_at_once_and_loses_nothing(local: DirectoryTie
     make_steps(local.checkpoints, 1)
     [held] = local.steps()
     watched = Watched(local)
-    mover = Mover([watched, shared], pace=Pace(20 * CHUNK))  # type: ignore[list-item]
+    mover = Mover([watched, shared], pace=Pace(2 * CHUNK))  # type: ignore[list-item]
     mover.offer(held)
     while len(watched.read) < 3:
         time.sleep(0.005)

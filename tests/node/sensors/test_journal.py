@@ -88,7 +88,10 @@ def test_no_boot_before_is_told(tmp_path: Path) -> None:
 def test_a_journalctl_that_hangs_is_ended(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     command = program(tmp_path / "journalctl", f"echo $$ > {pid}\nexec sleep 1000")
-    assert "out of time" in previous_boot(Collected(), command=command, within_s=0.3)
+    for within_s in (0.3, 3.0, 30.0):  # it has to start before it can hang
+        assert "out of time" in previous_boot(Collected(), command=command, within_s=within_s)
+        if pid.exists() and pid.read_text():
+            break
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
 
 

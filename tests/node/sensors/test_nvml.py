@@ -473,7 +473,10 @@ def test_one_look_without_a_library_is_absent(monkeypatch: pytest.MonkeyPatch) -
 def test_one_look_that_hangs_is_stuck_and_names_the_call(nvml: FakeNvml) -> None:
     nvml.delay("nvmlDeviceGetTotalEccErrors", 3600, gpu=1)
     began = time.monotonic()
-    result = once(within_s=2.0)
+    for within_s in (2.0, 10.0, 50.0):
+        result = once(within_s=within_s)
+        if result.health:
+            break  # else a busy machine has not even started its process
     assert time.monotonic() - began < 1000  # of the 3600 that the call takes
     assert result.status.state is NvmlState.STUCK
     assert result.status.call == "nvmlDeviceGetTotalEccErrors of 0000:11:00.0"

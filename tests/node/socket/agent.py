@@ -2,13 +2,12 @@
 
     python -m tests.node.socket.agent PATH LIMITS_JSON
 
-Reads one command a line: `jobs`, `delay_s`, `publish`.  Prints one JSON object a line: the log, looks and calls.
+Reads one command a line: `jobs`, `hangs`, `publish`.  Prints one JSON object a line: the log, looks and calls.
 """
 
 import json
 import sys
 import threading
-import time
 from typing import Any
 
 import msgspec
@@ -23,18 +22,20 @@ from stepkeeper.slurm.nodes import NodeFacts, OwnedJob
 
 NODE = "n1"
 FOUND = 1
+HANGS_S = 200.0
 
 
 class SmallSlurm:
-    """Keeps jobs in memory; answers as late as it is told to."""
+    """Keeps jobs in memory; answers nobody as long as it hangs."""
 
     def __init__(self) -> None:
         self.jobs: dict[int, OwnedJob] = {}
-        self.delay_s = 0.0
+        self.answers = threading.Event()
+        self.answers.set()
 
     def owned_job(self, job_id: int) -> OwnedJob:
         say(call="owned_job", job=job_id)
-        time.sleep(self.delay_s)
+        self.answers.wait(HANGS_S)
         if job_id not in self.jobs:
             raise SlurmError(f"slurm_load_jobs error: Invalid job id specified: {job_id}")
         return self.jobs[job_id]
@@ -96,7 +97,8 @@ def main() -> int:
         command = json.loads(line)
         for job in command.get("jobs", ()):
             slurm.jobs[job["job_id"]] = msgspec.convert(job, OwnedJob)
-        slurm.delay_s = command.get("delay_s", slurm.delay_s)
+        if "hangs" in command:
+            (slurm.answers.clear if command["hangs"] else slurm.answers.set)()
         if "publish" in command:
             seen = msgspec.convert(command["publish"], Seen)
             open_incidents.append(seen)

@@ -47,7 +47,7 @@ def listener(public: Path) -> Iterator[socket.socket]:
         sock.bind(str(public / "s"))
         os.chmod(public / "s", 0o666)  # noqa: S103 - as the agent's is
         sock.listen(8)
-        sock.settimeout(20)
+        sock.settimeout(60)
         yield sock
 
 
@@ -61,7 +61,7 @@ def _enter(step: Path) -> None:
 
 def _sit(path: str) -> None:
     with raw(path):
-        time.sleep(30)
+        time.sleep(200)
 
 
 def _accepted(listener: socket.socket) -> tuple[socket.socket, peers.Credentials]:
@@ -71,8 +71,12 @@ def _accepted(listener: socket.socket) -> tuple[socket.socket, peers.Credentials
 
 def _person_in(step: Path, uid: int, work: Callable[..., Any], *arguments: Any) -> Person:
     """Start a process of a user's inside the group: only root can put it there."""
-    person = Person(uid, lambda: (time.sleep(0.3), work(*arguments)))
+    reader, writer = os.pipe()
+    person = Person(uid, lambda: (os.read(reader, 1), work(*arguments)))
     (step / "cgroup.procs").write_text(str(person.pid))
+    os.write(writer, b".")
+    os.close(reader)
+    os.close(writer)
     return person
 
 
@@ -122,7 +126,7 @@ def test_a_process_that_was_given_the_number_of_a_peer_is_not_taken_for_it(
         sock, peer = _accepted(listener)
         first.result()
         LAST_PID.write_text(str(peer.pid - 1))
-        heir = Person(GAMES, time.sleep, 30)
+        heir = Person(GAMES, time.sleep, 200)
         if heir.pid == peer.pid:
             break
         heir.end()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.formats.manifest import Manifest
     from stepkeeper_trainer.loading.wanted import Wanted
 
-THREADS_MIN, THREADS_MAX = 4, 16
+THREADS_MIN, THREADS_MAX = 2, 16  # of a page cache, more readers than cores only take the caches of each other
 MEMORY_BYTES = 1024 * 1024 * 1024  # beyond the tensors themselves
 
 

@@ -37,6 +37,41 @@ check = settings(
 
 
 @check
+@given(histories)
+def test_all_promises_are_kept(events):
+    """`decide` never raises either: playing the history is the proof."""
+    assert_kept(run(events, POLICY))
+
+
+@check
+@given(realistic(POLICY, size_max=12, beginnings=LEAVING))
+def test_they_hold_for_a_run_that_leaves(events):
+    """Notices, cancels and the end cross each other here."""
+    assert_kept(run(events, POLICY))
+
+
+@check
+@given(realistic(POLICY, size_max=12, beginnings=TRAINING, often=NODES_FAIL))
+def test_they_hold_for_nodes_that_fail(events):
+    """Lost, faulty and drained ones, spares and others."""
+    assert_kept(run(events, POLICY))
+
+
+@check
+@given(realistic(POLICY, size_max=12, beginnings=(*FAILED, *AGAIN, *UNSEEN)))
+def test_they_hold_after_a_failure(events):
+    """Why it failed, the newest checkpoint and the nodes are found out at the same time, in any order."""
+    assert_kept(run(events, POLICY))
+
+
+@check
+@given(realistic(GROWING) | realistic(GROWING, beginnings=(SHRUNK,)))
+def test_they_hold_for_a_run_that_grows_back(events):
+    """It has more ways: nodes that come and go, saves that end no attempt, requeues that nobody asked for."""
+    assert_kept(run(events, GROWING))
+
+
+@check
 @given(histories, st.sampled_from(("silence", "no answer", "refused", "cancelled")))
 def test_the_passing_of_time_alone_ends_what_does_not_train(events, world):
     """Liveness: when nobody answers any more, the supervisor still leaves."""
@@ -85,41 +120,6 @@ def test_words_of_older_launches_and_buses_change_nothing(events, event, age):
     decision = decide(state, stale, POLICY)
 
     assert decision == type(decision)(state)
-
-
-@check
-@given(histories)
-def test_all_promises_are_kept(events):
-    """`decide` never raises either: playing the history is the proof."""
-    assert_kept(run(events, POLICY))
-
-
-@check
-@given(realistic(POLICY, size_max=12, beginnings=LEAVING))
-def test_they_hold_for_a_run_that_leaves(events):
-    """Notices, cancels and the end cross each other here."""
-    assert_kept(run(events, POLICY))
-
-
-@check
-@given(realistic(POLICY, size_max=12, beginnings=TRAINING, often=NODES_FAIL))
-def test_they_hold_for_nodes_that_fail(events):
-    """Lost, faulty and drained ones, spares and others."""
-    assert_kept(run(events, POLICY))
-
-
-@check
-@given(realistic(POLICY, size_max=12, beginnings=(*FAILED, *AGAIN, *UNSEEN)))
-def test_they_hold_after_a_failure(events):
-    """Why it failed, the newest checkpoint and the nodes are found out at the same time, in any order."""
-    assert_kept(run(events, POLICY))
-
-
-@check
-@given(realistic(GROWING) | realistic(GROWING, beginnings=(SHRUNK,)))
-def test_they_hold_for_a_run_that_grows_back(events):
-    """It has more ways: nodes that come and go, saves that end no attempt, requeues that nobody asked for."""
-    assert_kept(run(events, GROWING))
 
 
 def test_a_history_is_played_from_its_start():

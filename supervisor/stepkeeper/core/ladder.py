@@ -71,7 +71,7 @@ def _parse_word(text: str) -> Try:
     return Try(rung, float(match["after"] or 0.0))
 
 
-UNCHARGED = frozenset((Cause.NODE_FAULT, Cause.NODE_LOST, Cause.STORAGE))
+UNCHARGED = frozenset((Cause.NODE_FAULT, Cause.NODE_LOST, Cause.STORAGE, Cause.PREEMPTED, Cause.TIME_LIMIT))
 """Not the training's fault: in no budget of it, while its row of words lasts."""
 
 OF_NODE = frozenset((Cause.NODE_FAULT, Cause.NODE_LOST))

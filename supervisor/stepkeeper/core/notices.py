@@ -15,6 +15,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.bus import try_bus_again
 from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.faults import not_charged
 from stepkeeper.core.judge import Judgement, Notice, judge
 from stepkeeper.core.limit import expecting
 from stepkeeper.core.pace import least_save_s
@@ -167,6 +168,9 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
     assert deadline is not None, "whoever takes the allocation says until when"
     runs_out = judgement.notice is Notice.TIME_LIMIT and state.term_at is None  # announced, not yet carried out
     state = replace(state, told=state.told or not runs_out)
+    if not runs_out and state.phase is Phase.STARTING and state.failure is not None:
+        # ranks that are told before we are die of it: what ended the launch a moment ago was most likely this
+        state = not_charged(replace(state, failure=None))
     # a second notice can only shorten the wait, unless Slurm has by then told everybody to end
     later = state.term_at is not None or state.leave_at is None
     state = replace(state, leave_at=deadline if later else _earlier(state.leave_at, deadline))

@@ -55,10 +55,15 @@ def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decisi
     state = replace(state, rolling_back=False, deadline_at=event.at + policy.choose_within_s)
     if event.error:
         why = f"{state.first_failure}; no way back: {event.error}"
-        plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS)
+        plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
         return stop(state, event.at, plan, policy)
     state = replace(state, went_back=True)
     return Decision(state, (do.ChooseCheckpoint(),), f"rolled back to {event.directory}")
+
+
+def _newest(state: State) -> Cause | None:
+    """Return the cause that was settled last; nothing where a node took the blame for it since."""
+    return next((each.cause for each in state.tried[-1:]), None)
 
 
 def past(tried: tuple[Tried, ...], step: int | None) -> tuple[Tried, ...]:
@@ -71,7 +76,8 @@ def in_words(said: on.Judged) -> str:
     rank = f"rank {said.rank}" if said.rank is not None else ""
     where = ", ".join(part for part in (said.location, rank, said.node) if part)
     at_step = f" at step {said.step}" if said.step is not None else ""
-    sure = f"{100 * said.confidence:.0f} %, rule {said.rule}"
+    other = said.otherwise not in (said.cause, Cause.UNKNOWN)
+    sure = f"{100 * said.confidence:.0f} %, rule {said.rule}{f', else {said.otherwise.value}' if other else ''}"
     return f"cause {said.cause.value}{at_step} ({sure}){f': {where}' if where else ''}"
 
 

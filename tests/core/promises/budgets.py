@@ -10,6 +10,7 @@ from stepkeeper.core.state import Next, Phase
 from tests.core.promises.register import CODES, POLICY, promise
 
 STORAGE_MAX = len(POLICY.row(Cause.STORAGE)) - 1  # launches that wait for a file system, in no budget
+BY_SLURM = 3  # preempted or out of time as a log says, or as Slurm says a moment later: once each
 
 
 @promise
@@ -24,7 +25,7 @@ def failures_bound_the_launches_without_progress(turns):
         taken_back += after.launched == before.launched and before.charged and not after.charged
         launches += len(turn.ordered(do.StartLaunch))
         assert launches <= POLICY.failures_max + taken_back
-        assert taken_back <= POLICY.node_losses_max + STORAGE_MAX
+        assert taken_back <= POLICY.node_losses_max + STORAGE_MAX + BY_SLURM
 
 
 @promise
@@ -124,3 +125,13 @@ def a_job_excludes_only_so_many_nodes(turns):
     for turn in turns:
         new = len(turn.after.excluded) > len(turn.before.excluded) and turn.before.bus
         assert not new or len(turn.after.excluded) <= POLICY.excluded_max
+
+
+@promise
+def what_slurm_ended_is_no_failure_of_the_training(turns):
+    """The ranks may hear of a preemption before we do, and their end comes first."""
+    for turn in turns:
+        before, after = turn.before, turn.after
+        leaves = after.plan is not None and after.plan.next is Next.REQUEUE and after.told
+        if isinstance(turn.event, on.SlurmAnswered) and before.phase is Phase.STARTING and before.failure and leaves:
+            assert after.failures == max(0, before.failures - before.charged)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -468,6 +469,26 @@ def test_a_word_that_must_arrive_waits_for_the_watcher() -> None:
         message = messages.decode_from_rank(sock.recv(2048))
 
     assert message == messages.Finished(step=9, launch="2.1")
+
+
+def test_a_word_that_was_kept_goes_out_before_a_later_one() -> None:
+    """By whichever thread: a save's end is told by the saves' thread, and its begin was kept by the main one."""
+    with watcher_socket(f"in-order-{time.monotonic_ns()}") as sock:
+        link = Link("@" + sock.getsockname()[1:].decode(), "0.0")
+        while link.send(messages.Progress(rank=0, step=1, tokens=0)):
+            pass  # the watcher is slow: its socket is full
+        assert not link.dead
+        assert not link.send(messages.SaveStarted(step=1, save_id="a", emergency=False), keep=True)
+        with contextlib.suppress(TimeoutError):  # it has read all there is
+            while True:
+                assert isinstance(messages.decode_from_rank(sock.recv(2048)), messages.Progress)
+        committed = messages.Committed(step=1, save_id="a", directory="step_00000001", bytes=1, seconds=0.1)
+        assert link.send(committed, keep=True)
+        assert link.flush(1.0)
+
+        kinds = [type(messages.decode_from_rank(sock.recv(2048))) for _ in range(2)]
+
+    assert kinds == [messages.SaveStarted, messages.Committed]
 
 
 def test_nonsense_and_words_for_another_launch_are_skipped() -> None:

@@ -181,7 +181,6 @@ class Keeper:
             commits=self._commits,
             state=self._state,
             agreement=self._agreement,
-            group=self._group,
             world_size=self.world_size,
             tiering=self._tiering,
         )

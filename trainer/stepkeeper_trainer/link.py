@@ -1,7 +1,7 @@
 """The rank's end of the watcher's Unix datagram socket.
 
 It never blocks: a full, dead or missing socket costs a message, never a step.  Words that must arrive
-wait in a small outbox and go out at a later boundary.
+wait in a small outbox and go out at a later boundary, before anything that was said after them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import struct
+import threading
 import time
 from collections import deque
 
@@ -42,6 +43,7 @@ class Link:
         self._address = f"\0{address[1:]}" if address and address.startswith("@") else address or ""
         self._socket: socket.socket | None = None
         self._outbox: deque[FromRank] = deque(maxlen=OUTBOX_MAX)
+        self._lock = threading.Lock()  # the saves' thread speaks too; nothing below it waits
         self._hello: Hello | None = None
         self._hello_at = 0.0
         self._try_at = 0.0
@@ -62,36 +64,36 @@ class Link:
 
     def greet(self, hello: Hello) -> None:
         """Introduce this rank, now and again whenever a watcher may have been restarted."""
-        self._hello = hello
-        self._send_hello(time.monotonic())
+        with self._lock:
+            self._hello = hello
+            self._send_hello(time.monotonic())
 
     def send(self, message: FromRank, *, keep: bool = False) -> bool:
-        """Send one word; with `keep` it is tried again later if it cannot go now."""
+        """Send one word, after those that wait; with `keep` it is tried again later if it cannot go now."""
         if self._socket is None:
             return False
-        now = time.monotonic()
-        if self.dead and now < self._try_at:
-            sent = False
-        else:
-            if self.dead or now - self._hello_at > HELLO_AGAIN_S:
-                self._send_hello(now)
-            sent = self._put(message)
-        if not sent and keep:
-            self._outbox.append(message)
+        with self._lock:
+            now = time.monotonic()
+            if self.dead and now < self._try_at:
+                sent = False
+            else:
+                if self.dead or now - self._hello_at > HELLO_AGAIN_S:
+                    self._send_hello(now)
+                sent = self._send_kept() and self._put(message)
+            if not sent and keep:
+                self._outbox.append(message)
         return sent
 
     def flush(self, within_s: float = 0.0) -> bool:
         """Send what waits in the outbox, trying for `within_s`; true when nothing is left."""
         limit_at = time.monotonic() + within_s
-        while self._outbox:
-            message = self._outbox.popleft()
-            if self._put(message):
-                continue
-            self._outbox.appendleft(message)
+        while True:
+            with self._lock:
+                if self._send_kept():
+                    return True
             if self.dead or time.monotonic() >= limit_at:
                 return False
             time.sleep(0.01)
-        return True
 
     def receive(self) -> list[SaveRequest]:
         """Return the requests that have arrived, from our own user or root only."""
@@ -122,6 +124,14 @@ class Link:
         self._hello_at = now
         if self._hello is not None and self._socket is not None:
             self._put(self._hello)
+
+    def _send_kept(self) -> bool:
+        """Send what waits, in order; true when nothing is left."""
+        while self._outbox:
+            if not self._put(self._outbox[0]):
+                return False
+            self._outbox.popleft()
+        return True
 
     def _put(self, message: FromRank) -> bool:
         assert self._socket is not None

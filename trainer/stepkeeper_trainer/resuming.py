@@ -56,11 +56,12 @@ def resume(
     commits: Commits,
     state: TrainingState,
     agreement: Agreement,
-    group: Any | None,
     world_size: int,
     tiering: Tiering | None = None,
 ) -> Resumed:
     """Load `resume_from` into `state`, on all ranks together, and record it in the lineage.
+
+    Ranks wait for the slowest as they do in the agreement: a load may take far longer than a save ever does.
 
     Raises:
         ResumeError: it is not there, or does not fit.
@@ -68,7 +69,7 @@ def resume(
     """
     latest = resume_from == LATEST
     if latest:
-        resume_from = _newest_together(commits.checkpoints, agreement, group, state.rank, world_size)
+        resume_from = _newest_together(commits.checkpoints, agreement, state.rank, world_size)
     if tiering is not None and (latest or commits.environment.resume_newest):
         resume_from = _newer_in_tiers(tiering, resume_from)
     if resume_from is None:
@@ -82,7 +83,7 @@ def resume(
         tensors = state.template(reader.read_metadata())
     except OSError as error:
         raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
-    load(reader, tensors, group)
+    load(reader, tensors, agreement.group)
     state.apply(tensors)
     parent = _record(commits, directory, manifest) if state.rank == 0 else None
     if state.rank == 0:
@@ -90,11 +91,9 @@ def resume(
     return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory)
 
 
-def _newest_together(
-    checkpoints: Path, agreement: Agreement, group: Any | None, rank: int, world_size: int
-) -> str | None:
+def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_size: int) -> str | None:
     """Choose the newest step directory that is whole; all ranks read a share of its bytes."""
-    if group is None:
+    if agreement.group is None:
         choice = newest_verified(checkpoints)
         for passed, problems in choice.skipped:
             _say_skipped(passed, problems)
@@ -116,7 +115,7 @@ def _newest_together(
         if needs_reading:
             own = verify_share(path, rank, world_size)
             shares: list[Any] | None = [None] * world_size if rank == 0 else None
-            dist.gather_object(own, shares, dst=0, group=group)
+            dist.gather_object(own, shares, dst=0, group=agreement.group)
             if shares is not None:
                 wrong = join_shares(path, shares, cache=cache).problems
         if step is not None and wrong:

@@ -49,6 +49,7 @@ class Story:
     how: str = "kill"  # or `stop`, for `stop_s` seconds
     stop_s: float = 0.0
     drift_at: int | None = None  # step at which rank 1 gets a bit wrong
+    outputs: int = 1  # of the model, and with it the size of a tensor that all ranks hold
     options: dict[str, Any] = field(default_factory=dict)  # of Keeper
     environment: dict[str, str] = field(default_factory=dict)
     epoch: int = 0  # steps of an epoch; 0: there are none
@@ -198,7 +199,7 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     os.environ.update(story.environment)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, story.outputs))
     if story.world_size > 1:
         fully_shard(model[0])  # one half sharded, the other held by all ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

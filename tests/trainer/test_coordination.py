@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper_trainer.comparing import IN_PLACE_BYTES
 from stepkeeper_trainer.formats import outcome
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
 from tests.trainer.forked import POINTS, POINTS_OF_RANK_0, Ended, Story, play
@@ -103,14 +104,15 @@ def test_a_rank_that_stands_still_for_too_long_costs_one_save(tmp_path: Path, ra
 def test_a_bit_that_differs_between_copies_is_said_with_the_name_of_the_tensor(tmp_path: Path) -> None:
     stories = [
         Story(run_dir=str(tmp_path / "checked"), drift_at=3, steps=4),
+        Story(run_dir=str(tmp_path / "large"), drift_at=3, steps=4, outputs=IN_PLACE_BYTES // 64),
         Story(run_dir=str(tmp_path / "ignored"), drift_at=3, steps=4, options={"replicas": "ignore"}),
         Story(run_dir=str(tmp_path / "saved"), drift_at=3, steps=4, options={"replicas": "save"}),
         Story(run_dir=str(tmp_path / "equal"), steps=4),
     ]
 
-    checked, ignored, saved, equal = play(stories)
+    checked, large, ignored, saved, equal = play(stories)
 
-    for ended in (checked, saved):
+    for ended in (checked, large, saved):
         assert ended.codes == [0, 0], ended.said
         assert re.findall(r"replicas_differ step=(\d+) tensors=(\S+) ranks=(\S+)", ended.said) == [
             ("4", "model.1.weight", "0,1")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from stepkeeper_trainer.comparing import IN_PLACE_BYTES, ROW, Hash, hash_bytes, hash_rows
 from stepkeeper_trainer.replicas import BUCKETS_MAX, Digest, Replicas, compare, digest, find_replicas
+from stepkeeper_trainer.staging import Staging
 
 
 def held(plans: list[list[str]]) -> tuple[list[Replicas], tuple[tuple[str, ...], ...]]:
@@ -15,7 +18,7 @@ def held(plans: list[list[str]]) -> tuple[list[Replicas], tuple[tuple[str, ...],
 
 
 def told(replicas: Replicas, values: dict[str, bytes]) -> tuple[Digest, ...]:
-    return digest(replicas, lambda name: memoryview(values[name]))
+    return digest(replicas, lambda name: hash_bytes(values[name]))
 
 
 def test_what_one_rank_holds_alone_is_no_replica() -> None:
@@ -69,3 +72,80 @@ def test_any_changed_tensor_is_among_those_named(count: int, changed: st.DataObj
     assert odd in drift.names
     assert len(drift.names) <= -(-count // BUCKETS_MAX)
     assert len(reports[0][0].buckets) <= 16 * BUCKETS_MAX, "a report stays small"
+
+
+def test_what_a_rank_did_not_look_at_or_hashed_another_way_is_not_compared() -> None:
+    replicas, groups = held([["a", "b"]] * 3)
+    looked = told(replicas[0], {"a": b"1", "b": b"2"})
+    unseen = digest(replicas[1], lambda name: None if name == "a" else hash_bytes(b"2"))
+    other_way = digest(replicas[2], lambda _name: Hash(b"12345678", "rows"))
+
+    assert compare({0: looked, 1: unseen, 2: other_way}, groups) == []
+    [drift] = compare({0: told(replicas[0], {"a": b"1", "b": b"x"}), 1: unseen, 2: other_way}, groups)
+    assert drift.names == ("b",)
+
+
+def staging_of(tensors: dict[str, torch.Tensor], own: list[str], *, device: bool = False) -> Staging:
+    staging = Staging(device=device)
+    staging.take(tensors)
+    staging.regroup([own], compared=list(tensors))
+    return staging
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_a_large_tensor_of_another_rank_is_hashed_where_it_is_as_its_owner_hashes_what_it_staged(
+    dtype: torch.dtype,
+) -> None:
+    numbers = torch.rand(300, IN_PLACE_BYTES // 256).to(dtype)
+    tensors = {
+        "plain": numbers,
+        "turned": numbers.t(),
+        "small": numbers[0],
+        "parameter": torch.nn.Parameter(torch.rand(IN_PLACE_BYTES)),
+    }
+    owner, other = staging_of(tensors, list(tensors)), staging_of(tensors, ["small"])
+
+    owner.copy(tensors)
+    assert other.copy_if_it_fits(tensors)
+
+    assert other.arena.bytes < IN_PLACE_BYTES < owner.arena.bytes
+    for name in tensors:
+        assert owner.hash_of(name) == other.hash_of(name) is not None, name
+    before = other.hash_of("plain")
+    numbers.view(torch.uint8)[7, 7] ^= 1
+    assert other.hash_of("plain") == before, "it is of the moment of the copy"
+    assert other.copy_if_it_fits(tensors)
+    assert other.hash_of("plain") != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (3,), (ROW,), (5, ROW), (7, ROW + 1), (1, 3, 1, 8 * ROW)])
+def test_each_bit_counts_in_the_hash_of_rows(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Which is what a GPU is asked for."""
+    tensor = torch.rand(shape).to(dtype)
+    rows = hash_rows(tensor)
+
+    assert torch.equal(rows, hash_rows(tensor.clone()))
+    assert rows.numel() <= 1 + tensor.nbytes // ROW
+    flat = tensor.view(-1).view(torch.uint8)
+    for at in {0, flat.numel() // 2, flat.numel() - 1}:
+        flat[at] ^= 1
+        assert not torch.equal(rows, hash_rows(tensor))
+        flat[at] ^= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_hashes_what_is_compared_beside_training() -> None:
+    tensors = {"w": torch.rand(1 << 24, device="cuda"), "buffer": torch.rand(1 << 20, device="cuda")}
+    expected = {name: hash_bytes(bytes(hash_rows(tensor.cpu()).numpy())).value for name, tensor in tensors.items()}
+    owner, other = staging_of(tensors, list(tensors), device=True), staging_of(tensors, [], device=True)
+    for staging in (owner, other):
+        staging.copy(tensors, frozenset({"buffer"}))
+        staging.wait_before_change()
+    for tensor in tensors.values():
+        tensor.zero_()
+    for staging in (owner, other):
+        staging.finish()
+        for name, value in expected.items():
+            assert staging.hash_of(name) == Hash(value, "rows")

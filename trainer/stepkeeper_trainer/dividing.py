@@ -43,7 +43,7 @@ class Division:
     """The files of one rank, from save to save."""
 
     def __init__(self, rank: int, staging: Staging, *, check_replicas: bool) -> None:
-        """Begin with nothing laid out; with `check_replicas` the copies of others' tensors are staged too."""
+        """Begin with nothing laid out; with `check_replicas` the copies of others' tensors are looked at too."""
         self._rank = rank
         self._staging = staging
         self._check_replicas = check_replicas
@@ -93,12 +93,12 @@ class Division:
         """Lay the arena out by file, so that each is one stretch of whole pages."""
         self._sheets = None
         with paused():
-            self._staging.regroup(self._groups(share))
+            self._staging.regroup(self._groups(share), share.replicas.names if self._check_replicas else ())
             self._sheets = self._divide(share)
         self._by_file = True
 
     def _groups(self, share: Share) -> list[list[str]]:
-        """Return the tensors of each file of this rank, and then those that are only compared."""
+        """Return the tensors of each file of this rank, and then small ones that are only compared."""
         names = list(share.names)
         history = self._history
         hot = [names[number] for number in history.hot] if history is not None else names
@@ -108,7 +108,7 @@ class Division:
         own = set(names)
         others = share.replicas.names - own if self._check_replicas else frozenset()
         if others:
-            groups.append(sorted(others))
+            groups.append(sorted(others - self._staging.large(others)))
         return groups
 
     def _divide(self, share: Share) -> Sheets:

@@ -192,7 +192,7 @@ class Persister:
         return None
 
     def _report(self, save: Save, sheets: Sheets, written: list[Written]) -> None:
-        digests = digest(sheets.share.replicas, self._staged) if self._check_replicas else ()
+        digests = digest(sheets.share.replicas, self._staging.hash_of) if self._check_replicas else ()
         publish(
             save.directory,
             RankReport(
@@ -206,8 +206,3 @@ class Persister:
         linked = sum(one.entry.bytes for one in written if one.linked)
         if linked:
             say("linked", step=save.summary.step, rank=self._rank, bytes=linked)
-
-    def _staged(self, name: str) -> memoryview | None:
-        assert self._staging.layout is not None
-        piece = self._staging.layout.pieces.get(name)
-        return None if piece is None else self._staging.arena.view[piece.data : piece.tail]

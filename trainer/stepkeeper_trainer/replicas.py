@@ -1,7 +1,7 @@
 """Copies of one tensor on several ranks must be equal: where they are not, a device computes wrongly.
 
-Each rank hashes what it has staged of tensors that others hold too; the hashes travel with its report, and
-rank 0 compares them.  Hashes are folded into so many buckets a group of ranks that a report stays small.
+Each rank hashes what others hold too (see `comparing`); the hashes travel with its report, and rank 0 compares them.
+They are folded into so many buckets a group of ranks that a report stays small.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
+    from stepkeeper_trainer.comparing import Hash
+
 BUCKETS_MAX = 1024  # of 8 bytes; tensors beyond that share one, and are named together
 _BYTES = 8
+_UNKNOWN = "-" * 2 * _BYTES  # a bucket of which this rank did not look at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Digest(msgspec.Struct, frozen=True, array_like=True):
 
     group: int
     buckets: str
+    by: str = "bytes"  # how it was hashed: others are no matter of comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,35 +69,41 @@ def find_replicas(plans: Sequence[Sequence[MetadataIndex]]) -> tuple[list[Replic
     return [Replicas(tuple(groups_)) for groups_ in found], tuple(tuple(names) for names in groups.values())
 
 
-def digest(replicas: Replicas, data: Callable[[str], memoryview | None]) -> tuple[Digest, ...]:
-    """Hash this rank's copies; `data` gives a tensor's bytes (None: it is not staged)."""
+def digest(replicas: Replicas, hash_of: Callable[[str], Hash | None]) -> tuple[Digest, ...]:
+    """Fold the hashes of this rank's copies; `hash_of` gives a tensor's (None: it was not looked at)."""
     found: list[Digest] = []
     for group, names in replicas.groups:
         count = min(len(names), BUCKETS_MAX)
-        hashes = [xxhash.xxh3_64() for _ in range(count)]
-        for number, name in enumerate(names):
-            view = data(name)
-            if view is not None:
-                hashes[number % count].update(view)
-        found.append(Digest(group, "".join(one.hexdigest() for one in hashes)))
+        hashes = [hash_of(name) for name in names]
+        by = "".join(sorted({one.by for one in hashes if one is not None}))
+        found.append(Digest(group, "".join(_fold(hashes[number::count]) for number in range(count)), by))
     return tuple(found)
+
+
+def _fold(hashes: Sequence[Hash | None]) -> str:
+    whole = xxhash.xxh3_64()
+    for one in hashes:
+        if one is None:
+            return _UNKNOWN
+        whole.update(one.value)
+    return whole.hexdigest()
 
 
 def compare(reports: Mapping[int, Sequence[Digest]], groups: Sequence[Sequence[str]]) -> list[Drift]:
     """Return what differs between the ranks' copies."""
-    by_group: dict[int, dict[int, str]] = {}
+    by_group: dict[tuple[int, str], dict[int, str]] = {}
     for rank, digests in reports.items():
         for one in digests:
-            by_group.setdefault(one.group, {})[rank] = one.buckets
+            by_group.setdefault((one.group, one.by), {})[rank] = one.buckets
     found: list[Drift] = []
-    for group, said in sorted(by_group.items()):
+    for (group, _by), said in sorted(by_group.items()):
         if len(set(said.values())) <= 1 or group >= len(groups):
             continue
         names = groups[group]
         count = min(len(names), BUCKETS_MAX)
         for bucket in range(count):
             at = slice(2 * _BYTES * bucket, 2 * _BYTES * (bucket + 1))
-            values = {rank: buckets[at] for rank, buckets in said.items()}
+            values = {rank: buckets[at] for rank, buckets in said.items() if buckets[at] != _UNKNOWN}
             if len(set(values.values())) > 1:
                 found.append(Drift(tuple(names[bucket::count]), _minority(values)))
     return found

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from stepkeeper_trainer.comparing import IN_PLACE_BYTES, Hash, InPlace, hash_bytes
 from stepkeeper_trainer.copying import Copier
 from stepkeeper_trainer.errors import StateError
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.serialise import ALIGNMENT, Frame, frame
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from stepkeeper_trainer.writer import Mark
 
@@ -180,6 +181,7 @@ class Staging:
         self._device = torch.cuda.is_available() if device is None else device
         self.arena = Arena(pinned=self._device)
         self._copier = Copier([], [])
+        self._in_place = InPlace()
         self.layout: Layout | None = None
         self.signature: Signature | None = None
         self._kinds: dict[str, Kind] = {}
@@ -215,14 +217,20 @@ class Staging:
         dtype, shape = self._kinds[name]
         return math.prod(shape) * dtype.itemsize
 
-    def regroup(self, groups: Iterable[Sequence[str]]) -> None:
+    def large(self, names: Collection[str]) -> frozenset[str]:
+        """Return those that are better hashed where they are than staged, where they are only compared."""
+        return frozenset(name for name in names if name in self._kinds and self.size_of(name) >= IN_PLACE_BYTES)
+
+    def regroup(self, groups: Iterable[Sequence[str]], compared: Collection[str] = ()) -> None:
         """Place the state that was taken, group by group; names that no group has are not staged.
 
-        Call it while no save uses the arena.  Raises OSError where there is not enough memory.
+        `hash_of` then knows each of `compared` that is staged or `large`.  Call it while no save uses the arena.
+        Raises OSError where there is not enough memory.
         """
         self.signature = None
         layout = lay_out(self._kinds, groups)
         self.layout, self._places, self._names, self._copier = None, [], [], Copier([], [])
+        self._in_place = InPlace(self.large(compared), layout.pieces)
         self.arena.grow(layout.bytes)
         flat, view = self.arena.tensor, self.arena.view
         places: list[torch.Tensor] = []
@@ -255,6 +263,7 @@ class Staging:
                 self._copy_beside(tensors, early or frozenset())
             else:
                 self._copier.copy(self._local(tensors))
+                self._in_place.look(self._compared(tensors))
 
     def copy_if_it_fits(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str] | None = None) -> bool:
         """Copy the state if it is laid out as the one before, and say so; otherwise the arena holds nothing of use.
@@ -267,7 +276,21 @@ class Staging:
             self.copy(tensors, early)
             return True
         with torch.no_grad():
-            return self._copier.copy(self._local(tensors), lambda: self.fits(tensors))
+            if not self._copier.copy(self._local(tensors), lambda: self.fits(tensors)):
+                return False
+            self._in_place.look(self._compared(tensors))
+            return True
+
+    def hash_of(self, name: str) -> Hash | None:
+        """Return the hash of a tensor as it was copied, after `finish`; None where nobody looked at it."""
+        found = self._in_place.of(name)
+        if found is None and self.layout is not None and name in self.layout.pieces:
+            piece = self.layout.pieces[name]
+            found = hash_bytes(self.arena.view[piece.data : piece.tail])
+        return found
+
+    def _compared(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: local(tensors[name]) for name in self._in_place.names}
 
     def _local(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         values = list(tensors.values())
@@ -279,11 +302,15 @@ class Staging:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(current)
         soon, later = _split(self._names, self._places, tensors, early)
+        compared = self._compared(tensors)
+        self._in_place.look(compared)
         with torch.cuda.stream(self._stream):
             _issue(*soon)
+            self._in_place.issue({name: compared[name] for name in compared if name in early})
             first = torch.cuda.Event()  # type: ignore[no-untyped-call]
             first.record(self._stream)
             _issue(*later)
+            self._in_place.issue({name: compared[name] for name in compared if name not in early})
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
         current.wait_event(first)  # the next forward may change them; the device waits, and not the host

@@ -48,6 +48,7 @@ class Training:
     script_args: tuple[str, ...] = ()
     command: tuple[str, ...] | None = None
     env: dict[str, str] = field(default_factory=dict)
+    script: Path = REPOSITORY / "sbatch" / "stepkeeper.sbatch"
     job_id: int = 0
     _read: tuple[tuple[int, ...], list[journal.Record]] = field(default=((), []), init=False, repr=False, compare=False)
 
@@ -75,8 +76,8 @@ class Training:
 
     def submit(self) -> "Training":
         """`sbatch sbatch/stepkeeper.sbatch python -m stepkeeper_trainer.examples.train_lm ...`."""
-        script = self.work / "stepkeeper.sbatch"
-        shutil.copyfile(REPOSITORY / "sbatch" / "stepkeeper.sbatch", script)
+        script = self.work / self.script.name
+        shutil.copyfile(self.script, script)
         script.chmod(0o755)
         command = self.command or (
             str(self.python), "-m", "stepkeeper_trainer.examples.train_lm", f"--steps={self.steps}",
@@ -176,6 +177,14 @@ class Training:
         output = self.output()[-2000:]
         parts = ["--- journal", *lines[-60:], "--- queue", self.lab.queue(), "--- output", output, "--- ranks", *logs]
         return "\n".join(parts)
+
+
+def plain_script(lab: Lab) -> Path:
+    """The batch script of somebody who has never heard of `--open-mode`: what the site has set counts."""
+    script = lab.directory / "plain.sbatch"
+    lines = Training.script.read_text().splitlines(keepends=True)
+    script.write_text("".join(line for line in lines if "--open-mode" not in line))
+    return script
 
 
 def assert_complete(training: Training, reference: Training) -> None:

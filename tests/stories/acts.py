@@ -80,10 +80,16 @@ def kill_watcher(training: Training) -> None:
 
 
 def kill_rank(training: Training) -> None:
-    kill_one(
-        training,
-        lambda command: "train_lm" in command and "wrapper.py" not in command and " run " not in command,
-    )
+    kill_one(training, _is_rank)
+
+
+def stop_rank(training: Training) -> None:
+    """One stands still from now on: no step is done any more, and nothing can be saved."""
+    kill_one(training, _is_rank, number=signal.SIGSTOP)
+
+
+def _is_rank(command: str) -> bool:
+    return "train_lm" in command and "wrapper.py" not in command and " run " not in command
 
 
 def lose_node(training: Training) -> None:
@@ -112,14 +118,21 @@ ACTS = {
 }
 
 
-def kill_one(training: Training, wanted: Callable[[str], bool], *, batch: bool = False, within_s: float = 30.0) -> None:
-    """SIGKILL one process of the job, by its pid; wait for it to appear unless the job is gone by then."""
+def kill_one(
+    training: Training,
+    wanted: Callable[[str], bool],
+    *,
+    batch: bool = False,
+    within_s: float = 30.0,
+    number: signal.Signals = signal.SIGKILL,
+) -> None:
+    """Signal one process of the job, by its pid; wait for it to appear unless the job is gone by then."""
     limit = time.monotonic() + within_s
     while time.monotonic() < limit:
         for pid in sorted(_pids(training, batch=batch), reverse=True):
             if wanted(_command(pid)):
                 try:
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, number)
                 except ProcessLookupError:
                     continue
                 return

@@ -6,6 +6,7 @@ import pytest
 
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
+from tests.stories.test_first_hour import asked
 from tests.training import Training, assert_complete
 
 
@@ -33,6 +34,12 @@ def test_saved_on_request_then_stopped_and_gone_on_by_another_job(lab: Lab, refe
     assert training.step() < training.steps, "it was stopped before its end"
     late = ask("save")
     assert "no supervisor works on this run now" in late.stderr
+    why = asked(training, "explain", str(training.job_id))
+    assert f"{training.user} asked to save and end (stepkeeper stop)" in why, why
+    assert "who cancelled it" not in why
+    assert f"{training.user} asks to save and end" in asked(training, "status", str(training.job_id))
+    report = json.loads(asked(training, "report", str(training.run_dir), "--json"))
+    assert [launch["ending"] for launch in report["launches"]] == ["stopped"], report["launches"]
 
     again = Training(lab, name="asked", every=1000, step_seconds=0.0).submit()
     again.wait_end()

@@ -1,4 +1,4 @@
-"""Sites as they are: nothing may be requeued, arrays, other ways to preempt, admins with plans of their own."""
+"""Sites as they are: nothing may be requeued, arrays, and what a watcher does where a supervisor was lost."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from tests.lab import Lab
 from tests.lab.newest import NOT_BUILT, found
 from tests.stories import acts
 from tests.stories.test_campaign import release_urgent_jobs
+from tests.stories.test_first_hour import asked
 from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm
@@ -35,6 +36,10 @@ def test_a_job_that_slurm_may_not_requeue_is_submitted_again_and_goes_on(lab: La
     assert lab.job(first).restarts == 0
     assert len(ours(lab, training)) == 2, training.story()
     assert_complete(training, reference)
+    for job in started:
+        assert str(training.run_dir) in asked(training, "status", str(job)), "each job of the chain finds its run"
+    assert "preempted" in asked(training, "explain", str(first))
+    assert "finished" in asked(training, "explain", str(training.job_id))
 
 
 def successor(training: Training) -> int:
@@ -101,27 +106,6 @@ def test_each_task_of_an_array_is_a_run_of_its_own(lab: Lab, reference: Training
     assert [len(task.events(on.AttemptStarted)) for task in tasks.values()] == [2, 1], tasks[3].story()
     for task in tasks.values():
         assert_complete(task, reference)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("requeue", ["--requeue", NO_REQUEUE])
-def test_a_site_that_cancels_what_it_preempts_loses_nothing(lab_factory, reference: Training, requeue: str) -> None:
-    """PreemptMode=CANCEL without grace time: SIGTERM and KillWait is all there is, and Slurm would requeue nothing."""
-    cancels = "PartitionName=cancels Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime=0 MaxTime=INFINITE State=UP"
-    lab = lab_factory(grace_time_s=20, kill_wait_s=15, slurm_conf=(cancels,))
-    name = f"cancels{requeue}"
-    training = Training(lab, name=name, step_seconds=0.3, sbatch_args=("--partition=cancels", requeue)).submit()
-    training.wait_step(13)
-
-    lab.preempt(training.job_id)
-    training.wait_event(on.RequeueAnswered)
-    if requeue == NO_REQUEUE:
-        training.job_id = successor(training)
-    release_urgent_jobs(lab)
-    training.wait_end()
-
-    assert len(training.events(on.AttemptStarted)) == 2, training.story()
-    assert_complete(training, reference)
 
 
 @pytest.mark.newest

@@ -157,6 +157,8 @@ def test_a_launcher_is_expected_once_a_node() -> None:
         ("bash -c 'cd /x; /usr/bin/srun python train.py'", False, "give the srun line itself"),
         ("env A=1 srun python train.py", False, "let CMD begin with srun"),
         ("/usr/bin/timeout 3600 srun -N2 python train.py", False, "let CMD begin with srun"),
+        ("mpirun -np 16 python train.py", False, "mpirun starts processes on all nodes by itself"),
+        ("env A=1 /opt/mpi/bin/mpiexec -n 4 ./train", False, "mpiexec starts processes on all nodes by itself"),
         ("torchrun train.py", True, "leave out one"),
         ("accelerate launch train.py", True, "leave out one"),
     ],
@@ -169,7 +171,14 @@ def test_what_would_start_ranks_twice_is_refused(line: str, torchrun: bool, word
 
 
 @pytest.mark.parametrize(
-    "line", ["srun bash -c 'srun --version; train'", "python train.py srun", "bash srun.sh", "env A=1 t.py srun"]
+    "line",
+    [
+        "srun bash -c 'srun --version; train'",
+        "python train.py srun",
+        "bash srun.sh",
+        "env A=1 t.py srun",
+        "python t.py mpirun",
+    ],
 )
 def test_other_words_srun_harm_nobody(line: str) -> None:
     require_startable(shlex.split(line), torchrun=False)

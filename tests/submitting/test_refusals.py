@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from stepkeeper import cli
 from stepkeeper.core.exits import ExitCode
+from stepkeeper_trainer.formats import outcome
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (("-N", "2", "--spares=1", "--", "srun", "x"), "which an own srun line does itself"),
         (("-N", "4k", "--", "bash", "-c", "srun x | tee log"), "give the srun line itself"),
         (("--torchrun", "--", "torchrun", "t.py"), "leave out one of the two"),
+        (("--", "mpirun", "-np", "4", "x"), "mpirun starts processes on all nodes by itself"),
+        (("-t", "2", "--", "x"), "-t 2: the time limit of an attempt is 2 min, and 2 min before its end"),
+        (("-t", "0:30", "--notice-s", "10", "--", "x"), "nothing is left for training"),
     ],
 )
 def test_what_would_end_the_job_hours_later_is_refused_now(
@@ -69,8 +74,43 @@ def test_a_variable_and_a_file_are_named_as_the_place(
 def test_a_script_that_cannot_hear_where_to_resume_is_told_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code = cli.main(["submit", "--dry-run", "--", "bash", "-c", "python train.py"])
-    assert code == ExitCode.NO_SLURM, "all else is in order"
-    assert "say {resume} where it shall go" in capsys.readouterr().err
-    cli.main(["submit", "--dry-run", "--", "bash", "-c", "python train.py {resume}"])
-    assert "{resume}" not in capsys.readouterr().err
+    assert "say {resume} where it shall go" in warned(capsys, "--", "bash", "-c", "python train.py")
+    assert "{resume}" not in warned(capsys, "--", "bash", "-c", "python train.py {resume}")
+
+
+def warned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return what a submission is warned of that is printed."""
+    assert cli.main(["submit", "--dry-run", *words]) == ExitCode.FINISHED
+    said = capsys.readouterr()
+    assert "#SBATCH --requeue" in said.out
+    return said.err
+
+
+def test_a_dry_run_prints_the_script_where_no_slurm_is_too(capsys: pytest.CaptureFixture[str]) -> None:
+    said = warned(capsys, "--", "python", "x")
+    assert "the script is not checked against a cluster: scontrol show config" in said
+    assert cli.main(["submit", "--dry-run", "--json", "--", "x"]) == ExitCode.FINISHED
+    assert "not checked" in json.loads(capsys.readouterr().out)["findings"][0]
+    assert cli.main(["submit", "--", "x"]) == ExitCode.NO_SLURM
+
+
+def test_a_script_of_ones_own_is_looked_into(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("args = argparse.ArgumentParser().parse_args()\n")
+    assert "knows no --resume-from, which a resume appends" in warned(capsys, "--", "python", "train.py")
+    assert "--resume-from" not in warned(capsys, "--no-resume-argument", "--", "python", "train.py")
+    (tmp_path / "train.sh").write_text("torchrun train.py\n")
+    said = warned(capsys, "--", "bash", "train.sh")
+    assert "train.sh, line 1: starts ranks itself: one task a node" in said
+    assert "train.sh passes no argument on" in said
+    assert "leave out one of the two" in refused(capsys, "--torchrun", "--", "bash", "train.sh")
+    (tmp_path / "train.sh").write_text("module load cuda\nsrun python train.py\n")
+    assert "train.sh, line 2: srun starts processes on all nodes" in refused(capsys, "--", "bash", "train.sh")
+
+
+def test_a_run_that_is_over_or_not_ones_own_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    over = outcome.Outcome(outcome="finished", step=60, tokens=1, save_id=None, launch="0.0", at=1.0)
+    outcome.write(run, over)
+    assert cli.main(["submit", "--dry-run", "--run-dir=run", "--", "x"]) == ExitCode.RUN_DIRECTORY
+    assert "this run has finished, at step 60" in capsys.readouterr().err

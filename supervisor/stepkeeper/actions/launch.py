@@ -51,6 +51,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     socket: str  # with %N for the node
     told: dict[str, str] = {}  # further variables for the ranks: those of tiers
+    starts_ranks: bool = False  # CMD is a script in which a launcher stands
+    resume_argument: bool = True  # appended on a resume, where CMD does not say where it goes
 
     @property
     def wrapped(self) -> bool:
@@ -60,7 +62,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def launcher(self) -> bool:
         """Whether each task starts ranks itself: one torchrun a node, ours or in CMD."""
-        return self.torchrun or cmd.kind(self.command) is cmd.Kind.LAUNCHER
+        return self.torchrun or self.starts_ranks or cmd.kind(self.command) is cmd.Kind.LAUNCHER
 
     def tasks(self, nodes: Sequence[str]) -> int:
         """Return the tasks of a training step on so many nodes: one a rank, or one launcher a node."""
@@ -81,7 +83,8 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 
 def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
     """Return the command line of a launch, by the one rule for CMD."""
-    command = cmd.with_nodes(cmd.with_resume(job.command, meeting.resume_from), len(meeting.nodes))
+    resumed = cmd.with_resume(job.command, meeting.resume_from, append=job.resume_argument)
+    command = cmd.with_nodes(resumed, len(meeting.nodes))
     pattern = str(directory).replace("%", "%%") + "/%N.log"
     if not job.wrapped:
         return lines.own_srun_argv(command, pattern)

@@ -14,6 +14,7 @@ from stepkeeper.slurm import resubmission
 from stepkeeper.slurm.allocation import Allocation
 from stepkeeper.slurm.argv import Geometry
 from stepkeeper.store import journal, rundir
+from stepkeeper.submitting import own_script
 from stepkeeper_trainer.formats import lease, outcome
 
 
@@ -68,6 +69,7 @@ def job(
     *,
     attempt: int,
     socket: str,
+    script: own_script.Found,
 ) -> Job:
     """Return what is the same for every launch of an attempt."""
     return Job(
@@ -83,4 +85,6 @@ def job(
         attempt=attempt,
         socket=socket,
         told={**tiers.variables(settings), **keeping.variables(settings)},
+        starts_ranks=bool(script.starts_ranks),
+        resume_argument=settings.resume_argument,
     )

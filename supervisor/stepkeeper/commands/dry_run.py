@@ -28,6 +28,7 @@ from stepkeeper.slurm.argv import watcher_argv
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
 from stepkeeper.store import rundir
+from stepkeeper.submitting import own_script
 from stepkeeper.supervise import watcher_program
 from stepkeeper_trainer.formats import steps
 
@@ -49,6 +50,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     watchers: tuple[str, ...]
     training: tuple[str, ...]
     assumed: tuple[str, ...]
+    doubts: tuple[str, ...] = ()  # why a resume may fail
 
 
 def show(sources: Sources, environment: Mapping[str, str], command: tuple[str, ...], *, as_json: bool) -> int:
@@ -68,6 +70,8 @@ def show(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     printing.say(f"nodes          {' '.join(plan.nodes)}{_spares(plan)}")
     for each in plan.assumed:
         printing.say(f"assumed        {each}")
+    for each in plan.doubts:
+        printing.say(f"doubtful       {each}")
     printing.say()
     printing.say(f"watchers:  {shlex.join(plan.watchers)}")
     printing.say()
@@ -96,9 +100,16 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     nodes = places(State(nodes=allocation.nodes, nodes_wanted=sized.wanted))
     carried = attempt.carried(directory)
     resume_from, passed_over = _resume(directory)
-    job = attempt.job(command, config.settings, allocation, directory, attempt=carried.attempt, socket="")
+    script = own_script.look(command, Path.cwd())
+    own_script.require_startable(script, torchrun=config.settings.torchrun)
+    job = attempt.job(
+        command, config.settings, allocation, directory, attempt=carried.attempt, socket="", script=script
+    )
     if config.settings.torchrun and job.wrapped:
         assumed.append("torchrun's rendezvous port is a free one of the first node; 0 stands for it")
+    if script.starts_ranks:
+        assumed.append(script.starts_ranks)
+    doubts = own_script.doubts(command, script, append=config.settings.resume_argument)
     meeting = Meeting(launch=0, nodes=nodes, address=nodes[0], port=0, resume_from=resume_from)
     training = launch_argv(job, meeting, directory.logs(carried.attempt, meeting.launch))
     return Plan(
@@ -113,6 +124,7 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
         watchers=tuple(watcher_argv(allocation.nodes, watcher_program())),
         training=tuple(redact_words(training)),
         assumed=tuple(assumed),
+        doubts=tuple(filter(None, (doubts.no_place, doubts.unknown))),
     )
 
 

@@ -24,7 +24,6 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.log import PatientStream, configure, is_empty
-from stepkeeper.slurm import cmd
 from stepkeeper.slurm.allocation import Allocation, is_batch_process, read_allocation, require_no_batch_script
 from stepkeeper.slurm.choose import ClientKind, choose
 from stepkeeper.slurm.client import SlurmClient, SlurmError
@@ -35,6 +34,7 @@ from stepkeeper.sources import lease as lease_source
 from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import journal, logs, rundir, sharing, tenure
+from stepkeeper.submitting import own_script
 from stepkeeper.supervise import Setting, Supervisor
 from stepkeeper.telemetry.starting import exported
 from stepkeeper.telemetry.tally import TalliedJournal, Tally
@@ -113,6 +113,8 @@ def _supervise(arguments: argparse.Namespace) -> int:
         require_no_batch_script(patiently(lambda: client.job(allocation.slurm_name)))
     cluster = patiently(client.settings)
     sized = shape.of(config, len(allocation.nodes), command, allocation.tasks_per_node)
+    script = own_script.look(command, Path.cwd())
+    own_script.require_startable(script, torchrun=settings.torchrun)
     merged = _merge_spool(directory)
     carried = attempt.carried(directory)
     kind, python = ClientKind(settings.slurm_client), settings.pyslurm_python or sys.executable
@@ -147,6 +149,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
             directory,
             attempt=lease.attempt,
             socket=assignment.socket_name(),
+            script=script,
         ),
         lease=lease,
         policy=settings.policy,
@@ -173,8 +176,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
     _say_what_surprises(log, batch=batch, emptied=emptied, kept=directory.attempt_logs(lease.attempt).parent)
     if merged:
         log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
-    if not cmd.takes_resume(command):
-        log.warning("no_place_for_resume", why="CMD is a shell's script: say {resume} where the argument shall go")
+    _say_doubts(log, own_script.doubts(command, script, append=settings.resume_argument))
     if allocation.overcommit:
         log.warning("fewer_cpus_than_ranks", ask_for=f"sbatch --cpus-per-task or -c {allocation.tasks_per_node}")
     inbox.put(
@@ -239,6 +241,14 @@ def _say_what_surprises(log: structlog.typing.FilteringBoundLogger, *, batch: bo
         log.warning(
             "log_emptied", ask_for="sbatch --open-mode=append", why=f"Slurm empties it at each attempt; copies: {kept}"
         )
+
+
+def _say_doubts(log: structlog.typing.FilteringBoundLogger, doubts: own_script.Doubts) -> None:
+    """Say at the first launch why a resume may fail, and not at the first resume."""
+    if doubts.no_place:
+        log.warning("no_place_for_resume", why=doubts.no_place)
+    if doubts.unknown:
+        log.warning("resume_argument_unknown", why=doubts.unknown)
 
 
 def _command(words: list[str]) -> tuple[str, ...]:

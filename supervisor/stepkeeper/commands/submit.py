@@ -17,12 +17,14 @@ from stepkeeper.config.settings import SETTINGS
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules, site
 from stepkeeper.doctor.finding import Finding, Level
+from stepkeeper.doctor.site import Site
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.planning.measured import METRICS_NAME, measure
 from stepkeeper.slurm import cmd
 from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.commands import SlurmCommands
 from stepkeeper.store import find, rundir
-from stepkeeper.submitting import sbatch
+from stepkeeper.submitting import limit, own_script, sbatch, standing
 from stepkeeper.submitting.script import Wanted, notice_s, program, render
 
 HANDLED = ("JobRequeue", "JobFileAppend", "send_user_signal")  # by the directives of our own script
@@ -65,11 +67,24 @@ def execute(arguments: argparse.Namespace) -> int:
     """Render, check, submit."""
     wanted = _wanted(arguments)
     script = render(wanted)
+    not_checked = ""
+    _limit(wanted, None)
     run_dir = _configure(arguments, wanted).settings.run_dir
-    findings = _look(wanted)
+    try:
+        here = _site(wanted)
+        attempt_s = _limit(wanted, here)
+        findings = _findings(here)
+        _say_busy(run_dir, wanted)
+    except SlurmError as error:
+        if not arguments.dry_run:
+            raise StepkeeperError(str(error), ExitCode.NO_SLURM) from error
+        not_checked = f"the script is not checked against a cluster: {error}"
+        printing.warn(f"warning: {not_checked}")
+        findings = []
     if arguments.dry_run:
         if arguments.json:
-            printing.say_json({"script": script, "findings": [_line(each) for each in findings]}, indent=2)
+            lines = [not_checked] if not_checked else [_line(each) for each in findings]
+            printing.say_json({"script": script, "findings": lines}, indent=2)
         else:
             sys.stdout.write(script)
             _warn(findings)
@@ -83,6 +98,9 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         printing.say(f"job {job} is submitted")
         printing.say(f"  run directory  {where}")
+        if attempt_s is not None:
+            length = printing.duration(attempt_s)
+            printing.say(f"  time limit     {length} an attempt; a longer training is a chain of them")
         printing.say(f"  see            stepkeeper status {shlex.quote(where)}")
         printing.say(f"  stop           stepkeeper stop {shlex.quote(where)} (saves first), or scancel {job}")
     return ExitCode.FINISHED
@@ -99,19 +117,56 @@ def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
     run_dir = config.settings.run_dir
     if config.values["run_dir"].origin is not Origin.DEFAULT and "%" not in os.path.dirname(run_dir):
         rundir.require_parent(Path(_where(run_dir, 0, wanted)))
-    if not re.search("%[jAa]", run_dir):  # the same for each job: it may hold a file of its own
+    if _is_one_place(run_dir):  # it may hold a file of its own, or a run
         config = sources.resolve(Path(_where(run_dir, 0, wanted)))
+        standing.require_open(Path(_where(run_dir, 0, wanted)))
     most = re.fullmatch(r"(?:\d+-)?(\d+)", wanted.nodes or "")
     if most:
         shape.nodes_wanted(config, int(most[1]), wanted.command)
     else:  # in words that only sbatch understands
         cmd.require_startable(wanted.command, torchrun=config.settings.torchrun)
-    if not cmd.takes_resume(wanted.command):
-        printing.warn(
-            "warning: CMD is a shell's script without a place for the resume argument: say {resume} where it shall go, "
-            f"or read ${cmd.RESUME_VARIABLE}; else each attempt starts from the beginning"
-        )
+    script = own_script.look(wanted.command, Path.cwd())
+    own_script.require_startable(script, torchrun=config.settings.torchrun)
+    doubts = own_script.doubts(wanted.command, script, append=config.settings.resume_argument)
+    if script.starts_ranks:
+        printing.warn(f"note: {script.starts_ranks}")
+    for doubt in filter(None, (doubts.no_place, doubts.unknown)):
+        printing.warn(f"warning: {doubt}")
     return config
+
+
+def _is_one_place(run_dir: str) -> bool:
+    """Tell whether a run directory is the same for each job."""
+    return re.search("%[jAa]", run_dir) is None
+
+
+def _say_busy(run_dir: str, wanted: Wanted) -> None:
+    """Warn where another job has the run, unless this one is to wait for it.  Raises `SlurmError`."""
+    waits = any(option.startswith(("--dependency", "-d")) for option in wanted.sbatch)
+    if waits or not _is_one_place(run_dir):
+        return
+    if who := standing.busy(Path(_where(run_dir, 0, wanted)), SlurmCommands()):
+        printing.warn(f"warning: {who}")
+
+
+def _limit(wanted: Wanted, here: Site | None) -> float | None:
+    """Return the time limit of an attempt, in seconds; None where there is none, or it is not known.
+
+    Raises:
+        StepkeeperError: it leaves nothing for training.
+    """
+    asked = limit.asked(wanted.time, wanted.sbatch)
+    if asked is not None:
+        found, where = limit.seconds(asked), f"-t {asked}"
+    elif here is not None and len(here.partitions) == 1:
+        (partition,) = here.partitions
+        found = partition.max_time_s if partition.default_time_s is None else partition.default_time_s
+        where = f"partition {partition.name}, without -t"
+    else:
+        return None
+    if found is not None:
+        limit.require_room(found, notice_s(wanted), where)
+    return found
 
 
 def _where(run_dir: str, job: int, wanted: Wanted) -> str:
@@ -151,6 +206,7 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
 
 def _name(words: list[str]) -> str:
     """Return the name of the script or module in a command: `train` of `python -u src/train.py`."""
+    words = cmd.shell_words(words) or words
     scripts = [Path(word).stem for word in words if word.endswith(".py")]
     modules = [word.rpartition(".")[2] for option, word in itertools.pairwise(words) if option == "-m"]
     name = [*scripts, *modules, Path(words[0]).name][0]
@@ -175,14 +231,14 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _look(wanted: Wanted) -> list[Finding]:
+def _site(wanted: Wanted) -> Site:
+    """Return the cluster as this job will see it.  Raises `SlurmError`."""
+    here = site.gather(partition=wanted.partition, save_s=wanted.save_s)
+    return here if wanted.partition is not None else site.only_default(here)
+
+
+def _findings(here: Site) -> list[Finding]:
     """Return what the doctor says that this job should know."""
-    try:
-        here = site.gather(partition=wanted.partition, save_s=wanted.save_s)
-    except SlurmError as error:
-        raise StepkeeperError(str(error), ExitCode.NO_SLURM) from error
-    if wanted.partition is None:
-        here = site.only_default(here)
     return [
         finding
         for finding in rules.examine(here)

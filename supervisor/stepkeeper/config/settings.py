@@ -54,6 +54,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     torchrun: Annotated[bool, About()] = False
     """Start one torchrun a node, with c10d rendezvous."""
 
+    resume_argument: Annotated[bool, About()] = True
+    """Append `--resume-from DIR` to CMD on a resume, where it says no `{resume}`; without it only the variable
+    `STEPKEEPER_RESUME_FROM` tells, which the trainer library reads by itself."""
+
     tasks_per_node: Annotated[
         int | None,
         # STEPKEEPER_TASKS_PER_NODE is what the ranks are told

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm.calling import call
 from stepkeeper.slurm.client import SlurmError
 
@@ -31,6 +33,7 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True):
     root_only: bool
     grace_s: float
     max_time_s: float | None  # None: no limit
+    default_time_s: float | None = None  # of a job that asks for none; None: `max_time_s`
     preempt_mode: str  # words joined by a comma, upper case
     preemptible: bool  # another partition has a higher priority tier, or a quality of service decides
     nodes: int
@@ -80,21 +83,19 @@ def gather(*, partition: str | None = None, save_s: float | None = None) -> Site
     """Ask Slurm, and look around.
 
     Args:
-        partition: the only one that matters; all by default.
+        partition: the only one that matters, or several with commas between; all by default.
         save_s: from the request of a save to durable.
 
     Raises:
-        SlurmError: Slurm does not answer, or knows no such partition.
+        SlurmError: Slurm does not answer.
+        StepkeeperError: it knows no such partition.
     """
     missing = tuple(name for name in COMMANDS if shutil.which(name) is None)
     settings = parse_config(_ask("scontrol", "show", "config"))
     shown = _ask("scontrol", "-o", "show", "partition")
     partitions = tuple(parse_partitions(shown, settings))
     if partition is not None:
-        known = ", ".join(each.name for each in partitions)
-        partitions = tuple(each for each in partitions if each.name == partition)
-        if not partitions:
-            raise SlurmError(f"no partition {partition!r} here; there are: {known}")
+        partitions = _named(partition, partitions)
     return Site(
         settings={**read_cgroup_conf(settings.get("SLURM_CONF", "")), **settings},
         partitions=partitions,
@@ -104,6 +105,19 @@ def gather(*, partition: str | None = None, save_s: float | None = None) -> Site
         python_file_system=file_system(Path(sys.prefix)),
         save_s=save_s,
     )
+
+
+def _named(wanted: str, partitions: tuple[Partition, ...]) -> tuple[Partition, ...]:
+    """Return the partitions of a list such as sbatch takes, `gpu,long`.
+
+    Raises:
+        StepkeeperError: there is no such partition.
+    """
+    known = {each.name: each for each in partitions}
+    names = wanted.split(",")
+    if missing := [name for name in names if name not in known]:
+        raise StepkeeperError(f"no partition {missing[0]!r} here; there are: {', '.join(known)}", ExitCode.USAGE)
+    return tuple(known[name] for name in names)
 
 
 def only_default(here: Site) -> Site:
@@ -152,6 +166,7 @@ def parse_partitions(text: str, settings: Mapping[str, str]) -> list[Partition]:
                 root_only=row.get("RootOnly") == "YES",
                 grace_s=float(row.get("GraceTime", "0")),
                 max_time_s=parse_limit(row.get("MaxTime", "UNLIMITED")),
+                default_time_s=parse_limit(row.get("DefaultTime", "NONE")),
                 preempt_mode=mode.upper(),
                 preemptible=mode.upper() != "OFF" and (above or "qos" in kind),
                 nodes=int(row.get("TotalNodes", "0")),

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.selftest import proof
+from stepkeeper.selftest import jobs, proof
 from stepkeeper.slurm.calling import call
-from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.client import SlurmError
 from stepkeeper.submitting import sbatch
 from stepkeeper.submitting.script import Wanted, program, render
 
@@ -53,7 +52,7 @@ class Play:
     """One self-test.  Every wait ends in time, and `stop` leaves no job behind."""
 
     def __init__(
-        self, shape: Shape, directory: Path, *, client: SlurmClient, within_s: float, say: Callable[[str], None]
+        self, shape: Shape, directory: Path, *, client: jobs.Slurm, within_s: float, say: Callable[[str], None]
     ) -> None:
         """Describe it; nothing starts yet."""
         self.shape, self.directory, self._client, self._say = shape, directory, client, say
@@ -79,15 +78,14 @@ class Play:
         self._say("told that its time limit is near: it must save and requeue itself")
         self._until(lambda: self._attempts() > 1, "the next attempt (Slurm may make a requeued job wait 2 minutes)")
         self._say(f"requeued, and resumed; now at step {self._step()}")
-        self._until(lambda: all(map(self._is_over, self.jobs.values())), "the end of both runs")
+        self._until(lambda: all(map(self._is_over, self.jobs)), "the end of both runs")
         return proof.compare(self._rows("reference"), self._rows("tested"))
 
     def stop(self) -> None:
         """Cancel what is left of the jobs."""
         for job in self.jobs.values():
             try:
-                if self._client.job_runs(str(job)) or self._client.job(str(job)).state is JobState.PENDING:
-                    self._client.cancel(str(job))
+                jobs.stop(self._client, job)
             except SlurmError as error:
                 self._say(f"job {job} may still be there: {error}")
 
@@ -135,11 +133,11 @@ class Play:
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
         while not condition():
-            for name, job in self.jobs.items():
-                if self._step(name) < STEPS and self._is_over(job):
+            for name in tuple(self.jobs):
+                if self._step(name) < STEPS and self._is_over(name):
                     raise StepkeeperError(
-                        f"job {job} (the {name} run) ended at step {self._step(name)} of {STEPS}, before {what}; "
-                        f"see {self.directory / f'{name}.log'}",
+                        f"job {self.jobs[name]} (the {name} run) ended at step {self._step(name)} of {STEPS}, before "
+                        f"{what}; see {self.directory / f'{name}.log'}",
                         ExitCode.SITE_UNFIT,
                     )
             if time.monotonic() > self._give_up_at:
@@ -150,13 +148,10 @@ class Play:
                 )
             time.sleep(LOOK_EVERY_S)
 
-    def _is_over(self, job: int) -> bool:
-        try:
-            return self._client.job(str(job)).state is JobState.ENDED
-        except SlurmError as error:
-            if error.unreachable:
-                return False  # asked again in a moment
-            raise
+    def _is_over(self, name: str) -> bool:
+        """Tell whether a run's job has ended, and no other one was submitted in its place."""
+        is_over, self.jobs[name] = jobs.over(self._client, self.jobs[name])
+        return is_over
 
     def _call(self, *argv: str) -> str:
         return call(argv, CALL_WITHIN_S, what=" ".join(argv))

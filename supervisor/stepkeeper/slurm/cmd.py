@@ -20,6 +20,8 @@ RESUME_PLACEHOLDER = "{resume}"
 RESUME_VARIABLE = "STEPKEEPER_RESUME_FROM"
 _SHELLS = frozenset(("sh", "bash", "dash", "zsh", "ksh"))
 _LAUNCHERS = frozenset(("torchrun", "ft_launcher", "deepspeed"))  # besides `accelerate launch`
+# that start processes on all nodes of a job, as srun does
+_EVERYWHERE = frozenset(("srun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prun", "horovodrun"))
 _LAUNCHER_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"))
 # commands whose own words end where another command begins
 _BEFORE_COMMANDS = frozenset(
@@ -59,6 +61,21 @@ def kind(command: Sequence[str]) -> Kind:
 def is_own_srun(command: Sequence[str]) -> bool:
     """Return whether a CMD is a user's own srun line."""
     return _name(command[0]) == "srun"
+
+
+def is_shell(word: str) -> bool:
+    """Return whether a word of a CMD is a shell."""
+    return _name(word) in _SHELLS
+
+
+def starts_everywhere(words: Sequence[str]) -> str:
+    """Return which program of a command starts processes on all nodes (`srun`, `mpirun`); empty where none does.
+
+    >>> starts_everywhere(["timeout", "60", "/opt/mpi/bin/mpirun", "-np", "4", "train"])
+    'mpirun'
+    """
+    before = _before_script(words) if _name(words[0]) in _BEFORE_COMMANDS else words[:1]
+    return next((name for name in map(_name, before) if name in _EVERYWHERE), "")
 
 
 def _name(word: str) -> str:
@@ -145,6 +162,12 @@ def require_startable(command: Sequence[str], *, torchrun: bool) -> None:
             "and put the rest behind its options, `srun OPTIONS env NAME=VALUE PROGRAM`",
             ExitCode.USAGE,
         )
+    if program := starts_everywhere(command):
+        raise StepkeeperError(
+            f"{program} starts processes on all nodes by itself, and would be started once a GPU: let srun start them, "
+            "`stepkeeper run -- srun --mpi=pmix OPTIONS PROGRAM` (`srun --mpi=list` shows the kinds)",
+            ExitCode.USAGE,
+        )
     if any(_name(word) == "srun" for word in shell_words(command) or ()):
         raise StepkeeperError(
             "CMD is a shell script that starts srun, and would itself be started once a GPU: give the srun line "
@@ -154,8 +177,8 @@ def require_startable(command: Sequence[str], *, torchrun: bool) -> None:
         )
 
 
-def with_resume(command: Sequence[str], resume_from: str | None) -> list[str]:
-    """Put the resume argument where `{resume}` stands, else at the end; none on the first start.
+def with_resume(command: Sequence[str], resume_from: str | None, *, append: bool = True) -> list[str]:
+    """Put the resume argument where `{resume}` stands, else at the end, where it may; none on the first start.
 
     A `bash -c SCRIPT` without further words has no end to put it: its next word would be the script's name.  There
     the script reads `STEPKEEPER_RESUME_FROM`, or says `{resume}`.
@@ -171,7 +194,8 @@ def with_resume(command: Sequence[str], resume_from: str | None) -> list[str]:
     """
     argument = ["--resume-from", resume_from] if resume_from is not None else []
     if not any(RESUME_PLACEHOLDER in word for word in command):
-        return [*command] if _script_place(command) == len(command) - 1 else [*command, *argument]
+        has_end = append and _script_place(command) != len(command) - 1
+        return [*command, *argument] if has_end else [*command]
     result: list[str] = []
     for word in command:
         if word == RESUME_PLACEHOLDER:

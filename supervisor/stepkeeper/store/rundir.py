@@ -129,6 +129,18 @@ def prepare(path: Path, *, group_readable: bool, default: bool) -> RunDirectory:
     return RunDirectory(path.resolve())
 
 
+def require_ours(path: Path) -> None:
+    """Refuse a run directory that is there and that a job would refuse; what is missing of it is no matter.
+
+    Raises:
+        OSError: it cannot be looked at.
+        StepkeeperError: what is wrong with it.
+    """
+    for each in (path, path / "checkpoints", path / "logs"):
+        if os.path.lexists(each):
+            _require_ours(each, path)
+
+
 def _require_ours(path: Path, run_directory: Path) -> None:
     """Refuse a directory in which somebody else could plant what the run goes by: a checkpoint, a setting, an ask.
 

@@ -1,0 +1,230 @@
+"""What the script in CMD shows before it runs: does it start ranks itself, and does it hear where to resume from?
+
+A shell script is judged as its lines would be; of a Python script, only how it reads its options.  What cannot be
+read here, such as a path in a container, shows nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.slurm import cmd
+from stepkeeper.store import lines
+
+BYTES_MAX = 256 * 1024
+RESUME_OPTION = "--resume-from"
+_SHEBANG = re.compile(r"#!\s*\S*/(?:env\s+(?:-\S+\s+)*)?(?:ba|da|z|k)?sh\b")
+_SHELL_NAMES = (".sh", ".bash", ".zsh")
+_HERE_DOCUMENT = re.compile(r"<<-?\s*(?P<quote>['\"]?)(?P<end>\w+)(?P=quote)")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=(?P<value>.*)", re.DOTALL)
+# words that stand before a command, or before an assignment
+_BEFORE = frozenset(
+    ("if", "then", "else", "elif", "do", "while", "until", "!", "{", "exec", "time", "export", "declare", "local")
+)
+# commands that only speak of others
+_SPEAKING = frozenset(
+    ("echo", "printf", "which", "command", "type", "hash", "pip", "pip3", "test", "[", "[[", "alias", "unset", "grep")
+)
+_HEARS_ARGUMENTS = re.compile(rf"\$(?:[@*1]|\{{[@*1])|{cmd.RESUME_VARIABLE}")
+_STRICT_OPTIONS = re.compile(
+    r"\.parse_args\(|\.parse_args_into_dataclasses\(|@\w+\.command\b|\b(?:typer\.run|tyro\.cli)\("
+)
+_KNOWS_RESUME = re.compile(rf"resume[-_]from|parse_known_args|{cmd.RESUME_VARIABLE}")
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What a script shows, in words for people; empty: nothing."""
+
+    starts_ranks: str = ""  # by a launcher, which wants one task a node
+    starts_everywhere: str = ""  # by srun or another program that starts processes on all nodes
+    deaf: str = ""  # it passes no argument on
+    strict: str = ""  # it would end on an argument that it does not know
+
+
+class Doubts(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a training may not hear where to resume from, or not bear to be told, in words; empty: no doubt."""
+
+    no_place: str = ""
+    unknown: str = ""
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """A simple command of a shell script."""
+
+    line: int
+    words: tuple[str, ...]  # without what stands before it
+    assigned: bool = False  # the value of a variable, which may be run later
+
+
+def look(command: Sequence[str], directory: Path) -> Found:
+    """Return what the script of a CMD shows; of a user's own srun line, only what it hears.
+
+    Args:
+        command: CMD.
+        directory: in which it is started.
+    """
+    found = _look(command, directory)
+    if cmd.is_own_srun(command):
+        return Found(deaf=found.deaf, strict=found.strict)
+    return found
+
+
+def _look(command: Sequence[str], directory: Path) -> Found:
+    for word, is_shell in _candidates(command):
+        text = _read(directory / word)
+        if text is None:
+            continue
+        if word.endswith(".py"):
+            return Found(strict=_strict(word, text))
+        if is_shell or _SHEBANG.match(text):
+            return of_shell(word, text)
+    return Found()
+
+
+def require_startable(found: Found, *, torchrun: bool) -> None:
+    """Refuse a script that would start ranks twice.
+
+    Raises:
+        StepkeeperError: which line does, and what to write instead.
+    """
+    if found.starts_everywhere:
+        raise StepkeeperError(
+            f"{found.starts_everywhere}, and would itself be started once a GPU: give that line as CMD, `stepkeeper "
+            "run -- srun OPTIONS PROGRAM`, and leave what comes before it to the batch script (`stepkeeper submit "
+            "--setup LINE`)",
+            ExitCode.USAGE,
+        )
+    if torchrun and found.starts_ranks:
+        raise StepkeeperError(
+            f"--torchrun (or the setting `torchrun`) starts one torchrun a node, and {found.starts_ranks}: leave out "
+            "one of the two",
+            ExitCode.USAGE,
+        )
+
+
+def doubts(command: Sequence[str], found: Found, *, append: bool) -> Doubts:
+    """Return why a training may not resume.
+
+    Args:
+        command: CMD.
+        found: in its script.
+        append: the argument is appended where CMD does not say where it goes.
+    """
+    if not append or any(cmd.RESUME_PLACEHOLDER in word for word in command):
+        return Doubts()
+    no_place = unknown = ""
+    deaf = "" if cmd.takes_resume(command) else "CMD is the script of a shell"
+    if deaf := deaf or found.deaf:
+        no_place = (
+            f"{deaf}: the resume argument has no place; say {cmd.RESUME_PLACEHOLDER} where it shall go, or read "
+            f"${cmd.RESUME_VARIABLE}, as the trainer library does; any other script starts from the beginning each time"
+        )
+    if found.strict:
+        unknown = (
+            f"{found.strict}, which a resume appends: it would end there; add that option, or, if it uses the trainer "
+            "library, which needs none, say --no-resume-argument"
+        )
+    return Doubts(no_place=no_place, unknown=unknown)
+
+
+def _candidates(command: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the words that may be the script, and whether it is one of a shell for certain."""
+    if cmd.shell_words(command) is not None:
+        return  # it stands in the line itself
+    after_shell = False
+    for place, word in enumerate(command):
+        if word == "-m":
+            return
+        if word.endswith(".py") or (after_shell and not word.startswith("-")):
+            yield word, after_shell
+            return
+        after_shell = after_shell or cmd.is_shell(word)
+        named = word.endswith(_SHELL_NAMES)
+        if named or (place == 0 and "/" in word):
+            yield word, named
+
+
+def _read(path: Path) -> str | None:
+    """Return the text of a script; None where there is none that could be read."""
+    try:
+        with lines.open_plain(Path(os.path.realpath(path))) as file:
+            data = file.read(BYTES_MAX)
+    except (OSError, ValueError):
+        return None  # on other nodes alone, in a container, or no name of a file
+    return None if b"\0" in data else data.decode(errors="replace")
+
+
+def of_shell(name: str, text: str) -> Found:
+    """Return what a shell script shows."""
+    ranks = everywhere = ""
+    for found in commands(text):
+        where = f"{name}, line {found.line}"
+        program = cmd.starts_everywhere(found.words)
+        if program and not found.assigned:
+            everywhere = everywhere or f"{where}: {program} starts processes on all nodes"
+        elif cmd.kind(found.words) is cmd.Kind.LAUNCHER:
+            ranks = ranks or f"{where}: starts ranks itself: one task a node"
+    deaf = "" if _HEARS_ARGUMENTS.search(text) else f"{name} passes no argument on (no $@ in it)"
+    return Found(starts_ranks=ranks, starts_everywhere=everywhere, deaf=deaf)
+
+
+def commands(text: str) -> Iterator[Command]:
+    """Yield the simple commands of a shell script; of those that only speak of others, none."""
+    for number, line in _logical_lines(text):
+        words: list[str] = []
+        for word in [*_words(line), ";"]:
+            if word.strip(";&|()<>"):
+                words.append(word)
+                continue
+            if found := _command(number, words):
+                yield found
+            words = []
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield lines, joined where a backslash does so, with the number of their first one; no here-documents."""
+    numbered = enumerate(text.splitlines(), start=1)
+    for number, line in numbered:
+        while line.endswith("\\"):
+            line = line[:-1] + " " + next(numbered, (0, ""))[1]  # noqa: PLW2901 - its continuation belongs to it
+        yield number, line
+        if here := _HERE_DOCUMENT.search(line):
+            for _, inside in numbered:
+                if inside.strip() == here["end"]:
+                    break
+
+
+def _words(line: str) -> list[str]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    try:
+        return list(lexer)
+    except ValueError:  # a quotation over several lines, or one that only a shell understands
+        return line.split()
+
+
+def _command(line: int, words: Sequence[str]) -> Command | None:
+    for place, word in enumerate(words):
+        if word in _BEFORE:
+            continue
+        if match := _ASSIGNMENT.fullmatch(word):
+            if place < len(words) - 1:
+                continue
+            value = tuple(match["value"].split())
+            return Command(line=line, words=value, assigned=True) if value else None
+        return None if word in _SPEAKING else Command(line=line, words=tuple(words[place:]))
+    return None
+
+
+def _strict(name: str, text: str) -> str:
+    if not _STRICT_OPTIONS.search(text) or _KNOWS_RESUME.search(text):
+        return ""
+    return f"{name} reads its options and knows no {RESUME_OPTION}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
 import subprocess
 import threading
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer import space
+from stepkeeper_trainer import quotas, space
 from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.steps import newest_verified
 from stepkeeper_trainer.space import MARGIN_BYTES, Needs, estimate, lacking, storage_test
@@ -87,25 +86,8 @@ def test_a_file_system_that_does_not_answer_is_not_waited_for(tmp_path: Path, mo
     assert "has not answered for 0.1 s" in str(lacking(tmp_path, Needs(1, 1), within_s=0.1))
 
 
-def test_quotas_of_the_kernel_are_read() -> None:
-    def answer(hard: int, soft: int, used: int, files_hard: int, files: int, *, valid: int = 0x3F) -> bytes:
-        return struct.pack("=8QI4x", hard, soft, used, files_hard, 0, files, 0, 0, valid)
-
-    assert space.decode_quota(answer(1000, 500, 24 * 1024, 10, 4), "me") == space.Room("me", 976 * 1024, 6)
-    assert space.decode_quota(answer(0, 500, 600 * 1024, 0, 4), "me") == space.Room("me", 0, None)
-    assert space.decode_quota(answer(0, 0, 5, 0, 4), "me") is None
-    assert space.decode_quota(answer(1000, 0, 5, 10, 4, valid=0), "me") is None
-
-
-def test_quotas_of_lustre_are_read() -> None:
-    assert space.parse_lfs_quota("", "me") is None
-    assert space.parse_lfs_quota("Permission denied.", "me") is None
-    assert space.parse_lfs_quota("/lustre 0 0 0 - 0 0 0 -", "me") == space.Room("me", None, None)
-    assert space.parse_lfs_quota("  /lustre/a\n  1200* 1000 1100 6d23h 7 0 10 -", "me") == space.Room("me", 0, 3)
-
-
 def test_a_quota_counts_as_the_disk_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "_kernel_quotas", lambda _: [space.Room("the quota of user 7", 1000, 5)])
+    monkeypatch.setattr(quotas, "ask", lambda _: [quotas.Room("the quota of user 7", 1000, 5)])
 
     assert "the quota of user 7: 1000 bytes left" in str(lacking(tmp_path, Needs(2000, 1)))
     assert "room for 5 more files" in str(lacking(tmp_path, Needs(10, 6)))

@@ -7,13 +7,11 @@ system answers none.  Needs no torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import random
 import shutil
 import struct
-import subprocess
 import threading
 import time
 import uuid
@@ -24,7 +22,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
+from stepkeeper_trainer import quotas
 from stepkeeper_trainer.formats.durable import fsync_directory, write_all
+from stepkeeper_trainer.quotas import Room
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.formats.manifest import Manifest
@@ -39,22 +39,8 @@ MARGIN_BYTES = 64 * 1024 * 1024
 TEST_PREFIX = ".tmp-storage-test."
 _STALE_S = 3600.0
 _PIECE_BYTES = 4 * 1024 * 1024
-_QUOTACTL_FD = 443  # the same number on every architecture since Linux 5.14
-_GET_QUOTA = 0x800007
-_KINDS = ("user", "group", "project")
-_BLOCK_BYTES = 1024  # of quota limits
-_LIMITS_VALID = 1 | 2 | 4 | 8  # block limits, space, inode limits, inodes
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What is left in one place, and by whose account; None: unlimited, or not told."""
-
-    account: str
-    bytes_left: int | None
-    files_left: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,86 +95,7 @@ def room(directory: Path) -> list[Room]:
     status = os.statvfs(directory)
     # some file systems (btrfs, many network ones) make inodes as they need them, and say 0 of 0
     files = status.f_favail if status.f_files else None
-    return [
-        Room("the file system", status.f_bavail * status.f_frsize, files),
-        *_kernel_quotas(directory),
-        *_lustre_quotas(directory),
-    ]
-
-
-def _kernel_quotas(directory: Path) -> list[Room]:
-    """Ask the kernel (ext4, XFS, f2fs); most file systems and older kernels have no answer."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    found = []
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for kind, account in enumerate((os.geteuid(), os.getegid())):
-            answer = ctypes.create_string_buffer(72)
-            command = (_GET_QUOTA << 8) | kind
-            if libc.syscall(_QUOTACTL_FD, descriptor, command, account, answer) != 0:
-                continue
-            if one := decode_quota(answer.raw, f"the quota of {_KINDS[kind]} {account}"):
-                found.append(one)
-    finally:
-        os.close(descriptor)
-    return found
-
-
-def decode_quota(answer: bytes, account: str) -> Room | None:
-    """Read the kernel's `struct if_dqblk`; None where nothing is limited."""
-    hard, soft, used, files_hard, files_soft, files, _, _, valid = struct.unpack("=8QI", answer[:68])
-    if valid & _LIMITS_VALID != _LIMITS_VALID:
-        return None
-    one = Room(account, _left((hard or soft) * _BLOCK_BYTES, used), _left(files_hard or files_soft, files))
-    return one if one.bytes_left is not None or one.files_left is not None else None
-
-
-def _left(limit: int, used: int) -> int | None:
-    return max(0, limit - used) if limit else None
-
-
-def _lustre_quotas(directory: Path) -> list[Room]:
-    """Ask `lfs quota`, where there is one: the kernel's own call does not know Lustre."""
-    lfs = shutil.which("lfs")
-    if lfs is None or _kind_of(directory) != "lustre":
-        return []
-    found = []
-    for option, kind, account in (("-u", "user", os.geteuid()), ("-g", "group", os.getegid())):
-        command = [lfs, "quota", "-q", option, str(account), str(directory)]
-        try:
-            said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_WITHIN_S / 3, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            continue  # quotas are asked for as well as they can be
-        if one := parse_lfs_quota(said.stdout, f"the quota of {kind} {account}"):
-            found.append(one)
-    return found
-
-
-def parse_lfs_quota(text: str, account: str) -> Room | None:
-    """Read the line of `lfs quota -q`: file system, kbytes, quota, limit, grace, files, quota, limit, grace.
-
-    >>> parse_lfs_quota("  /lustre  900  0  1000  -  7*  5  10  6d", "bob")
-    Room(account='bob', bytes_left=102400, files_left=3)
-    """
-    words = text.split()
-    if len(words) != 9:  # noqa: PLR2004 - as the header has
-        return None
-    try:
-        used, soft, hard, files, files_soft, files_hard = (int(words[at].rstrip("*")) for at in (1, 2, 3, 5, 6, 7))
-    except ValueError:
-        return None
-    return Room(account, _left((hard or soft) * 1024, used * 1024), _left(files_hard or files_soft, files))
-
-
-def _kind_of(directory: Path) -> str:
-    """Return the type of the file system that holds a directory; empty where it cannot be told."""
-    wanted = os.stat(directory).st_dev
-    major_minor = f"{os.major(wanted)}:{os.minor(wanted)}"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.split()[2] == major_minor:
-                return line.partition(" - ")[2].split()[0]
-    return ""
+    return [Room("the file system", status.f_bavail * status.f_frsize, files), *quotas.ask(directory)]
 
 
 # A dummy save -----------------------------------------------------------------------------------------------------

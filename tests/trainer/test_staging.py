@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import io
@@ -265,6 +266,56 @@ def test_each_group_begins_on_a_page_and_archives_are_aligned() -> None:
     assert [group[0].start % PAGE_BYTES for group in layout.groups if group] == [0, 0]
     assert set(layout.pieces) == {"1", "2", "3"}
     assert all(piece.data % 64 == 0 for piece in layout.pieces.values() if piece.frame.data_bytes)
+
+
+class FakeGpu:
+    """Stands for the driver where there is none: notes on which device memory is registered."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.current = code, 0
+        self.registered_on: list[int] = []
+
+    def cudart(self) -> FakeGpu:
+        return self
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device):
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    def cudaHostRegister(self, _pointer: int, _size: int, _flags: int) -> int:  # noqa: N802
+        self.registered_on.append(self.current)
+        return self.code
+
+    def cudaHostUnregister(self, _pointer: int) -> int:  # noqa: N802
+        return 0
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that a GPU has it."""
+
+    is_cuda = True
+    device = torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_memory_is_pinned_by_the_gpu_that_has_the_tensors_and_what_cannot_be_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """A thread has a current GPU of its own, the first: each rank of a node would make a context there."""
+    gpu = FakeGpu(code)
+    for name in ("cudart", "device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
+    tensors = {"cpu": torch.rand(3), "w": torch.rand(1000).as_subclass(OnGpu)}
+    staging = Staging(device=True)
+    staging.take(tensors)
+
+    with caplog.at_level("WARNING"):
+        staging.regroup([list(tensors)])
+
+    assert gpu.registered_on == [3]
+    assert ("staging_not_pinned" in caplog.text) == (code != 0)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ from stepkeeper_trainer.comparing import IN_PLACE_BYTES, Hash, InPlace, hash_byt
 from stepkeeper_trainer.copying import Copier
 from stepkeeper_trainer.errors import StateError
 from stepkeeper_trainer.formats.collecting import paused
+from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.serialise import ALIGNMENT, Frame, frame
 
 if TYPE_CHECKING:
@@ -121,9 +123,8 @@ def lay_out(kinds: Mapping[str, Kind], groups: Iterable[Sequence[str]]) -> Layou
 class Arena:
     """Memory of one size, touched; it grows and never shrinks."""
 
-    def __init__(self, *, pinned: bool) -> None:
-        """Prepare; `pinned` for copies from a GPU that run beside it."""
-        self._pinned = pinned
+    def __init__(self) -> None:
+        """Hold nothing yet."""
         self._map: mmap.mmap | None = None
         self._registered: int | None = None
         self.tensor = torch.empty(0, dtype=torch.uint8)
@@ -138,8 +139,11 @@ class Arena:
         """The bytes."""
         return memoryview(b"") if self._map is None else memoryview(self._map)
 
-    def grow(self, size: int) -> None:
-        """Hold at least `size` bytes; the content is lost.  Raises OSError or MemoryError."""
+    def grow(self, size: int, *, pinned: bool) -> None:
+        """Hold at least `size` bytes; the content is lost.  `pinned` for copies from the current GPU beside it.
+
+        Raises OSError or MemoryError.
+        """
         if size <= self.bytes:
             return
         self.release()
@@ -154,7 +158,7 @@ class Arena:
             os.close(descriptor)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.tensor.zero_()  # the page tables too are made now, and not in the first save
-        if self._pinned:
+        if pinned:
             self._pin()
 
     def release(self) -> None:
@@ -170,7 +174,9 @@ class Arena:
         code = torch.cuda.cudart().cudaHostRegister(pointer, self.bytes, 0)  # type: ignore[no-untyped-call]
         if int(code) == 0:
             self._registered = pointer
-        # Otherwise memory stays pageable: copies are slower, and as right.
+        else:
+            why = "copies from the GPU hold training up while they run: look at `ulimit -l` and the memory of the node"
+            warn("staging_not_pinned", bytes=self.bytes, cuda_error=int(code), why=why)
 
 
 class Staging:
@@ -179,7 +185,8 @@ class Staging:
     def __init__(self, *, device: bool | None = None) -> None:
         """Prepare; `device` says whether tensors may live on a GPU (None: if there is one)."""
         self._device = torch.cuda.is_available() if device is None else device
-        self.arena = Arena(pinned=self._device)
+        self._gpu: torch.device | None = None  # that holds tensors; a thread of its own has another one as the current
+        self.arena = Arena()
         self._copier = Copier([], [])
         self._in_place = InPlace()
         self.layout: Layout | None = None
@@ -210,6 +217,8 @@ class Staging:
                 raise StateError(f"{name} is {own.layout} of {own.dtype}: only dense tensors can be saved")
             kinds[name] = (own.dtype, tuple(own.shape))
         self._kinds = kinds
+        gpus = (own.device for own in map(local, tensors.values()) if own.is_cuda and self._device)
+        self._gpu = next(gpus, None)
         self._taken = Signature.of(tensors)
 
     def size_of(self, name: str) -> int:
@@ -231,7 +240,8 @@ class Staging:
         layout = lay_out(self._kinds, groups)
         self.layout, self._places, self._names, self._copier = None, [], [], Copier([], [])
         self._in_place = InPlace(self.large(compared), layout.pieces)
-        self.arena.grow(layout.bytes)
+        with self._on_gpu():
+            self.arena.grow(layout.bytes, pinned=self._gpu is not None)
         flat, view = self.arena.tensor, self.arena.view
         places: list[torch.Tensor] = []
         names: list[str] = []
@@ -259,8 +269,9 @@ class Staging:
         """
         assert self.layout is not None
         with torch.no_grad():
-            if self._device:
-                self._copy_beside(tensors, early or frozenset())
+            if self._gpu is not None:
+                with self._on_gpu():
+                    self._copy_beside(tensors, early or frozenset())
             else:
                 self._copier.copy(self._local(tensors))
                 self._in_place.look(self._compared(tensors))
@@ -270,7 +281,7 @@ class Staging:
 
         With many tensors the look at each and the copying go on beside each other.
         """
-        if self._device or self.signature is None or len(tensors) != len(self.signature.names):
+        if self._gpu is not None or self.signature is None or len(tensors) != len(self.signature.names):
             if not self.fits(tensors):
                 return False
             self.copy(tensors, early)
@@ -319,13 +330,18 @@ class Staging:
         """Let the device finish copying before what it is given next changes the tensors."""
         copied = self._copied
         if copied is not None:
-            torch.cuda.current_stream().wait_event(copied)
+            torch.cuda.current_stream(self._gpu).wait_event(copied)
 
     def finish(self) -> None:
         """Wait until the arena holds everything (in the save's thread)."""
         copied = self._copied
         if copied is not None:
-            copied.synchronize()
+            with self._on_gpu():
+                copied.synchronize()
+
+    def _on_gpu(self) -> AbstractContextManager[object]:
+        """Make the GPU that holds tensors the current one: else each call would make a context on the first GPU."""
+        return nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
 
 
 def _split(

@@ -44,6 +44,15 @@ SHRUNK: tuple[on.Event, ...] = (
     on.Progressed(at=0.0, launch=0, step=1, tokens=1, loss=1.0),
 )
 """A training that could do without a node, which failed its check."""
+SHRUNK_TWICE: tuple[on.Event, ...] = (
+    msgspec.structs.replace(SHRUNK[0], nodes=("a", "b", "c")),
+    *[on.WatcherReady(at=0.0, node=node, bus=1) for node in "abc"],
+    on.NodeFaulted(
+        at=0.0, node="c", incident="i", name="XID 79", action="drain_reboot", leave=True, why="lost", drained=True
+    ),
+    *SHRUNK[3:],
+)
+"""The same, and another one is gone for good."""
 
 
 def _trained(started: on.AttemptStarted, *more: on.Event) -> tuple[on.Event, ...]:
@@ -107,6 +116,23 @@ AGAIN = tuple(  # it failed in most ways before, at the step at which it fails n
         *_FAILURE,
     )
     for count in (1, 2, 3, 5)
+)
+SLOW_SAVES = tuple(  # of which one is in flight, or none
+    _trained(
+        started,
+        *[
+            on.CheckpointCommitted(
+                at=0.0, launch=0, step=2, save_id=name, emergency=False, directory="step_2", bytes=1, seconds=300.0
+            )
+            for name in "abc"
+        ],
+        *more,
+    )
+    for started in STARTS[:2]
+    for more in ((), (on.SaveBegan(at=0.0, launch=0, step=2, save_id="d", emergency=False),))
+)
+FAILED_OFTEN = tuple(  # twice before, and no further step since
+    _trained(msgspec.structs.replace(started, failures=2, best_step=3), *_FAILURE) for started in STARTS
 )
 LEAVING = (*SAVING, *REQUEUEING, *CANCELLED, *ENDING, *ENDED)
 BEGINNINGS = (

@@ -41,6 +41,7 @@ _ANSWERS = (
     {"state": on.JobState.COMPLETING},
     {"state": on.JobState.COMPLETING, "reason": "TimeLimit"},
     {"state": on.JobState.COMPLETING, "restarts": 1},
+    {"state": on.JobState.PENDING, "restarts": 1},
     {"preempt_at": 1.0},
     {"preempt_at": 1.0},
 )
@@ -67,6 +68,8 @@ def realistic(
     for _ in range(draw(st.integers(1, size_max))):
         state = decision.state
         at += draw(pauses)
+        if state.wake_at is not None and draw(st.integers(0, 11)) == 0:
+            at = max(at, state.wake_at)  # nothing happens until then
         if state.wake_at is not None and at >= state.wake_at:
             event: on.Event = on.Tick(at=at)
         elif due and draw(st.integers(0, 4)):
@@ -106,7 +109,15 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
         case do.VerifyCheckpoint():
             return on.CheckpointVerified(at=at, directory=effect.directory, ok=draw(st.booleans())), []
         case do.ClearNodes():
-            unfit = (on.Unfit(node=effect.nodes[-1], why="clock"),) if draw(st.integers(0, 7)) == 0 else ()
+            unfit = draw(
+                st.sampled_from(
+                    (
+                        *[()] * 6,
+                        (on.Unfit(node=effect.nodes[-1], why="clock"),),
+                        tuple(on.Unfit(node=node, why="storage", shared=True) for node in effect.nodes),
+                    )
+                )
+            )
             return on.NodesCleared(at=at, launch=effect.launch, address="a", port=1, unfit=unfit), []
         case do.StartLaunch():
             if draw(st.integers(0, 5)) == 0:

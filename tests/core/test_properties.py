@@ -14,12 +14,22 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.state import Phase, State
-from tests.core.beginnings import AGAIN, FAILED, LEAVING, SHRUNK, TRAINING, UNSEEN
+from tests.core.beginnings import (
+    AGAIN,
+    FAILED,
+    FAILED_OFTEN,
+    LEAVING,
+    SHRUNK,
+    SHRUNK_TWICE,
+    SLOW_SAVES,
+    TRAINING,
+    UNSEEN,
+)
 from tests.core.histories import Turn, any_event, arbitrary, run
 from tests.core.promises import GROWING, POLICY, assert_kept
 from tests.core.realistic import NODES_FAIL, realistic
 
-TICKS_MAX = 60  # from anywhere to DONE: 14 tries of a requeue, and a handful of phases before
+TICKS_MAX = 60  # from anywhere to DONE: some tries of a requeue, and a handful of phases before
 EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "100"))
 ALWAYS_THE_SAME = "STEPKEEPER_EXAMPLES" not in os.environ  # a find of one run only helps nobody in CI
 
@@ -44,7 +54,7 @@ def test_all_promises_are_kept(events):
 
 
 @check
-@given(realistic(POLICY, size_max=12, beginnings=LEAVING))
+@given(realistic(POLICY, size_max=12, beginnings=(*LEAVING, *SLOW_SAVES)))
 def test_they_hold_for_a_run_that_leaves(events):
     """Notices, cancels and the end cross each other here."""
     assert_kept(run(events, POLICY))
@@ -58,14 +68,14 @@ def test_they_hold_for_nodes_that_fail(events):
 
 
 @check
-@given(realistic(POLICY, size_max=12, beginnings=(*FAILED, *AGAIN, *UNSEEN)))
+@given(realistic(POLICY, size_max=12, beginnings=(*FAILED, *FAILED_OFTEN, *AGAIN, *UNSEEN)))
 def test_they_hold_after_a_failure(events):
     """Why it failed, the newest checkpoint and the nodes are found out at the same time, in any order."""
     assert_kept(run(events, POLICY))
 
 
 @check
-@given(realistic(GROWING) | realistic(GROWING, beginnings=(SHRUNK,)))
+@given(realistic(GROWING) | realistic(GROWING, beginnings=(SHRUNK, SHRUNK_TWICE)))
 def test_they_hold_for_a_run_that_grows_back(events):
     """It has more ways: nodes that come and go, saves that end no attempt, requeues that nobody asked for."""
     assert_kept(run(events, GROWING))

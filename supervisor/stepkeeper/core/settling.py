@@ -87,6 +87,8 @@ def settle(state: State, at: float, why: str, policy: Policy) -> Decision:
     assert failure is not None and failure.judged is not None, "the callers look"  # noqa: PT018
     said = failure.judged
     cause = said.cause if said.confidence >= policy.judged_from else Cause.UNKNOWN
+    if cause in OF_NODE and said.node and said.node not in state.launched:
+        cause = Cause.UNKNOWN  # a node that the launch did not run on explains nothing: it was left before
     place = _place(cause, said)
     step = next((each for each in (said.step, failure.step, state.resume_step) if each is not None), None)
     before = next((each for each in state.tried if (each.cause, each.place) == (cause, place)), None)
@@ -153,7 +155,7 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
         case Rung.ROLLBACK:
             return _roll_back(state, at, case, why, policy)
         case Rung.REQUEUE:
-            if case.node and case.cause in (*OF_NODE, Cause.HANG):
+            if case.node in state.nodes and case.cause in (*OF_NODE, Cause.HANG):
                 state = exclude(state, at, case.node, why, policy)
             blame = Blame.NODE if case.cause in OF_NODE else Blame.TRAINING
             return stop(state, at, Plan(next=Next.REQUEUE, why=why, blame=blame, cause=case.cause), policy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
-from stepkeeper.core.ladder import IN_A_STATE, Rung
+from stepkeeper.core.ladder import IN_A_STATE, UNCHARGED, Rung
 from stepkeeper.core.state import Next, Phase
 from tests.core.promises.register import CODES, POLICY, promise
 
@@ -26,6 +26,23 @@ def failures_bound_the_launches_without_progress(turns):
         launches += len(turn.ordered(do.StartLaunch))
         assert launches <= POLICY.failures_max + taken_back
         assert taken_back <= POLICY.node_losses_max + STORAGE_MAX + BY_SLURM
+
+
+@promise
+def each_failed_launch_counts_until_there_is_verified_progress(turns):
+    """A budget that is filled again by anything else bounds nothing."""
+    for turn in turns:
+        before, after = turn.before, turn.after
+        ran_long = before.launched_at is not None and turn.event.at - before.launched_at >= POLICY.unseen_progress_s
+        if after.launch > before.launch:
+            kept = 0 if ran_long and not before.heard else before.failures
+            assert after.failures == kept + after.charged
+        elif after.failures < before.failures:
+            progressed = isinstance(turn.event, on.CheckpointChosen) and after.best_step != before.best_step
+            taken_back = before.charged and not after.charged and after.failures == before.failures - 1
+            assert progressed or taken_back
+        if turn.ordered(do.StartLaunch) and before.launch:
+            assert before.failures < POLICY.failures_max
 
 
 @promise
@@ -103,6 +120,8 @@ def failures_in_the_same_way_go_along_their_row_and_end_with_it(turns):
             assert _ends(turn) if old.stepped_back else turn.ordered(do.RollBack) or after.resume_step is None
         elif row[-1].rung is Rung.STOP and counted >= len(row) - 1:
             assert _ends(turn)
+        if new.cause in UNCHARGED and counted >= len(row):
+            assert after.failures >= before.failures
 
 
 def _ends(turn):

@@ -6,9 +6,8 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.pace import SAVES_ENOUGH
-from stepkeeper.core.phases import all_ready
 from stepkeeper.core.state import LIMIT, Next, Phase
-from tests.core.promises.register import POLICY, promise
+from tests.core.promises.register import POLICY, all_watched, promise
 
 
 @promise
@@ -16,7 +15,7 @@ def every_wait_has_a_deadline(turns):
     """Without one, a lost word would stop a run for ever."""
     for turn in turns:
         state = turn.after
-        free = state.phase is Phase.DONE or (state.phase is Phase.TRAINING and all_ready(state))
+        free = state.phase is Phase.DONE or (state.phase is Phase.TRAINING and all_watched(state))
         assert free or state.deadline_at is not None
         heard = state.phase is Phase.TRAINING and state.heard
         assert not heard or state.hang_at is not None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.phases import all_ready
 from stepkeeper.core.state import Phase
-from tests.core.promises.register import promise
+from tests.core.promises.register import all_watched, promise
 
 
 @promise
@@ -14,7 +13,7 @@ def a_launch_starts_alone_and_only_when_all_is_ready(turns):
     """Two launches at once write the same step directories."""
     for turn in turns:
         for effect in turn.ordered(do.StartLaunch):
-            assert all_ready(turn.before)
+            assert all_watched(turn.before)
             assert turn.before.chosen
             assert turn.before.clearing
             assert isinstance(turn.event, on.NodesCleared)
@@ -74,7 +73,7 @@ def a_restarted_bus_hears_the_standing_order(turns):
     for turn in turns:
         back = isinstance(turn.event, on.WatcherReady) and turn.after.ready != turn.before.ready
         # twice is enough: the first that is back, and all
-        back = back and (len(turn.after.ready) == 1 or all_ready(turn.after))
+        back = back and (len(turn.after.ready) == 1 or all_watched(turn.after))
         if back and turn.before.phase is Phase.SAVING and turn.before.verifying is None:
             assert [e.deadline_at for e in turn.ordered(do.RequestSave)] == [turn.after.deadline_at]
         if back and turn.before.killed and turn.before.running:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import State
 from tests.core.histories import Turn
 
-POLICY = Policy()
-GROWING = Policy(grow_back="checkpoint", unfit_again_s=5.0, unfit_looks_max=3, grow_ask_s=5.0, grow_idle_s=5.0)
+POLICY = Policy(bus_restarts_max=3, node_losses_max=1, requeue_tries_max=4)  # so small that histories use them up
+GROWING = msgspec.structs.replace(
+    POLICY, grow_back="checkpoint", unfit_again_s=5.0, unfit_looks_max=3, grow_ask_s=5.0, grow_idle_s=5.0
+)
 CODES = {int(code): code for code in ExitCode}
 
 Promise = Callable[[list[Turn]], None]
@@ -20,6 +25,11 @@ def promise(holds: Promise) -> Promise:
     """Have a promise checked on every history."""
     _PROMISES.append(holds)
     return holds
+
+
+def all_watched(state: State) -> bool:
+    """Tell whether the watcher of every node answers; in words of our own, so as to find what the rules' are worth."""
+    return all(node in state.ready for node in state.nodes)
 
 
 def assert_kept(turns: list[Turn]) -> None:

@@ -37,8 +37,9 @@ NAMED = {
 PROBLEMS_CODE = 42
 
 
-def doctor(lab: Lab, *options: str) -> tuple[int, dict[str, Any]]:
-    done = lab.run(supervisor_python(), "-m", "stepkeeper", "doctor", "--json", *options, user=USER, check=False)
+def doctor(lab: Lab, *options: str, env: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+    words = (supervisor_python(), "-m", "stepkeeper", "doctor", "--json", *options)
+    done = lab.run(*words, user=USER, env=env, check=False)
     return done.returncode, json.loads(done.stdout)
 
 
@@ -80,6 +81,23 @@ def test_what_is_wrong_with_each_partition_is_named(lab_factory: Callable[..., L
         assert found.items() >= named.items(), (partition, found)
         assert found["ProctrackType"] == "warning"
         assert all(each["remedy"] for each in answer["findings"] if each["level"] in ("warning", "problem")), answer
+
+
+@pytest.mark.campaign
+def test_what_stands_in_cgroup_conf_and_a_container_around_the_supervisor_are_named(
+    lab_factory: Callable[..., Lab],
+) -> None:
+    """`scontrol show config` tells neither; no job runs meanwhile, so nobody else reads the file."""
+    bad = lab_factory(nodes=1, grace_time_s=5, linuxproc=True, slurm_conf=OTHER)
+    settings = bad.directory / "etc" / "cgroup.conf"
+    before = settings.read_text()
+    try:
+        settings.write_text(f"{before}SignalChildrenProcesses=yes\n")
+        _, answer = doctor(bad, env={"APPTAINER_CONTAINER": "/images/torch.sif"})
+    finally:
+        settings.write_text(before)
+    assert levels(answer).items() >= {"SignalChildrenProcesses": "warning", "container": "warning"}.items(), answer
+    assert "SignalChildrenProcesses" not in levels(doctor(bad)[1])
 
 
 def test_a_cluster_in_order_has_no_problem(lab: Lab) -> None:

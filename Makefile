@@ -1,13 +1,15 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign campaign-and-newest campaign-crash coverage-core bench bench-checkpoint bench-recovery lint clean test-slurm-newest
+.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest campaign-crash coverage-core bench bench-checkpoint bench-recovery lint clean test-slurm-newest
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
 # slurmd starts jobs as other users, so a lab needs root; what runs as root leaves nothing in the checkout
-AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 STEPKEEPER_REQUIRE_SLURM=$(STEPKEEPER_REQUIRE_SLURM)
+AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 STEPKEEPER_REQUIRE_SLURM=$(STEPKEEPER_REQUIRE_SLURM) \
+    STEPKEEPER_DURATIONS=$(STEPKEEPER_DURATIONS)
 # more at a time than there are cores: stories mostly wait for Slurm
 AT_ONCE ?= 4
-PYTEST = -p no:cacheprovider -n $(AT_ONCE) --dist worksteal --durations=30 --durations-min=5
+# modules stay together and long tests come first: tests/scheduling.py
+PYTEST = -p no:cacheprovider -n $(AT_ONCE) --dist loadscope --timeout=600 --durations=40 --durations-min=5
 PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap lmod charliecloud-runtime
 V := .venv/bin
 
@@ -46,9 +48,11 @@ test: setup lint  ## all tests, the stories on a real Slurm included
 campaign: setup  ## the long ones: each thing that can befall a run, at each moment
 	$(AS_ROOT) $(V)/python -m pytest -m 'campaign and not newest' $(PYTEST)
 
-# as CI does: one session instead of two, so that nobody waits for the last one twice
-campaign-and-newest: setup  ## both `make campaign` and `make test-slurm-newest`
+newest-slurm: setup  ## build the newest Slurm, where that has not been done
 	$(AS_ROOT) $(V)/python -m tests.lab.newest_or_skip
+
+# as CI does: one session instead of two, so that nobody waits for the last one twice
+campaign-and-newest: newest-slurm  ## both `make campaign` and `make test-slurm-newest`
 	$(AS_ROOT) $(V)/python -m pytest -m 'campaign or newest' $(PYTEST)
 
 campaign-crash: setup  ## killed at every call and request that changes a checkpoint: over 1,000, 8 minutes of a core

@@ -1,11 +1,43 @@
 """Fixtures that every test may use: lab clusters, and the check that none of them left anything behind."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+from tests import scheduling
 from tests.lab import Lab, LabOptions, requirements
 from tests.lab.leaks import leftovers
+
+# A busy machine is no finding.  Where a change is judged, examples are the same each time: others are found by people.
+settings.register_profile(
+    "stepkeeper", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow],
+    derandomize=requirements.required(),
+)  # fmt: skip
+settings.load_profile("stepkeeper")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Bring the tests into the order in which workers get them."""
+    if workers := getattr(config, "workerinput", {}).get("workercount"):
+        scheduling.arrange(items, workers)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> scheduling.Scheduling | None:
+    """Give tests to workers by our own rule, where the command line says that modules stay together."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    config.option.loadscopereorder = False  # not by how many tests there are: by how long they take
+    return scheduling.Scheduling(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Write down how long tests took, where that is asked for."""
+    passed = terminalreporter.stats.get("passed", [])
+    scheduling.write_down(report for report in passed if report.when == "call")
 
 
 @pytest.fixture(scope="session")

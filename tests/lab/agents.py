@@ -25,8 +25,8 @@ from tests.lab import processes
 from tests.lab.cluster import Lab
 from tests.lab.faults import LabError
 
-READY_S = 30.0
-STOP_S = 15.0
+READY_S = 90.0
+STOP_S = 60.0
 GPUS = 2
 BUS = 0x3B
 _used: set[int] = set()
@@ -162,7 +162,7 @@ class Agents:
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,
             check=False,
         )
         if done.returncode:
@@ -201,7 +201,7 @@ class Agents:
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,
             check=False,
         )
         return [json.loads(line) for line in done.stdout.splitlines()]
@@ -211,7 +211,7 @@ class Agents:
         verdict: dict[str, Any] = json.loads((self.directory / node / "run" / "verdict.json").read_text())
         return verdict
 
-    def wait_event(self, node: str, name: str, *, text: str = "", times: int = 1, within_s: float = 20.0) -> None:
+    def wait_event(self, node: str, name: str, *, text: str = "", times: int = 1, within_s: float = 60.0) -> None:
         """Wait until an agent has logged something."""
 
         def found() -> bool:

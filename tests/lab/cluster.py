@@ -24,15 +24,16 @@ from tests.lab import conf, guardian, processes, teardown
 from tests.lab.faults import LabError, LabTimeoutError
 from tests.lab.jobs import Jobs
 from tests.lab.looking import holds_within
+from tests.lab.mounts import LET_GO
 from tests.lab.newest import newest
 from tests.lab.nodes import Nodes
 from tests.lab.options import USERS, LabOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-COMMAND_S = 30.0
-UP_S = 30.0
-DOWN_S = 30.0
+COMMAND_S = 60.0
+UP_S = 90.0
+DOWN_S = 60.0
 SOCKET_PATH_MAX = 100
 PORTS = range(20_000, 32_000)
 """Below the ephemeral ports, which srun and any other program may take at any time."""
@@ -98,7 +99,7 @@ class Lab(Jobs, Nodes):
             self._spawn("slurmctld-backup", self._backup())
         for node in self.node_names:
             self._start_slurmd(node)
-        self.until(lambda: self._all_up() or self._ports_taken(), "idle nodes", UP_S)
+        self.until(lambda: self._ports_taken() or self._all_up(), "idle nodes", UP_S)
         if not self._all_up():
             raise LabError("a port of this lab was taken by somebody else")
 
@@ -230,7 +231,7 @@ class Lab(Jobs, Nodes):
         ours = [f"127.0.0.1 {self.place.hostname}", f"127.0.0.2 {self.place.backup_name}"]
         names = [f"127.0.0.1 {node}" for node in self.node_names]
         hosts.write_text("\n".join([*ours, *names, Path("/etc/hosts").read_text()]))
-        line = f'mount --bind "$0" /etc/hosts && {start}'
+        line = f'{LET_GO}; mount --bind "$0" /etc/hosts && {start}'
         return ["unshare", "--mount", "--uts", "sh", "-c", line, str(hosts), *words]
 
     def _munged(self) -> list[str]:

@@ -24,11 +24,11 @@ from tests.lab import processes, teardown
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TURN_S = 0.5
-REQUEST_S = 5.0
+REQUEST_S = 30.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def request(directory: Path, timeout_s: float = 30.0, **what: Any) -> dict[str, Any]:
+def request(directory: Path, timeout_s: float = 60.0, **what: Any) -> dict[str, Any]:
     """Ask the guardian of a lab for something; the answer has `error` where it could not."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)

@@ -13,7 +13,7 @@ from tests.lab.looking import holds_within
 if TYPE_CHECKING:
     from tests.lab.cluster import Lab
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 ENDED = frozenset(
     (
         "BOOT_FAIL",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.lab.faults import LabError
+from tests.lab.mounts import LET_GO
 
 HOME = Path("/var/tmp/stepkeeper-newest")  # world-writable parent: `_locked` checks whose it is
 RECIPE = Path(__file__).with_suffix(".sh")
@@ -93,7 +94,8 @@ def newest() -> Newest:
 
 def _build(root: Path, built: Newest, log: Path) -> None:
     """Run the recipe.  Its mounts and processes are in namespaces that end with it, however it ends."""
-    argv = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", str(RECIPE), str(root)]
+    within = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", f'{LET_GO}; exec sh "$@"', "sh"]
+    argv = [*within, str(RECIPE), str(root)]
     mirror = os.environ.get(MIRROR_VARIABLE, MIRROR)
     with log.open("w") as output:
         try:

@@ -12,8 +12,8 @@ from tests.lab.faults import LabError
 if TYPE_CHECKING:
     from tests.lab.cluster import Lab
 
-NODE_S = 20.0
-CONTROLLER_S = 20.0
+NODE_S = 60.0
+CONTROLLER_S = 60.0
 
 
 class Nodes:

@@ -20,7 +20,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
 from stepkeeper.store import journal, lines
 
-WITHIN_S = 10.0
+WITHIN_S = 60.0
 
 
 def record(*, at: float = 1000.0, job: int = 7, restarts: int = 0, attempt: int = 0, **more: object) -> journal.Record:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -136,10 +138,13 @@ def steps_of(run_dir: Path) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Return a TCP port that is free now, and that nobody is given who asks for any: those are above 32,000."""
+    for _ in range(1000):
+        number = random.randrange(10_000, 20_000)  # noqa: S311
+        with contextlib.suppress(OSError), socket.socket() as sock:  # taken: another
+            sock.bind(("127.0.0.1", number))
+            return number
+    raise AssertionError("no port is free")
 
 
 @contextmanager

@@ -34,10 +34,10 @@ def s3_server() -> Iterator[str]:
     )
     endpoint = f"http://127.0.0.1:{port}"
     try:
-        limit_at = time.monotonic() + 60
+        limit_at = time.monotonic() + 120
         while True:
             try:
-                urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=5).close()  # noqa: S310
+                urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=30).close()  # noqa: S310
                 break
             except OSError:
                 assert server.poll() is None

@@ -214,7 +214,7 @@ def _mount(*arguments: str) -> None:
 
 
 def _unmount(at: Path) -> None:
-    limit_at = time.monotonic() + 20
+    limit_at = time.monotonic() + 60
     while (done := _run("umount", str(at))).returncode:
         assert time.monotonic() < limit_at, done.stderr
         time.sleep(0.05)
@@ -226,4 +226,4 @@ def _must(*command: str) -> None:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -1,0 +1,80 @@
+"""Which worker plays which test, and when: long ones first and each for itself, so that nobody waits for the last one.
+
+The others go by module, which shares what it has set up.  Which are long is in `durations.txt`: a line for each test,
+with the seconds that it took; `STEPKEEPER_DURATIONS=1 make campaign-and-newest` writes down what it sees.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+TABLE = Path(__file__).with_name("durations.txt")
+VARIABLE = "STEPKEEPER_DURATIONS"
+ALONE_S = 12.0
+"""A test that takes longer is given to whoever is free, without the rest of its module."""
+USUAL_S = 0.5
+LISTED_S = 4.0
+SHARED = "reference"
+"""A fixture that one worker plays for all, while the others would wait for it."""
+
+
+@cache
+def seconds() -> dict[str, float]:
+    """Return what the longer tests take."""
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    return {name: float(took) for took, _, name in (line.partition(" ") for line in lines)}
+
+
+def unit(nodeid: str) -> str:
+    """Return what a test is given away with: itself, or its module."""
+    return nodeid if seconds().get(nodeid, 0.0) >= ALONE_S else nodeid.partition("::")[0]
+
+
+def in_order(names: Iterable[tuple[str, bool]], workers: int) -> list[str]:
+    """Return the units of some tests in the order in which they are given away: the longest first.
+
+    `names`: each test, and whether it needs what one worker makes for all.  Of those that come first, one for each
+    worker, only one does: the others would wait for it.
+    """
+    takes: dict[str, float] = defaultdict(float)
+    waits: set[str] = set()
+    for name, needs_shared in names:
+        takes[unit(name)] += seconds().get(name, USUAL_S)
+        if needs_shared:
+            waits.add(unit(name))
+    longest = sorted(takes, key=lambda each: (-takes[each], each))
+    first = [each for each in longest if each in waits][:1]
+    first += [each for each in longest if each not in waits][: workers - 1]
+    return first + [each for each in longest if each not in first]
+
+
+def arrange(items: list[pytest.Item], workers: int) -> None:
+    """Bring collected tests into that order; within a unit they stay as they are."""
+    units = in_order([(item.nodeid, SHARED in getattr(item, "fixturenames", ())) for item in items], workers)
+    place = {each: number for number, each in enumerate(units)}
+    items.sort(key=lambda item: place[unit(item.nodeid)])
+
+
+class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # its own has no types
+    """Gives units away in the order of the collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit(nodeid)
+
+
+def write_down(reports: Iterable[pytest.TestReport]) -> None:
+    """Take the seconds of these tests over into the table, where that is asked for."""
+    if not os.environ.get(VARIABLE):
+        return
+    known = dict(seconds())
+    for report in reports:
+        known[report.nodeid] = round(report.duration, 1)
+    kept = sorted((-took, name) for name, took in known.items() if took >= LISTED_S)
+    TABLE.write_text("".join(f"{-took:g} {name}\n" for took, name in kept))

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import pytest
+
 from stepkeeper.config import environment
 from stepkeeper.config.keeping import variables
 from stepkeeper.config.settings import RunSettings
 from stepkeeper_trainer.cadence import Rule, choose_rule
 from stepkeeper_trainer.environment import read_environment
+from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.housekeeping import choose_policy
+from stepkeeper_trainer.resuming import choose_limits
 from stepkeeper_trainer.retention import Policy
 
 
@@ -18,6 +22,19 @@ def test_what_the_run_was_given_counts_instead_of_the_script() -> None:
     )
 
 
+def test_the_memory_of_a_node_for_loading_is_shared_by_its_ranks() -> None:
+    told = read_environment(variables(RunSettings(load_memory_gib=2.5)))
+    assert choose_limits(told.load_memory_gib, 8.0, ranks=4).memory_bytes == 640 * 1024**2
+    untold = read_environment(variables(RunSettings()))
+    assert choose_limits(untold.load_memory_gib, 8.0, ranks=4).memory_bytes == 2 * 1024**3
+    assert choose_limits(untold.load_memory_gib, None, ranks=4).memory_bytes == 1024**3, "each rank"
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="load_memory_gib"):
+            choose_limits(None, wrong, ranks=1)
+    with pytest.raises(UsageError, match="STEPKEEPER_LOAD_MEMORY_GIB"):
+        read_environment({"STEPKEEPER_LOAD_MEMORY_GIB": "much"})
+
+
 def test_without_a_setting_the_script_decides() -> None:
     assert variables(RunSettings()) == {}
     read = read_environment(variables(RunSettings()))
@@ -25,5 +42,7 @@ def test_without_a_setting_the_script_decides() -> None:
 
 
 def test_the_variables_are_settings_and_may_come_from_any_place() -> None:
+    read = environment.read({"STEPKEEPER_LOAD_MEMORY_GIB": "2.5"})
+    assert {key: entry.value for key, entry in read.items()} == {"load_memory_gib": 2.5}
     read = environment.read({"STEPKEEPER_CHECKPOINT_EVERY": "30 min", "STEPKEEPER_RETENTION": "all"})
     assert {key: entry.value for key, entry in read.items()} == {"checkpoint_every": "30 min", "retention": "all"}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from stepkeeper_trainer import Keeper, attach, reader, resuming
+from stepkeeper_trainer.loading import Limits
 from tests.trainer.worlds import Kinds, build, kinds, wrong
 
 SAVE_WITHIN_S = 1.0
@@ -35,6 +36,29 @@ def slow_rank(rank: int, directory: Path) -> int:
     )
     assert keeper.resume() == 1
     print(f"rank {rank}: wrong: {wrong(model, optimizer)}", flush=True)
+    return 0
+
+
+def limited(rank: int, directory: Path, *, gib: float) -> int:
+    """Resume with a limit on a node's memory, and say how much of it this rank gives to a load."""
+    load = resuming.load
+
+    def told(*arguments: Any, limits: Limits | None = None) -> None:
+        assert limits is not None
+        print(f"rank {rank} may take {limits.memory_bytes}", flush=True)
+        load(*arguments, limits=limits)
+
+    resuming.load = told  # type: ignore[assignment]
+    model, optimizer = build(dist.get_world_size())
+    keeper = Keeper(
+        model=model,
+        optimizer=optimizer,
+        others={"kinds": Kinds(kinds())},
+        run_dir=directory,
+        resume_from="latest",
+        load_memory_gib=gib,
+    )
+    assert keeper.resume() == 1
     return 0
 
 

@@ -43,6 +43,7 @@ class Environment:
     resume_newest: bool = False  # what a tier has newer than `resume_from` may be taken instead
     checkpoint_every: str | None = None  # counts instead of what the script says
     retention: str | None = None  # the same
+    load_memory_gib: float | None = None  # the same
     skip_data: tuple[Window, ...] = ()
     reliability: tuple[float, float] | None = None  # failures of the infrastructure, and node-hours, of the run so far
 
@@ -86,6 +87,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         resume_newest=environ.get("STEPKEEPER_RESUME_NEWEST") == "1",
         checkpoint_every=environ.get("STEPKEEPER_CHECKPOINT_EVERY") or None,
         retention=environ.get("STEPKEEPER_RETENTION") or None,
+        load_memory_gib=_number(environ, "STEPKEEPER_LOAD_MEMORY_GIB"),
         skip_data=_windows(environ.get("STEPKEEPER_SKIP_DATA", "")),
         reliability=_reliability(environ.get(RELIABILITY_VARIABLE)),
     )
@@ -172,3 +174,13 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f"{name}={text!r} is not a whole number: set it right, or unset it") from None
+
+
+def _number(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{name}={text!r} is not a number: set it right, or unset it") from None

@@ -72,6 +72,7 @@ class Keeper:
         when_busy: WhenBusy = "wait",
         replicas: Replication = "check",
         tiers: Tiers | None = None,
+        load_memory_gib: float | None = None,
     ) -> None:
         """Attach to the supervisor, if there is one.
 
@@ -102,6 +103,8 @@ class Keeper:
                 are compared with it (`ignore`: not); with `save` all copies are saved too.
             tiers: where steps are kept besides the run directory (docs/tiers.md); the variables that `stepkeeper run`
                 sets count instead, where they name any.
+            load_memory_gib: what all ranks of a node together may take to load a step, beyond the state itself; 1 GiB
+                a rank if it is not given.  `STEPKEEPER_LOAD_MEMORY_GIB` counts instead, where it is set.
 
         Raises:
             KeeperError: what is wrong and what to do; uncaught, it ends the process without a traceback.
@@ -121,6 +124,10 @@ class Keeper:
         self._total_steps, self._save_within_s = total_steps, save_within_s
         self._group = attach.new_group(save_within_s)
         self._agreement = Agreement(attach.new_group(AGREE_WITHIN_S))
+        self._nodes = self._agreement.gather(self._environment.node)  # of the ranks
+        self._load_limits = resuming.choose_limits(
+            self._environment.load_memory_gib, load_memory_gib, ranks=self._nodes.count(self._environment.node)
+        )
         self._commits = attach.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
         self.run_dir, self._environment = self._commits.run_directory, self._commits.environment
         stacks.listen(self._environment, self.run_dir, self.rank)
@@ -183,6 +190,7 @@ class Keeper:
             agreement=self._agreement,
             world_size=self.world_size,
             tiering=self._tiering,
+            limits=self._load_limits,
         )
         self._resumed = resumed
         if resumed.step is not None:
@@ -333,8 +341,9 @@ class Keeper:
 
     def _wire(self, resumed: resuming.Resumed) -> Saver:
         """Make what works from the first step on; all ranks at the same time."""
-        nodes = self._agreement.gather(self._environment.node)
-        self._periodic = Periodic(self._rule, rank=self.rank, nodes=len(set(nodes)), seen=self._environment.reliability)
+        self._periodic = Periodic(
+            self._rule, rank=self.rank, nodes=len(set(self._nodes)), seen=self._environment.reliability
+        )
         retention = keep_house(self._commits, self._policy, self._tiering, self.rank)
         self._guard = storage.Guard(
             self._commits.checkpoints,
@@ -343,7 +352,7 @@ class Keeper:
             last=resumed.manifest,
             on_trouble=retention.request if retention is not None else lambda: None,
         )
-        if self._test_bytes and nodes.index(self._environment.node) == self.rank:  # the first rank of its node
+        if self._test_bytes and self._nodes.index(self._environment.node) == self.rank:  # the first rank of its node
             self.listeners.add(storage.StartTest(self._commits, self._test_bytes, self.rank, self._guard.trouble))
         self.listeners.add(self._guard, retention, self._tiering)
         if self._tiering is not None:

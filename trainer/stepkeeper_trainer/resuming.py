@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from stepkeeper_trainer import space
 from stepkeeper_trainer.conditions import warn_of_changes
-from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError
+from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError, UsageError
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError
@@ -26,6 +27,7 @@ from stepkeeper_trainer.formats.steps import (
 )
 from stepkeeper_trainer.formats.verify import known_right
 from stepkeeper_trainer.history import record_start
+from stepkeeper_trainer.loading import Limits
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.reader import CheckedReader, load
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 LATEST = "latest"
 STORAGE_TEST_WITHIN_S = 30.0
+GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ def resume(
     agreement: Agreement,
     world_size: int,
     tiering: Tiering | None = None,
+    limits: Limits | None = None,
 ) -> Resumed:
     """Load `resume_from` into `state`, on all ranks together, and record it in the lineage.
 
@@ -83,12 +87,31 @@ def resume(
         tensors = state.template(reader.read_metadata())
     except OSError as error:
         raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
-    load(reader, tensors, agreement.group)
+    load(reader, tensors, agreement.group, limits=limits)
     state.apply(tensors)
     parent = _record(commits, directory, manifest) if state.rank == 0 else None
     if state.rank == 0:
         say("resumed", step=manifest.step, directory=directory, save_id=manifest.save_id)
     return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory)
+
+
+def choose_limits(environment: float | None, wanted: float | None, *, ranks: int) -> Limits:
+    """Return what loading may take on one of so many ranks of a node.
+
+    Args:
+        environment: GiB of the node, as the run was given it; it counts first.
+        wanted: GiB of the node, as the script says.
+        ranks: on this node.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    gib = environment if environment is not None else wanted
+    if gib is None:
+        return Limits()
+    if not 0 < gib < math.inf:
+        raise UsageError(f"load_memory_gib={gib!r}: give a number of GiB above 0")
+    return Limits(memory_bytes=int(gib * GIB / ranks))
 
 
 def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_size: int) -> str | None:

@@ -99,6 +99,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Which steps are kept, instead of what the script says: `all`, or some of `newest 3`, `every 1000 steps`,
     `every 10 percent`, `epoch ends`, `best loss 2`, with commas between (docs/retention.md)."""
 
+    load_memory_gib: Annotated[float | None, About(unit="GiB", metavar="GIB", least=0.001, most=1e6)] = None
+    """What all ranks of a node together may take to load a step, beyond the state itself, instead of what the script
+    says; where neither says it, 1 GiB a rank."""
+
     local_tier: Annotated[str | None, About(metavar="DIR")] = None
     """A directory on each node's own disk (`%N` is the node's name): steps are written there first, and copied to the
     run directory beside training (docs/tiers.md)."""

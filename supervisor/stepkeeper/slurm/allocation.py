@@ -53,7 +53,8 @@ def is_batch_process(environment: Mapping[str, str]) -> bool:
     missing = [name for name in ("srun", "scontrol", "scancel") if shutil.which(name) is None]
     if "SLURM_JOB_ID" not in environment or "SLURM_JOB_NODELIST" not in environment:
         raise StepkeeperError(
-            "not inside a Slurm job: submit it with `sbatch sbatch/stepkeeper.sbatch CMD ARGS...`",
+            "not inside a Slurm job: `stepkeeper submit -- CMD ARGS...` submits one; in a batch script of your own "
+            "for sbatch the last line is `exec stepkeeper run -- CMD ARGS...`",
             ExitCode.NO_SLURM,
         )
     if missing:

@@ -35,7 +35,7 @@ def test_without_a_notice_a_preemption_costs_what_was_not_saved_at_most(site: La
     """GraceTime=0: Slurm has requeued the job when it tells so.  KillWait is enough for a save, first; then a rank
     stands still, and none can be made: the newest periodic one is what remains."""
     training = Training(
-        site, name="sudden", step_seconds=0.25, every=5, sbatch_args=(f"--partition={SUDDEN}",),
+        site, name="sudden", step_seconds=0.3, every=5, sbatch_args=(f"--partition={SUDDEN}",),
         script=plain_script(site),
     ).submit()  # fmt: skip
     try:

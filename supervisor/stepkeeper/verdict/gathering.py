@@ -24,7 +24,7 @@ from stepkeeper.printing import instant
 from stepkeeper.store import journal, lines
 from stepkeeper.store.logs import ERRORS_NAME, FAILED_NAME
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.verdict import errorfiles, logs, planes, reading, recorded
+from stepkeeper.verdict import errorfiles, logs, planes, reading, recorded, wordless
 from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
 
 FILES_MAX = 4096  # logs of one launch that are read
@@ -57,6 +57,8 @@ class Launch(NamedTuple):
     found: Finding | None = None  # what the rules saw of it while it ran
     told: tuple[Told, ...] = ()  # why it was to end, where that was no failure
     job_id: int = 0  # that it ran in
+    started: on.AttemptStarted | None = None  # its attempt
+    following: on.AttemptStarted | None = None  # the next attempt, where this launch was the last one of its own
 
     @property
     def failed(self) -> bool:
@@ -65,7 +67,8 @@ class Launch(NamedTuple):
         One without an end runs, where it is the newest; else its supervisor was lost before it could say more.
         """
         if self.ended is None:
-            return not self.newest or any(isinstance(event, on.LaunchRefused) for event in self.events)
+            over = not self.newest or self.following is not None
+            return over or any(isinstance(event, on.LaunchRefused) for event in self.events)
         return not (self.ended.finished or self.ended.stopped)
 
 
@@ -81,6 +84,7 @@ def launches(run: RunDirectory) -> list[Launch]:
     seen: dict[tuple[int, int], Finding] = {}
     told: dict[tuple[int, int], list[Told]] = {}
     jobs: dict[tuple[int, int], int] = {}
+    starts: dict[int, on.AttemptStarted] = {}
     between: list[on.Event] = []
     current: tuple[int, int] | None = None
     for record in journal.read(run.journal):
@@ -96,13 +100,11 @@ def launches(run: RunDirectory) -> list[Launch]:
         elif isinstance(event, on.LaunchEnded | on.LaunchRefused):
             key = (record.attempt, event.launch)
             current = key
+        if isinstance(event, on.AttemptStarted):
+            starts[record.attempt] = event
         restarts[key] = record.restart_count
         jobs[key] = record.job_id
-        for effect in record.effects:
-            if isinstance(effect, do.KillRanks):
-                killed.setdefault((record.attempt, effect.launch), event.at)
-            elif isinstance(effect, do.JudgeLaunch) and effect.found is not None:
-                seen[record.attempt, effect.launch] = effect.found
+        _take_orders(record, killed, seen)
         if isinstance(event, on.Progressed):
             continue  # says nothing of the end, and a long run has many
         if current is not None and current[0] == record.attempt:
@@ -111,6 +113,7 @@ def launches(run: RunDirectory) -> list[Launch]:
         else:
             between.append(event)
             current = None
+    last = {attempt: (attempt, launch) for attempt, launch in sorted(found)}.values()
     return [
         Launch(
             attempt,
@@ -123,9 +126,26 @@ def launches(run: RunDirectory) -> list[Launch]:
             found=seen.get((attempt, launch)),
             told=tuple({each.rule: each for each in reversed(told.get((attempt, launch), []))}.values()),
             job_id=jobs.get((attempt, launch), 0),
+            started=starts.get(attempt),
+            following=_following(starts, attempt) if (attempt, launch) in last else None,
         )
         for (attempt, launch), events in sorted(found.items())
     ]
+
+
+def _take_orders(
+    record: journal.Record, killed: dict[tuple[int, int], float], seen: dict[tuple[int, int], Finding]
+) -> None:
+    """Note when the ranks of a launch were killed, and what the rules found in it."""
+    for effect in record.effects:
+        if isinstance(effect, do.KillRanks):
+            killed.setdefault((record.attempt, effect.launch), record.event.at)
+        elif isinstance(effect, do.JudgeLaunch) and effect.found is not None:
+            seen[record.attempt, effect.launch] = effect.found
+
+
+def _following(starts: dict[int, on.AttemptStarted], attempt: int) -> on.AttemptStarted | None:
+    return next((starts[number] for number in sorted(starts) if number > attempt), None)
 
 
 def _told(record: journal.Record) -> Iterator[Told]:
@@ -178,7 +198,14 @@ def of_launch(run: RunDirectory, launch: Launch) -> list[Evidence]:
     Raises:
         OSError: its logs are there and cannot be read.
     """
-    return [*of_journal(launch), *of_logs(run.logs(launch.attempt, launch.launch))]
+    return [*of_journal(launch), *_wordless(run, launch), *of_logs(run.logs(launch.attempt, launch.launch))]
+
+
+def _wordless(run: RunDirectory, launch: Launch) -> list[Evidence]:
+    """Return what tells of an end that nobody wrote down."""
+    if launch.ended is not None or launch.started is None or launch.following is None:
+        return []
+    return wordless.evidence(launch.started, launch.following, wordless.rescuer(run, launch.started))
 
 
 def of_journal(launch: Launch) -> list[Evidence]:

@@ -14,7 +14,7 @@ from stepkeeper.core import events as on
 from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.watcher import messages as lines
-from stepkeeper.watcher.stacks import Life, of_life, rests
+from stepkeeper.watcher.kernel import Life, of_life, rests
 
 WITHIN_S = 60.0
 

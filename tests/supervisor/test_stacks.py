@@ -20,7 +20,8 @@ from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.assignment import Assignment
-from stepkeeper.watcher.stacks import Frame, StackTaker, describe, of_faulthandler, of_py_spy
+from stepkeeper.watcher.frames import Frame, describe, of_faulthandler, of_py_spy
+from stepkeeper.watcher.stacks import StackTaker
 from stepkeeper_trainer.formats import stacks
 
 RANK = """
@@ -69,13 +70,16 @@ def rank(tmp_path: Path):
 
 
 def taken(tmp_path: Path, pids: dict[int, int]) -> dict[int, lines.Stood]:
-    taker = StackTaker(Assignment(run_directory=str(tmp_path), **ASSIGNMENT), "n1")
+    taker = StackTaker(Assignment(run_directory=str(tmp_path), **ASSIGNMENT), "n1", find_spy=lambda: None, apart_s=1.0)
     taker.take(lines.Stacks(launch=3, number=7), pids)
     os.set_blocking(taker.fileno(), True)
-    *stood, last = taker.words()
+    words = taker.words()
+    while not any(isinstance(word, lines.StacksTaken) for word in words):
+        words += taker.words()
+    *words, last = words
     assert last == lines.StacksTaken(node="n1", number=7)
     os.close(taker.fileno())
-    return {each.rank: each for each in stood}
+    return {each.rank: each for each in words if isinstance(each, lines.Stood)}
 
 
 def stop_after_a_stack(pid: int, file: Path) -> None:

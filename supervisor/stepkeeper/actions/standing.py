@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 
+import msgspec
+
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.inbox import Inbox
@@ -26,13 +28,14 @@ class Standing:
         self._wanted: do.CollectStacks | None = None
         self._missing: set[str] = set()
         self._stood: list[lines.Stood] = []
+        self._below: dict[int, str] = {}  # by rank
         self._places: dict[int, list[Place]] = defaultdict(list)
 
     def begin(self, wanted: do.CollectStacks) -> int:
         """Begin a request and return its number, for the watchers."""
         with self._lock:
             self._number += 1
-            self._wanted, self._missing, self._stood = wanted, set(wanted.nodes), []
+            self._wanted, self._missing, self._stood, self._below = wanted, set(wanted.nodes), [], {}
             self._places = defaultdict(list)
             number = self._number
         timer = threading.Timer(wanted.within_s, lambda: self._end(number))
@@ -40,13 +43,16 @@ class Standing:
         timer.start()
         return number
 
-    def heard(self, word: lines.Stood | lines.Entered | lines.StacksTaken) -> None:
+    def heard(self, word: lines.OfStacks) -> None:
         """Take in a watcher's word, on a thread of the bus."""
         with self._lock:
             if word.number != self._number:
                 return
             if isinstance(word, lines.Stood):
                 self._stood.append(word)
+                return
+            if isinstance(word, lines.StoodBelow):
+                self._below[word.rank] = word.where
                 return
             if isinstance(word, lines.Entered):
                 self._places[word.rank].append(word.place)
@@ -62,11 +68,13 @@ class Standing:
             if wanted is None or number != self._number:
                 return
             self._wanted = None
-            stood, missing = sorted(self._stood, key=lambda each: each.rank), sorted(self._missing)
+            said = sorted(self._stood, key=lambda each: each.rank)
+            stood, missing = [with_below(each, self._below.get(each.rank, "")) for each in said], sorted(self._missing)
             places = dict(self._places)
         standstills = collectives.compare(places, (each.rank for each in stood)) if places else ()
         suspect = find_suspect(stood, collectives.find_suspect(standstills))
-        words = (summarise(stood, missing), collectives.in_words(standstills, places))
+        unheard = [node for node in missing if node not in {each.node for each in stood}]
+        words = (summarise(stood, unheard), collectives.in_words(standstills, places))
         self._inbox.put(
             on.StacksCollected(
                 at=self._inbox.clock.now(),
@@ -78,6 +86,11 @@ class Standing:
                 node=suspect.node if suspect is not None else "",
             )
         )
+
+
+def with_below(stood: lines.Stood, below: str) -> lines.Stood:
+    """Add what native code and the kernel do for a rank."""
+    return msgspec.structs.replace(stood, where=f"{stood.where}, {below}") if below else stood
 
 
 def find_suspect(stood: list[lines.Stood], by_collectives: int | None = None) -> lines.Stood | None:

@@ -47,7 +47,7 @@ class Bus:
         attempt: int,
         note: Callable[[str, str], None],
         on_share: Callable[[lines.ShareRead], None],
-        on_stack: Callable[[lines.Stood | lines.Entered | lines.StacksTaken], None] = lambda _: None,
+        on_stack: Callable[[lines.OfStacks], None] = lambda _: None,
         after_s: float = 0.0,
         size: int = 0,
     ) -> None:
@@ -261,7 +261,7 @@ class Bus:
                 self._inbox.put(on.NodeFaulted(at=at, **fields))
             case lines.ShareRead():
                 self._on_share(message)
-            case lines.Stood() | lines.Entered() | lines.StacksTaken():
+            case lines.Stood() | lines.StoodBelow() | lines.Entered() | lines.StacksTaken():
                 self._on_stack(message)
             case lines.Note():
                 self._note(message.node, message.text)

@@ -11,6 +11,7 @@ from stepkeeper.verdict import planes, rules
 from stepkeeper.verdict.causes import Cause, Role
 from stepkeeper.verdict.joining import LIKELY
 from stepkeeper.verdict.reading import LINE_CHARACTERS_MAX
+from stepkeeper.watcher.stacks import NATIVE_WITHIN_S
 
 MADE = "<!-- Made by `python -m stepkeeper.verdict.page docs/verdicts.md` from the rules.  Change them there. -->"
 LEAD = f"""
@@ -45,15 +46,21 @@ A log is read at both ends (0.5 MiB and 4 MiB), lines beyond {LINE_CHARACTERS_MA
 """
 
 
-HANG = """
+HANG = f"""
 Before a training that stands still is ended, each node's watcher collects what its ranks do, twice, seconds apart; all
 of it stays in the launch's logs, below `stacks/`:
 
-- `rank-R.txt`: the stacks of all threads, by py-spy where it is installed, else by Python's faulthandler.
+- `rank-R.txt`: the stacks of all threads, by py-spy where it is installed (on the `PATH` or beside Stepkeeper), else by
+  Python's faulthandler; what the kernel says of each thread and of the rank's children (state, system call, and the
+  file, socket or device that it is about); native stacks, by py-spy alone.
 - `collectives-rank-R.json`: where the rank is in each group's collectives, by torch's flight recorders (NCCL's, and
   that of CPU groups), which a thread of the trainer library asks.
 - `flight-recorder-nccl-rank-R.json`, `flight-recorder-cpu-rank-R.json`: what they said themselves.
 - `nccl-of-rank-R`: NCCL's own dump, where its timeout was shorter than our patience; `torchfrtrace` reads it.
+
+Python's stacks come first.  The native ones have {NATIVE_WITHIN_S:g} s for all ranks of a node; why there are none is
+in the log (`watcher`).  py-spy and the kernel's word on system calls need leave to trace one's own processes:
+`kernel.yama.ptrace_scope = 0` on the nodes.  Without it there are faulthandler's stacks, and where each thread sleeps.
 
 The verdict puts stacks and collectives together:
 
@@ -63,6 +70,10 @@ The verdict puts stacks and collectives together:
 
 | words | meaning |
 | --- | --- |
+| `in cuStreamSynchronize (libcuda.so.1)` | where the rank is below Python: in this function, of that library |
+| `in read of /data/7.bin under mdb_get (liblmdb.so.0)` | the library waits in a system call, for that file |
+| `its process 4711 is in read of /data/7.bin` | a process of the rank's own does, such as a data loader's worker |
+| `was stopped by a signal, and is in step (...)` | it can do nothing; so where it `waits for a device ...` |
 | `rank 2 has not entered it` | it is the one to look at: its stack, its node |
 | `rank 2 does not answer` | it was stopped, is stuck in the kernel, or holds the interpreter's lock: its stack tells |
 | `the ranks disagree at #812` | different collectives, or `all_reduce` of different sizes: an error of the program |

@@ -96,7 +96,7 @@ class ReadNoMore(_Line, frozen=True, kw_only=True, tag="read_no_more"):
 class Stacks(_Line, frozen=True, kw_only=True, tag="stacks"):
     """Take the stacks of the launch's ranks, twice, and where they are in their collectives.
 
-    Answered by `Stood` for each rank, `Entered` for each of its groups, then `StacksTaken`.
+    Answered by `Stood` for each rank, `StoodBelow` for some, `Entered` for each of their groups, then `StacksTaken`.
     """
 
     launch: int
@@ -195,6 +195,15 @@ class Stood(_Line, frozen=True, kw_only=True, tag="stood"):
     idle: bool = False  # it is sure that it computed, read and wrote nothing in between; false: it may have
 
 
+class StoodBelow(_Line, frozen=True, kw_only=True, tag="stood_below"):
+    """What a rank does below Python, after its `Stood`, where that says more."""
+
+    node: str
+    number: int  # of the request
+    rank: int
+    where: str  # in words: `in read of /data/train.bin`
+
+
 class Entered(_Line, frozen=True, kw_only=True, tag="entered"):
     """Where a rank is in one of its groups' collectives."""
 
@@ -243,23 +252,9 @@ class Note(_Line, frozen=True, kw_only=True, tag="note"):
     text: str
 
 
+OfStacks = Stood | StoodBelow | Entered | StacksTaken  # what ranks do that stand still
 ToWatcher = Lease | Save | Kill | Clear | Check | Look | Read | ReadNoMore | Stacks | Quit
-FromWatcher = (
-    Ready
-    | Alive
-    | Signaled
-    | Cleared
-    | Checked
-    | Faulted
-    | ShareRead
-    | Stood
-    | Entered
-    | StacksTaken
-    | Rank
-    | Paced
-    | Lost
-    | Note
-)
+FromWatcher = Ready | Alive | Signaled | Cleared | Checked | Faulted | ShareRead | OfStacks | Rank | Paced | Lost | Note
 
 _encoder = msgspec.json.Encoder()
 _to_watcher: msgspec.json.Decoder[ToWatcher] = msgspec.json.Decoder(ToWatcher)

@@ -1,82 +1,95 @@
-"""What ranks do that stand still: their Python stacks, and what the kernel says of them.
+"""What ranks do that stand still: their stacks, Python's and native ones, and what the kernel says of them.
 
-py-spy tells where it is installed; else the trainer library has Python's faulthandler write them on a signal.  They
-stay in the launch's logs, each taken twice: a rank whose stack has changed is not stuck.  Meanwhile the ranks are asked
-where they are in their collectives (`accounts`).
+Python's come first, quickly: by py-spy where it is installed, else the trainer library has Python's faulthandler write
+them on a signal.  They stay in the launch's logs, each taken twice: a rank whose stack has changed is not stuck.  Then
+py-spy takes the native frames, with a time limit of its own: what goes wrong there is told, and costs nothing else.
+At last the ranks are asked where they are in their collectives (`accounts`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
-import re
-import shutil
-import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
+from stepkeeper.watcher import kernel, spying
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.accounts import Asked, catches
 from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.watcher.frames import Below, Doing, Frame, below, describe, of_faulthandler, of_py_spy, says_it_all
 from stepkeeper_trainer.formats import stacks
 from stepkeeper_trainer.formats.messages import shorten
 
 APART_S = 3.0  # between the two
 DUMP_WITHIN_S = 5.0
+NATIVE_WITHIN_S = 6.0  # for all ranks of the node
+STUCK_FOR_S = 1.5  # ranks that cannot handle a signal are not waited for longer
 SETTLED_S = 0.3  # a file that has not grown for so long is written
-CPU_SHARE = 0.2  # of the time between the two: less is what idle threads use
-READ_LEAST = 64 * 1024
-IDLE_CPU_SHARE = 0.05  # what else runs in an idle rank: heartbeats, threads that look around
-IDLE_SWITCHES = 50  # of the main thread: who is busy with a network or a device sleeps and wakes oftener
 READ_BYTES_MAX = 256 * 1024
-FRAMES_MAX = 200
+WRITTEN_WITHIN_S = 2.0
+RANKS_SHOWN_MAX = 4
 
-_FAULTHANDLER = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
-_PY_SPY = re.compile(r" {4}(?P<function>\S.*?) \((?P<path>[^()]+?)(?::(?P<line>\d+))?\)")
-_COLLECTIVES = re.compile(
-    r"(?:_?all_reduce|_?all_gather|_?all_to_all|_?reduce_scatter|_?broadcast|_?barrier|monitored_barrier|_?gather"
-    r"|_?scatter|_?reduce|recv|send|wait|wait_for_unshard|_wait_for|synchronize)\w*"
-)
-_TORCH = re.compile(r"/torch/(?:distributed|autograd|cuda)/")
-_LOADER = re.compile(r"/torch/utils/data/|/multiprocessing/(?:queues|connection)\.py$")
-_LIBRARY = re.compile(r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<")
-_OURS = re.compile(r"/stepkeeper_trainer/(?!examples/)")
+Word = bus.OfStacks | bus.Note
 
 
-class Frame(NamedTuple):
-    """One line of a stack."""
+class _Files:
+    """Writes into the ranks' files on a thread of its own: the storage of the run may be what the ranks wait for."""
 
-    path: str
-    line: str
-    function: str
+    def __init__(self) -> None:
+        self._wanted: queue.SimpleQueue[tuple[Path, str] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="stack files", daemon=True)
+        self._thread.start()
 
+    def append(self, path: Path, text: str) -> None:
+        if text:
+            self._wanted.put((path, text))
 
-class Doing(NamedTuple):
-    """What a rank does, in words."""
+    def close(self, within_s: float) -> None:
+        """Wait for what is written, but no longer than `within_s` seconds."""
+        self._wanted.put(None)
+        self._thread.join(within_s)
 
-    where: str
-    waits: bool = False  # for other ranks
-    halted: bool = False  # it can do nothing at all
+    def _write(self) -> None:
+        while (wanted := self._wanted.get()) is not None:
+            path, text = wanted
+            # what cannot be written is in the words still
+            with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+                file.write(text)
 
 
 class StackTaker:
     """Takes stacks on a thread; its words are for the watcher's loop, which selects on it."""
 
-    def __init__(self, assignment: Assignment, node: str) -> None:
+    def __init__(
+        self,
+        assignment: Assignment,
+        node: str,
+        *,
+        find_spy: Callable[[], str | None] = spying.find,
+        native_within_s: float = NATIVE_WITHIN_S,
+        apart_s: float = APART_S,
+    ) -> None:
+        """Nothing runs until stacks are wanted; `find_spy` returns py-spy's path, if it is there then."""
         self._assignment = assignment
         self._node = node
-        self._words: queue.SimpleQueue[bus.Stood | bus.Entered | bus.StacksTaken] = queue.SimpleQueue()
+        self._find_spy = find_spy
+        self._native_within_s = native_within_s
+        self._apart_s = apart_s
+        self._words: queue.SimpleQueue[Word] = queue.SimpleQueue()
         self._ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._busy = threading.Lock()
+        self._files: _Files
 
     def fileno(self) -> int:
         """For select."""
         return self._ready
 
-    def words(self) -> list[bus.Stood | bus.Entered | bus.StacksTaken]:
+    def words(self) -> list[Word]:
         """Return what there is to say."""
         os.eventfd_read(self._ready)
         words = []
@@ -89,18 +102,26 @@ class StackTaker:
         if self._busy.acquire(blocking=False):
             threading.Thread(target=self._take, args=(wanted, dict(pids)), name="stacks", daemon=True).start()
 
+    def _say(self, word: Word) -> None:
+        self._words.put(word)
+        os.eventfd_write(self._ready, 1)
+
     def _take(self, wanted: bus.Stacks, pids: dict[int, int]) -> None:
+        self._files = _Files()
         try:
-            first = self._sample(wanted.launch, pids)
-            lived = {rank: of_life(pid) for rank, pid in pids.items()}
-            time.sleep(APART_S)
-            lives_on = {rank: of_life(pid) for rank, pid in pids.items()}
-            second = self._sample(wanted.launch, pids)
-            # behind the stacks: faulthandler does one thing at a time, and drops a signal that comes meanwhile
-            asked = Asked(self._file(wanted.launch, 0).parent.parent, pids)
+            spy = self._find_spy()
+            first = self._sample(spy, wanted.launch, pids)
+            lived = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
+            time.sleep(self._apart_s)
+            lives_on = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
+            second = self._sample(spy, wanted.launch, pids)
+            plain: dict[int, tuple[Frame, ...]] = {}  # ranks of which native frames may say more
             for rank, pid in sorted(pids.items()):
                 frames = second[rank]
-                doing = describe(frames) if frames else of_kernel(pid)
+                stuck = lived[rank].in_device and lives_on[rank].in_device
+                doing = put_together(frames, kernel.of_kernel(pid), stuck=stuck)
+                if frames and not doing.halted and not says_it_all(doing.where):
+                    plain[rank] = frames
                 stood = bus.Stood(
                     node=self._node,
                     number=wanted.number,
@@ -108,179 +129,133 @@ class StackTaker:
                     where=shorten(doing.where),
                     waits=doing.waits,
                     halted=doing.halted,
-                    moved=first[rank] != frames if first[rank] and frames else lives(lived[rank], lives_on[rank]),
-                    idle=rests(lived[rank], lives_on[rank]),
+                    moved=first[rank] != frames
+                    if first[rank] and frames
+                    else kernel.lives(lived[rank], lives_on[rank], self._apart_s),
+                    idle=kernel.rests(lived[rank], lives_on[rank], self._apart_s),
                 )
-                self._words.put(stood)
+                self._say(stood)
+            self._below(spy, wanted, pids, plain)
+            # behind the stacks: faulthandler does one thing at a time, and drops a signal that comes meanwhile; and
+            # whom py-spy holds answers no signal
+            asked = Asked(self._file(wanted.launch, 0).parent.parent, pids)
             for rank, places in sorted(asked.take().items()):
                 for place in places:
-                    self._words.put(bus.Entered(node=self._node, number=wanted.number, rank=rank, place=place))
-            self._words.put(bus.StacksTaken(node=self._node, number=wanted.number))
+                    self._say(bus.Entered(node=self._node, number=wanted.number, rank=rank, place=place))
+            self._files.close(WRITTEN_WITHIN_S)
+            self._say(bus.StacksTaken(node=self._node, number=wanted.number))
         finally:
+            self._files.close(0.0)
             self._busy.release()
-            os.eventfd_write(self._ready, 1)
 
-    def _sample(self, launch: int, pids: dict[int, int]) -> dict[int, tuple[Frame, ...]]:
+    # --- Python -----------------------------------------------------------------------------------
+
+    def _sample(self, spy: str | None, launch: int, pids: dict[int, int]) -> dict[int, tuple[Frame, ...]]:
         """Return the stack of each rank's main thread, the innermost frame first; empty where nobody can tell."""
         files = {rank: self._file(launch, rank) for rank in pids}
-        begun = {rank: _size(path) for rank, path in files.items()}
-        spy = shutil.which("py-spy")
+        until = time.monotonic() + DUMP_WITHIN_S
         found: dict[int, tuple[Frame, ...]] = {}
-        asked: set[int] = set()
-        for rank, pid in pids.items():
-            frames = _by_py_spy(spy, pid, files[rank]) if spy is not None else ()
-            if frames:
-                found[rank] = frames
-            elif catches(pid, stacks.SIGNAL) and _signal(pid):
-                asked.add(rank)
+        spied: dict[int, spying.Spied] = {}
+        if spy is not None:
+            spied = spying.of_each(
+                pids,
+                lambda _, pid: spying.dump(spy, pid, native=False, within_s=until - time.monotonic()),
+                until,
+            )
+            for rank, each in spied.items():
+                self._files.append(files[rank], each.text)
+                found[rank] = of_py_spy(each.text, pids[rank])
+        begun = {rank: _size(path) for rank, path in files.items()}
+        asked = {
+            rank for rank, pid in pids.items() if not found.get(rank) and catches(pid, stacks.SIGNAL) and _signal(pid)
+        }
         give_up_at = time.monotonic() + DUMP_WITHIN_S
-        sizes, since = dict(begun), time.monotonic()
-        while asked and time.monotonic() < give_up_at:
+        sizes = dict(begun)
+        since = ran_at = time.monotonic()
+        while asked and time.monotonic() < min(give_up_at, ran_at + STUCK_FOR_S):
             time.sleep(0.05)
             now = {rank: _size(files[rank]) for rank in asked}
+            if any(now[rank] == begun[rank] and kernel.state_of(pids[rank]) in ("R", "S") for rank in asked):
+                ran_at = time.monotonic()
             if now != {rank: sizes[rank] for rank in asked}:
                 sizes, since = sizes | now, time.monotonic()
             elif all(now[rank] > begun[rank] for rank in asked) and time.monotonic() - since > SETTLED_S:
                 break
-        for rank in asked:
+        for rank in asked:  # a word of ours before would have been taken for theirs
+            self._files.append(files[rank], "" if rank not in spied else f"{spied[rank].problem}\n")
             found[rank] = of_faulthandler(_read(files[rank], begun[rank]))
         return {rank: found.get(rank, ()) for rank in pids}
+
+    # --- below it ---------------------------------------------------------------------------------
+
+    def _below(
+        self, spy: str | None, wanted: bus.Stacks, pids: dict[int, int], plain: Mapping[int, tuple[Frame, ...]]
+    ) -> None:
+        """Write what native code and the kernel do for each rank, and say it where it says more than Python."""
+        calls = {rank: kernel.call_of(pid) for rank, pid in pids.items()}
+        for rank, pid in pids.items():
+            self._files.append(self._file(wanted.launch, rank), kernel.account(pid))
+        until = time.monotonic() + self._native_within_s
+        spied: dict[int, spying.Spied] = {}
+        if spy is not None:
+            spied = spying.of_each(
+                pids,
+                lambda _, pid: spying.dump(spy, pid, native=True, within_s=until - time.monotonic()),
+                until,
+            )
+        problems: dict[str, list[int]] = defaultdict(list)
+        for rank in sorted(pids):
+            found = spied.get(rank, spying.Spied(problem="there was no time left"))
+            if spy is not None:
+                text = found.text or f"no native stack: {found.problem}\n"
+                self._files.append(self._file(wanted.launch, rank), text)
+            if spy is not None and found.problem:
+                problems[found.problem].append(rank)
+            if rank not in plain:
+                continue
+            frames = below(of_py_spy(found.text, pids[rank]), plain[rank]) if found.text else Below()
+            where = in_words(frames, calls[rank], kernel.worker_that_waits(pids[rank]))
+            if where:
+                word = bus.StoodBelow(node=self._node, number=wanted.number, rank=rank, where=shorten(where))
+                self._say(word)
+        for problem, ranks in problems.items():
+            self._say(bus.Note(node=self._node, text=shorten(f"no native stacks of {_numbers(ranks)}: {problem}")))
 
     def _file(self, launch: int, rank: int) -> Path:
         return stacks.file(Path(self._assignment.run_directory), self._assignment.attempt, launch, rank)
 
 
-def describe(frames: tuple[Frame, ...]) -> Doing:
-    """Say what a stack means.
+def put_together(frames: tuple[Frame, ...], seen: Doing, *, stuck: bool) -> Doing:
+    """Say what a rank does by its stack, and by what the kernel says.
 
-    >>> describe((Frame("/p/site-packages/torch/distributed/distributed_c10d.py", "3", "all_reduce"),)).where
-    'waits in all_reduce'
+    Args:
+        frames: of Python; empty where nobody can tell.
+        seen: what the kernel says.
+        stuck: it was in a device or file system before already: many a read is, for a moment.
     """
-    own = next((f for f in frames if not _LIBRARY.search(f.path) and not _OURS.search(f.path)), None)
-    place = f" ({os.path.basename(own.path)}:{own.line} in {own.function})" if own is not None else ""
-    for frame in frames:
-        if _LOADER.search(frame.path):
-            return Doing(f"is in the data loader{place}")
-        if _OURS.search(frame.path):
-            return Doing(f"is in stepkeeper_trainer's {frame.function}{place}", waits=_is_agreeing(frames))
-        if _TORCH.search(frame.path) and _COLLECTIVES.fullmatch(frame.function):
-            return Doing(f"waits in {frame.function}{place}", waits=True)
-        if _TORCH.search(frame.path) and "backward" in frame.function:
-            return Doing(f"is in {frame.function}{place}", waits=True)
-        if frame is own:
-            break
-    if own is not None:
-        return Doing(f"is in {own.function} ({os.path.basename(own.path)}:{own.line})")
-    inner = frames[0]
-    return Doing(f"is in {inner.function} ({inner.path}:{inner.line})")
+    if not frames:
+        return seen
+    doing = describe(frames)
+    if not seen.halted or (seen.in_device and not stuck):
+        return doing
+    return Doing(f"{seen.where}, and {doing.where}", halted=True)
 
 
-def _is_agreeing(frames: tuple[Frame, ...]) -> bool:
-    return any(_TORCH.search(frame.path) for frame in frames)
+def in_words(frames: Below, call: kernel.Call, worker: str = "") -> str:
+    """Say where a rank is below Python, and which process of its own waits; empty where nothing is known of either.
 
-
-def of_faulthandler(text: str) -> tuple[Frame, ...]:
-    """Return the main thread's frames of what faulthandler wrote: it is the last one, or the one that was current."""
-    blocks = re.split(r"\n(?=(?:Current thread|Thread) 0x)", "\n" + text)
-    chosen = next((block for block in blocks if block.startswith("Current thread")), blocks[-1])
-    return tuple(Frame(m["path"], m["line"], m["function"]) for m in _FAULTHANDLER.finditer(chosen))[:FRAMES_MAX]
-
-
-def of_py_spy(text: str) -> tuple[Frame, ...]:
-    """Return the main thread's frames of `py-spy dump`."""
-    blocks = re.split(r"\n(?=Thread )", "\n" + text)
-    chosen = next((block for block in blocks if "MainThread" in block.partition("\n")[0]), "")
-    return tuple(Frame(m["path"], m["line"] or "?", m["function"]) for m in _PY_SPY.finditer(chosen))[:FRAMES_MAX]
-
-
-def of_kernel(pid: int) -> Doing:
-    """Say what the kernel knows of a process whose stack nobody can tell."""
-    state, wchan = "", ""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        wchan = Path(f"/proc/{pid}/wchan").read_text().strip("\0 \n")
-    except (OSError, IndexError):
-        return Doing("is gone", halted=True) if not state else Doing(f"is in state {state}")
-    words = {"T": "was stopped by a signal", "t": "is held by a debugger", "Z": "has ended"}
-    inside = f", in the kernel's {wchan}" if wchan not in ("", "0") else ""
-    if state == "D":
-        return Doing(f"waits for a device or file system, and cannot be interrupted{inside}", halted=True)
-    return Doing(words.get(state, f"is in state {state}{inside}"), halted=state in words)
-
-
-class Life(NamedTuple):
-    """What a process has used."""
-
-    cpu_s: float = 0.0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    switches: int | None = None  # of the main thread, which went to sleep so often; None: not known
-    in_device: bool = False  # it waits for one, or for a file system, and cannot be interrupted
-
-
-def of_life(pid: int) -> Life:
-    """Return what a process has used so far; nothing where the kernel does not say."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        status, io = (Path(f"/proc/{pid}/{name}").read_text() for name in ("status", "io"))
-    except (OSError, IndexError, ValueError):
-        return Life()
-    read, written = (re.search(rf"^{name}: (\d+)", io, re.MULTILINE) for name in ("rchar", "wchar"))
-    slept = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)
-    return Life(
-        cpu_s,
-        int(read[1]) if read else 0,
-        int(written[1]) if written else 0,
-        int(slept[1]) if slept else None,
-        fields[0] == "D",
-    )
-
-
-def lives(before: Life, after: Life) -> bool:
-    """Tell whether a process whose stack nobody can tell does something: it computes, or reads.
-
-    >>> lives(Life(1.0, 0), Life(3.9, 0)), lives(Life(1.0, 0), Life(1.0, 2**20)), lives(Life(1.0, 7), Life(1.01, 9))
-    (True, True, False)
+    >>> in_words(Below("pread64", "mdb_get (liblmdb.so.0)"), kernel.Call("pread64", "/data/train.mdb"))
+    'in pread64 of /data/train.mdb under mdb_get (liblmdb.so.0)'
     """
-    return after.cpu_s - before.cpu_s >= CPU_SHARE * APART_S or after.bytes_read - before.bytes_read >= READ_LEAST
+    inner = str(call) if call.says_something else frames.call
+    words = " under ".join(each for each in (inner, frames.function) if each)
+    return ", ".join(each for each in (f"in {words}" if words else "", worker) if each)
 
 
-def rests(before: Life, after: Life) -> bool:
-    """Tell whether a process is sure to have done nothing; not so where the kernel does not say enough.
-
-    >>> rests(Life(1.0, 7, 7, 100), Life(1.0, 9, 7, 103)), rests(Life(1.0, 7, 7, 100), Life(1.0, 9, 7, 300))
-    (True, False)
-    >>> rests(Life(), Life())
-    False
-    """
-    if before.switches is None or after.switches is None or after.in_device:
-        return False
-    return (
-        after.cpu_s - before.cpu_s < IDLE_CPU_SHARE * APART_S
-        and after.bytes_read - before.bytes_read < READ_LEAST
-        and after.bytes_written - before.bytes_written < READ_LEAST
-        and after.switches - before.switches < IDLE_SWITCHES
-    )
-
-
-def _by_py_spy(program: str, pid: int, path: Path) -> tuple[Frame, ...]:
-    try:
-        done = subprocess.run(
-            [program, "dump", "--pid", str(pid)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=DUMP_WITHIN_S,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        if done.returncode == 0:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(done.stdout)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return of_py_spy(done.stdout) if done.returncode == 0 else ()
+def _numbers(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:RANKS_SHOWN_MAX]))
+    more = f" and {len(ranks) - RANKS_SHOWN_MAX} others" if len(ranks) > RANKS_SHOWN_MAX else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 def _signal(pid: int) -> bool:

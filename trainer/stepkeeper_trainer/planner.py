@@ -7,6 +7,7 @@ else uses.  Between re-plannings one small all-reduce says that nothing has chan
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -47,6 +48,28 @@ class Share:
     def names(self) -> tuple[str, ...]:
         """The tensors that this rank writes."""
         return tuple(index.fqn for index in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A share on its way: what others hold too is told by its places in the rank's own plan.
+
+    Names of all that is replicated, sent to each of a thousand ranks, would be gigabytes on rank 0.
+    """
+
+    items: tuple[MetadataIndex, ...]
+    replicas: tuple[tuple[int, array[int]], ...]  # the number of the group of ranks, and places
+
+    @staticmethod
+    def of(share: Share, plan: SavePlan) -> _Sent:
+        places = {item.index.fqn: place for place, item in enumerate(plan.items)}
+        replicas = ((group, array("I", map(places.__getitem__, names))) for group, names in share.replicas.groups)
+        return _Sent(share.items, tuple(replicas))
+
+    def received(self, plan: SavePlan) -> Share:
+        names = [item.index.fqn for item in plan.items]
+        groups = ((group, tuple(names[place] for place in places)) for group, places in self.replicas)
+        return Share(self.items, Replicas(tuple(groups)))
 
 
 class Planner:
@@ -130,14 +153,14 @@ class Planner:
             try:
                 found = _divide(gathered, to_lowest=self._to_lowest)
                 whole = found[0]
-                shares = [dataclasses.replace(share, metadata=None, groups=()) for share in found]
+                shares = [_Sent.of(share, plan) for share, plan in zip(found, gathered, strict=True)]
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
                 shares = [f"planning failed: {error}"] * self._world_size
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, shares, src=0, group=self._group)
         if isinstance(mine[0], str):
             raise SaveError(mine[0])
-        return whole or cast("Share", mine[0])
+        return whole or cast("_Sent", mine[0]).received(own)
 
 
 def _divide(plans: list[SavePlan], *, to_lowest: bool) -> list[Share]:

@@ -25,7 +25,7 @@ from stepkeeper_trainer.formats.processes import birth
 from stepkeeper_trainer.formats.steps import step_name
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.report import report_name
-from stepkeeper_trainer.tiers.directory import staging_directory
+from stepkeeper_trainer.tiers.directory import TRASH, staging_directory
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.environment import Environment
@@ -174,6 +174,8 @@ class Commits:
         """Remove saves in flight whose writers are dead.  A failure to is logged, and harmless."""
         for directory in (self.run_directory, self.checkpoints):
             clear_temporaries(directory)
+        for path in self.checkpoints.glob(f"{TRASH}{_IN_FLIGHT}*"):
+            shutil.rmtree(path, ignore_errors=True)  # given up, by whomever
         for path in sorted(self.checkpoints.glob(f"{_IN_FLIGHT}*")):
             why = self._dead(path)
             if why is None:

@@ -7,7 +7,6 @@ Only what every rank does is here; rank 0 alone completes a save.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from functools import partial
 from typing import TYPE_CHECKING
@@ -128,7 +127,7 @@ class Persister:
         self._before = (save.summary.step, save.save_id)
         try:
             self._division.learn(share, written)
-        except OSError as error:  # memory: what is on disk is no less committed for it
+        except Exception as error:  # noqa: BLE001  # what is on disk is no less committed for it
             self._staging.signature = None
             warn("regroup_failed", why=error)
 
@@ -143,17 +142,11 @@ class Persister:
         except OSError as error:
             if self._placing is None or save.local is None:
                 raise
+            save.check()  # one that was given up has lost its directory
             self._placing.refused(save.summary.step, error)
-            self._forget_local(save, [sheet.name for sheet in sheets.sheets])
+            self._placing.forget(save.summary.step, save.save_id)
+            save.local = None  # to shared storage from now on
         return in_threads(jobs)
-
-    def _forget_local(self, save: Save, names: list[str]) -> None:
-        """Give the node's disk back what it has of this rank, and write to shared storage from now on."""
-        directory, save.local = save.local, None
-        for name in names:
-            with contextlib.suppress(OSError):  # the disk has failed: it is cleared at the next start
-                if directory is not None:
-                    (directory / name).unlink(missing_ok=True)
 
     def _placed(self, save: Save, written: list[Written]) -> Placed:
         return Placed(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import threading
 import time
 from contextlib import nullcontext
@@ -30,6 +29,7 @@ from stepkeeper_trainer.report import RankReport, publish_failure
 from stepkeeper_trainer.rollcall import Ended
 from stepkeeper_trainer.saves import Save, Summary
 from stepkeeper_trainer.staging import Staging
+from stepkeeper_trainer.tiers.directory import give_up
 from stepkeeper_trainer.worker import Worker
 
 if TYPE_CHECKING:
@@ -352,10 +352,12 @@ class Saver:
             raise
 
     def _make_directory(self, save: Save) -> None:
+        """Make it on rank 0 only, before the ranks agree: one that comes late does not make again what was given up."""
+        if self._rank != 0:
+            return
         try:
             os.makedirs(save.directory, exist_ok=True)  # the run directory keeps others out
-            if self._rank == 0:
-                self._commits.claim(save.directory)
+            self._commits.claim(save.directory)
         except OSError as error:
             raise SaveError(f"{save.directory}: cannot be made: {error.strerror}") from error
 
@@ -373,12 +375,14 @@ class Saver:
     def _tell_failure(self, save: Save) -> None:
         assert save.error is not None
         warn("save_failed", step=save.summary.step, save_id=save.save_id, rank=self._rank, why=save.error)
+        if self._placing is not None and save.local is not None:
+            self._placing.forget(save.summary.step, save.save_id)
         if self._rank == 0:
             self._link.send(
                 SaveFailed(step=save.summary.step, save_id=save.save_id, error=save.error, emergency=save.emergency),
                 keep=True,
             )
-            shutil.rmtree(save.directory, ignore_errors=True)  # gives the space back; nothing of it counts
+            give_up(save.directory)  # gives the space back; nothing of it counts
             return
         with contextlib.suppress(OSError):  # rank 0 hears of it at the next boundary
             report = RankReport(rank=self._rank, save_id=save.save_id, error=save.error)

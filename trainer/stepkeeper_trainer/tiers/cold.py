@@ -8,7 +8,6 @@ are left out.  What was sent is not sent again after a failure or a kill.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import threading
 import time
@@ -24,7 +23,7 @@ from stepkeeper_trainer.tiers.copying import CopyStoppedError, push
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.pace import Pace
-from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError
+from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError, writer_of
 
 BOARD = ".cold-"
 DONE, FAILED = "done-", "failed-"  # and a rank
@@ -32,7 +31,6 @@ RETRY_S, RETRY_MAX_S, TRIES_MAX = 5.0, 300.0, 6
 FAILING_AFTER = 4  # tries: then the end of a run does not wait for the tier any more
 RANKS_WITHIN_S = 3600.0  # the slowest rank's share; then the next step is tried
 _PAUSE_S = 0.5
-_RANK = re.compile(r"__(\d+)_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +44,7 @@ class Going:
 
 def share_of(held: Held, rank: int, world_size: int) -> list[str]:
     """Return the files that a rank sends: its own, where it has written the step."""
-
-    def owner(name: str) -> int:
-        found = _RANK.match(name)
-        return int(found.group(1)) % world_size if found is not None else 0
-
-    return [name for name in held.manifest.files if owner(name) == rank]
+    return [name for name in held.manifest.files if writer_of(name) % world_size == rank]
 
 
 class ColdCopies:

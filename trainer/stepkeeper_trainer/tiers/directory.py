@@ -20,7 +20,7 @@ from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierE
 
 PARTIAL = ".part"
 _STAGING = ".copy-"
-_TRASH = ".trash-"
+TRASH = ".trash-"
 
 
 class DirectoryTier:
@@ -79,7 +79,7 @@ class DirectoryTier:
 
     def remove(self, held: Held) -> None:
         """Remove a step: it has another name at once, and its bytes go afterwards.  Raises OSError."""
-        trash = self.checkpoints / f"{_TRASH}{held.directory}"
+        trash = self.checkpoints / f"{TRASH}{held.directory}"
         os.rename(self.checkpoints / held.directory, trash)
         fsync_directory(self.checkpoints)
         shutil.rmtree(trash, ignore_errors=True)
@@ -98,7 +98,7 @@ class DirectoryTier:
         """Remove what is left of steps older than the newest of `steps` that are none of them.  Raises OSError."""
         removed = []
         for entry in list(os.scandir(self.checkpoints)) if steps else []:
-            prefix = next((each for each in (_STAGING, _TRASH) if entry.name.startswith(each)), None)
+            prefix = next((each for each in (_STAGING, TRASH) if entry.name.startswith(each)), None)
             number = parse_step_name(entry.name.removeprefix(prefix).partition(".")[0]) if prefix else None
             if number is not None and number < steps[0].manifest.step:
                 shutil.rmtree(entry.path, ignore_errors=True)
@@ -109,6 +109,22 @@ class DirectoryTier:
 def staging_directory(checkpoints: Path, step: int, save_id: str) -> Path:
     """Return where a step stands on its way into a directory tier."""
     return checkpoints / f"{_STAGING}{step_name(step)}.{save_id}"
+
+
+def give_up(directory: Path) -> None:
+    """Remove a step that will never be finished.
+
+    It has another name first: who still writes to it by its own makes no file there any more.  What cannot be removed
+    now is cleared at the next start.
+    """
+    trash = directory.with_name(f"{TRASH}{directory.name}")
+    try:
+        os.rename(directory, trash)
+    except FileNotFoundError:
+        return
+    except OSError:
+        trash = directory  # a disk that takes no name may still let go of files
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def write_file(path: Path, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:

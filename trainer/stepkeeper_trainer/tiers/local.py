@@ -16,12 +16,11 @@ from pathlib import Path
 from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, ManifestError
 from stepkeeper_trainer.formats.names import parse_step_name, step_name
-from stepkeeper_trainer.tiers.directory import DirectoryTier, write_file
-from stepkeeper_trainer.tiers.tier import Held
+from stepkeeper_trainer.tiers.directory import TRASH, DirectoryTier, write_file
+from stepkeeper_trainer.tiers.tier import Held, writer_of
 
 ROOM_FACTOR = 1.05  # of what the save before took: manifests and what has grown
 _IN_FLIGHT = ".tmp-step_"
-_TRASH = ".trash-"
 
 
 class LocalTier:
@@ -55,6 +54,15 @@ class LocalTier:
         os.makedirs(directory, exist_ok=True)
         return directory
 
+    def forget(self, step: int, save_id: str, rank: int) -> None:
+        """Give back what one rank has written of a save that is not wanted here; the node's last one ends it."""
+        directory = self.in_flight(step, save_id)
+        with suppress(OSError):  # others have files there still; or the disk has failed: the next start clears it
+            for name in os.listdir(directory):
+                if writer_of(name) == rank:
+                    (directory / name).unlink()
+            directory.rmdir()
+
     def commit(self, held: Held) -> str | None:
         """Turn what this node's ranks have written into a step directory; None where they wrote nothing here.
 
@@ -64,8 +72,16 @@ class LocalTier:
         directory = self.in_flight(held.manifest.step, held.manifest.save_id)
         if not directory.is_dir():
             return self.find(held)
+        try:
+            return self._commit(directory, held)
+        except OSError:
+            with suppress(OSError):  # the next start clears it
+                (directory / MANIFEST_NAME).unlink(missing_ok=True)
+                directory.rmdir()  # where the ranks have taken their files back
+            raise
+
+    def _commit(self, directory: Path, held: Held) -> str:
         path = directory / MANIFEST_NAME
-        path.unlink(missing_ok=True)  # of a try that failed before the rename
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with naming(path):
@@ -133,7 +149,7 @@ class LocalTier:
         for at, held in enumerate(steps):
             if at < self._keep or (at < safe_from and held.manifest.save_id not in given_up):
                 continue
-            trash = self.checkpoints / f"{_TRASH}{held.directory}"
+            trash = self.checkpoints / f"{TRASH}{held.directory}"
             with suppress(OSError):  # the next time then
                 os.rename(self.checkpoints / held.directory, trash)
                 shutil.rmtree(trash, ignore_errors=True)
@@ -145,7 +161,7 @@ class LocalTier:
         removed = []
         with suppress(FileNotFoundError):  # nothing was ever saved here
             for name in os.listdir(self.checkpoints):
-                if name.startswith((_IN_FLIGHT, _TRASH)):
+                if name.startswith((_IN_FLIGHT, TRASH)):
                     shutil.rmtree(self.checkpoints / name, ignore_errors=True)
                     removed.append(name)
         return removed

@@ -25,7 +25,7 @@ from stepkeeper_trainer.formats.manifest import FileEntry
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.pace import Pace
-from stepkeeper_trainer.tiers.tier import Held, TierError, check_chunk
+from stepkeeper_trainer.tiers.tier import Held, TierError, check_chunk, writer_of
 
 KEY_BYTES = 32
 WITHIN_S = 60.0  # of one read or write, and until the receiver has the step's manifest itself
@@ -166,7 +166,7 @@ class PeerCopies:
             for name, entry in held.manifest.files.items():
                 if self._stopping:
                     raise TierError("the process leaves")
-                if _owner(name) in self._ranks and self._local.tier.has_file(held, name, entry):
+                if writer_of(name) in self._ranks and self._local.tier.has_file(held, name, entry):
                     sent += self._send_file(connection, held, name, entry)
         return sent
 
@@ -201,12 +201,6 @@ def next_node(leaders: list[int], own: int) -> int | None:
     (16, 0, None)
     """
     return leaders[(leaders.index(own) + 1) % len(leaders)] if len(leaders) > 1 else None
-
-
-def _owner(name: str) -> int:
-    """Return the rank that wrote a file; rank 0 wrote what names none."""
-    digits = name.removeprefix("__").partition("_")[0]
-    return int(digits) if name.startswith("__") and digits.isdigit() else 0
 
 
 def _proof(key: bytes, challenge: bytes, line: bytes) -> bytes:

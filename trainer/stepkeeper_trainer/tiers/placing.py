@@ -12,7 +12,6 @@ What is complete on its disks only is no step of the run yet: nobody hears `comm
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections import deque
@@ -26,7 +25,7 @@ from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.manifest import PENDING_NAME, FileEntry
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.copying import CopyStoppedError, push
-from stepkeeper_trainer.tiers.directory import file_size, right_chunks, write_file
+from stepkeeper_trainer.tiers.directory import file_size, give_up, right_chunks, write_file
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.pace import Pace
 from stepkeeper_trainer.tiers.rates import Rate, first_tier
@@ -132,6 +131,10 @@ class Placing:
             self.refused(step, error)
             return None
 
+    def forget(self, step: int, save_id: str) -> None:
+        """Give the node's disk back what this rank has written of a save that is not wanted there."""
+        self.local.forget(step, save_id, self._rank)
+
     def refused(self, step: int, error: OSError) -> None:
         """Say that the node's disk did not take a save."""
         warn("local_tier_failed", step=step, rank=self._rank, why=error, instead="shared storage")
@@ -224,6 +227,8 @@ class Placing:
             self._tell_failure(save)
         finally:
             if ending.settled:
+                if save.error is not None and not (self._stopping and save.directory.is_dir()):
+                    self.forget(save.step, save.save_id)  # unless the next launch may go on with it
                 save.settled.set()
 
     def _sealed(self, save: Placed) -> Held:
@@ -240,7 +245,13 @@ class Placing:
     def _part(self, save: Placed, held: Held) -> str | None:
         """Make this node's part a step of its disk, or wait until the node's first rank has; return its name."""
         if self._leads:
-            name = self.local.commit(held)
+            try:
+                name = self.local.commit(held)
+            except OSError as error:
+                if save.is_local:
+                    raise
+                self.refused(save.step, error)  # as it has refused this rank's files: they are on shared storage
+                return None
             if name is not None:
                 say("held_locally", step=save.step, save_id=save.save_id, directory=self.local.checkpoints / name)
                 self._on_local(Held(name, held.manifest, held.raw))
@@ -314,7 +325,7 @@ class Placing:
     def _tell_failure(self, save: Placed) -> None:
         warn("place_failed", step=save.step, save_id=save.save_id, rank=self._rank, why=save.error)
         if self._rank == 0:
-            shutil.rmtree(save.directory, ignore_errors=True)  # gives the space back; nothing of it counts
+            give_up(save.directory)
             if save.give_up is not None:
                 save.give_up(save.error or "")
             return
@@ -325,7 +336,7 @@ class Placing:
 
     def _leave_out(self, save: Placed) -> None:
         """A newer one waits, and is complete: this one stays on the nodes' disks only."""
-        shutil.rmtree(save.directory, ignore_errors=True)
+        give_up(save.directory)
         self._given_up.add(save.save_id)
         save.error = "left out: a newer save is waiting"
         warn(

@@ -124,6 +124,16 @@ class Tier(Protocol):
         ...
 
 
+def writer_of(name: str) -> int:
+    """Return the rank that wrote a file of a step; rank 0 wrote what names none.
+
+    >>> writer_of("__12_0.distcp"), writer_of(".metadata")
+    (12, 0)
+    """
+    digits = name.removeprefix("__").partition("_")[0]
+    return int(digits) if name.startswith("__") and digits.isdigit() else 0
+
+
 def is_right(data: bytes | memoryview, entry: FileEntry, index: int) -> bool:
     """Whether these are the bytes of a chunk."""
     return index < len(entry.chunks) and xxhash.xxh3_128_hexdigest(data) == entry.chunks[index]

@@ -22,7 +22,8 @@ from typing import NamedTuple, TypeVar
 from stepkeeper.watcher.kernel import state_of
 
 NAME = "py-spy"
-AT_ONCE = 4  # processes of one node that are looked at: each look keeps a core busy
+AT_ONCE = 4  # processes of one node that are looked at
+NATIVE_AT_ONCE = 2  # one that reads the symbols of torch takes 0.3 GiB of the job's memory, and keeps a core busy
 WAKE_WITHIN_S = 0.3
 
 Found = TypeVar("Found")
@@ -86,10 +87,19 @@ def _wake(pid: int, before: str, within_s: float = 0.0) -> None:
         time.sleep(0.05)
 
 
-def of_each(pids: Mapping[int, int], look: Callable[[int, int], Found], until: float) -> dict[int, Found]:
-    """Look at several ranks at a time, `look(rank, pid)`; those whose turn has not come `until` then are left out."""
+def of_each(
+    pids: Mapping[int, int], look: Callable[[int, int], Found], until: float, at_once: int = AT_ONCE
+) -> dict[int, Found]:
+    """Look at ranks in their order, several at a time; those whose turn has not come `until` then are left out.
+
+    Args:
+        pids: of each rank.
+        look: called with rank and pid; it has a time limit of its own.
+        until: monotonic seconds.
+        at_once: how many.
+    """
     turns: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    for turn in sorted(pids.items()):
+    for turn in pids.items():
         turns.put(turn)
     found: dict[int, Found] = {}
 
@@ -101,9 +111,9 @@ def of_each(pids: Mapping[int, int], look: Callable[[int, int], Found], until: f
                 return
             found[rank] = look(rank, pid)
 
-    threads = [threading.Thread(target=work, name="look", daemon=True) for _ in range(min(AT_ONCE, len(pids)))]
+    threads = [threading.Thread(target=work, name="look", daemon=True) for _ in range(min(at_once, len(pids)))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()  # each look has a time limit
+        thread.join()
     return found

@@ -115,12 +115,18 @@ class StackTaker:
             time.sleep(self._apart_s)
             lives_on = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
             second = self._sample(spy, wanted.launch, pids)
-            plain: dict[int, tuple[Frame, ...]] = {}  # ranks of which native frames may say more
+            stands: dict[int, int] = {}  # pids of ranks that do
+            plain: dict[int, tuple[Frame, ...]] = {}  # of them, those of which native frames may say more
             for rank, pid in sorted(pids.items()):
                 frames = second[rank]
                 stuck = lived[rank].in_device and lives_on[rank].in_device
                 doing = put_together(frames, kernel.of_kernel(pid), stuck=stuck)
-                if frames and not doing.halted and not says_it_all(doing.where):
+                moved = first[rank] != frames
+                if not first[rank] or not frames:
+                    moved = kernel.lives(lived[rank], lives_on[rank], self._apart_s)
+                if not moved:
+                    stands[rank] = pid
+                if frames and not moved and not doing.halted and not says_it_all(doing.where):
                     plain[rank] = frames
                 stood = bus.Stood(
                     node=self._node,
@@ -129,13 +135,11 @@ class StackTaker:
                     where=shorten(doing.where),
                     waits=doing.waits,
                     halted=doing.halted,
-                    moved=first[rank] != frames
-                    if first[rank] and frames
-                    else kernel.lives(lived[rank], lives_on[rank], self._apart_s),
+                    moved=moved,
                     idle=kernel.rests(lived[rank], lives_on[rank], self._apart_s),
                 )
                 self._say(stood)
-            self._below(spy, wanted, pids, plain)
+            self._below(spy, wanted, stands, plain)
             # behind the stacks: faulthandler does one thing at a time, and drops a signal that comes meanwhile; and
             # whom py-spy holds answers no signal
             asked = Asked(self._file(wanted.launch, 0).parent.parent, pids)
@@ -191,35 +195,46 @@ class StackTaker:
     def _below(
         self, spy: str | None, wanted: bus.Stacks, pids: dict[int, int], plain: Mapping[int, tuple[Frame, ...]]
     ) -> None:
-        """Write what native code and the kernel do for each rank, and say it where it says more than Python."""
+        """Write what native code and the kernel do for each rank that stands, and say it where it says more.
+
+        Args:
+            spy: py-spy.
+            wanted: the request.
+            pids: of the ranks that stand.
+            plain: Python's stacks of those of which native frames may say more.
+        """
         calls = {rank: kernel.call_of(pid) for rank, pid in pids.items()}
+        workers = {rank: kernel.worker_that_waits(pids[rank]) for rank in plain}
         for rank, pid in pids.items():
             self._files.append(self._file(wanted.launch, rank), kernel.account(pid))
-        until = time.monotonic() + self._native_within_s
-        spied: dict[int, spying.Spied] = {}
-        if spy is not None:
-            spied = spying.of_each(
-                pids,
-                lambda _, pid: spying.dump(spy, pid, native=True, within_s=until - time.monotonic()),
-                until,
-            )
-        problems: dict[str, list[int]] = defaultdict(list)
-        for rank in sorted(pids):
-            found = spied.get(rank, spying.Spied(problem="there was no time left"))
-            if spy is not None:
-                text = found.text or f"no native stack: {found.problem}\n"
-                self._files.append(self._file(wanted.launch, rank), text)
-            if spy is not None and found.problem:
-                problems[found.problem].append(rank)
-            if rank not in plain:
-                continue
-            frames = below(of_py_spy(found.text, pids[rank]), plain[rank]) if found.text else Below()
-            where = in_words(frames, calls[rank], kernel.worker_that_waits(pids[rank]))
+        spied = self._spy_below(spy, wanted, {**{rank: pids[rank] for rank in plain}, **pids}) if spy else {}
+        for rank, python in plain.items():
+            text = spied[rank].text if rank in spied else ""
+            frames = below(of_py_spy(text, pids[rank]), python) if text else Below()
+            where = in_words(frames, calls[rank], workers[rank])
             if where:
                 word = bus.StoodBelow(node=self._node, number=wanted.number, rank=rank, where=shorten(where))
                 self._say(word)
+
+    def _spy_below(self, spy: str, wanted: bus.Stacks, pids: dict[int, int]) -> dict[int, spying.Spied]:
+        """Return what py-spy says of native code; why it says nothing is told."""
+        until = time.monotonic() + self._native_within_s
+        spied = spying.of_each(
+            pids,
+            lambda _, pid: spying.dump(spy, pid, native=True, within_s=until - time.monotonic()),
+            until,
+            spying.NATIVE_AT_ONCE,
+        )
+        problems: dict[str, list[int]] = defaultdict(list)
+        for rank in sorted(pids):
+            found = spied.get(rank, spying.Spied(problem="there was no time left"))
+            text = found.text or f"no native stack: {found.problem}\n"
+            self._files.append(self._file(wanted.launch, rank), text)
+            if found.problem:
+                problems[found.problem].append(rank)
         for problem, ranks in problems.items():
             self._say(bus.Note(node=self._node, text=shorten(f"no native stacks of {_numbers(ranks)}: {problem}")))
+        return spied
 
     def _file(self, launch: int, rank: int) -> Path:
         return stacks.file(Path(self._assignment.run_directory), self._assignment.attempt, launch, rank)

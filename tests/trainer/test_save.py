@@ -122,6 +122,22 @@ def test_an_error_of_any_thread_is_an_error_of_the_save(
     assert all(verify(step.path).ok for step in list_steps(tmp_path / "run/checkpoints"))
 
 
+def test_a_large_share_is_split_so_that_no_file_is_too_large_to_be_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dividing, "FILE_BYTES_MIN", 1000)
+    monkeypatch.setattr(dividing, "FILE_BYTES_MAX", 20_000)
+    loop = Loop(tmp_path / "run", size=4096)
+    loop.step(2)
+    assert loop.save() is None
+
+    whole = read_manifest(tmp_path / "run/checkpoints/step_00000002")
+    files = {name: entry.bytes for name, entry in whole.files.items() if name.endswith(".distcp")}
+    assert len(files) > dividing.FILES_MAX
+    assert max(files.values()) < 3 * 20_000, "a tensor is not cut"
+    assert verify(tmp_path / "run/checkpoints/step_00000002").ok
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_stock_dcp_loses_the_error_of_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the writer is our own; when this fails, torch has mended pytorch#191391."""

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.planner import Share
     from stepkeeper_trainer.staging import Piece, Staging
 
-FILES_MAX = 4  # hot ones of a rank, written beside each other
+FILES_MAX = 4  # hot ones of a rank, written beside each other; more where they would be too large
 FILE_BYTES_MIN = 64 * 1024 * 1024  # a share is split where each file still gets so much
+FILE_BYTES_MAX = 4 * 1024 * 1024 * 1024  # about: what a copy to an object store sends again after it was interrupted
 _COLD_FIRST = 100  # cold files are numbered from here
 
 
@@ -154,7 +155,7 @@ def _split_evenly(names: list[str], size_of: Callable[[str], int]) -> list[list[
     """Split into files of about one size, in order; one file where there is not much."""
     sizes = [size_of(name) for name in names]
     total = sum(sizes)
-    count = max(1, min(FILES_MAX, total // FILE_BYTES_MIN))
+    count = max(1, min(FILES_MAX, total // FILE_BYTES_MIN), -(-total // FILE_BYTES_MAX))
     groups: list[list[str]] = []
     at = 0
     for name, size in zip(names, sizes, strict=True):

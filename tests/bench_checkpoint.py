@@ -3,7 +3,7 @@
 Every way to save runs in processes of its own, in turn, and is compared with a warm memory copy of the same
 tensors and with `dd` and fsync of as many bytes, which that very process measures before each save.
 
-    python -m tests.bench_checkpoint [--quick] [--mib 256] [--tensors 100 20000] [--ranks 1 2 4] [--repeats 1]
+    python -m tests.bench_checkpoint [--quick] [--mib 256] [--larger 4096] [--tensors 100 20000] [--ranks 1 2 4]
 
 The page says what was missed, too.
 """
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.bench_loading import load_part, verify_part
+from tests.bench_loading import Row, load_part, verify_part
 from tests.bench_notes import HEAD, NOTES, SAVE_HEAD, TARGETS_HEAD
 from tests.trainer.ranks import free_port
 
@@ -34,7 +34,7 @@ OURS, THREAD = "stepkeeper", "dcp.async_save, thread"
 UNPREPARED = "stepkeeper, planning included"
 PEERS = ("torchsnapshot", "torch_checkpointing")  # measured where they are installed
 WAYS = (OURS, THREAD, "dcp.async_save, process", "dcp.save", "torch.save", *PEERS)
-AT_MORE_RANKS = (OURS, THREAD)
+AT_MORE_RANKS = (OURS, THREAD, "dcp.save", "torchsnapshot")
 LIMIT_S = 1200.0
 Figures = dict[str, float]
 Found = dict[tuple[int, int, str], Figures]  # by ranks, tensors, and the way
@@ -44,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure checkpoints against others and the machine's limits.")
     parser.add_argument("--quick", action="store_true", help="in two minutes: smaller, fewer, two ranks at most")
     parser.add_argument("--mib", type=int, help="of state (default 256)")
+    parser.add_argument("--larger", type=int, nargs="*", default=[], help="MiB: few tensors on one rank, once more")
     parser.add_argument("--tensors", type=int, nargs="+", help="few large and many small (default 100 20000)")
     parser.add_argument("--ranks", type=int, nargs="+", help="default 1 2 4")
     parser.add_argument("--repeats", type=int, default=1, help="of everything, in turn")
@@ -60,8 +61,12 @@ def main() -> None:
     options.ways = options.ways or ([OURS, THREAD] if quick else list(WAYS))
     started_at = time.monotonic()
     lines = ["# Checkpoints", "", HEAD.format(**facts(options)), ""]
+    rows: list[Row] = []
     for part in options.parts:
-        lines += PARTS[part](options)
+        found, reached = PARTS[part](options)
+        lines += found
+        rows += reached
+    lines += targets(rows)
     lines += NOTES.splitlines()
     options.page.write_text("\n".join(lines).rstrip() + "\n")
     print(f"{options.page}, in {(time.monotonic() - started_at) / 60:.0f} minutes")
@@ -81,7 +86,7 @@ def facts(options: argparse.Namespace) -> dict[str, object]:
         "torch": importlib.metadata.version("torch"),
         "isal": "with ISA-L" if importlib.util.find_spec("isal") else "without ISA-L",
         "mib": options.mib,
-        "load": f"{os.getloadavg()[1]:.1f}",
+        "load": f"{os.getloadavg()[0]:.1f}",
     }
 
 
@@ -90,15 +95,20 @@ def facts(options: argparse.Namespace) -> dict[str, object]:
 COLUMNS = ("first blocked", "blocked", "slowed", "durable", "memory")
 
 
-def save_part(options: argparse.Namespace) -> list[str]:
-    """Return the sections on saving, and on what was to be reached."""
+def save_part(options: argparse.Namespace) -> tuple[list[str], list[Row]]:
+    """Return the section on saving, and what it comes to."""
     found: Found = {}
     lines = ["## Saving", "", SAVE_HEAD.format(saves=options.saves, mib=options.mib), ""]
     for ranks in options.ranks:
-        for tensors in options.tensors if ranks < 4 else options.tensors[:1]:
+        for tensors in options.tensors:
             ways = [way for way in options.ways if ranks == 1 or way in AT_MORE_RANKS]
             lines += _table(ranks, tensors, ways, options, found)
-    return [*lines, *targets(found, options)]
+    rows = _reached(found, options)
+    for mib in options.larger:
+        few = argparse.Namespace(**{**vars(options), "mib": mib})
+        larger = _table(1, min(options.tensors), options.ways, few, {})
+        lines += [f"{larger[0]}, {mib} MiB", *larger[1:]]
+    return lines, rows
 
 
 def _table(ranks: int, tensors: int, ways: list[str], options: argparse.Namespace, found: Found) -> list[str]:
@@ -131,10 +141,10 @@ def _table(ranks: int, tensors: int, ways: list[str], options: argparse.Namespac
     return [*lines, ""]
 
 
-def targets(found: Found, options: argparse.Namespace) -> list[str]:
-    """Return what was to be reached, and what was."""
+def _reached(found: Found, options: argparse.Namespace) -> list[Row]:
+    """Return what the figures come to, beside what was to be reached."""
     few, many = min(options.tensors), max(options.tensors)
-    rows: list[tuple[str, float, str, float]] = []  # what, figure, comparison, bound
+    rows: list[Row] = []
 
     def compare(what: str, ranks: int, tensors: int, name: str, bound: float, *, over: str | None = None) -> None:
         own, other = found.get((ranks, tensors, OURS)), found.get((ranks, tensors, over or OURS))
@@ -160,6 +170,11 @@ def targets(found: Found, options: argparse.Namespace) -> list[str]:
     if small is not None and large is not None:
         what = f"a first save without training beside it, planning included: {many} tensors, of {few}"
         rows.append((what, small["first durable_s"] / large["first durable_s"], "<=", 1.5))
+    return rows
+
+
+def targets(rows: list[Row]) -> list[str]:
+    """Return what was to be reached, and what was."""
     lines = ["## What was to be reached", "", TARGETS_HEAD, "", "| | found | target | |", "|---|---|---|---|"]
     for what, figure, sign, bound in rows:
         met = figure <= bound if sign == "<=" else figure >= bound
@@ -200,7 +215,7 @@ def launch(
     return worst | {"durable": min(one["durable"] for one in found)}
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
+PARTS: dict[str, Callable[[argparse.Namespace], tuple[list[str], list[Row]]]] = {
     "save": save_part,
     "load": load_part,
     "verify": verify_part,

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 LIMIT_S = 1200.0
 LOOK_FILES = 4000
 Figures = dict[str, float]
+Row = tuple[str, float, str, float]  # what, the figure, how it is to compare, the bound
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
     if options.worker is not None:
         print(json.dumps(WORKERS[options.worker](options)), flush=True)
         return
-    print("\n".join([*load_part(options), *verify_part(options)]))
+    print("\n".join([*load_part(options)[0], *verify_part(options)[0]]))
 
 
 LOAD_HEAD = """Every rank loads the whole state, {mib} MiB saved by stock DCP, into tensors that are there. *Stock* and
@@ -52,8 +53,9 @@ LOAD_HEAD = """Every rank loads the whole state, {mib} MiB saved by stock DCP, i
 share of Stepkeeper's. *Memory*: the peak beyond the tensors, in MiB. Cold: the page cache was dropped before."""
 
 
-def load_part(options: argparse.Namespace) -> list[str]:
-    """Return the section on loading."""
+def load_part(options: argparse.Namespace) -> tuple[list[str], list[Row]]:
+    """Return the section on loading, and what it comes to."""
+    rows: list[Row] = []
     lines = ["## Loading", "", LOAD_HEAD.format(mib=options.mib), ""]
     columns = ("stock", "stock, cold", "broadcast", "cat", "memory MiB", "stock's memory MiB")
     lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
@@ -65,8 +67,14 @@ def load_part(options: argparse.Namespace) -> list[str]:
                 found["memory MiB"] = _launch("memory", ranks, tensors, directory, options)["MiB"]
                 found["stock's memory MiB"] = _launch("memory of stock", ranks, tensors, directory, options)["MiB"]
                 cells = [f"{found[name]:.2f}" if name in found else "-" for name in columns]
-                lines.append(f"| {ranks} rank{'s' * (ranks > 1)}, {tensors} tensors | {' | '.join(cells)} |")
-    return [*lines, ""]
+                what = f"{ranks} rank{'s' * (ranks > 1)}, {tensors} tensors"
+                lines.append(f"| {what} | {' | '.join(cells)} |")
+                rows += [
+                    (f"load, of stock's speed: {what}", found["stock"], ">=", 1.0),
+                    (f"load, of stock's speed, cold: {what}", found["stock, cold"], ">=", 1.0),
+                ]
+    print("\n".join(lines), flush=True)
+    return [*lines, ""], rows
 
 
 VERIFY_HEAD = """Deep verification reads every byte of {mib} MiB and compares digests: the time of `cat` as a share of
@@ -74,8 +82,9 @@ its own (1 is the speed of reading). Cold: past the page cache, against a `cat` 
 compares names, sizes and coverage, in milliseconds: of a step of {files} files, and of steps of so many tensors."""
 
 
-def verify_part(options: argparse.Namespace) -> list[str]:
-    """Return the section on verification."""
+def verify_part(options: argparse.Namespace) -> tuple[list[str], list[Row]]:
+    """Return the section on verification, and what it comes to."""
+    rows: list[Row] = []
     lines = ["## Verification", "", VERIFY_HEAD.format(mib=options.mib, files=LOOK_FILES), ""]
     lines += ["| | cat | cat, cold | a look, ms |", "|---|---|---|---|"]
     for tensors in options.tensors:
@@ -83,10 +92,13 @@ def verify_part(options: argparse.Namespace) -> list[str]:
             _launch("save", 1, tensors, directory, options)
             found = _launch("verify", 1, tensors, directory, options)
             lines.append(f"| {tensors} tensors | {found['cat']:.2f} | {found['cold']:.2f} | {found['look_ms']:.0f} |")
+            rows.append((f"deep verification, of `cat`: {tensors} tensors", found["cat"], ">=", 0.9))
+            rows.append((f"deep verification, of `cat`, cold: {tensors} tensors", found["cold"], ">=", 0.9))
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="bench-look-") as directory:
         found = _launch("look", 1, 1, directory, options)
         lines.append(f"| {LOOK_FILES} files | - | - | {found['look_ms']:.0f} |")
-    return [*lines, ""]
+    print("\n".join(lines), flush=True)
+    return [*lines, ""], rows
 
 
 def _launch(worker: str, ranks: int, tensors: int, directory: str, options: argparse.Namespace) -> Figures:

@@ -4,6 +4,7 @@ import pytest
 
 from stepkeeper.core import events as on
 from tests.lab import Lab
+from tests.stories.test_first_hour import asked
 from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm
@@ -23,4 +24,6 @@ def test_a_chain_of_time_limited_jobs_needs_neither_a_signal_nor_a_hand(lab: Lab
     if not any(isinstance(record.event, on.SignalReceived) for record in first):  # Slurm may send it a minute early
         assert any(record.why == "the time limit is near" for record in first), training.story()
     assert any(isinstance(record.event, on.CheckpointCommitted) and record.event.emergency for record in first)
+    why = asked(training, "explain", str(training.run_dir), "--attempt", "0")
+    assert "time_limit" in why, why
     assert_complete(training, reference)

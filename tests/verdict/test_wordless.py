@@ -85,3 +85,14 @@ def test_what_its_own_logs_say_outweighs_a_node_that_did_not_come_back(command: 
     build.write_log(run, "n2", b"1: OSError: [Errno 28] No space left on device\n", 0, 0)
 
     assert explained(command, run.path)["cause"] == "storage"
+
+
+def test_a_supervisor_that_heard_of_the_requeue_was_not_lost_with_a_node(command: Command, run: RunDirectory) -> None:
+    """Preempted without grace time and killed before it could say so; the next attempt got other nodes."""
+    requeued = on.JobFacts(state=on.JobState.COMPLETING, slurm_state="COMPLETING", restarts=1)
+    write(run, [FIRST, on.LaunchBegan(at=START + 1, launch=0), on.SlurmAnswered(at=START + 9, job=requeued)])
+    write(run, [again("n3", "n4")], attempt=1)
+
+    document = explained(command, run.path)
+
+    assert (document["cause"], document["rule"]) == ("preempted", "slurm-requeued")

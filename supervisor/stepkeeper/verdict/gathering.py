@@ -205,6 +205,9 @@ def _wordless(run: RunDirectory, launch: Launch) -> list[Evidence]:
     """Return what tells of an end that nobody wrote down."""
     if launch.ended is not None or launch.started is None or launch.following is None:
         return []
+    answers = (event.job for event in launch.events if isinstance(event, on.SlurmAnswered))
+    if any(job is not None and job.restarts > launch.restarts for job in answers):
+        return []  # the supervisor lived to hear of the requeue, and was killed in it: no node was lost
     return wordless.evidence(launch.started, launch.following, wordless.rescuer(run, launch.started))
 
 

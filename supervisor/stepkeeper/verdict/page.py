@@ -29,8 +29,8 @@ A supervisor that finds a launch failed judges it in the same way, while the nex
 cause's row of the ladder (below).  A verdict of less confidence than `policy.judged_from` decides as `unknown` does.
 What the supervisor itself saw is a root too: `progress-silence` (a hang, with what its ranks did, see below),
 `loss-not-finite`, `loss-spike` and `loss-discontinuity` (numerical).  A rank that it killed itself is no evidence.
-Why it had a launch stopped is in the journal: `asked-to-stop` (who, and when), `limit-told`, `left-on-purpose`; where the
-launch failed all the same, that only supports what else is known.
+Why it had a launch stopped is in the journal: `asked-to-stop` (who, and when), `limit-told`, `left-on-purpose`; where
+the launch failed all the same, that only supports what else is known.
 
 ## How evidence is joined
 

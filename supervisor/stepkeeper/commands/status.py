@@ -119,7 +119,8 @@ def _place(run: RunDirectory) -> str:
 def _phase_word(status: Status) -> str:
     if status.phase != Phase.DONE or status.exit_code is None:
         return status.phase
-    return {0: "finished", 10: "requeued", 11: "cancelled", 27: "stopped"}.get(status.exit_code, f"ended ({status.exit_code})")
+    words = {0: "finished", 10: "requeued", 11: "cancelled", 27: "stopped"}
+    return words.get(status.exit_code, f"ended ({status.exit_code})")
 
 
 def _silent(status: Status, now: float) -> bool:

@@ -154,17 +154,8 @@ class Agents:
 
     def inject(self, node: str, code: int, *, gpu: int = 0, text: str = "") -> None:
         """Write an XID of a node's GPU into the kernel log, through the command that sites use."""
-        done = subprocess.run(
-            [self.python, "-m", "stepkeeper", "dev", "inject", "xid", str(code), "--gpu", self.pci(node, gpu)]
-            + (["--text", text] if text else [])
-            + ["--config", self.config(node)],
-            env=self.environment(node),
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
+        words = ["dev", "inject", "xid", str(code), "--gpu", self.pci(node, gpu), *(["--text", text] if text else [])]
+        done = self._run(node, *words)
         if done.returncode:
             raise LabError(f"dev inject: {done.stderr or done.stdout}")
 
@@ -195,8 +186,13 @@ class Agents:
 
     def incidents(self, node: str) -> list[dict[str, Any]]:
         """Return the ledger, as `stepkeeper node incidents --json --all` shows it."""
-        done = subprocess.run(
-            [self.python, "-m", "stepkeeper", "node", "incidents", "--all", "--json", "--config", self.config(node)],
+        done = self._run(node, "node", "incidents", "--all", "--json")
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def _run(self, node: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run one of the commands on a node."""
+        return subprocess.run(
+            [self.python, "-m", "stepkeeper", *words, "--config", self.config(node)],
             env=self.environment(node),
             cwd="/",
             capture_output=True,
@@ -204,7 +200,6 @@ class Agents:
             timeout=90,
             check=False,
         )
-        return [json.loads(line) for line in done.stdout.splitlines()]
 
     def verdict(self, node: str) -> dict[str, Any]:
         """Return what Slurm's hooks read."""

@@ -4,21 +4,19 @@ Built once, in a few minutes, and kept in /var/tmp.  Where it cannot be built (t
 its tests are skipped with the reason; `python -m tests.lab.newest_or_skip` says it loudly.
 """
 
-import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.lab.building import locked
 from tests.lab.faults import LabError
 from tests.lab.mounts import LET_GO
 
-HOME = Path("/var/tmp/stepkeeper-newest")  # world-writable parent: `_locked` checks whose it is
+HOME = Path("/var/tmp/stepkeeper-newest")  # world-writable parent: `locked` checks whose it is
 RECIPE = Path(__file__).with_suffix(".sh")
 MIRROR_VARIABLE = "STEPKEEPER_LAB_MIRROR"
 MIRROR = "http://deb.debian.org/debian"
@@ -73,7 +71,7 @@ def newest() -> Newest:
     """
     if os.geteuid() != 0:
         raise UnavailableError("not root: run under sudo")
-    with _locked():
+    with locked(HOME):
         if (before := found()) is not None:
             return before
         _install_debootstrap()
@@ -146,16 +144,3 @@ def _fingerprint() -> str:
 
 def _end_of(log: Path) -> str:
     return f"{log} ends:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-
-
-@contextmanager
-def _locked() -> Iterator[None]:
-    """Let one process build at a time, in a directory that is ours and nobody else can write."""
-    HOME.mkdir(mode=0o755, exist_ok=True)
-    status = HOME.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022 or HOME.is_symlink():
-        raise LabError(f"{HOME} is not ours alone (owner {status.st_uid}, mode {status.st_mode:o}): remove it")
-    HOME.chmod(0o755)
-    with (HOME / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

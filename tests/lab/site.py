@@ -4,23 +4,20 @@ Two layers, as an administrator would install them below /opt: one with the depe
 project (rebuilt in a second when the sources change).
 """
 
-import fcntl
 import hashlib
-import os
 import pwd
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from tests.lab.building import locked
 from tests.lab.faults import LabError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SITES = Path("/var/tmp/stepkeeper-site")  # world-writable parent: `_locked` checks whose it is
+SITES = Path("/var/tmp/stepkeeper-site")  # world-writable parent: `locked` checks whose it is
 TORCH = REPOSITORY / "tests" / "requirements-torch.txt"
 BUILD_S = 600.0
 PROJECTS_KEPT = 12  # a checkout that changes while another one plays must not take its environment away
@@ -61,7 +58,7 @@ def _works(python: Path, user: str) -> bool:
 
 def _site(*, torch: bool) -> Path:
     interpreter = _interpreter()
-    with _locked():
+    with locked(SITES):
         dependencies = _dependencies(interpreter, torch=torch)
         return _project(dependencies)
 
@@ -157,16 +154,3 @@ def _call(*argv: str | Path) -> None:
     )
     if done.returncode:
         raise LabError(f"{' '.join(map(str, argv))}: {done.stderr.strip()[-2000:]}")
-
-
-@contextmanager
-def _locked() -> Iterator[None]:
-    """Let one process build at a time, in a directory that is ours and nobody else can write."""
-    SITES.mkdir(mode=0o755, exist_ok=True)
-    status = SITES.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022 or SITES.is_symlink():
-        raise LabError(f"{SITES} is not ours alone (owner {status.st_uid}, mode {status.st_mode:o}): remove it")
-    SITES.chmod(0o755)
-    with (SITES / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

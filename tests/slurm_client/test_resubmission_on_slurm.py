@@ -100,8 +100,8 @@ def test_the_job_that_follows_asks_for_what_its_predecessor_asked_for(
     job = lab.submit(script, sbatch_args=words, user=ME)
     control = lab.submit(script, sbatch_args=[f"--dependency=afterany:{job}", *words], user=ME)
     try:
-        lab.wait_job(job, "RUNNING", timeout_s=60)
-        lab.until(lambda: log.exists() and log.read_text().endswith("\n"), f"the answer in {log}", 60)
+        lab.wait_job(job, "RUNNING", timeout_s=120)
+        lab.until(lambda: log.exists() and log.read_text().endswith("\n"), f"the answer in {log}", 120)
         assert log.read_text().startswith("["), log.read_text()
         again, unknown = json.loads(log.read_text())
         new, old = lab.job(again).raw, lab.job(control).raw

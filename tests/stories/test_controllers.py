@@ -42,6 +42,14 @@ def goes_on(training: Training) -> None:
     training.until(begun, "the second attempt")
 
 
+def ends_with_the_backup(training: Training) -> None:
+    """Wait for the requeue, the next attempt and the end."""
+    training.wait_event(on.RequeueAnswered)
+    release_urgent_jobs(training.lab)
+    goes_on(training)
+    training.wait_end()
+
+
 def test_a_primary_controller_that_dies_in_training_is_followed_by_the_backup(lab_factory, reference: Training) -> None:
     """Killed, not stopped: the backup finds out by itself, and then preempts and requeues our job."""
     lab = lab_factory(grace_time_s=20, kill_wait_s=10, backup_controller=True)
@@ -55,10 +63,7 @@ def test_a_primary_controller_that_dies_in_training_is_followed_by_the_backup(la
         training.wait_step(training.step() + 2)
         assert len(training.launches()) == 1, training.story()
         lab.preempt(training.job_id)
-        training.wait_event(on.RequeueAnswered)
-        release_urgent_jobs(lab)
-        goes_on(training)
-        training.wait_end()
+        ends_with_the_backup(training)
         found = lab.job(training.job_id)
     finally:
         lab.start_slurmctld()
@@ -81,10 +86,7 @@ def test_a_primary_that_hangs_in_the_requeue_and_is_ended_is_followed_by_the_bac
             time.sleep(HANGS_S)
             lab.stop_slurmctld(signal.SIGKILL)
         training.until(lambda: answers(lab), "the backup controller", TAKEN_OVER_S)
-        training.wait_event(on.RequeueAnswered)
-        release_urgent_jobs(lab)
-        goes_on(training)
-        training.wait_end()
+        ends_with_the_backup(training)
         found = lab.job(training.job_id)
     finally:
         lab.start_slurmctld()

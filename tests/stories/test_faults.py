@@ -36,7 +36,7 @@ def mend(lab: Lab) -> None:
     for name, node in lab.nodes().items():
         if "DRAIN" in node.state:
             lab.undrain(name)
-    lab.until(lambda: all(node.is_up for node in lab.nodes().values()), "idle nodes", 30)
+    lab.until(lambda: all(node.is_up for node in lab.nodes().values()), "idle nodes", 120)
 
 
 def start(
@@ -177,7 +177,7 @@ def test_two_nodes_at_once_are_left_and_the_breaker_lets_one_be_drained(
 
     assert_complete(training, reference)
     assert not set(bad) & set(training.launches()[-1])
-    lab.until(lambda: len(drained(lab)) == 1, "one drained node", 30)
+    lab.until(lambda: len(drained(lab)) == 1, "one drained node", 120)
     assert set(drained(lab)) < set(bad)
     refused = [node for node in bad if agents.events(node, "alarm")]
     assert len(refused) == 1
@@ -239,7 +239,7 @@ def test_a_requeued_job_does_not_wait_for_slurms_delay(lab_factory: Callable[...
         training = start(lab, own, "hastened", nodes=2)
         lab.preempt(training.job_id)
         training.wait_event(on.RequeueAnswered)
-        lab.until(lambda: lab.job(training.job_id).state == "PENDING", "the requeue", 30)
+        lab.until(lambda: lab.job(training.job_id).state == "PENDING", "the requeue", 120)
         delayed_until = eligible_at(lab, training)
         for urgent in lab.run("squeue", "--noheader", "--name=urgent", "--format=%i").stdout.split():
             lab.release(int(urgent))

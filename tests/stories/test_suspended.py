@@ -40,6 +40,18 @@ TURNS = (
 )
 
 
+def wants_its_cpus(training: Training, partition: str) -> int:
+    """Submit a job that fits beside ours but for the CPUs; return its id."""
+    nodes = training.lab.job(training.job_id).nodes
+    return training.lab.submit(
+        "exec sleep infinity",
+        sbatch_args=[
+            f"--partition={partition}", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--ntasks-per-node=8",
+            "--mem=100", "--job-name=urgent", "--output=/dev/null",
+        ],
+    )  # fmt: skip
+
+
 def suspensions(training: Training) -> list[float]:
     return [record.event.seconds for record in training.events(on.StoodStill)]
 
@@ -93,14 +105,7 @@ def test_a_job_that_a_gang_suspends_for_an_urgent_one_goes_on_after_it(lab_facto
     training = Training(lab, name="gang", step_seconds=0.2, sbatch_args=("--partition=low",)).submit()
     training.wait_step(13)
 
-    nodes = lab.job(training.job_id).nodes
-    urgent = lab.submit(
-        "exec sleep infinity",
-        sbatch_args=[
-            "--partition=high", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--ntasks-per-node=8",
-            "--mem=100", "--job-name=urgent", "--output=/dev/null",
-        ],
-    )  # fmt: skip
+    urgent = wants_its_cpus(training, "high")
     lab.wait_job(training.job_id, "SUSPENDED")
     lab.wait_job(urgent, "RUNNING")
     time.sleep(AWAY_S)
@@ -117,14 +122,7 @@ def test_jobs_that_take_turns_on_a_node_are_not_hung(lab_factory, reference: Tra
     training = Training(lab, name="turns", step_seconds=1.0, sbatch_args=("--partition=turns",)).submit()
     training.wait_step(8)
 
-    nodes = lab.job(training.job_id).nodes
-    other = lab.submit(
-        "exec sleep infinity",
-        sbatch_args=[
-            "--partition=turns", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--ntasks-per-node=8",
-            "--mem=100", "--job-name=urgent", "--output=/dev/null",
-        ],
-    )  # fmt: skip
+    other = wants_its_cpus(training, "turns")
     lab.wait_job(training.job_id, "SUSPENDED", timeout_s=60)
     lab.wait_job(other, "RUNNING")
     lab.wait_job(training.job_id, "RUNNING", timeout_s=60)

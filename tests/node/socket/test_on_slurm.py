@@ -89,10 +89,10 @@ class Node:
     def answers(self, job_id: int, restart: int = 0, user: str = "games") -> list[str]:
         """Wait for what the job was answered."""
         path = self.lab.workdir(user) / f"answers-{job_id}-{restart}"
-        self.lab.until(path.exists, f"{path}: {self.lab.output(job_id)}", 30.0)
+        self.lab.until(path.exists, f"{path}: {self.lab.output(job_id)}", 120.0)
         return list(json.loads(path.read_text()))
 
-    def word(self, event: str, job_id: int, within_s: float = 20.0) -> dict[str, Any]:
+    def word(self, event: str, job_id: int, within_s: float = 60.0) -> dict[str, Any]:
         """Wait for a line of the agent's log."""
 
         def found() -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 READ_THREADS = 2  # each new step is read once to be counted: training has the other cores
 READ_BYTES_PER_S = 2e9
+BEHIND_STEPS = 3  # committed while it reads older ones: it is too slow for them
 STOP_WITHIN_S = 5.0  # it stops between two reads, unless the storage hangs
 
 
@@ -33,6 +34,8 @@ class Retention:
     def __init__(self, commits: Commits, policy: Policy) -> None:
         """Prepare; nothing is done before the first commit."""
         self._blocked: str | None = None
+        self._look, self._meanwhile = 0, 0  # the look that is under way, and commits since it began
+        self._behind = False
         self._pruner = Pruner(
             commits.checkpoints,
             policy,
@@ -44,7 +47,23 @@ class Retention:
 
     def committed(self, _step: CommittedStep) -> None:
         """Look at the steps soon."""
+        if self._pruner.looking:
+            self._note_late(self._pruner.looks)
         self._pruner.request()
+
+    def _note_late(self, look: int) -> None:
+        """Say it once when steps come faster than they are read: they pile up, for only read ones are removed."""
+        self._meanwhile = self._meanwhile + 1 if look == self._look else 1
+        self._look = look
+        if self._meanwhile < BEHIND_STEPS or self._behind:
+            return
+        self._behind = True
+        warn(
+            "retention_behind",
+            steps=self._meanwhile,
+            why=f"older ones are still being read, by rank 0 alone and at most at {READ_BYTES_PER_S / 1e9:g} GB/s, and "
+            "removed: save less often, or have all nodes read with `--read-back all`",
+        )
 
     def request(self) -> None:
         """Look at the steps soon, for space is short."""

@@ -336,6 +336,8 @@ class Pruner:
     on_error: Callable[[Exception], object]
     fence: Callable[[], object] = lambda: None
     reading: Reading | None = None
+    looks: int = 0  # begun so far
+    looking: bool = False
     _wanted: threading.Event = field(default_factory=threading.Event)
     _stopped: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -365,6 +367,7 @@ class Pruner:
             try:
                 if len(list_steps(self.checkpoints)) <= self.policy.keep_last:
                     continue  # nothing to remove: nothing need be read to find out
+                self.looks, self.looking = self.looks + 1, True
                 outcome = prune(
                     self.checkpoints,
                     self.policy,
@@ -377,3 +380,5 @@ class Pruner:
             except Exception as error:  # noqa: BLE001  # retention must never end training
                 with contextlib.suppress(Exception):  # saying it must not end the thread either
                     self.on_error(error)
+            finally:
+                self.looking = False

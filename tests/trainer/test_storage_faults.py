@@ -77,7 +77,7 @@ def test_a_disk_that_was_gone_is_well_again_though_another_mount_namespace_still
     os.sync()
     with subprocess.Popen(["unshare", "--mount", "sleep", "60"]) as other:
         try:
-            mounts, limit_at = Path(f"/proc/{other.pid}/mountinfo"), time.monotonic() + 30
+            mounts, limit_at = Path(f"/proc/{other.pid}/mountinfo"), time.monotonic() + 60
             own = os.readlink("/proc/self/ns/mnt")
             while os.readlink(f"/proc/{other.pid}/ns/mnt") == own or str(disk.at) not in mounts.read_text():
                 assert time.monotonic() < limit_at

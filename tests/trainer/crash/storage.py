@@ -28,7 +28,7 @@ from tests.trainer.crash.training import digests, train, train_on
 
 SAVES = 3  # that are made at least
 STEPS_MAX = 60
-TRIES = 6
+TRIES = 20
 INJECTED = tuple(f"injected {name}" for name in ("EIO", "ESTALE", "EDQUOT", "ENOSPC", "EROFS"))
 
 

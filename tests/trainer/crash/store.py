@@ -32,7 +32,7 @@ from tests.trainer.s3_server import s3_server, variables
 
 NAME = "copy to an object store"
 BEFORE_ALL = "before"  # prefix in the store
-TRIES = 3
+TRIES = 8
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import storage, visible
 from stepkeeper.doctor.finding import Finding, Level
 
-MOUNT_WITHIN_S = 20.0
+MOUNT_WITHIN_S = 90.0
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tests.reading.conftest import Command, command, run
 
 __all__ = ["command", "run"]  # fixtures of the reading commands
 
-WITHIN_S = 30.0
+WITHIN_S = 90.0
 
 
 def _of_a_terminal() -> None:

@@ -11,7 +11,7 @@ from stepkeeper.sources.inbox import Inbox
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats.messages import shorten
 
-ANSWER_S = 20.0
+ANSWER_S = 90.0
 
 
 def started(*said: bytes) -> tuple[Bus, Inbox]:

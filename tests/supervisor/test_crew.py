@@ -20,7 +20,7 @@ from stepkeeper_trainer.formats.manifest import read_manifest
 from tests.trainer.test_verify import flip, make_big, total
 
 OWN = "n0"
-ANSWER_S = 30.0
+ANSWER_S = 90.0
 SMALL = Limits(shared_mib_min=0.25)  # a step of some hundred KiB counts as large
 
 

@@ -22,7 +22,7 @@ from stepkeeper_trainer.formats import lineage, steps
 from stepkeeper_trainer.formats.lease import Lease, write
 from tests.reading import build
 
-WITHIN_S = 20.0
+WITHIN_S = 90.0
 LEASE = Lease(job_id=7, restart_count=0, attempt=1, node="n1", pid=1, taken_at=0.0)
 
 

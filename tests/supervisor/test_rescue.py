@@ -208,7 +208,7 @@ def record(at, *, nodes):
 
 
 def wait_for_journal(directory):
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 90
     while not list(journal.read(directory / "journal.jsonl")):
         assert time.monotonic() < limit
         time.sleep(0.01)

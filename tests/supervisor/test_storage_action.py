@@ -8,7 +8,7 @@ from stepkeeper.core import events as on
 from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
 
-WITHIN_S = 30.0
+WITHIN_S = 90.0
 
 
 def outcome(directory: Path, effect: do.TestStorage) -> on.StorageTested:

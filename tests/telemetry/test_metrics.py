@@ -31,7 +31,7 @@ from stepkeeper.telemetry.textfile import TextFile
 from tests.seeing.build import START, Journal
 
 DOCS = Path(__file__).parents[2] / "docs"
-WITHIN_S = 20.0
+WITHIN_S = 90.0
 EVIL = 'a"b\\c\nd\udcffé'
 
 

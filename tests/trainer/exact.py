@@ -121,7 +121,7 @@ def _befall(fall: Fall, keeper: Keeper, directory: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         return
     if fall.how == "in flight":
-        limit_at = time.monotonic() + 20
+        limit_at = time.monotonic() + 90
         while not list((directory / "checkpoints").glob(".tmp-step_*/__*")):
             if time.monotonic() > limit_at or keeper._saver is None or not keeper._saver.busy:
                 break

@@ -35,7 +35,7 @@ def small_keeper(directory: Path, **options: Any) -> Keeper:
 def save_and_wait(keeper: Keeper) -> None:
     keeper.save()
     assert keeper._saver is not None
-    assert keeper._saver.wait(time.time() + 30)
+    assert keeper._saver.wait(time.time() + 90)
 
 
 class Falling(dcp.FileSystemWriter):
@@ -113,7 +113,7 @@ def interleaved(rank: int, directory: Path, *, library: str) -> int:
         saved.result()
     else:
         assert keeper._saver is not None
-        assert keeper._saver.wait(time.time() + 20)
+        assert keeper._saver.wait(time.time() + 90)
     print(f"rank {rank}: saved", flush=True)
     return 0
 

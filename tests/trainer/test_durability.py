@@ -40,7 +40,7 @@ for step in range(5 if width == 1 else 2):
     optimizer.step()
     keeper.step_done(loss=1.0)
     keeper.save()
-    assert keeper._saver.wait(time.time() + 30)
+    assert keeper._saver.wait(time.time() + 90)
 """
 
 COMMIT = re.compile(r'"([^"]+/\.tmp-step_[^"/]+)", "[^"]+/step_\d+"')

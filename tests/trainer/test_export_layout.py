@@ -50,7 +50,7 @@ def saved(run_dir: Path, model: nn.Module) -> Path:
     keeper.resume()
     keeper.save()
     assert keeper._saver is not None
-    assert keeper._saver.wait(time.time() + 20)
+    assert keeper._saver.wait(time.time() + 90)
     [step] = list_steps(run_dir / "checkpoints")
     return step.path
 
@@ -174,7 +174,7 @@ def test_a_run_starts_from_an_export_and_then_from_its_own_steps(tmp_path: Path)
     _step(net, keeper)
     keeper.save()
     assert keeper._saver is not None
-    assert keeper._saver.wait(time.time() + 20)
+    assert keeper._saver.wait(time.time() + 90)
 
     again, keeper = start(resume_from="latest")
     assert keeper.resume() == 1

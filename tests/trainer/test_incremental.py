@@ -146,7 +146,7 @@ class Adapted:
         self.keeper.save()
         saver = self.keeper._saver
         assert saver is not None
-        assert saver.wait(time.time() + 30), saver.last
+        assert saver.wait(time.time() + 90), saver.last
         return self.run_dir / f"checkpoints/step_{self.keeper.step:08d}"
 
 

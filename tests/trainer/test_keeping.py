@@ -50,5 +50,5 @@ def test_a_run_directory_that_does_not_take_the_record_harms_no_training(
     loop.keeper.save()
 
     assert loop.keeper._saver is not None
-    assert loop.keeper._saver.wait(time.time() + 20)
+    assert loop.keeper._saver.wait(time.time() + 90)
     assert "keeping_unrecorded" in caplog.text

@@ -60,7 +60,7 @@ class Loop:
     def save(self) -> str | None:
         """Save and return the error."""
         self.keeper.save()
-        assert self.last.settled.wait(30)
+        assert self.last.settled.wait(90)
         return self.last.error
 
     def committed(self) -> list[int]:
@@ -248,7 +248,7 @@ def test_the_state_is_that_of_the_boundary_though_training_goes_on(
     loop.keeper.save()
     loop.step(3)
     gate.open.set()
-    assert loop.last.settled.wait(30)
+    assert loop.last.settled.wait(90)
 
     target = {str(n): torch.zeros(64) for n in range(8)}
     dcp.load({"model": target}, checkpoint_id=tmp_path / "run/checkpoints/step_00000002")
@@ -292,15 +292,15 @@ def test_a_periodic_save_that_meets_another_does_what_it_was_told(
     loop.step(4)
     if when_busy == "cancel":
         gate.open.set()
-        assert loop.last.settled.wait(30)
+        assert loop.last.settled.wait(90)
         assert "cancelled: the save of step 4 is due" in str(loop.last.error)
         loop.step()
     else:
         loop.step(2)
         gate.open.set()
-        assert loop.last.settled.wait(30)
+        assert loop.last.settled.wait(90)
         loop.step(2)
-    assert loop.last.settled.wait(30)
+    assert loop.last.settled.wait(90)
 
     assert loop.committed() == committed
     assert len(list((tmp_path / "run/checkpoints").glob(".tmp-*"))) == 0
@@ -321,18 +321,18 @@ def test_a_save_for_which_another_was_cancelled_is_not_cancelled_itself(
     loop = Loop(tmp_path / "run", checkpoint_every_steps=2, when_busy="cancel")
     loop.step(4)
     gate.open.set()
-    assert loop.last.settled.wait(30)
+    assert loop.last.settled.wait(90)
     gate.open.clear()
     gate.reached.clear()
     loop.step()
     assert loop.last.summary.step == 5
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(90)
 
     loop.step(3)
     assert loop.last.summary.step == 5
     assert loop.last.cancelled is None
     gate.open.set()
-    assert loop.last.settled.wait(30)
+    assert loop.last.settled.wait(90)
 
     assert loop.committed() == [5]
 
@@ -356,7 +356,7 @@ def test_an_emergency_gives_up_the_save_in_flight_only_if_there_is_no_time_for_b
         _, address = sock.recvfrom(2048)
         loop.step(2)
         first = loop.last
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(90)
         loop.saver.persist_s = 5.0  # what saves have taken so far
         request = SaveRequest(request_id=1, stop=True, deadline_at=time.time() + left_s)
         sock.sendto(encode(request), address)
@@ -419,7 +419,7 @@ def test_several_optimizers_an_average_and_a_scaler_come_back(tmp_path: Path) ->
     scaler.load_state_dict(scaler.state_dict() | {"scale": 3.0})
     keeper.save()
     assert keeper._saver is not None
-    assert keeper._saver.wait(time.time() + 30)
+    assert keeper._saver.wait(time.time() + 90)
     expected = _train(model, optimizers, keeper, 4)
 
     other, restored, again, scaler_again, second = build("latest")

@@ -61,7 +61,7 @@ class Training:
     def save(self) -> None:
         self.keeper.save()
         assert self.keeper._saver is not None
-        assert self.keeper._saver.wait(time.time() + 30)
+        assert self.keeper._saver.wait(time.time() + 90)
 
 
 def _with_loader(run_dir: Path, *, resume: bool, restore: bool = True) -> list[float]:
@@ -151,7 +151,7 @@ def _accumulate(run_dir: Path, *, resume: bool, stop_at: tuple[int, int] | None 
         training.step(loss)
         losses.append(loss)
         if training.keeper._saver is not None and training.keeper._saver.busy:
-            assert training.keeper._saver.wait(time.time() + 30)
+            assert training.keeper._saver.wait(time.time() + 90)
     return losses
 
 

@@ -26,7 +26,7 @@ from tests.trainer.test_keeper import Loop
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
-WITHIN_S = 30.0
+WITHIN_S = 90.0
 
 
 def until(condition: Callable[[], bool]) -> None:

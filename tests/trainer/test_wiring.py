@@ -35,7 +35,7 @@ def saves(said: str, rank: int) -> list[int]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    limit_at = time.monotonic() + 20
+    limit_at = time.monotonic() + 90
     while not condition():
         assert time.monotonic() < limit_at, "not met in time"
         time.sleep(0.01)
@@ -295,7 +295,7 @@ def test_the_end_of_an_epoch_whose_save_fails_is_made_up_for(
             saver = loop.keeper._saver
             assert saver is not None
             if saver.last is not None:
-                saver.last.settled.wait(20)
+                saver.last.settled.wait(90)
 
     lines = lineage.read(run_dir / "checkpoints")
     marked = [s.step for s in list_steps(run_dir / "checkpoints") if lines and s.manifest
@@ -365,7 +365,7 @@ def test_periodic_saves_come_back_when_the_storage_does(
         assert saver.last is not None
         if saver.last.sequence not in tried:
             tried.append(saver.last.sequence)
-        saver.last.settled.wait(20)
+        saver.last.settled.wait(90)
 
     with caplog.at_level(logging.INFO, "stepkeeper_trainer"):
         began = time.monotonic()
@@ -386,7 +386,7 @@ def test_an_emergency_save_is_tried_where_no_other_would_be(small_disk: Path, ca
     loop = Loop(small_disk / "run", checkpoint_every=1)
     loop.keeper.resume()
     loop.run(3)
-    loop.keeper._saver.last.settled.wait(20)  # type: ignore[union-attr]
+    loop.keeper._saver.last.settled.wait(90)  # type: ignore[union-attr]
     until(lambda: "storage_alarm" in caplog.text)
     assert names(small_disk / "run") == []
     os.kill(os.getpid(), signal.SIGTERM)

@@ -14,7 +14,7 @@ from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, seal
 from stepkeeper_trainer.tiers import Held
 
 CHUNK = 1000
-LATE_S = 30.0
+LATE_S = 90.0
 
 
 def entry(data: bytes) -> FileEntry:

@@ -157,7 +157,7 @@ def save(rank: int, directory: Path) -> int:  # noqa: ARG001
     keeper.step_done(loss=1.0)
     keeper.save()
     assert keeper._saver is not None
-    assert keeper._saver.wait(time.time() + 30)
+    assert keeper._saver.wait(time.time() + 90)
     if dist.is_initialized():
         dist.barrier()
     return 0

@@ -26,7 +26,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 BEFORE, HALF, AFTER = "before it arrives", "half of it has arrived", "before it is answered"
 _CHANGES = frozenset({"PUT", "POST", "DELETE"})
-_LATE_S = 30.0
+_LATE_S = 90.0
 _HOP = frozenset({"connection", "transfer-encoding", "content-length", "keep-alive"})
 
 

@@ -13,7 +13,7 @@ import obstore
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME
 from stepkeeper_trainer.tiers.objects import ObjectTier
 
-_LATE_S = 30.0
+_LATE_S = 90.0
 
 
 def url_of(prefix: str) -> str:

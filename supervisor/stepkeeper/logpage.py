@@ -35,6 +35,7 @@ MEANINGS = {
     "journal_written_again": "the journal is up to date again",
     "log_emptied": "Slurm has emptied this log: the job was not submitted so that it appends",
     "lease_unreadable": "the lease cannot be read; the run goes on",
+    "loader_is_slow": "all wait for this rank's data, not for its node: `factor` times as long for a step as others",
     "launch_is_slow": "this launch steps slower than those before it, and the nodes that may be why",
     "metrics_not_served": "the port of the metrics could not be opened",
     "metrics_not_written": "the directory does not take the metrics file; said once",

@@ -74,6 +74,9 @@ class Telling:
         match effect:
             case do.TellSlowNode() if effect.over:
                 self._log.info("node_keeps_up", node=effect.node)
+            case do.TellSlowNode() if effect.loading:
+                slow = {"factor": effect.factor, "since": effect.since}
+                self._log.warning("loader_is_slow", node=effect.node, rank=effect.rank, **slow)
             case do.TellSlowNode():
                 self._log.warning("node_is_slow", node=effect.node, factor=effect.factor, since=effect.since)
             case do.TellSlowLaunch():

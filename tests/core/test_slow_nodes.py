@@ -13,7 +13,7 @@ from stepkeeper.core import usual
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
-from stepkeeper.core.stragglers import Stragglers, Verdict, heard, launched
+from stepkeeper.core.stragglers import Slow, Stragglers, Verdict, heard, launched
 from stepkeeper.core.usual import LaunchPace, Usual
 from stepkeeper.simulating.scenario import given_training
 
@@ -51,7 +51,7 @@ def test_a_slow_node_is_told_once_by_its_name(nodes: int) -> None:
     (verdict,) = played(windows(60, nodes, slow={1: 1.6}))[1]
 
     assert (verdict.node, verdict.slow, verdict.since) == ("n1", True, 0.0)
-    assert 1.4 < verdict.factor < 1.8
+    assert 1.4 < verdict.how.factor < 1.8
 
 
 def test_several_slow_nodes_are_told_while_they_are_the_few() -> None:
@@ -116,14 +116,20 @@ def train(state: State, seconds: float) -> tuple[State, list[do.TellSlowLaunch],
 @pytest.mark.parametrize(
     ("before", "slowest", "suspects", "said"),
     [
-        (("a", "c"), ("", 1.0), ("b",), "new in it: b"),
-        (("a", "b"), ("b", 1.4), ("b",), "the slowest node is b: 1.40 times as long as the others"),
-        (("a", "b"), ("b", 1.02), (), "no node of it stands out"),
-        (("c", "d"), ("", 1.0), (), "all its nodes are new"),
+        (("a", "c"), ("", Slow()), ("b",), "new in it: b"),
+        (("a", "b"), ("b", Slow(factor=1.4)), ("b",), "the slowest node is b: 1.40 times as long as the others"),
+        (
+            ("a", "b"),
+            ("b", Slow(factor=1.4, rank=3, loading_s=0.6)),
+            ("b",),
+            "the slowest node is b: 1.40 times as long as the others, for the data of rank 3",
+        ),
+        (("a", "b"), ("b", Slow(factor=1.02)), (), "no node of it stands out"),
+        (("c", "d"), ("", Slow()), (), "all its nodes are new"),
     ],
 )
 def test_a_slow_launch_is_told_with_the_node_that_may_be_why(
-    before: tuple[str, ...], slowest: tuple[str, float], suspects: tuple[str, ...], said: str
+    before: tuple[str, ...], slowest: tuple[str, Slow], suspects: tuple[str, ...], said: str
 ) -> None:
     known = Usual(paces=(LaunchPace(nodes=2, seconds=1.0),))  # of an attempt before, through the journal
     state = replace(given_training(), usual=known, launched_before=before, stragglers=Stragglers(slowest=slowest))
@@ -159,3 +165,53 @@ def test_a_launch_as_fast_as_those_before_says_nothing() -> None:
 
     assert (told, words) == ([], [])
     assert len(state.usual.paces) == 2
+
+
+def slow_windows(
+    *, own: float, loads: float, rank: int | None = 3, policy: Policy = POLICY
+) -> tuple[State, list[do.TellSlowNode]]:
+    """Play windows in which b takes `own` seconds for a step, of which it loads data for `loads`; a takes 0.5, 0.1."""
+    state, told = replace(given_training(), launched=("a", "b"), nodes=("a", "b", "c")), []
+    for number in range(20):
+        event = on.NodesPaced(
+            at=100.0 + EVERY_S * number,
+            launch=state.launch,
+            step=number,
+            step_seconds=1.0,
+            own=(("a", 0.5), ("b", own)),
+            loading=0.1,
+            slowest=(("b", rank, loads), ("a", 0, 0.1)) if rank is not None else (),
+        )
+        decision = decide(state, event, policy)
+        state = decision.state
+        told += [effect for effect in decision.effects if isinstance(effect, do.TellSlowNode)]
+    return state, told
+
+
+def test_a_slow_data_loader_is_told_by_its_rank_and_its_node_is_not_replaced() -> None:
+    policy = Policy(slow_node="replace")
+
+    state, (told,) = slow_windows(own=1.0, loads=0.55, policy=policy)
+
+    assert (told.node, told.rank, told.loading) == ("b", 3, True)
+    assert told.why == (
+        "the data loader of rank 3 on b is slow, and not the node: it takes 0.55 s for a step, and 0.1 s elsewhere; "
+        "the node is not replaced for it"
+    )
+    assert state.to_replace == ""
+    assert slow_windows(own=1.0, loads=0.55)[1][0].why.endswith(" elsewhere")
+
+
+def test_a_node_that_computes_slowly_is_replaced_and_its_slowest_rank_named() -> None:
+    state, (told,) = slow_windows(own=1.0, loads=0.2, policy=Policy(slow_node="replace"))
+
+    assert (told.rank, told.loading) == (3, False)
+    assert told.why.startswith("b is slow: rank 3 works 2.00 times as long for a step as the others; a spare takes")
+    assert state.to_replace == "b"
+
+
+def test_watchers_of_a_version_that_names_no_rank_are_understood() -> None:
+    _, (told,) = slow_windows(own=1.0, loads=0.9, rank=None)
+
+    assert (told.rank, told.loading) == (None, False)
+    assert told.why == "b is slow: its ranks work 2.00 times as long for a step as the others"

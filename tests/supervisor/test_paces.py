@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from stepkeeper.core import events as on
-from stepkeeper.sources.paces import Paces
+from stepkeeper.sources.paces import SLOWEST_TOLD, Paces
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.pace import EVERY_S, WORDS_MAX, NodePace
 from stepkeeper_trainer.formats.messages import Progress
 
 
-def say(pace: NodePace, rank: int, step: int, own: float | None, *, launch: str = "0.1") -> None:
-    pace.take(Progress(launch=launch, rank=rank, step=step, tokens=0, step_seconds=1.0, own_seconds=own))
+def say(
+    pace: NodePace, rank: int, step: int, own: float | None, *, launch: str = "0.1", loads: float | None = None
+) -> None:
+    pace.take(
+        Progress(
+            launch=launch, rank=rank, step=step, tokens=0, step_seconds=1.0, own_seconds=own, loading_seconds=loads
+        )
+    )
 
 
-def test_a_node_speaks_of_the_median_of_its_ranks_now_and_then() -> None:
+def test_a_node_speaks_of_its_slowest_rank_now_and_then() -> None:
     pace = NodePace("a")
     for step, own in enumerate((0.4, 0.5, 9.0, 0.5), 1):  # one step of a rank says nothing
         say(pace, 0, step, own)
     say(pace, 1, 4, 0.6)
-    say(pace, 2, 4, 0.7)
+    say(pace, 2, 4, 0.7, loads=0.2)
 
     (word,) = pace.words(1000.0)
     say(pace, 0, 5, 0.5)
 
-    assert word == bus.Paced(node="a", launch="0.1", step=4, step_seconds=1.0, own_seconds=0.6)
+    assert word == bus.Paced(
+        node="a", launch="0.1", step=4, step_seconds=1.0, own_seconds=0.7, rank=2, loading_seconds=0.2
+    )
     assert len(bus.encode(word)) <= bus.LINE_BYTES_MAX
     assert list(pace.words(1000.0 + EVERY_S / 2)) == []
     assert [each.step for each in pace.words(1000.0 + EVERY_S)] == [5]
@@ -49,8 +57,35 @@ def test_words_of_quick_steps_do_not_pile_up() -> None:
     assert len(pace._own[0]) == WORDS_MAX
 
 
-def word(node: str, own: float, *, step: int = 5) -> bus.Paced:
-    return bus.Paced(node=node, launch="0.1", step=step, step_seconds=1.0, own_seconds=own)
+def test_what_rank_0_logs_between_its_steps_does_not_make_its_node_slow() -> None:
+    pace = NodePace("a")
+    say(pace, 0, 4, 1.5, loads=1.0)
+    say(pace, 1, 4, 0.7, loads=0.1)
+    (word,) = pace.words(1000.0)
+    say(pace, 0, 5, 1.5, loads=1.0)
+    (alone,) = pace.words(1000.0 + EVERY_S)
+
+    assert (word.rank, word.own_seconds) == (1, 0.7)
+    assert (alone.rank, alone.own_seconds) == (0, 1.5), "nobody tells what it would be"
+
+
+def word(node: str, own: float, *, step: int = 5, rank: int | None = None, loads: float = 0.0) -> bus.Paced:
+    return bus.Paced(
+        node=node, launch="0.1", step=step, step_seconds=1.0, own_seconds=own, rank=rank, loading_seconds=loads
+    )
+
+
+def test_a_round_names_the_slowest_ranks_and_what_loading_usually_takes() -> None:
+    paces = Paces()
+    for number in range(SLOWEST_TOLD + 2):
+        paces.heard(word(f"n{number}", 0.5 + number, rank=number, loads=0.1 * number), 1, 10.0)
+
+    event = paces.heard(word("n0", 0.5), 1, 25.0)
+
+    assert event is not None
+    assert event.loading == 0.2
+    assert event.slowest[0] == (f"n{SLOWEST_TOLD + 1}", SLOWEST_TOLD + 1, 0.5)
+    assert len(event.slowest) == SLOWEST_TOLD
 
 
 def test_a_round_is_over_when_a_node_speaks_again() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stepkeeper_trainer.formats import messages
-from stepkeeper_trainer.own_time import WARM_UP_STEPS, OwnTime, parts
+from stepkeeper_trainer.own_time import WARM_UP_STEPS, Own, OwnTime, parts
 from tests.trainer.ranks import LIMIT_S, ROOT, TINY, free_port, watcher_socket
 
 BUSY_S = 0.05  # of each of two forwards of a step
@@ -34,7 +34,7 @@ def work(seconds: float) -> None:
         pass
 
 
-def own_of(act: object, *, steps: int = WARM_UP_STEPS + 3) -> float | None:
+def own_of(act: object, *, steps: int = WARM_UP_STEPS + 3) -> Own | None:
     """Return the own time of steps in which `act(model)` is done."""
     model = torch.nn.Linear(2, 2)
     own = OwnTime(model, lambda: None)
@@ -54,7 +54,7 @@ def test_computing_counts_and_waiting_does_not() -> None:
     own = own_of(waits)
 
     assert own is not None
-    assert 0.02 <= own < 0.3
+    assert 0.02 <= own.seconds < 0.3
 
 
 def test_loading_data_counts_whole_even_where_it_sleeps() -> None:
@@ -65,7 +65,7 @@ def test_loading_data_counts_whole_even_where_it_sleeps() -> None:
     own = own_of(loads)
 
     assert own is not None
-    assert own >= 0.1
+    assert own.seconds >= own.loading >= 0.1
 
 
 def test_waiting_for_others_in_a_hook_before_the_forward_is_not_loading() -> None:
@@ -81,14 +81,15 @@ def test_waiting_for_others_in_a_hook_before_the_forward_is_not_loading() -> Non
     taken = own.take()
 
     assert taken is not None
-    assert taken < 0.3
+    assert taken.seconds < 0.3
 
 
 def test_a_model_that_is_not_called_counts_by_the_processor() -> None:
     own = own_of(lambda _: work(0.02))
 
     assert own is not None
-    assert own >= 0.02
+    assert own.seconds >= 0.02
+    assert own.loading == 0.0, "where loading ends is not known"
 
 
 def test_warm_up_evaluation_and_saves_do_not_count() -> None:
@@ -175,4 +176,4 @@ def test_a_forward_on_a_gpu_is_measured_without_waiting_for_it() -> None:
         found += [taken] if taken is not None else []
 
     assert found
-    assert found[0] > 0.0
+    assert found[0].seconds > 0.0

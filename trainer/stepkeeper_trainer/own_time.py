@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -34,6 +34,13 @@ PAIRS_MAX = 1024  # of events in one step
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
+class Own(NamedTuple):
+    """What a rank works itself for a step, in seconds."""
+
+    seconds: float
+    loading: float  # of them, before the first forward
+
+
 class OwnTime:
     """Of one rank; used by its main thread alone."""
 
@@ -46,7 +53,7 @@ class OwnTime:
         self._begun_at = time.monotonic()
         self._begun_clock = 0.0
         self._forward: tuple[float, float] | None = None  # wall and own clock at the first forward of this step
-        self._sum, self._count = 0.0, 0
+        self._sum, self._loading, self._count = 0.0, 0.0, 0
         self._delays: int | None = None  # descriptor
         self._device = _Device(model) if torch.cuda.is_available() else None
         # before all others: that of `fully_shard` gathers parameters, and waits there for the rank that loads data
@@ -54,7 +61,7 @@ class OwnTime:
 
     def restart(self) -> None:
         """Begin: the first step counts from here."""
-        self._steps, self._sum, self._count = 0, 0.0, 0
+        self._steps, self._sum, self._loading, self._count = 0, 0.0, 0.0, 0
         self._begun_at, self._begun_clock, self._forward = time.monotonic(), self._clock(), None
 
     def disturb(self) -> None:
@@ -74,17 +81,18 @@ class OwnTime:
         if self._device is not None:
             own = self._device.step(now, loading if counts and self._forward is not None else None)
         else:
-            own = loading + max(0.0, clock - forward_clock) if counts else None
+            own = Own(loading + max(0.0, clock - forward_clock), loading) if counts else None
         if own is not None:
-            self._sum += own
+            self._sum += own.seconds
+            self._loading += own.loading
             self._count += 1
         self._begun_at, self._begun_clock, self._forward = now, clock, None
         self._disturbed = False
 
-    def take(self) -> float | None:
+    def take(self) -> Own | None:
         """Return the mean of the steps since it was taken last; None where none counted."""
-        mean = self._sum / self._count if self._count else None
-        self._sum, self._count = 0.0, 0
+        mean = Own(self._sum / self._count, self._loading / self._count) if self._count else None
+        self._sum, self._loading, self._count = 0.0, 0.0, 0
         return mean
 
     def _on_forward(self, *_: object) -> None:
@@ -120,12 +128,12 @@ class _Device:
             part.register_forward_pre_hook(self._before)
             part.register_forward_hook(self._after)
 
-    def step(self, now: float, loading: float | None) -> float | None:
-        """Return the own seconds of a step that was measured, once its events have come."""
+    def step(self, now: float, loading: float | None) -> Own | None:
+        """Return the own time of a step that was measured, once its events have come."""
         own = None
         if self._waiting is not None and self._waiting[1][-1][1].query():
             before, pairs = self._waiting
-            own = before + sum(first.elapsed_time(last) for first, last in pairs) / 1000
+            own = Own(before + sum(first.elapsed_time(last) for first, last in pairs) / 1000, before)
             self._waiting = None
         pairs = [pair for pair in self._pairs if pair[1] is not None]
         if self._open and loading is not None and pairs and self._waiting is None:

@@ -58,7 +58,7 @@ class Reporter:
         self._said_at = time.monotonic()
         rounded = None if step_seconds is None else round(step_seconds, 6)
         not_finite = loss is not None and not math.isfinite(loss)
-        own_seconds = self._own_time.take()
+        own = self._own_time.take()
         self._link.send(
             Progress(
                 rank=self._rank,
@@ -67,6 +67,7 @@ class Reporter:
                 loss=None if not_finite else loss,
                 step_seconds=rounded,
                 not_finite=not_finite,
-                own_seconds=None if own_seconds is None else round(own_seconds, 6),
+                own_seconds=None if own is None else round(own.seconds, 6),
+                loading_seconds=None if own is None else round(own.loading, 6),
             )
         )

@@ -128,6 +128,8 @@ class TellSlowNode(_Effect, frozen=True, kw_only=True, tag="tell_slow_node"):
     factor: float  # times as long as the others' own work for a step
     since: float  # Unix seconds
     over: bool = False  # it keeps up again
+    rank: int | None = None  # the slowest there
+    loading: bool = False  # its data loader is slow, and not the node
     why: str = ""
 
 

@@ -33,12 +33,17 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
         at=event.at,
         step_seconds=event.step_seconds,
         policy=policy,
+        loading=event.loading,
+        ranks={node: (rank, seconds) for node, rank, seconds in event.slowest},
     )
     state = replace(state, stragglers=known)
     effects, words = [], []
     for verdict in verdicts:
         word = _in_words(verdict)
-        if verdict.slow and policy.slow_node == REPLACE and not verdict.of_its_place:
+        its_data = verdict.slow and verdict.how.loading_s is not None
+        if its_data and policy.slow_node == REPLACE:
+            word += "; the node is not replaced for it"
+        elif verdict.slow and policy.slow_node == REPLACE and not verdict.of_its_place:
             state = replace(state, to_replace=verdict.node)
             spare = "a spare takes its place" if _has_spare(state, verdict.node) else "no spare is there for it"
             word += f"; {spare}{', at the next checkpoint' if _has_spare(state, verdict.node) else ''}"
@@ -48,9 +53,11 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
         effects.append(
             do.TellSlowNode(
                 node=verdict.node,
-                factor=round(verdict.factor, 3),
+                factor=round(verdict.how.factor, 3),
                 since=verdict.since,
                 over=not verdict.slow,
+                rank=verdict.how.rank,
+                loading=its_data,
                 why=word,
             )
         )
@@ -60,7 +67,14 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
 def _in_words(verdict: stragglers.Verdict) -> str:
     if not verdict.slow:
         return f"{verdict.node} keeps up with the other nodes again"
-    word = f"{verdict.node} is slow: its ranks work {verdict.factor:.2f} times as long for a step as the others"
+    how = verdict.how
+    if how.loading_s is not None:
+        return (
+            f"the data loader of rank {how.rank} on {verdict.node} is slow, and not the node: it takes "
+            f"{how.loading_s:.3g} s for a step, and {how.usual_loading_s:.3g} s elsewhere"
+        )
+    who = "its ranks work" if how.rank is None else f"rank {how.rank} works"
+    word = f"{verdict.node} is slow: {who} {how.factor:.2f} times as long for a step as the others"
     if verdict.of_its_place:
         word += f"; {verdict.of_its_place} was slow at the same place: it may be the work there, and not the node"
     return word
@@ -106,7 +120,8 @@ def _suspects(state: State) -> tuple[tuple[str, ...], str]:
     if new and len(new) < len(state.launched):
         more = f" and {len(new) - NAMED_MAX} others" if len(new) > NAMED_MAX else ""
         return new, f"new in it: {', '.join(new[:NAMED_MAX])}{more}"
-    node, factor = state.stragglers.slowest
-    if node in state.launched and factor >= SLOWEST_LEAST:
-        return (node,), f"the slowest node is {node}: {factor:.2f} times as long as the others"
+    node, slow = state.stragglers.slowest
+    if node in state.launched and slow.factor >= SLOWEST_LEAST:
+        said = f"the slowest node is {node}: {slow.factor:.2f} times as long as the others"
+        return (node,), said + (f", for the data of rank {slow.rank}" if slow.loading_s is not None else "")
     return (), "all its nodes are new" if new else "no node of it stands out"

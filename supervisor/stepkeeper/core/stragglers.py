@@ -23,8 +23,18 @@ SPREAD_FROM = 5  # nodes that have a spread
 SIGMAS = 6.0
 PLACES_MAX = 16
 MANY = 64  # nodes: the median of all is that of the others
+LOADING_SHARE = 0.5  # of what a node takes longer: so much of it before the first forward, and it is the data
 
 replace = msgspec.structs.replace
+
+
+class Slow(msgspec.Struct, frozen=True, kw_only=True):
+    """How slow a node was in a window."""
+
+    factor: float = 1.0  # of the usual own time
+    rank: int | None = None  # the slowest there
+    loading_s: float | None = None  # it is because of its data, which it loads for so long; None: it is not
+    usual_loading_s: float = 0.0
 
 
 class Suspect(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +43,7 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     since: float  # Unix seconds
     windows: int = 1  # in which it was slow, less those in which it was not
-    factor: float = 1.0  # of the usual own time, in the newest window in which it was slow
+    slow: Slow = Slow()  # in the newest window in which it was
     told: bool = False
 
 
@@ -41,7 +51,7 @@ class Stragglers(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the nodes of a launch."""
 
     suspects: tuple[Suspect, ...] = ()
-    slowest: tuple[str, float] = ("", 1.0)  # of the newest window: the node, and how many times as long as usual
+    slowest: tuple[str, Slow] = ("", Slow())  # the node of the newest window
     places: tuple[tuple[int, str], ...] = ()  # of the run: (place among the nodes, the node that was slow there)
 
 
@@ -50,7 +60,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     slow: bool
-    factor: float
+    how: Slow
     since: float
     of_its_place: str = ""  # another node that was slow at the same place: then it is the work, not the node
 
@@ -68,6 +78,8 @@ def heard(
     at: float,
     step_seconds: float,
     policy: Policy,
+    loading: float = 0.0,
+    ranks: Mapping[str, tuple[int, float]] | None = None,
 ) -> tuple[Stragglers, tuple[Verdict, ...]]:
     """Take in a window; tell of nodes that have stayed slow, and of those that do no more.
 
@@ -78,17 +90,17 @@ def heard(
         at: Unix seconds.
         step_seconds: that a step takes.
         policy: how much is too much, and for how long.
+        loading: seconds of the own time in which a node usually loads data.
+        ranks: of some nodes the slowest rank, and how long it loads data.
     """
     own = {node: own[node] for node in nodes if own.get(node, 0.0) > 0.0}
     if len(own) < 2:  # noqa: PLR2004 - nobody to compare with
         return stragglers, ()
     usual = _usual(own)
-    factors = {node: seconds / usual[node] for node, seconds in own.items()}
+    found = {node: _slow(seconds, usual[node], (ranks or {}).get(node), loading) for node, seconds in own.items()}
     allowed = max(policy.slow_node_times, math.exp(SIGMAS * _spread(own)))
     least_s = SHARE_LEAST * step_seconds
-    slow = {
-        node: factor for node, factor in factors.items() if factor > allowed and own[node] * (1 - 1 / factor) >= least_s
-    }
+    slow = {node: each for node, each in found.items() if each.factor > allowed and own[node] - usual[node] >= least_s}
     suspects, verdicts = [], []
     known = {suspect.node: suspect for suspect in stragglers.suspects}
     for node in nodes:
@@ -103,10 +115,18 @@ def heard(
             verdicts.append(_verdict(stragglers, nodes, suspect, slow=True))
             suspect = replace(suspect, told=True)
         suspects.append(suspect)
-    slowest = max(factors.items(), key=lambda item: item[1])
+    slowest = max(found.items(), key=lambda item: item[1].factor)
     told = tuple((nodes.index(each.node), each.node) for each in verdicts if each.slow)
     places = (*(place for place in stragglers.places if place not in told), *told)[-PLACES_MAX:]
     return Stragglers(suspects=tuple(suspects), slowest=slowest, places=places), tuple(verdicts)
+
+
+def _slow(seconds: float, usual: float, rank: tuple[int, float] | None, loading: float) -> Slow:
+    factor = seconds / usual
+    if rank is None:
+        return Slow(factor=factor)
+    its_data = factor > 1 and rank[1] - loading >= LOADING_SHARE * (seconds - usual)
+    return Slow(factor=factor, rank=rank[0], loading_s=rank[1] if its_data else None, usual_loading_s=loading)
 
 
 def _usual(own: Mapping[str, float]) -> dict[str, float]:
@@ -124,12 +144,12 @@ def _spread(own: Mapping[str, float]) -> float:
     return sigma
 
 
-def _next(before: Suspect | None, node: str, factor: float | None, at: float) -> Suspect | None:
-    if factor is None:
+def _next(before: Suspect | None, node: str, slow: Slow | None, at: float) -> Suspect | None:
+    if slow is None:
         return replace(before, windows=before.windows - 1) if before is not None else None
     if before is None:
-        return Suspect(node=node, since=at, factor=factor)
-    return replace(before, windows=min(before.windows + 1, WINDOWS_MOST), factor=factor)
+        return Suspect(node=node, since=at, slow=slow)
+    return replace(before, windows=min(before.windows + 1, WINDOWS_MOST), slow=slow)
 
 
 def _verdict(stragglers: Stragglers, nodes: tuple[str, ...], suspect: Suspect, *, slow: bool) -> Verdict:
@@ -138,7 +158,7 @@ def _verdict(stragglers: Stragglers, nodes: tuple[str, ...], suspect: Suspect, *
     return Verdict(
         node=suspect.node,
         slow=slow,
-        factor=suspect.factor,
+        how=suspect.slow,
         since=suspect.since,
         of_its_place=others[-1] if others else "",
     )

@@ -70,7 +70,9 @@ def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noq
 
 def _told(record: Record) -> Iterator[tuple[str, str, str]]:
     for effect in record.effects:
-        if isinstance(effect, do.TellSlowNode) and not effect.over:
+        if isinstance(effect, do.TellSlowNode) and effect.loading:
+            yield "slow data loader", effect.why, effect.node
+        elif isinstance(effect, do.TellSlowNode) and not effect.over:
             yield "slow node", f"{effect.factor:.2f} times as long for a step as the others", effect.node
         elif isinstance(effect, do.TellSlowLaunch):
             yield "slow launch", effect.why, effect.nodes[0] if effect.nodes else ""

@@ -7,6 +7,8 @@ import statistics
 from stepkeeper.core import events as on
 from stepkeeper.watcher import messages as lines
 
+SLOWEST_TOLD = 4  # nodes
+
 
 class Paces:
     """Collects a round of words; it is over when a node speaks again."""
@@ -28,12 +30,15 @@ class Paces:
             self._launch, self._heard = launch, {}
         elif word.node in self._heard:
             said = self._heard.values()
+            slowest = sorted((each for each in said if each.rank is not None), key=lambda each: -each.own_seconds)
             event = on.NodesPaced(
                 at=at,
                 launch=launch,
                 step=max(each.step for each in said),
                 step_seconds=statistics.median(each.step_seconds for each in said),
                 own=tuple(sorted((each.node, each.own_seconds) for each in said)),
+                loading=statistics.median_low(each.loading_seconds for each in said),
+                slowest=tuple((each.node, each.rank or 0, each.loading_seconds) for each in slowest[:SLOWEST_TOLD]),
             )
             self._heard = {}
         self._heard[word.node] = word

@@ -228,13 +228,15 @@ class Rank(_Line, frozen=True, kw_only=True, tag="rank"):
 
 
 class Paced(_Line, frozen=True, kw_only=True, tag="paced"):
-    """What the node's ranks worked themselves for a step, without waiting for others: medians of the last seconds."""
+    """What the node's slowest rank worked itself for a step, without waiting for others: medians of some seconds."""
 
     node: str
     launch: str  # as the ranks say it
     step: int  # the newest
     step_seconds: float
     own_seconds: float
+    rank: int | None = None  # the slowest; None: of a version that told the median of all
+    loading_seconds: float = 0.0  # of its own, before the first forward: loading data
 
 
 class Lost(_Line, frozen=True, kw_only=True, tag="lost"):

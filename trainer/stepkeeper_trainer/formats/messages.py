@@ -65,6 +65,7 @@ class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
     step_seconds: float | None = None
     not_finite: bool = False  # the loss is NaN or infinite: JSON has no word for these
     own_seconds: float | None = None  # what this rank worked itself for a step, without waiting for others
+    loading_seconds: float | None = None  # of them, before the first forward: loading data
 
 
 class Replayed(_Message, frozen=True, kw_only=True, tag="replayed"):

@@ -63,14 +63,16 @@ class Replayed(OfLaunch, frozen=True, kw_only=True, tag="replayed"):
 
 
 class NodesPaced(OfLaunch, frozen=True, kw_only=True, tag="nodes_paced"):
-    """How long the ranks of each node worked themselves for a step, without what they waited for others.
+    """How long the slowest rank of each node worked itself for a step, without what it waited for others.
 
     Every few seconds; one in a while reaches the journal, and each that something followed from.
     """
 
     step: int  # the newest that a node told of
     step_seconds: float  # median
-    own: tuple[tuple[str, float], ...]  # (node, seconds): the median of its ranks, of the newest steps
+    own: tuple[tuple[str, float], ...]  # (node, seconds): of the newest steps
+    loading: float = 0.0  # of it, seconds that a node takes to load data: the lower median
+    slowest: tuple[tuple[str, int, float], ...] = ()  # a few: (node, its slowest rank, seconds that it loads data)
 
 
 class SaveBegan(OfLaunch, frozen=True, kw_only=True, tag="save_began"):

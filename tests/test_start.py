@@ -35,7 +35,7 @@ def inside_a_job(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,
             check=False,
         )
 
@@ -56,7 +56,7 @@ def test_no_slurm_around():
 
     done = subprocess.run(
         [sys.executable, "-m", "stepkeeper", "run", "--", "true"],
-        env=environment, capture_output=True, text=True, timeout=30, check=False,
+        env=environment, capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
 
     says(done, ExitCode.NO_SLURM, "not inside a Slurm job", "sbatch")
@@ -128,6 +128,6 @@ def test_torch_stays_out_of_the_supervisor():
     """It would cost 200 MB and a second on every batch host."""
     code = "import sys, stepkeeper.commands.run, stepkeeper.cli; print({'torch', 'numpy'} & set(sys.modules))"
 
-    done = subprocess.run([sys.executable, "-I", "-c", code], check=True, timeout=30, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-I", "-c", code], check=True, timeout=90, capture_output=True, text=True)
 
     assert done.stdout.strip() == "set()"

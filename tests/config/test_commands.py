@@ -33,7 +33,7 @@ def stepkeeper(tmp_path: Path, home: Path) -> Run:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,
             check=False,
         )
 
@@ -222,7 +222,7 @@ def test_the_file_in_etc_locks(tmp_path: Path, home: Path) -> None:
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(home)},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,
             check=False,
         )
 

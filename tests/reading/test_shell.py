@@ -22,7 +22,7 @@ def completed(script: Path, *words: str) -> list[str]:
         _shtab_stepkeeper; printf '%s\\n' "${COMPREPLY[@]}"
     """
     done = subprocess.run(
-        ["bash", "-c", program, "bash", script, *words], capture_output=True, text=True, timeout=20, check=True
+        ["bash", "-c", program, "bash", script, *words], capture_output=True, text=True, timeout=90, check=True
     )
     return done.stdout.split()
 
@@ -57,6 +57,6 @@ def test_the_manual_page_has_every_command_and_is_what_man_reads(command: Comman
     file = tmp_path / "stepkeeper.1"
     file.write_text(page)
     done = subprocess.run(
-        ["groff", "-man", "-Tutf8", "-ww", file], capture_output=True, text=True, timeout=20, check=True
+        ["groff", "-man", "-Tutf8", "-ww", file], capture_output=True, text=True, timeout=90, check=True
     )
     assert "Keeps a distributed PyTorch training job on Slurm moving forward" in done.stdout

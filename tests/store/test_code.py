@@ -13,7 +13,7 @@ from stepkeeper.store.code import Code
 
 def git(directory: Path, *words: str) -> None:
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    subprocess.run(["git", *identity, *words], cwd=directory, check=True, capture_output=True, timeout=20)
+    subprocess.run(["git", *identity, *words], cwd=directory, check=True, capture_output=True, timeout=90)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("what", READERS)
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tmp_path: Path, what: str) -> None:
     name, read = READERS[what]
     os.mkfifo(tmp_path / name)

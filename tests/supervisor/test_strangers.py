@@ -61,4 +61,4 @@ def test_an_address_that_a_stranger_took_is_an_error_and_not_his(monkeypatch: py
             ranks.RankSocket(NAME)
     finally:
         squat.kill()
-        squat.communicate(timeout=20)
+        squat.communicate(timeout=90)

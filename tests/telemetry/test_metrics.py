@@ -143,7 +143,7 @@ def test_promtool_has_no_complaint() -> None:
         (["check", "metrics"], exposed()),
         (["check", "rules", str(DOCS / "prometheus-alerts.yml")], ""),
     ):
-        done = subprocess.run(["promtool", *argv], input=given, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(["promtool", *argv], input=given, capture_output=True, text=True, timeout=90, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -224,7 +224,7 @@ def served() -> Iterator[Port]:
 
 def get(number: int, path: str) -> tuple[int, str, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{number}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{number}{path}", timeout=90) as answer:
             return answer.status, answer.headers["Content-Type"], answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, "", error.read().decode()
@@ -237,7 +237,7 @@ def test_the_port_answers_only_what_it_is_for(served: Port) -> None:
     assert values(body)["stepkeeper_step"] == 25
     assert get(served.number, "/")[0] == 404
     assert get(served.number, "/../../etc/passwd")[0] == 404
-    with socket.create_connection(("127.0.0.1", served.number), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", served.number), timeout=90) as client:
         client.sendall(b"DELETE /metrics HTTP/1.0\r\n\r\n")
         assert b"501" in client.recv(100)
 
@@ -246,7 +246,7 @@ def test_callers_that_hold_the_line_do_not_shut_others_out_for_long(
     served: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(port._Handler, "timeout", 0.5)
-    holding = [socket.create_connection(("127.0.0.1", served.number), timeout=10) for _ in range(2 * port.CALLERS_MAX)]
+    holding = [socket.create_connection(("127.0.0.1", served.number), timeout=90) for _ in range(2 * port.CALLERS_MAX)]
 
     def answers() -> bool:
         try:

@@ -62,7 +62,7 @@ def scraped(training: Training) -> str:
     """Ask the port that the log names."""
     number = re.search(r'"metrics_served".*?"port": ?(\d+)', training.output())
     assert number is not None, training.output()
-    with urllib.request.urlopen(f"http://127.0.0.1:{number.group(1)}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{number.group(1)}/metrics", timeout=90) as answer:
         return answer.read().decode()
 
 

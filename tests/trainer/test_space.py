@@ -32,7 +32,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
             ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(at)],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=90,
             check=False,
         )
         if done.returncode:
@@ -41,7 +41,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
     yield mount
     if os.path.ismount(at):
-        subprocess.run(["umount", str(at)], check=True, timeout=20)
+        subprocess.run(["umount", str(at)], check=True, timeout=90)
 
 
 def test_the_next_save_is_estimated_from_the_last(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_disk_without_inodes_is_found(mounted: Callable[..., Path]) -> None:
 
 def test_a_read_only_disk_is_found(mounted: Callable[..., Path]) -> None:
     disk = mounted("size=2m")
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=20)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=90)
 
     assert storage_test(disk, size=10).problem == f"{disk}: cannot make a directory: Read-only file system"
 

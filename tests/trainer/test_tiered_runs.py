@@ -172,7 +172,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield at
     finally:
-        subprocess.run(["umount", "--lazy", str(at)], check=True, timeout=30)
+        subprocess.run(["umount", "--lazy", str(at)], check=True, timeout=90)
 
 
 @pytest.mark.campaign

@@ -235,7 +235,7 @@ def test_no_torch_is_needed(tmp_path: Path) -> None:
         f"assert verify(pathlib.Path({str(step)!r})).ok\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=90)
 
 
 class _Member:

@@ -48,12 +48,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     at.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(at)],
-        capture_output=True, text=True, timeout=20, check=False,
+        capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
     if done.returncode:
         pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
     yield at
-    subprocess.run(["umount", "-l", str(at)], check=True, timeout=20)
+    subprocess.run(["umount", "-l", str(at)], check=True, timeout=90)
 
 
 # --- real ranks ----------------------------------------------------------------------------------------

@@ -233,11 +233,11 @@ def test_a_mistake_of_ours_in_the_writing_threads_reaches_the_loop(tmp_path: Pat
     book = opened(tmp_path / "ledger")
     book.on_failure = failures.put
     book.append(object())  # type: ignore[arg-type]
-    assert isinstance(failures.get(timeout=10), TypeError)
+    assert isinstance(failures.get(timeout=90), TypeError)
 
     writer = verdict.Writer(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
     writer.show(object())  # type: ignore[arg-type]
-    assert isinstance(failures.get(timeout=10), TypeError)
+    assert isinstance(failures.get(timeout=90), TypeError)
 
 
 def test_a_link_in_place_of_the_ledger_is_not_followed(tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ import random
 
 import pytest
 
-from stepkeeper.core.losses import DISCONTINUITY, NOT_FINITE, SPIKE, Anomaly, Losses, heard, launched
+from stepkeeper.core import events as on
+from stepkeeper.core.decide import decide
+from stepkeeper.core.losses import DISCONTINUITY, NOT_FINITE, SPIKE, Anomaly, Losses, carried, heard, launched
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import State
 
 POLICY = Policy()
 
@@ -61,6 +64,20 @@ def test_a_jump_right_after_a_resume_is_named_so() -> None:
     assert (anomaly.rule, anomaly.step) == (DISCONTINUITY, 251)
     assert "after the resume" in anomaly.text
     assert played(curve(300)[250:], resumed, 251)[1] == [], "one that goes on as before is none"
+
+
+def test_a_jump_right_after_a_requeue_is_named_so_too() -> None:
+    known = tuple(enumerate(curve(900)[::12], 1))
+    started = on.AttemptStarted(
+        at=0, job_id=7, restart_count=1, attempt=1, nodes=("a",), batch_node="a", kill_wait_s=30.0, losses=known
+    )
+
+    state = decide(State(), started, POLICY).state
+    (anomaly,) = played([7.0] * 10, launched(state.losses, 60), 61)[1]
+
+    assert (anomaly.rule, anomaly.step) == (DISCONTINUITY, 61)
+    assert [step for step, _ in launched(state.losses, 60).recent] == list(range(1, 61)), "the rest did not happen"
+    assert carried(((1, math.inf), (2, -1.0), (3, 1.0))).recent == ((3, 0.0),)
 
 
 def test_a_jump_long_after_a_resume_is_a_spike() -> None:

@@ -33,7 +33,7 @@ from stepkeeper.sources import asked, signals
 from stepkeeper.sources import lease as lease_source
 from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
-from stepkeeper.store import journal, logs, rundir, sharing, tenure
+from stepkeeper.store import journal, logs, metrics, rundir, sharing, tenure
 from stepkeeper.submitting import own_script
 from stepkeeper.supervise import Setting, Supervisor
 from stepkeeper.telemetry.starting import exported
@@ -202,6 +202,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
             usual=carried.usual,
             left_out=carried.left_out,
             nodes_before=carried.nodes,
+            losses=metrics.losses_before(directory.path),
             end_at=patiently(lambda: client.job(allocation.slurm_name)).end_at,
             batch=batch,
         )

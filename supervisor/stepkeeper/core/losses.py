@@ -1,12 +1,13 @@
 """Losses that go wrong, by a run's own history: no number at all, or far above what was usual.  Pure.
 
-The history is of words, at most one a second, and survives a relaunch up to the step that training resumed from: so a
-jump right after a resume is seen as well.
+The history is of words, at most one a second, and survives a relaunch up to the step that training resumed from, and
+a requeue (from `metrics.csv`): so a jump right after a resume is seen as well.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -38,6 +39,12 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     step: int  # the first
     text: str
+
+
+def carried(known: Sequence[tuple[int, float]]) -> Losses:
+    """Begin an attempt with (step, loss) of those before, oldest first."""
+    logs = tuple((step, math.log(loss)) for step, loss in known if 0 < loss < math.inf)
+    return Losses(recent=logs[-KEPT_MAX:])
 
 
 def launched(losses: Losses, resume_step: int | None) -> Losses:

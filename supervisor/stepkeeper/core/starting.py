@@ -53,6 +53,7 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         usual=event.usual,
         left_out=event.left_out,
         launched_before=event.nodes_before,
+        losses=losses.carried(event.losses),
         started_at=event.at,
         end_at=event.end_at,
         bus=1,

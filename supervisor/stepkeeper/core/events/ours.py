@@ -32,6 +32,7 @@ class AttemptStarted(Stamped, frozen=True, kw_only=True, tag="attempt_started"):
     tried: tuple[Tried, ...] = ()  # carried over
     usual: Usual = Usual()  # carried over
     left_out: tuple[LeftOut, ...] = ()  # carried over: data that the ranks do not take
+    losses: tuple[tuple[int, float], ...] = ()  # carried over: (step, loss) of the newest state, oldest first
     nodes_before: tuple[str, ...] = ()  # that the attempt before used at last
     end_at: float | None = None  # the job's time limit, Unix seconds
     batch: bool = True  # false: in the allocation of `salloc` or a bare `srun`, which nobody can requeue

@@ -15,6 +15,7 @@ from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, seal
 from stepkeeper_trainer.formats.messages import Committed, SaveFailed, shorten
 from stepkeeper_trainer.formats.metadata import METADATA_NAME
 from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.reading_back import read_back
 from stepkeeper_trainer.replicas import Drift, compare
 from stepkeeper_trainer.report import GivenUp, gather
 from stepkeeper_trainer.tiers.gathering import ANCESTORS, ANCESTORS_MAX
@@ -107,12 +108,12 @@ class Completer:
     def _write_metadata(self, save: Save, data: bytes) -> FileEntry:
         """Write `.metadata` beside this rank's files: where their disk does not take it, to shared storage."""
         try:
-            return _write_hashed(save.data / METADATA_NAME, data)
+            return _write_hashed(save, save.data / METADATA_NAME, data)
         except OSError as error:
             if self._placing is None or save.local is None:
                 raise
             self._placing.refused(save.summary.step, error)
-        return _write_hashed(save.directory / METADATA_NAME, data)
+        return _write_hashed(save, save.directory / METADATA_NAME, data)
 
     def _led_here(self) -> dict[str, object]:
         """Return what a step of the nodes' disks is known by: the steps that led to it, which may never come here."""
@@ -163,7 +164,7 @@ class Completer:
         )
 
 
-def _write_hashed(path: Path, data: bytes) -> FileEntry:
+def _write_hashed(save: Save, path: Path, data: bytes) -> FileEntry:
     file = HashingFile(path)
     try:
         file.write(data)
@@ -172,4 +173,5 @@ def _write_hashed(path: Path, data: bytes) -> FileEntry:
         file.abandon()
         raise
     assert file.entry is not None
+    read_back(save, path.parent, {path.name: file.entry})
     return file.entry

@@ -73,6 +73,7 @@ class Keeper:
         replicas: Replication = "check",
         tiers: Tiers | None = None,
         load_memory_gib: float | None = None,
+        read_back: bool = False,
     ) -> None:
         """Attach to the supervisor, if there is one.
 
@@ -105,6 +106,7 @@ class Keeper:
                 sets count instead, where they name any.
             load_memory_gib: what all ranks of a node together may take to load a step, beyond the state itself; 1 GiB
                 a rank if it is not given.  `STEPKEEPER_LOAD_MEMORY_GIB` counts instead, where it is set.
+            read_back: each rank reads its files back from the disk before a save counts, but where the job is to end.
 
         Raises:
             KeeperError: what is wrong and what to do; uncaught, it ends the process without a traceback.
@@ -125,6 +127,7 @@ class Keeper:
         self._group = attach.new_group(save_within_s)
         self._agreement = Agreement(attach.new_group(AGREE_WITHIN_S))
         self._nodes = self._agreement.gather(self._environment.node)  # of the ranks
+        self._read_back = read_back
         self._load_limits = resuming.choose_limits(
             self._environment.load_memory_gib, load_memory_gib, ranks=self._nodes.count(self._environment.node)
         )
@@ -372,6 +375,7 @@ class Keeper:
             check_replicas=self._replicas != "ignore",
             save_replicas=self._replicas == "save",
             placing=self._tiering.placing if self._tiering is not None else None,
+            read_back=self._read_back,
         )
         self._boundary = Boundary(
             saver=self._saver,

@@ -18,7 +18,7 @@ from tests.lab.looking import holds_within
 from tests.lab.site import site_python
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-STORY_S = 150.0
+STORY_S = 240.0
 # small and quick, but a real transformer on real text, with dropout, accumulation and clipping
 SMALL = (
     "--layers=2",

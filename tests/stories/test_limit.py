@@ -16,7 +16,7 @@ def test_a_chain_of_time_limited_jobs_needs_neither_a_signal_nor_a_hand(lab: Lab
     training = Training(
         lab, name="limited", step_seconds=1.3, every=1000, sbatch_args=("--time=1", "--signal=B:USR2@1")
     ).submit()
-    training.wait_end(240)
+    training.wait_end(480)
 
     assert len(training.events(on.AttemptStarted)) >= 2, training.story()
     first = [record for record in training.records() if record.attempt == 0]

@@ -13,6 +13,7 @@ from tests.training import Training, assert_complete, assert_replays
 
 pytestmark = pytest.mark.slurm
 GRACE_S = 20
+LIMITED_S = 400.0  # a job of a minute begins, is told, and begins again, on a busy machine
 
 
 def test_the_nodes_are_given_back_as_soon_as_the_checkpoint_is_verified(lab: Lab, reference: Training) -> None:
@@ -58,7 +59,9 @@ def test_a_time_limit_is_met_with_a_checkpoint_and_another_attempt(lab: Lab, ref
         lab, name="time-limit", steps=40, step_seconds=1.0, sbatch_args=("--time=1", "--signal=B:USR1@55")
     ).submit()
 
-    training.wait_end(timeout_s=240)
+    training.wait_attempt(1, LIMITED_S)
+    lab.run("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=30")  # one is enough
+    training.wait_end(LIMITED_S)
 
     assert len(training.events(on.AttemptStarted)) > 1, training.story()
     assert "time limit" in training.output()
@@ -125,7 +128,7 @@ def test_a_controller_that_is_away_during_the_requeue_is_waited_for(lab: Lab, re
 
     lab.stop_slurmctld()
     lab.run("kill", "-USR1", str(batch))
-    training.wait_event(on.SlurmAnswered, timeout_s=60)
+    training.wait_event(on.SlurmAnswered, timeout_s=150)
     time.sleep(5)
     lab.start_slurmctld()
     training.wait_end()

@@ -1,0 +1,41 @@
+"""Which worker gets which test, and when."""
+
+import pytest
+
+from tests import scheduling
+
+SECONDS = {"a.py::long": 90.0, "a.py::other[x-y]": 20.0, "a.py::short": 5.0, "b.py::long": 60.0, "c.py::long": 30.0}
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "seconds", lambda: SECONDS)
+
+
+def test_long_tests_come_first_and_each_for_itself_and_modules_stay_together() -> None:
+    names = ["a.py::new", "a.py::long", "a.py::short", "b.py::long", "a.py::other[x-y]", "c.py::long", "d.py::new"]
+
+    order = scheduling.in_order([(name, False) for name in names], 1)
+
+    assert order == ["a.py::long", "b.py::long", "c.py::long", "a.py::other[x-y]", "a.py", "d.py"]
+
+
+def test_only_one_worker_begins_with_what_is_made_for_all() -> None:
+    names = [("a.py::long", True), ("b.py::long", True), ("c.py::long", True), ("d.py::new", False), ("e.py::a", False)]
+
+    order = scheduling.in_order(names, 3)
+
+    assert order == ["a.py::long", "d.py", "e.py", "b.py::long", "c.py::long"]
+
+
+def test_what_was_seen_is_written_down_only_where_that_is_asked_for(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "TABLE", tmp_path / "table")
+    report = pytest.TestReport("a.py::short", ("a.py", 1, "short"), {}, "passed", None, "call", duration=12.34)
+
+    monkeypatch.delenv(scheduling.VARIABLE, raising=False)
+    scheduling.write_down([report])
+    assert not scheduling.TABLE.exists()
+
+    monkeypatch.setenv(scheduling.VARIABLE, "1")
+    scheduling.write_down([report])
+    assert scheduling.TABLE.read_text().splitlines()[-1] == "12.3 a.py::short"

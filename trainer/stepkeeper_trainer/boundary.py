@@ -61,6 +61,7 @@ class Boundary:
         self._gave_up_for = False  # the save in flight was cancelled for the one that is due
         self._protected = False  # another was cancelled for the save in flight
         self._held_said = False
+        self._waits_said = -1  # sequence number of the save in flight that another was said to wait for
         self._epoch_save = 0  # sequence number of the save that marks an epoch's end, until it is made up
         self._made_up, self._making_up = 0, False
         self._metrics: dict[str, float] = {}  # the newest that the script has told, for the manifest
@@ -83,6 +84,7 @@ class Boundary:
     def save_as_agreed(self, agreed: Wish) -> None:
         """Begin a save at this boundary if one is due; an urgent one waits for the one in flight."""
         requests, saver = self._requests, self._saver
+        saver.tell_if_stuck()
         if agreed.failed_save:
             self._make_up(agreed.failed_save)
         if not self.wanted:
@@ -148,7 +150,9 @@ class Boundary:
         step = self._state.counters.step
         choice = on_periodic(self._when_busy, in_flight_protected=self._protected)
         if self._requests.save_agreed or choice == "wait":
-            say("save_waits", step=step, why="another is in flight")
+            if self._waits_said != self._saver.sequence:
+                say("save_waits", step=step, why="another is in flight")
+            self._waits_said = self._saver.sequence
         elif choice == "skip":
             self._periodic.left_out(step)
             say("save_skipped", step=step, why="another is in flight")

@@ -17,7 +17,6 @@ from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestErr
 from stepkeeper_trainer.formats.steps import read_manifest, step_name
 from stepkeeper_trainer.incremental import Links
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.reading_back import read_back
 from stepkeeper_trainer.replicas import digest
 from stepkeeper_trainer.report import GivenUp, RankReport, publish
 from stepkeeper_trainer.tiers.placing import Placed
@@ -114,16 +113,19 @@ class Persister:
         """
         self._staging.finish()
         within_s = save.limit_at - time.time()
-        share = self._planner.agree(tensors, changed=changed, problem=None, within_s=within_s)
+        with save.doing("agreeing with the other ranks"):
+            share = self._planner.agree(tensors, changed=changed, problem=None, within_s=within_s)
         sheets = self._division.of(share)
         began = time.monotonic()
         written = self._write(save, sheets)
-        read_back(save, save.data, {one.sheet.name: one.entry for one in written if not one.linked})
         seconds = time.monotonic() - began
-        self._report(save, sheets, written)
+        save.check()  # one that is late was given up, and has nowhere to report
+        with save.doing(f"reporting in {save.directory}"):
+            self._report(save, sheets, written)
         placed = self._placed(save, written)
         if self._rank == 0:
-            self._completer.complete(save, share, given_up, placed)
+            with save.doing(f"completing {save.directory}"):
+                self._completer.complete(save, share, given_up, placed)
         if self._placing is not None:
             self._placing.written(placed, seconds)
         self._before = (save.summary.step, save.save_id)
@@ -161,6 +163,10 @@ class Persister:
 
     def _bring(self, save: Save, sheet: Sheet) -> Written:
         """Bring one file to disk: by a link where the step before has the same, else by writing it."""
+        with save.doing(f"writing {save.data / sheet.name}"):
+            return self._link_or_write(save, sheet)
+
+    def _link_or_write(self, save: Save, sheet: Sheet) -> Written:
         source = self._source(save, sheet) if sheet.cold else None
         if source is not None:
             path, entry = source

@@ -5,7 +5,6 @@ Never two in flight; a failure is said and leaves training alone.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import threading
@@ -18,18 +17,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from stepkeeper_trainer.agreement import Wish
 from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.messages import SaveFailed, SaveStarted, shorten
+from stepkeeper_trainer.failing import Failing
+from stepkeeper_trainer.formats.messages import SaveStarted, shorten
 from stepkeeper_trainer.housekeeping import mark_epoch_end
 from stepkeeper_trainer.listeners import CommittedStep, Listeners
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.persist import Persister
 from stepkeeper_trainer.planner import Planner
 from stepkeeper_trainer.reader import root_cause
-from stepkeeper_trainer.report import RankReport, publish_failure
 from stepkeeper_trainer.rollcall import Ended
 from stepkeeper_trainer.saves import Save, Summary
 from stepkeeper_trainer.staging import Staging
-from stepkeeper_trainer.tiers.directory import give_up
 from stepkeeper_trainer.worker import Worker
 
 if TYPE_CHECKING:
@@ -67,7 +65,6 @@ class Saver:
         check_replicas: bool = True,
         save_replicas: bool = False,
         placing: Placing | None = None,
-        read_back: bool = False,
     ) -> None:
         """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit.
 
@@ -79,8 +76,8 @@ class Saver:
         self._link = link
         self._nonce = nonce
         self._limit_s = limit_s
-        self._read_back = read_back
         self._guard = guard
+        self._failing = Failing(rank=rank, link=link, guard=guard, placing=placing)
         self._listeners = listeners or Listeners()
         self._told = 0  # sequence number of the newest save that the listeners know of
         self.committed = 0  # sequence number of the newest commit (rank 0)
@@ -186,6 +183,10 @@ class Saver:
             last.cancelled = why
             say("save_cancelled", step=last.summary.step, save_id=last.save_id, why=why)
 
+    def tell_if_stuck(self) -> None:
+        """Say once of a save that hangs in the storage that it does; asked at each boundary."""
+        self._failing.if_stuck(self.last)
+
     def wait_before_change(self) -> None:
         """Let a device finish copying, before an optimizer step changes what is copied.  Costs no time on a CPU."""
         self._staging.wait_before_change()
@@ -233,7 +234,6 @@ class Saver:
             limit_at=min(now + self._limit_s, deadline_at or now + self._limit_s),
             directory=self._commits.in_flight(summary.step, save_id),
             ask_room=ask_room,
-            read_back=self._read_back and not emergency,  # the job ends soon, and is resumed from what is verified
         )
         self.last = self._begun[sequence] = save
         self._begun = {number: each for number, each in self._begun.items() if number > sequence - BEGUN_MAX}
@@ -302,7 +302,8 @@ class Saver:
                 self._planner.decline(root_cause(problem), save.limit_at - time.time())
                 self._staging.signature = None  # laid out anew by the next save
             else:
-                self._make_way(save, tensors)
+                with save.doing(f"making {save.directory}"):
+                    self._make_way(save, tensors)
                 self._persister.persist(save, tensors, changed=changed, given_up=partial(self._given_up, save))
                 self.persist_s = time.time() - save.requested_at
                 self._guard.succeeded()
@@ -369,24 +370,8 @@ class Saver:
         try:
             if error is not None:
                 save.error = shorten(root_cause(error))
-                self._tell_failure(save)
+                self._failing.failed(save, save.error)
                 if save.cancelled is None:
                     self._guard.failed(error)
         finally:
             save.settled.set()
-
-    def _tell_failure(self, save: Save) -> None:
-        assert save.error is not None
-        warn("save_failed", step=save.summary.step, save_id=save.save_id, rank=self._rank, why=save.error)
-        if self._placing is not None and save.local is not None:
-            self._placing.forget(save.summary.step, save.save_id)
-        if self._rank == 0:
-            self._link.send(
-                SaveFailed(step=save.summary.step, save_id=save.save_id, error=save.error, emergency=save.emergency),
-                keep=True,
-            )
-            give_up(save.directory)  # gives the space back; nothing of it counts
-            return
-        with contextlib.suppress(OSError):  # rank 0 hears of it at the next boundary
-            report = RankReport(rank=self._rank, save_id=save.save_id, error=save.error)
-            publish_failure(save.directory, report)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stepkeeper_trainer.errors import SaveError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -38,11 +40,27 @@ class Save:
     directory: Path
     local: Path | None = None  # where this rank writes its files, if that is its node's own disk
     ask_room: bool = False  # whether it is given up where there is no room for it
-    read_back: bool = False  # what was written is compared with what the disk has, before it counts
     blocked_s: float = 0.0  # training stood still for
     settled: threading.Event = field(default_factory=threading.Event)
     error: str | None = None
     cancelled: str | None = None  # why nobody needs it any more
+    told_stuck: bool = False
+    _acts: list[str] = field(default_factory=list)  # what is being done, by several threads
+
+    @contextmanager
+    def doing(self, what: object) -> Iterator[None]:
+        """Have it known what is being done, should the storage never answer."""
+        act = str(what)
+        self._acts.append(act)
+        try:
+            yield
+        finally:
+            self._acts.remove(act)
+
+    @property
+    def at(self) -> str:
+        """What is being done now."""
+        return ", ".join(list(self._acts)) or "it has not begun: its thread has not come to it"
 
     @property
     def data(self) -> Path:

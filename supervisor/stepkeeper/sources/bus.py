@@ -22,7 +22,7 @@ SILENCE_MAX_S = 12.0
 LEASE_EVERY_S = 5.0
 ERROR_CHARACTERS_MAX = 300
 ERRORS_WITHIN_S = 1.0
-LEFT_OUT = frozenset({"launch", "rank", "own_seconds"})  # of a word in its event; watchers gather own times
+LEFT_OUT = frozenset({"launch", "rank", "own_seconds", "loading_seconds"})  # of a word in its event; watchers gather
 _EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
     words.Progress: on.Progressed,
     words.Replayed: on.Replayed,

@@ -17,6 +17,7 @@ from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestErr
 from stepkeeper_trainer.formats.steps import read_manifest, step_name
 from stepkeeper_trainer.incremental import Links
 from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.reading_back import read_back
 from stepkeeper_trainer.replicas import digest
 from stepkeeper_trainer.report import GivenUp, RankReport, publish
 from stepkeeper_trainer.tiers.placing import Placed
@@ -118,6 +119,7 @@ class Persister:
         sheets = self._division.of(share)
         began = time.monotonic()
         written = self._write(save, sheets)
+        read_back(save, save.data, {one.sheet.name: one.entry for one in written if not one.linked})
         seconds = time.monotonic() - began
         save.check()  # one that is late was given up, and has nowhere to report
         with save.doing(f"reporting in {save.directory}"):

@@ -65,6 +65,7 @@ class Saver:
         check_replicas: bool = True,
         save_replicas: bool = False,
         placing: Placing | None = None,
+        read_back: bool = False,
     ) -> None:
         """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit.
 
@@ -76,6 +77,7 @@ class Saver:
         self._link = link
         self._nonce = nonce
         self._limit_s = limit_s
+        self._read_back = read_back
         self._guard = guard
         self._failing = Failing(rank=rank, link=link, guard=guard, placing=placing)
         self._listeners = listeners or Listeners()
@@ -234,6 +236,7 @@ class Saver:
             limit_at=min(now + self._limit_s, deadline_at or now + self._limit_s),
             directory=self._commits.in_flight(summary.step, save_id),
             ask_room=ask_room,
+            read_back=self._read_back and not emergency,  # the job ends soon, and is resumed from what is verified
         )
         self.last = self._begun[sequence] = save
         self._begun = {number: each for number, each in self._begun.items() if number > sequence - BEGUN_MAX}

@@ -40,6 +40,7 @@ class Save:
     directory: Path
     local: Path | None = None  # where this rank writes its files, if that is its node's own disk
     ask_room: bool = False  # whether it is given up where there is no room for it
+    read_back: bool = False  # what was written is compared with what the disk has, before it counts
     blocked_s: float = 0.0  # training stood still for
     settled: threading.Event = field(default_factory=threading.Event)
     error: str | None = None

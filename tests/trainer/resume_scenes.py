@@ -1,4 +1,4 @@
-"""Ranks of which one is slow at a resume: scenes for `test_resume_together`."""
+"""Ranks of which one is slow at a resume: scenes for `test_other_worlds`."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,29 @@ def test_a_step_of_some_ranks_is_loaded_by_others(
 
     assert ended.codes == [0] * loaded, ended.said
     assert ended.said.count("wrong: []") == loaded
+
+
+def test_a_rank_that_reads_for_longer_than_a_save_may_take_fails_no_resume(
+    stage: Stage, saved_by: dict[int, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(saved_by[2], tmp_path / "run")
+
+    ended = stage.play("tests.trainer.resume_scenes:slow_rank", tmp_path / "run", ranks=2, limit_s=80.0)
+
+    assert ended.codes == [0, 0], ended.said
+    assert ended.said.count("wrong: []") == 2
+
+
+def test_the_ranks_of_a_node_share_the_memory_for_loading(
+    stage: Stage, saved_by: dict[int, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(saved_by[2], tmp_path / "run")
+
+    ended = stage.play("tests.trainer.resume_scenes:limited", tmp_path / "run", ranks=2, limit_s=80.0, gib=0.5)
+
+    assert ended.codes == [0, 0], ended.said
+    for rank in range(2):
+        assert f"rank {rank} may take {256 * 1024**2}\n" in ended.said
 
 
 class _Saved(dict[int, Path]):

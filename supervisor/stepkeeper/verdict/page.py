@@ -31,6 +31,9 @@ What the supervisor itself saw is a root too: `progress-silence` (a hang, with w
 `loss-not-finite`, `loss-spike` and `loss-discontinuity` (numerical).  A rank that it killed itself is no evidence.
 Why it had a launch stopped is in the journal: `asked-to-stop` (who, and when), `limit-told`, `left-on-purpose`; where
 the launch failed all the same, that only supports what else is known.
+An attempt that ended without a word is told by who had the job run again: Slurm itself, as it does where a node failed
+(`slurm-requeued-itself`), a watcher on another node than the supervisor's (`batch-node-gone`), or the one beside it,
+which proves that the node lives (`supervisor-gone`).
 
 ## How evidence is joined
 
@@ -92,7 +95,8 @@ until a step is verified beyond the one at which they happened; what cannot be d
 holds for all that follow.  Causes without a row go by that of `unknown`.  Besides:
 
 - `policy.failures_max` launches without a newly verified step end the run, whatever their causes.  Faults of nodes and
-  storage are in no budget of the training.
+  storage are in no budget of the training, nor is what Slurm ended, whether it says so before or after the ranks' end.
+- A verdict on a node that the launch did not run on (it was left before) counts as `unknown`.
 - A hang, a crash in native code, a collective's timeout or an unknown cause at the very same step twice: the step
   before is tried once (a `rollback` in the lineage), then the run ends.
 - `rollback` goes to the newest verified step before the one at which a loss went wrong, else one checkpoint back; never

@@ -1,6 +1,7 @@
 """Fixtures that every test may use: lab clusters, and the check that none of them left anything behind."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Bring the tests into the order in which workers get them."""
     if workers := getattr(config, "workerinput", {}).get("workercount"):
         scheduling.arrange(items, workers)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules in which nothing is marked as the command line wants."""
+    return scheduling.has_none_of(collection_path, config.getoption("markexpr")) or None
 
 
 @pytest.hookimpl(optionalhook=True)

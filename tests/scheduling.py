@@ -7,6 +7,7 @@ with the seconds that it took; `STEPKEEPER_DURATIONS=1 make campaign-and-newest`
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
@@ -20,9 +21,10 @@ VARIABLE = "STEPKEEPER_DURATIONS"
 ALONE_S = 12.0
 """A test that takes longer is given to whoever is free, without the rest of its module."""
 USUAL_S = 0.5
-LISTED_S = 4.0
+LISTED_S = 2.0
 SHARED = "reference"
 """A fixture that one worker plays for all, while the others would wait for it."""
+_MARKS = re.compile(r"\w+( or \w+)*")
 
 
 @cache
@@ -67,6 +69,14 @@ class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # its own has no t
 
     def _split_scope(self, nodeid: str) -> str:
         return unit(nodeid)
+
+
+def has_none_of(path: Path, wanted: str) -> bool:
+    """Whether no test of a module can be what `-m WANTED` asks for: it need not be imported, and torch with it."""
+    if not (_MARKS.fullmatch(wanted) and path.name.startswith("test_") and path.suffix == ".py"):
+        return False
+    text = path.read_text()
+    return not any(mark in text for mark in wanted.split(" or "))
 
 
 def write_down(reports: Iterable[pytest.TestReport]) -> None:

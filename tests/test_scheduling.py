@@ -28,6 +28,26 @@ def test_only_one_worker_begins_with_what_is_made_for_all() -> None:
     assert order == ["a.py::long", "d.py", "e.py", "b.py::long", "c.py::long"]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "text", "left_out"),
+    [
+        ("campaign or newest", "def test_x(): ...", True),
+        ("campaign or newest", "@pytest.mark.newest\ndef test_x(): ...", False),
+        ("campaign", "pytestmark = pytest.mark.campaign", False),
+        ("not campaign", "def test_x(): ...", False),
+        ("campaign and not newest", "def test_x(): ...", False),
+        ("", "def test_x(): ...", False),
+    ],
+)
+def test_modules_without_what_is_wanted_are_not_imported(tmp_path, wanted: str, text: str, left_out: bool) -> None:  # noqa: FBT001
+    (tmp_path / "test_some.py").write_text(text)
+    (tmp_path / "conftest.py").write_text("")
+
+    assert scheduling.has_none_of(tmp_path / "test_some.py", wanted) is left_out
+    assert not scheduling.has_none_of(tmp_path / "conftest.py", wanted)
+    assert not scheduling.has_none_of(tmp_path, wanted)
+
+
 def test_what_was_seen_is_written_down_only_where_that_is_asked_for(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduling, "TABLE", tmp_path / "table")
     report = pytest.TestReport("a.py::short", ("a.py", 1, "short"), {}, "passed", None, "call", duration=12.34)

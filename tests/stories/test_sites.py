@@ -86,16 +86,24 @@ def test_a_killed_supervisors_job_is_submitted_again_by_a_watcher(lab: Lab, refe
     assert_complete(training, reference)
 
 
-def test_each_task_of_an_array_is_a_run_of_its_own(lab: Lab, reference: Training) -> None:
-    """Two tasks; one is preempted and requeued by its own name, and the other hears nothing of it."""
-    array = Training(lab, name="array", step_seconds=0.2, nodes=1, sbatch_args=("--array=3-4", "--ntasks-per-node=2",
-        "--gres=gpu:2"), env={"STEPKEEPER_RUN_DIR": str(lab.workdir("games") / "array-%A_%a")}).submit()  # fmt: skip
-    leader = array.job_id
+def two_tasks(lab: Lab, name: str, *options: str) -> dict[int, Training]:
+    """Submit an array of two, and wait until both train."""
+    array = Training(
+        lab, name=name, step_seconds=0.2, nodes=1,
+        sbatch_args=("--array=3-4", "--ntasks-per-node=2", "--gres=gpu:2", *options),
+        env={"STEPKEEPER_RUN_DIR": str(lab.workdir("games") / f"{name}-%A_%a")},
+    ).submit()  # fmt: skip
     tasks = {}
     for number in (3, 4):
-        tasks[number] = Training(lab, name=f"array-{leader}_{number}", nodes=1)
+        tasks[number] = Training(lab, name=f"{name}-{array.job_id}_{number}", nodes=1)
         tasks[number].wait_step(5)
         tasks[number].job_id = tasks[number].events(on.AttemptStarted)[0].event.job_id
+    return tasks
+
+
+def test_each_task_of_an_array_is_a_run_of_its_own(lab: Lab, reference: Training) -> None:
+    """Two tasks; one is preempted and requeued by its own name, and the other hears nothing of it."""
+    tasks = two_tasks(lab, "array")
 
     lab.preempt(tasks[3].job_id)
     tasks[3].wait_event(on.RequeueAnswered)
@@ -104,6 +112,28 @@ def test_each_task_of_an_array_is_a_run_of_its_own(lab: Lab, reference: Training
         task.wait_end()
 
     assert [len(task.events(on.AttemptStarted)) for task in tasks.values()] == [2, 1], tasks[3].story()
+    for task in tasks.values():
+        assert_complete(task, reference)
+
+
+@pytest.mark.campaign
+def test_a_task_of_an_array_that_may_not_be_requeued_goes_on_as_an_array_of_its_own(
+    lab: Lab, reference: Training
+) -> None:
+    """Its number stays the same for the script, and the run directory, whose name has the first array's id, too."""
+    tasks = two_tasks(lab, "once", NO_REQUEUE)
+    first = tasks[3].job_id
+
+    lab.preempt(first)
+    tasks[3].wait_event(on.RequeueAnswered)
+    tasks[3].job_id = successor(tasks[3])
+    release_urgent_jobs(lab)
+    for task in tasks.values():
+        task.wait_end()
+
+    assert [len(task.events(on.AttemptStarted)) for task in tasks.values()] == [2, 1], tasks[3].story()
+    assert lab.job(tasks[3].job_id).raw["ArrayTaskId"] == "3", tasks[3].story()
+    assert str(tasks[3].run_dir) in asked(tasks[3], "status", str(first))
     for task in tasks.values():
         assert_complete(task, reference)
 

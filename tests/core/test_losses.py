@@ -9,7 +9,17 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
-from stepkeeper.core.losses import DISCONTINUITY, NOT_FINITE, SPIKE, Anomaly, Losses, carried, heard, launched
+from stepkeeper.core.losses import (
+    DISCONTINUITY,
+    NOT_FINITE,
+    SPIKE,
+    Anomaly,
+    Losses,
+    carried,
+    heard,
+    launched,
+    rule_told,
+)
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 
@@ -98,3 +108,15 @@ def test_losses_without_a_logarithm_and_steps_without_a_loss_are_left_alone() ->
 
     assert found == []
     assert losses.recent == ()
+
+
+def test_a_decision_tells_which_rule_a_loss_broke() -> None:
+    losses, spikes = played([*curve(300), *[9.0] * 30])
+    _, resumed = played([7.0] * 10, launched(losses, 250), 251)
+    _, none = played([math.nan] * 10)
+    texts = [each.text for each in (*spikes, *resumed, *none)]
+
+    assert [rule_told(f"slower than before; {text}") for text in texts] == [
+        (rule, text) for rule, text in zip((SPIKE, DISCONTINUITY, NOT_FINITE), texts, strict=True)
+    ]
+    assert rule_told("") is rule_told("step 5 is committed; the loss is told elsewhere") is None

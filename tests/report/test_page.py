@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -7,11 +8,12 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
-from stepkeeper.report import losses
+from stepkeeper.report import command, losses
 from stepkeeper.report.page import About, page
 from stepkeeper.seeing import checkpoints, history, timeline
 from stepkeeper.seeing import rows as row_files
@@ -22,7 +24,7 @@ from stepkeeper.seeing.timeline import Timeline
 from stepkeeper.store import journal
 from stepkeeper_trainer.formats.lineage import Commit, Lineage
 from tests.report.big import Big
-from tests.seeing.build import START, Journal
+from tests.seeing.build import START, Journal, wrong_loss
 from tests.seeing.test_timeline import RECORDED, assert_adds_up, failed_and_relaunched
 
 ABOUT = About(name="run", path="/runs/run", made_at=round(START) * SECOND, version="1")
@@ -144,10 +146,37 @@ def test_every_column_keeps_its_spike() -> None:
     points = found.kept[0]
     assert len(points) <= 4 * losses.COLUMNS + 4
     assert (123_457, 90.0) in points
-    assert found.strange == [77_777]
+    assert found.strange == [(77_777, 77_777)]
     picture = losses.picture(found)
     assert "step 123,457: loss 90, beyond the scale" in picture
     assert "step 77,777: the loss is not a finite number" in picture
+
+
+def test_a_loss_that_went_wrong_is_in_the_headline_the_curve_and_the_incidents() -> None:
+    seen = wrong_loss().see()
+    html = page(seen, ABOUT)
+
+    assert "its loss is no finite number" in html
+    assert "steps 21 to 29: the loss is not a finite number" in html
+    (incident,) = seen.incidents
+    assert (incident.kind, incident.what) == ("loss", "the loss is no finite number since step 21")
+    assert incident.decided == "the launch was ended"
+    document = command.document(seen)
+    assert document["loss"] is None
+    assert document["loss_not_finite"] is True
+    json.dumps(document, allow_nan=False)
+
+
+def test_of_very_many_incidents_the_newest_are_told() -> None:
+    told = Journal()
+    told.begin(0)
+    told.launch(0)
+    record = told.records[-1]
+    failed = [on.SaveGaveUp(at=START + n, launch=0, step=n, save_id="s", error="full") for n in range(5010)]
+    seen = history.tell([*told.records, *(msgspec.structs.replace(record, event=each) for each in failed)])
+
+    assert seen.incidents.left_out == 10
+    assert seen.incidents.found[-1].what == "step 5009: full"
 
 
 def test_a_run_without_losses_and_one_without_anything_have_a_page_too() -> None:

@@ -122,3 +122,17 @@ def killed() -> Journal:
     told.launch(105, resume=10)
     told.steps(11, 10, at=105)
     return told
+
+
+def wrong_loss() -> Journal:
+    """A run whose loss is no number from step 21 on; the launch is ended for it."""
+    told = Journal()
+    told.begin(0)
+    told.launch(0)
+    told.steps(1, 20, at=0)
+    rows = told.rows[0, 0]
+    for step in range(21, 30):
+        rows.add(START + step, step, float("nan"))
+        word = {"launch": 0, "step": step, "tokens": 0, "not_finite": True, "step_seconds": 1.0}
+        told.tell(on.Progressed(at=START + step, **word))  # type: ignore[arg-type]
+    return told

@@ -28,7 +28,7 @@ from stepkeeper.telemetry.port import Port
 from stepkeeper.telemetry.starting import exported
 from stepkeeper.telemetry.tally import TalliedJournal, Tally
 from stepkeeper.telemetry.textfile import TextFile
-from tests.seeing.build import START, Journal
+from tests.seeing.build import START, Journal, wrong_loss
 
 DOCS = Path(__file__).parents[2] / "docs"
 WITHIN_S = 90.0
@@ -103,6 +103,33 @@ def test_a_real_parser_reads_what_was_counted() -> None:
     assert sum(value for name, value in found.items() if name.startswith("stepkeeper_phase{")) == 1
     assert sum(value for name, value in found.items() if "phase_seconds" in name) == pytest.approx(70)
     assert "stepkeeper_exit_code" not in found
+
+
+def test_what_never_happened_is_counted_as_0_so_that_its_first_time_is_an_increase() -> None:
+    found = values(text(Tally().samples(status(), "0.1", START), {}))
+
+    for name in (
+        "stepkeeper_launches_total",
+        "stepkeeper_launch_failures_total{cause=gpu_memory}",
+        "stepkeeper_loss_anomalies_total{rule=loss-spike}",
+        "stepkeeper_notices_total{notice=time_limit}",
+        "stepkeeper_phase_seconds_total{phase=saving}",
+        "stepkeeper_suspended_seconds_total",
+    ):
+        assert found[name] == 0, name
+    assert {each.name for each in METRICS if each.kind is Kind.COUNTER} <= {name.partition("{")[0] for name in found}
+    assert len(found) < 120, "few series, whatever happens"
+
+
+def test_a_loss_that_goes_wrong_is_counted_once() -> None:
+    told, tally = wrong_loss(), Tally()
+    for record in told.records:
+        tally.take(record)
+
+    found = values(text(tally.samples(status(), "0.1", START + 120), {}))
+
+    assert found["stepkeeper_loss_anomalies_total{rule=loss-not-finite}"] == 1
+    assert found["stepkeeper_loss_anomalies_total{rule=loss-spike}"] == 0
 
 
 def test_suspended_time_is_counted() -> None:

@@ -77,6 +77,16 @@ def heard(losses: Losses, step: int, loss: float | None, policy: Policy) -> tupl
     return replace(losses, told=True), Anomaly(rule=rule, step=since, text=f"{text} since step {since}")
 
 
+def rule_told(why: str) -> tuple[str, str] | None:
+    """Return the rule and the words of an anomaly that a decision tells of; None where it tells of none."""
+    text = next((part for part in why.split("; ") if part.startswith("the loss is ") and " since step " in part), None)
+    if text is None:
+        return None
+    if text.startswith("the loss is no finite number"):
+        return NOT_FINITE, text
+    return DISCONTINUITY if " after the resume" in text else SPIKE, text
+
+
 def _usual(losses: Losses, step: int, loss: float) -> Losses:
     losses = replace(losses, wrong_words=0, wrong_since=None, told=False)
     return _kept(losses, step, loss) if loss > 0 else losses  # of others no logarithm: they are no likelihoods

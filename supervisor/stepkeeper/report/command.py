@@ -64,6 +64,7 @@ def document(seen: Timeline) -> dict[str, Any]:
         "step": seen.step,
         "tokens": seen.tokens,
         "loss": seen.loss,
+        "loss_not_finite": seen.loss_not_finite,
         "steps_lost": seen.steps_lost,
         "ettr": accounts.ettr,
         "goodput": accounts.goodput,

@@ -34,7 +34,7 @@ class Curve(msgspec.Struct, frozen=True):
     kept: list[list[Point]]  # one line a launch: steps that count
     lost: list[list[Point]]  # steps that were done again
     resumes: list[tuple[int, Launch]]  # (step, launch) that a launch went on from
-    strange: list[int]  # steps whose loss is no number
+    strange: list[tuple[int, int]]  # steps whose loss is no finite number: (first, last) of those in a row
     first: int
     last: int
 
@@ -51,7 +51,7 @@ def curve(seen: Timeline) -> Curve | None:
     kept: list[list[Point]] = []
     lost: list[list[Point]] = []
     resumes: list[tuple[int, Launch]] = []
-    strange: list[int] = []
+    strange: list[tuple[int, int]] = []
     for launch, rows in launches:
         limit = limits[launch.attempt, launch.number]
         kept.append(list(_thin(rows, width, first, -math.inf, limit if limit is not None else math.inf)))
@@ -69,12 +69,19 @@ def _rows(seen: Timeline, launch: Launch) -> Rows | None:
     return seen.rows.get((launch.attempt, launch.number))
 
 
-def _strange(rows: Rows, count: int) -> list[int]:
-    """Return steps with a loss that is infinite; one without a loss has none to show."""
-    if count <= 0 or all(not math.isinf(value) for value in rows.loss):
-        return []
-    found = (step for step, value in zip(rows.step, rows.loss, strict=True) if math.isinf(value))
-    return [step for step, _ in zip(found, range(count), strict=False)]
+def _strange(rows: Rows, count: int) -> list[tuple[int, int]]:
+    """Return stretches of steps with a loss that is no finite number; a step without a loss has none to show."""
+    found: list[tuple[int, int]] = []
+    before = -1  # the row of the newest one
+    for row in (row for row, value in enumerate(rows.loss) if math.isinf(value)):
+        if found and row == before + 1:
+            found[-1] = (found[-1][0], rows.step[row])
+        elif len(found) >= count:
+            break
+        else:
+            found.append((rows.step[row], rows.step[row]))
+        before = row
+    return found
 
 
 def _thin(rows: Rows, width: int, origin: int, above: float, upto: float) -> Iterator[Point]:
@@ -134,8 +141,8 @@ def picture(found: Curve) -> str:
         for step, loss in peaks[:MARKS_MAX]
     ]
     out += [
-        _mark(x(step), 18, "strange", f"step {step:,}: the loss is not a finite number")
-        for step in found.strange[:MARKS_MAX]
+        _mark(x(first), 18, "strange", _not_finite(first, last), until=x(last))
+        for first, last in found.strange[:MARKS_MAX]
     ]
     svg = (
         f'<svg class=curve viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
@@ -194,6 +201,12 @@ def _steps(found: Curve) -> str:
     return f"<div class=axis>{spans}</div>"
 
 
-def _mark(x: float, height: float, css: str, said: str) -> str:
+def _not_finite(first: int, last: int) -> str:
+    which = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+    return f"{which}: the loss is not a finite number"
+
+
+def _mark(x: float, height: float, css: str, said: str, *, until: float = 0.0) -> str:
     title = f"<title>{text(said)}</title>"
-    return f'<rect class="{css}" x="{x - 0.9:.1f}" y="0" width="1.8" height="{height}">{title}</rect>'
+    width = max(0.0, until - x) + 1.8
+    return f'<rect class="{css}" x="{x - 0.9:.1f}" y="0" width="{width:.1f}" height="{height}">{title}</rect>'

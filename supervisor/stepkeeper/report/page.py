@@ -85,6 +85,8 @@ def _headline(seen: Timeline, about: About) -> str:
 
 def _loss_and_tokens(seen: Timeline) -> str:
     parts = [f"loss {seen.loss:.5g}"] if seen.loss is not None else []
+    if seen.loss_not_finite:
+        parts.append("its loss is no finite number")
     if seen.tokens:
         parts.append(f"{count(seen.tokens)} tokens")
     return ", ".join(parts) or "no step was reported"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -166,7 +167,7 @@ class _Teller:
                 _greet(launch, event)
             case on.Progressed():
                 rows = self.seen.progress.setdefault((attempt.number, launch.number), Rows())
-                rows.add(event.at, event.step, event.loss, event.tokens)
+                rows.add(event.at, event.step, math.inf if event.not_finite else event.loss, event.tokens)
             case on.SaveBegan() | on.CheckpointCommitted() | on.SaveGaveUp():
                 self._save(launch, event, at)
             case on.LaunchEnded() | on.LaunchRefused():

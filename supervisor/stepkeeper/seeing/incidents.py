@@ -8,10 +8,11 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.losses import rule_told
 from stepkeeper.seeing.model import Incident
 from stepkeeper.store.journal import Record
 
-INCIDENTS_MAX = 5_000  # the newest are left out beyond it, and counted
+INCIDENTS_MAX = 5_000  # the oldest are left out beyond it, and counted
 
 
 class Incidents(msgspec.Struct, kw_only=True):
@@ -27,12 +28,11 @@ class Incidents(msgspec.Struct, kw_only=True):
         self.losses[record.attempt] = record.node_losses
         for kind, what, node in _of(record, lost=lost):
             if len(self.found) >= INCIDENTS_MAX:
+                del self.found[0]
                 self.left_out += 1
-                continue
+            decided = record.why if record.why != what else _ordered(record)
             self.found.append(
-                Incident(
-                    at=at, attempt=record.attempt, launch=launch, kind=kind, what=what, decided=record.why, node=node
-                )
+                Incident(at=at, attempt=record.attempt, launch=launch, kind=kind, what=what, decided=decided, node=node)
             )
 
 
@@ -68,7 +68,14 @@ def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noq
             return
 
 
+def _ordered(record: Record) -> str:
+    """Say what followed, where the decision says no more than the incident itself."""
+    return "the launch was ended" if any(isinstance(each, do.KillRanks) for each in record.effects) else "told"
+
+
 def _told(record: Record) -> Iterator[tuple[str, str, str]]:
+    if isinstance(record.event, on.Progressed) and (wrong := rule_told(record.why)):
+        yield "loss", wrong[1], ""
     for effect in record.effects:
         if isinstance(effect, do.TellSlowNode) and effect.loading:
             yield "slow data loader", effect.why, effect.node

@@ -13,7 +13,7 @@ from stepkeeper.store import lines
 
 Key = tuple[int, int]  # attempt, launch
 ROWS_MAX = 20_000_000
-NONE = math.nan  # a step without a loss
+NONE = math.nan  # a step without a loss; one whose loss is no number has an infinite one here
 AT_MAX = 1e11  # Unix seconds beyond it are a torn line
 
 
@@ -35,7 +35,7 @@ class Rows:
             instant = self.at[-1]
         self.at.append(instant)
         self.step.append(step)
-        self.loss.append(NONE if loss is None else loss)
+        self.loss.append(NONE if loss is None else math.inf if math.isnan(loss) else loss)
         self.tokens = tokens
 
     def __len__(self) -> int:

@@ -47,6 +47,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None  # newest of the current state
     tokens: int | None = None
     loss: float | None = None
+    loss_not_finite: bool = False  # the newest one is no finite number
     why: str = ""  # the newest word on how it ended, or what it waits for
 
     def launches(self) -> Iterator[Launch]:
@@ -120,7 +121,8 @@ def build(
         coarse=coarse,
         step=last.step[-1] if last else None,
         tokens=last.tokens if last else None,
-        loss=last.loss[-1] if last and not math.isnan(last.loss[-1]) else None,
+        loss=last.loss[-1] if last and math.isfinite(last.loss[-1]) else None,
+        loss_not_finite=math.isinf(last.loss[-1]) if last else False,
         why=newest.why if newest is not None else "",
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.judge import Notice
+from stepkeeper.core.losses import rule_told
 from stepkeeper.core.state import Phase
 from stepkeeper.store.journal import JournalWriter, Record
 from stepkeeper.store.status import Status
@@ -29,8 +30,9 @@ class Tally:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[tuple[Metric, tuple[str, ...]]] = Counter()
-        self._seconds: dict[tuple[Metric, tuple[str, ...]], float] = {}
+        # a series that began with its first count would have no increase: rates would miss what happens once
+        self._counts = Counter({each: 0 for each in metrics.counters() if not each[0].in_seconds})
+        self._seconds = {each: 0.0 for each in metrics.counters() if each[0].in_seconds}
         self._gauges: dict[Metric, float] = {}
         self._phase: Phase | None = None
         self._phase_since = 0.0
@@ -42,6 +44,8 @@ class Tally:
             before = self._phase
             self._take_phase(record)
             self._take_event(record, before)
+            if isinstance(record.event, on.Progressed) and (wrong := rule_told(record.why)):
+                self._counts[metrics.LOSS_ANOMALIES, (wrong[0],)] += 1
             for effect in record.effects:
                 if isinstance(effect, do.StartLaunch):
                     self._counts[metrics.LAUNCHES, ()] += 1
@@ -96,7 +100,7 @@ class Tally:
 
     def _add(self, metric: Metric, labels: tuple[str, ...], seconds: float) -> None:
         key = (metric, labels)
-        self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+        self._seconds[key] += seconds
 
     def samples(self, status: Status, version: str, now: float) -> list[Sample]:
         """Return everything as of now; `now` is Unix seconds by the supervisor's clock."""
@@ -106,7 +110,7 @@ class Tally:
             gauges = dict(self._gauges)
             if self._phase is not None and self._phase is not Phase.DONE:
                 key = (metrics.PHASE_SECONDS, (self._phase.value,))
-                seconds[key] = seconds.get(key, 0.0) + max(0.0, now - self._phase_since)
+                seconds[key] += max(0.0, now - self._phase_since)
         found += [Sample(metric, value, labels) for (metric, labels), value in seconds.items()]
         found += [Sample(metric, value) for metric, value in gauges.items()]
         return [*found, *_of_status(status, version)]

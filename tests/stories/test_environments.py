@@ -75,7 +75,7 @@ def preempted(training: Training) -> None:
     """Preempt a running training once, and wait for its end."""
     training.wait_step(13)
     urgent = training.lab.preempt(training.job_id)
-    training.lab.wait_job(urgent, "RUNNING", timeout_s=60)
+    training.lab.wait_job(urgent, "RUNNING")
     training.lab.release(urgent)
     training.wait_end()
     assert len(training.events(on.AttemptStarted)) == 2, training.story()

@@ -18,7 +18,7 @@ from tests.stories.acts import saving
 from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm
-STEP_SECONDS = 0.2
+STEP_SECONDS = 0.3  # on a busy machine the fault comes seconds after it is asked for
 ALIKE = 1e-6  # of losses on another world size
 
 

@@ -119,6 +119,9 @@ def _slurm_conf(place: Place, options: LabOptions, nodes: str) -> str:
         f"InactiveLimit={options.inactive_limit_s}",
         f"SlurmdTimeout={options.slurmd_timeout_s}",
         "ReturnToService=0",
+        # on a busy machine a batch script may start late, and what was killed may take its time to die
+        "BatchStartTimeout=60",
+        "UnkillableStepTimeout=180",
         "GresTypes=gpu",
     ]
     if options.send_user_signal:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import signal
@@ -131,6 +132,10 @@ def _content(file: Path) -> str:
         return file.read_text()
     except FileNotFoundError:
         return ""  # not seen here yet
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return ""  # this node still takes the name for the file that was replaced
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from stepkeeper.redaction import redact
+from stepkeeper_trainer.formats.plain import fresh
 
 LINE_BYTES_MAX = 1024 * 1024
 BLOCK_BYTES = 64 * 1024
@@ -41,8 +42,12 @@ def read_small(path: Path, bytes_max: int = LINE_BYTES_MAX) -> bytes:
     Raises:
         OSError: as `open_plain`, or it is larger than `bytes_max`.
     """
-    with open_plain(path) as file:
-        data = file.read(bytes_max + 1)
+
+    def read() -> bytes:
+        with open_plain(path) as file:
+            return file.read(bytes_max + 1)
+
+    data = fresh(read)
     if len(data) > bytes_max:
         raise OSError(errno.EFBIG, f"more than {bytes_max} bytes", str(path))
     return data

@@ -30,7 +30,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # Unix seconds
 
 
-class OutcomeError(ValueError):
+class OutcomeError(msgspec.MsgspecError, ValueError):
     """The outcome file does not parse, or a newer Stepkeeper wrote it."""
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+from stepkeeper.core.exits import ExitCode
 from stepkeeper.store import journal
 from tests.lab import Lab
 from tests.lab.jobs import ENDED
@@ -46,7 +47,15 @@ def test_a_run_directory_that_cannot_be_made_is_refused_here(lab: Lab) -> None:
     assert f"its parent {lab.workdir(USER)}/no/such does not exist" in done.stderr
 
 
+def test_several_partitions_are_looked_at_and_each_must_be_there(lab: Lab) -> None:
+    assert "#SBATCH --partition=train,urgent" in submit(lab, "--dry-run", "-p", "train,urgent", "--", "true").stdout
+    done = submit(lab, "--dry-run", "-p", "train,nowhere", "--", "true", check=False)
+    assert done.returncode == ExitCode.USAGE
+    assert "no partition 'nowhere' here; there are: train, urgent" in done.stderr
+
+
 def test_a_training_is_submitted_and_finishes(lab: Lab) -> None:
+    """Meanwhile a second job for it is told who has the run, and afterwards that there is nothing left to do."""
     python = str(site_python(USER))
     done = submit(
         lab,
@@ -61,7 +70,13 @@ def test_a_training_is_submitted_and_finishes(lab: Lab) -> None:
     )
     answer = json.loads(done.stdout)
     job, run_dir = answer["job"], Path(answer["run_dir"])
+    lab.until((run_dir / "lease.json").exists, "the lease", 120.0)
+    meanwhile = submit(lab, "--dry-run", f"--run-dir={run_dir}", "--", "true", check=False)
     lab.until(lambda: lab.job(job).state in ENDED, "the end of the job", 120.0)
     assert lab.job(job).state == "COMPLETED", (lab.workdir(USER) / f"train_lm-{job}.log").read_text()
     assert run_dir == lab.workdir(USER) / f"train_lm-{job}"
+    assert f"job {job} works on this run" in meanwhile.stderr or "has finished" in meanwhile.stderr
+    again = submit(lab, f"--run-dir={run_dir}", "--", "true", check=False)
+    assert again.returncode == ExitCode.RUN_DIRECTORY
+    assert "this run has finished, at step 4" in again.stderr
     assert list(journal.read(run_dir / "journal.jsonl")), "the run directory is where it was said to be"

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper_trainer import Keeper, incremental
-from stepkeeper_trainer.formats.manifest import FileEntry
+from stepkeeper_trainer import Keeper, incremental, persist
+from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
 from stepkeeper_trainer.formats.steps import read_manifest, verify
 from stepkeeper_trainer.incremental import COLD_AFTER, GROUPS_MAX, LINKS_MAX, History, Links
 
@@ -215,6 +215,29 @@ def test_nothing_is_linked_to_a_step_that_is_gone_or_was_never_committed(tmp_pat
 
     assert inodes(after)[name] != inodes(tmp_path / "elsewhere")[name]
     assert verify(after).ok
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_the_manifest_before_is_read_once_a_save_however_many_files_may_be_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Adapted(tmp_path / "run")
+    for number in range(8):
+        if number == 4:
+            run.optimizer.param_groups[0]["lr"] = 0.0  # the small layer stands still too, later than the large one
+        run.step_and_save()
+    reads: list[Path] = []
+
+    def counted(directory: Path) -> Manifest:
+        manifest = read_manifest(directory)
+        reads.append(directory)
+        return manifest
+
+    monkeypatch.setattr(persist, "read_manifest", counted)
+    step = run.step_and_save()
+
+    assert sum(path.stat().st_nlink > 1 for path in step.glob("*.distcp")) > 1
+    assert len(reads) == 1
 
 
 @pytest.mark.usefixtures("small_groups")

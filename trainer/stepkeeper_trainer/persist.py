@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.completing import Completer
 from stepkeeper_trainer.dividing import Division, Sheets
-from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestError
+from stepkeeper_trainer.formats.manifest import Manifest, ManifestError
 from stepkeeper_trainer.formats.steps import read_manifest, step_name
 from stepkeeper_trainer.incremental import Links
 from stepkeeper_trainer.log import say, warn
@@ -119,8 +119,9 @@ class Persister:
         sheets = self._division.of(share)
         began = time.monotonic()
         written = self._write(save, sheets)
-        read_back(save, save.data, {one.sheet.name: one.entry for one in written if not one.linked})
         seconds = time.monotonic() - began
+        with save.doing(f"reading back what is in {save.data}"):
+            read_back(save, save.data, {one.sheet.name: one.entry for one in written if not one.linked})
         save.check()  # one that is late was given up, and has nowhere to report
         with save.doing(f"reporting in {save.directory}"):
             self._report(save, sheets, written)
@@ -139,12 +140,11 @@ class Persister:
 
     def _write(self, save: Save, sheets: Sheets) -> list[Written]:
         """Write this rank's files: to the node's own disk where there is one and it takes them."""
-        jobs = [partial(self._bring, save, sheet) for sheet in sheets.sheets]
         if self._placing is not None:
             left_s = save.limit_at - time.time()
             save.local = self._placing.begin(save.summary.step, save.save_id, leaving=save.emergency, left_s=left_s)
         try:
-            return in_threads(jobs)
+            return self._bring_all(save, sheets)
         except OSError as error:
             if self._placing is None or save.local is None:
                 raise
@@ -152,7 +152,11 @@ class Persister:
             self._placing.refused(save.summary.step, error)
             self._placing.forget(save.summary.step, save.save_id)
             save.local = None  # to shared storage from now on
-        return in_threads(jobs)
+        return self._bring_all(save, sheets)
+
+    def _bring_all(self, save: Save, sheets: Sheets) -> list[Written]:
+        before = self._step_before(save) if any(sheet.cold for sheet in sheets.sheets) else None
+        return in_threads([partial(self._bring, save, sheet, before) for sheet in sheets.sheets])
 
     def _placed(self, save: Save, written: list[Written]) -> Placed:
         return Placed(
@@ -163,23 +167,23 @@ class Persister:
             is_local=save.local is not None,
         )
 
-    def _bring(self, save: Save, sheet: Sheet) -> Written:
+    def _bring(self, save: Save, sheet: Sheet, before: tuple[Path, Manifest] | None) -> Written:
         """Bring one file to disk: by a link where the step before has the same, else by writing it."""
         with save.doing(f"writing {save.data / sheet.name}"):
-            return self._link_or_write(save, sheet)
+            return self._link_or_write(save, sheet, before)
 
-    def _link_or_write(self, save: Save, sheet: Sheet) -> Written:
-        source = self._source(save, sheet) if sheet.cold else None
-        if source is not None:
-            path, entry = source
+    def _link_or_write(self, save: Save, sheet: Sheet, before: tuple[Path, Manifest] | None) -> Written:
+        entry = before[1].files.get(sheet.name) if before is not None and sheet.cold else None
+        if before is not None and entry is not None:
+            path = before[0] / sheet.name
             own, crcs = digest_sheet(self._staging.arena.view, sheet, save.check)
             if own == entry and self._links.link(path, save.data / sheet.name, own):
                 return Written(sheet, own, crcs, linked=True)
         # In an emergency nothing trains beside, and what is read back soon is better in the page cache.
         return write_sheet(save.data, self._staging.arena.view, sheet, save.check, direct=not save.emergency)
 
-    def _source(self, save: Save, sheet: Sheet) -> tuple[Path, FileEntry] | None:
-        """Return the file of that name in the step before, if this run has committed it."""
+    def _step_before(self, save: Save) -> tuple[Path, Manifest] | None:
+        """Return the step before and its manifest, if this run has committed it where this save goes."""
         if self._before is None:
             return None
         step, save_id = self._before
@@ -189,9 +193,8 @@ class Persister:
                 manifest = read_manifest(directory)
             except (ManifestError, OSError):
                 continue  # never committed, or gone: then everything is written
-            entry = manifest.files.get(sheet.name)
-            if manifest.save_id == save_id and entry is not None:
-                return directory / sheet.name, entry
+            if manifest.save_id == save_id:
+                return directory, manifest
         return None
 
     def _report(self, save: Save, sheets: Sheets, written: list[Written]) -> None:

@@ -6,9 +6,13 @@ walking), so the state is a few integers and resuming is free.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from stepkeeper_trainer.ahead import MicroBatches
 from stepkeeper_trainer.errors import ResumeError, UsageError
+
+if TYPE_CHECKING:
+    from stepkeeper_trainer.environment import Window
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
@@ -68,6 +72,8 @@ class GlobalSampler:
         self.epoch = 0
         self.consumed = 0
         self.skipped: list[list[int]] = []  # [step, epoch, consumed, samples]: what was left out, and where
+        self.steps_done = 0  # by the Keeper's count, once it has resumed
+        self.windows: tuple[Window, ...] = ()  # of steps to come, whose data will be left out
         self._taken = 0  # samples of the newest step
         self._orders: dict[int, Permutation] = {}
 
@@ -76,8 +82,30 @@ class GlobalSampler:
         start = self.consumed + index * size
         return [self._sample(start + offset) for offset in range(size)]
 
+    def batches(self, *, batch: int, micro_batch: int, rank: int, world_size: int) -> MicroBatches:
+        """Return what this rank takes from here on, step after step: a `batch_sampler` for a DataLoader with workers.
+
+        Make the loader's iterator after `keeper.resume()`, then call `keeper.restore_random_state()`.  `advance` is
+        called once a step all the same.
+
+        Args:
+            batch: samples of one optimizer step, of all ranks together.
+            micro_batch: samples of one of the lists.
+            rank: of this process.
+            world_size: of the job.
+
+        Raises:
+            UsageError: the ranks cannot share the batch evenly.
+        """
+        return MicroBatches(self, batch=batch, micro_batch=micro_batch, rank=rank, world_size=world_size)
+
+    def expect(self, windows: tuple[Window, ...], done: int) -> None:
+        """Take in what will be left out, and how many steps are completed: reading ahead has to know both."""
+        self.windows, self.steps_done = windows, done
+
     def advance(self, samples: int) -> None:
-        """Move on by the samples that all ranks together have used."""
+        """Move on by the samples that all ranks together have used in a step."""
+        self.steps_done += 1
         self._taken = samples
         self._move(samples)
 

@@ -27,15 +27,34 @@ class Skips(Protocol):
         ...
 
 
+@runtime_checkable
+class Expects(Protocol):
+    """A sampler that is read ahead of training, and has to know beforehand."""
+
+    def expect(self, windows: tuple[Window, ...], done: int) -> None:
+        """Take in what will be left out from `done` completed steps on."""
+        ...
+
+
 class Skipping:
     """Of one rank."""
 
-    def __init__(self, sampler: object, windows: tuple[Window, ...], done: int) -> None:
-        """Prepare at `done` completed steps; what begins at or before them is in the state already."""
+    def __init__(self, sampler: object, windows: tuple[Window, ...], done: int, *, quiet: bool = False) -> None:
+        """Prepare at `done` completed steps; what begins at or before them is in the state already.
+
+        Args:
+            sampler: of the Keeper, or a copy of it that is read ahead.
+            windows: whose data is left out.
+            done: completed steps.
+            quiet: log nothing.
+        """
         self._windows = [window for window in windows if window.step > done]
         self._sampler = sampler if isinstance(sampler, Skips) else None
+        self._quiet = quiet
         if self._windows and self._sampler is None:
             warn("data_not_skipped", why="the sampler has no `skip`: give the Keeper a GlobalSampler")
+        if isinstance(sampler, Expects):
+            sampler.expect(tuple(self._windows), done)
         self.at(done)
 
     def at(self, done: int) -> None:
@@ -50,4 +69,5 @@ class Skipping:
             samples = self._sampler.skip(window.step, window.steps)
             if not samples:
                 return  # how many a step takes is known after the first one
-            say("data_skipped", step=window.step, steps=window.steps, samples=samples)
+            if not self._quiet:
+                say("data_skipped", step=window.step, steps=window.steps, samples=samples)

@@ -13,6 +13,7 @@ if __name__ == "__main__":
 if sys.argv[1] == "poison" and (os.environ["STEPKEEPER_LAUNCH"], os.environ["SLURM_PROCID"]) == ("1", sys.argv[4]):
     os.kill(os.getpid(), signal.SIGSTOP)  # in the launch after the poison: it never gets to its imports
 
+import ctypes
 import faulthandler
 import time
 from pathlib import Path
@@ -40,6 +41,8 @@ def fail(how: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "hang":
             waiting_for_data()
+        case "native":
+            waiting_below_python()
     raise AssertionError(f"unknown: {how}")
 
 
@@ -47,6 +50,13 @@ def waiting_for_data() -> None:
     """Stand where a broken data loader would."""
     while True:
         time.sleep(1)
+
+
+def waiting_below_python() -> None:
+    """Stand in native code, as in a driver; a signal ends each wait, and another one begins."""
+    libc = ctypes.CDLL(None)
+    while True:
+        libc.pause()
 
 
 def poison(training: train_lm.Training, step: int) -> None:

@@ -1,9 +1,14 @@
-"""A hang in a run of even steps is acted on before the time that silence has elsewhere."""
+"""A hang in a run of even steps is acted on before the time that silence has elsewhere; this one is in native code."""
+
+from __future__ import annotations
+
+import shutil
 
 import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
+from stepkeeper.watcher import spying
 from tests.lab import Lab
 from tests.stories.test_failures import failing
 from tests.training import Training, assert_complete
@@ -13,13 +18,36 @@ pytestmark = pytest.mark.slurm
 SOON = ("--set", "policy.hang_steady_s=8", "--set", "policy.hang_steps=1.5")
 
 
+def with_py_spy(lab: Lab) -> dict[str, str]:
+    """Return the environment of a job on whose nodes py-spy is installed, where it is here."""
+    spy = spying.find()
+    if spy is None:
+        return {}
+    place = lab.workdir("games") / "bin"
+    place.mkdir(exist_ok=True)
+    shutil.copyfile(spy, place / spying.NAME)
+    for path in (place, place / spying.NAME):
+        path.chmod(0o755)
+    return {"PATH": f"{place}:{lab.path}"}
+
+
 @pytest.mark.campaign
 def test_ranks_that_do_nothing_are_not_waited_for_where_steps_were_even(lab: Lab, reference: Training) -> None:
-    training = failing(lab, "hang", step=38, step_seconds=1.0, run_args=SOON)
+    """Who looks is an ordinary user: native stacks are his to take, and the kernel tells him of system calls."""
+    environment = with_py_spy(lab)
+    training = failing(lab, "native", step=38, step_seconds=1.0, run_args=SOON, env=environment)
     training.wait_end()
 
     (seen,) = [record.event for record in training.events(on.StacksCollected)]
     assert seen.idle, training.story()
+    assert "rank 1 is in waiting_below_python (failing.py:" in seen.summary, seen.summary
+    assert "), in pause" in seen.summary, seen.summary
     (said,) = [record.event for record in training.events(on.Judged)]
     assert (said.cause, said.rank) == (Cause.HANG, 1), training.story()
+    (kept,) = training.run_dir.glob("logs/attempt-000/launch-000/stacks/rank-1.txt")
+    stacks = kept.read_text()
+    assert "What the kernel says of process" in stacks
+    if environment:
+        told = "no native stacks of rank" in training.output()  # a very busy machine
+        assert told or "libffi" in stacks, "the frames of native code, which only py-spy tells"
     assert_complete(training, reference)

@@ -89,6 +89,51 @@ def test_several_programs_of_one_srun(lab: Lab, reference: Training) -> None:
     assert_complete(training, reference)
 
 
+def test_a_shell_scripts_file_with_torchrun_in_it(lab: Lab, reference: Training) -> None:
+    """One torchrun a node, which hears where to resume from as the script's arguments."""
+    training = Training(lab, name="line-file")
+    script = training.work / "train.sh"
+    script.write_text(
+        "set -eo pipefail\n"
+        "torchrun --nnodes $SLURM_NNODES --nproc-per-node 1 --node-rank $SLURM_NODEID --master-addr $MASTER_ADDR \\\n"
+        f'    --master-port $MASTER_PORT {SCRIPT} "$@"\n'
+    )
+    script.chmod(0o644)
+
+    play(training, f"bash {script}", *TWO_NODES)
+
+    assert_complete(training, reference)
+
+
+def test_a_script_that_bears_no_argument_resumes_by_the_variable(lab: Lab, reference: Training) -> None:
+    """Its own parser would end it; the trainer library finds the checkpoint all the same."""
+    training = Training(lab, name="line-strict")
+    script = training.work / "strict.py"
+    words = shlex.split(SCRIPT)
+    script.write_text(
+        "import argparse, runpy, sys\n\nargparse.ArgumentParser().parse_args()\n"
+        f"sys.argv[1:] = {words[2:]!r}\nrunpy.run_module({words[1]!r}, run_name='__main__')\n"
+    )
+    script.chmod(0o644)
+
+    play(training, f"python {script}", *TWO_NODES, STEPKEEPER_RESUME_ARGUMENT="false")
+
+    assert_complete(training, reference)
+    assert "resume_argument_unknown" not in training.output()
+
+
+def test_a_script_that_would_end_on_the_argument_is_told_so_at_its_first_launch(lab: Lab) -> None:
+    training = Training(lab, name="line-told")
+    script = training.work / "told.py"
+    script.write_text("import argparse\n\nargparse.ArgumentParser().parse_args()\n")
+    script.chmod(0o644)
+    training.command = ("python3", str(script))
+    training.submit().wait_end()
+
+    assert "resume_argument_unknown" in training.output()
+    assert "--no-resume-argument" in training.output()
+
+
 @pytest.fixture(scope="module")
 def accelerate(lab: Lab) -> Path:
     """A directory with accelerate, beside the torch that is there."""

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper_trainer.environment import Window
 from stepkeeper_trainer.formats import messages
 from stepkeeper_trainer.formats.messages import Replayed
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.metrics import HEADER
-from stepkeeper_trainer.replay import STEPS_MAX, Replay, distance, recorded_losses
+from stepkeeper_trainer.replay import STEPS_MAX, Replay, comparable_losses, distance, recorded_losses
 from tests.trainer.ranks import Ranks, finish, watcher_socket
 
 RECORDED = {21: 2.5, 22: 2.25, 23: 2.125}
@@ -87,6 +88,18 @@ def test_a_later_row_of_a_step_counts_and_few_are_kept(tmp_path: Path) -> None:
     assert math.isnan(found[22])
     assert (found[21], found[23], found[24], found[25]) == (21 / 7, 23 / 7, 1.5, 25 / 7)
     assert recorded_losses(tmp_path / "nothing", after=0) == {}
+
+
+def test_what_was_left_out_long_ago_does_not_end_the_comparing(tmp_path: Path) -> None:
+    """Steps 31 and later of the first launch were on the data that the second one left out at step 18."""
+    rows = [f"{step},9.0,0,,,0,0,0" for step in range(1, 61)] + [f"{step},2.0,0,,,0,0,1" for step in range(11, 31)]
+    (tmp_path / "metrics.csv").write_text("\n".join([HEADER, *rows, ""]))
+    window = Window(18, 1)
+
+    assert comparable_losses(tmp_path, 20, (window,)) == dict.fromkeys(range(21, 31), 2.0)
+    assert comparable_losses(tmp_path, 20, (window, Window(24, 1))) == dict.fromkeys(range(21, 24), 2.0)
+    assert comparable_losses(tmp_path, 10, (window,)).keys() == set(range(11, 18))
+    assert comparable_losses(tmp_path, 20, ()).keys() == set(range(21, 61))
 
 
 def test_a_rank_that_is_killed_and_resumed_comes_to_the_same_losses_and_says_so(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from stepkeeper_trainer.metrics import METRICS_NAME
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stepkeeper_trainer.environment import Environment
+    from stepkeeper_trainer.environment import Environment, Window
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.resuming import Resumed
 
@@ -93,27 +93,40 @@ def distance(then: float, now: float) -> float:
 def begin_replay(
     environment: Environment, run_directory: Path, resumed: Resumed, world_size: int, link: Link
 ) -> Replay:
-    """Prepare to compare what follows a resume with what was recorded of it; nothing at a first start.
-
-    Where data is left out, steps from there on are others.
-    """
+    """Prepare to compare what follows a resume with what was recorded of it; nothing at a first start."""
     manifest = resumed.manifest
     if manifest is None:
         return Replay({}, link, deterministic=False, changed="")
-    before = min((window.step for window in environment.skip_data), default=math.inf)
     then = {**manifest.conditions, "world_size": manifest.world_size}
     now = {**conditions(), "world_size": world_size}
     changed = [f"{name}: {then[name]}, now {now[name]}" for name in now if name in then and then[name] != now[name]]
     return Replay(
-        {step: loss for step, loss in recorded_losses(run_directory, manifest.step).items() if step < before},
+        comparable_losses(run_directory, manifest.step, environment.skip_data),
         link,
         deterministic=bool(then.get("deterministic") and now["deterministic"]) and not changed,
         changed="; ".join(changed),
     )
 
 
-def recorded_losses(run_directory: Path, after: int) -> dict[int, float]:
-    """Return the losses of the steps after one; a later row of a step counts.  Nothing where they cannot be read."""
+def comparable_losses(run_directory: Path, after: int, windows: tuple[Window, ...]) -> dict[int, float]:
+    """Return the recorded losses of steps after one that were, and will be, of the same data.
+
+    Where data is left out, steps from there on are others.  What was left out before is in the state already; then
+    only what was recorded since is compared: what an older launch did beyond that may have been on other data.
+    """
+    found = recorded_losses(run_directory, after, newest=any(window.step <= after for window in windows))
+    before = min((window.step for window in windows if window.step > after), default=math.inf)
+    return {step: loss for step, loss in found.items() if step < before}
+
+
+def recorded_losses(run_directory: Path, after: int, *, newest: bool = False) -> dict[int, float]:
+    """Return the losses of the steps after one; a later row of a step counts.  Nothing where they cannot be read.
+
+    Args:
+        run_directory: of the run.
+        after: the step that training resumed from.
+        newest: of the newest state only: a row leaves nothing of what was recorded of its step and later ones.
+    """
     try:
         with (run_directory / METRICS_NAME).open("rb") as file:
             header = file.readline().decode(errors="replace").strip().split(",")
@@ -122,11 +135,17 @@ def recorded_losses(run_directory: Path, after: int) -> dict[int, float]:
     except OSError:
         return {}  # there may be none; what cannot be compared is not
     found: dict[int, float] = {}
+    last = 0  # step of the row before
     for row in csv.DictReader(text.splitlines(), fieldnames=header):
         try:
             step, loss = int(row["step"]), float(row["loss"] or "")
         except (KeyError, TypeError, ValueError):
             continue  # torn, or a step without a loss
-        if row.get("launch") and after < step <= after + STEPS_MAX:
+        if not row.get("launch"):
+            continue  # torn in its middle
+        if newest and step <= last:
+            found = {each: kept for each, kept in found.items() if each < step}
+        last = step
+        if after < step <= after + STEPS_MAX:
             found[step] = loss
     return found

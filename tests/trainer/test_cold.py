@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.manifest import FileEntry
 from stepkeeper_trainer.tiers import DirectoryTier, Held, Pace, Tier, open_tier
-from stepkeeper_trainer.tiers.cold import ColdCopies, Going, share_of
+from stepkeeper_trainer.tiers.cold import ColdCopies, Going, forget_given_up, share_of
 from stepkeeper_trainer.tiers.keeping import prune, superfluous
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.tier import Staging, TierError
@@ -46,9 +46,9 @@ def cold(tmp_path: Path) -> DirectoryTier:
     return DirectoryTier(tmp_path / "cold")
 
 
-def commit(shared: DirectoryTier, step: int) -> Going:
+def commit(shared: DirectoryTier, step: int, ranks: int = RANKS) -> Going:
     """Make a step of the run."""
-    files = content(step)
+    files = content(step, ranks)
     before = lineage.read(shared.checkpoints)
     parent = before.head if before is not None else None
     held = make(step, files, parent=parent)
@@ -75,6 +75,13 @@ def send(copies: list[ColdCopies], *goings: Going, within_s: float = LATE_S) -> 
     limit_at = time.time() + within_s
     through = [each.close(limit_at) for each in copies]
     return all(through)
+
+
+def until(condition: Callable[[], object]) -> None:
+    limit_at = time.monotonic() + LATE_S
+    while not condition():
+        assert time.monotonic() < limit_at
+        time.sleep(0.01)
 
 
 def same(tier: Tier, held: Held, step: int) -> bool:
@@ -180,6 +187,60 @@ def test_a_tier_that_never_takes_anything_is_told_and_the_next_step_is_tried(
         time.sleep(0.01)
     assert send(copies, commit(shared, 200))
     assert [held.manifest.step for held in cold.steps()] == [200]
+
+
+def test_a_step_that_rank_0_gave_up_before_the_others_saw_it_is_waited_for_by_nobody(
+    shared: DirectoryTier, cold: DirectoryTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    going = commit(shared, 100)
+    manifest = going.directory / "MANIFEST.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(b"torn")
+    [first, second] = senders(cold, shared)
+    first.offer(going)
+    until(lambda: "cold_copy_given_up" in caplog.text)
+    second.offer(going)
+    assert second.close(time.time() + LATE_S), "nothing waits"
+    first.close(0.0)
+    manifest.write_bytes(whole)
+
+    forget_given_up(shared.checkpoints)  # as the next launch does
+    assert send(senders(cold, shared), going)
+
+    assert [held.manifest.step for held in cold.steps()] == [100]
+    assert not [name for name in os.listdir(shared.checkpoints) if name.startswith(".cold-")]
+
+
+def test_a_rank_asks_for_its_own_files_only_however_many_ranks_there_are(
+    s3: str, shared: DirectoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import obstore  # noqa: PLC0415  # the fixture has skipped where it is not installed
+
+    asked: list[str] = []
+    head = obstore.head
+
+    def counted(a_store: object, path: str, *arguments: object) -> object:
+        asked.append(path)
+        return head(a_store, path, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(obstore, "head", counted)
+    counts = []
+    for number, ranks in enumerate((2, 12), 1):
+        going = commit(shared, 100 * number, ranks=ranks)
+        board = shared.checkpoints / f".cold-{going.directory.name}.{going.save_id}"
+        board.mkdir()
+        asked.clear()
+        one = ColdCopies(
+            store(s3, f"asked-{ranks}"), shared=shared, local=None, rank=1, world_size=ranks, pace=Pace(),
+            fence=lambda: None,
+        )  # fmt: skip
+        one.offer(going)
+        until((board / "done-1").exists)
+        one.close(0.0)
+        assert {path.rpartition("/")[2].removesuffix(".zst") for path in asked} == {"__1_0.distcp"}
+        counts.append(len(asked))
+
+    assert counts[0] == counts[1], "12 ranks look at 12 files, and not at 144"
 
 
 def test_a_damaged_file_of_the_nodes_disk_is_read_from_shared_storage(

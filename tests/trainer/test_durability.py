@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stepkeeper_trainer.formats import lineage
-from tests.trainer.durability import replay, trace
+from tests.trainer.durability import replay, replay_apart, trace, trace_all
 from tests.trainer.ranks import ROOT
 from tests.trainer.steps_by_dcp import save
 
@@ -43,6 +43,44 @@ for step in range(5 if width == 1 else 2):
     assert keeper._saver.wait(time.time() + 90)
 """
 
+# Two ranks, each a node with a disk of its own; the second argument is a sync to leave out.
+TIERED = """
+import os, stat, sys, time
+sys.path[:0] = [sys.argv[3] + "/trainer", sys.argv[3]]
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from stepkeeper_trainer import Keeper
+from stepkeeper_trainer.tiers import placing
+from stepkeeper_trainer.tiers.config import Tiers
+root, left_out = Path(sys.argv[1]), sys.argv[2]
+if left_out:
+    placing.fsync_directory = lambda _path: None
+torch.set_num_threads(1)
+other = os.fork()
+rank = int(other == 0)
+os.environ["SLURMD_NODENAME"] = f"n{rank}"
+(root / f"disk{rank}").mkdir()
+dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), 2), rank=rank, world_size=2)
+model = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, 1))
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+tiers = Tiers(local=str(root / f"disk{rank}"))
+keeper = Keeper(model=model, optimizer=optimizer, run_dir=root / "run", tiers=tiers, storage_test="off")
+keeper.resume()
+for step in range(2):
+    keeper.step_done(loss=1.0)
+    keeper.save()
+    assert keeper._saver.wait_shared(time.time() + 60)
+    dist.barrier()
+sys.stdout.flush()
+if rank:
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 0
+os._exit(0)
+"""
+
 COMMIT = re.compile(r'"([^"]+/\.tmp-step_[^"/]+)", "[^"]+/step_\d+"')
 
 STOCK = """
@@ -63,6 +101,20 @@ def test_nothing_of_a_committed_step_could_be_lost_in_a_power_cut(tmp_path: Path
     assert found == [], "renames, the lineage and the run directory's own name are durable too"
     linked = [rest for call, rest in calls if call.startswith("link") and ".distcp" in rest]
     assert linked, "the frozen layer was linked, and its name is as durable"
+
+
+@pytest.mark.parametrize("left_out", ["", pytest.param("the ranks' own", marks=pytest.mark.campaign)])
+def test_what_each_node_has_copied_to_shared_storage_it_has_made_durable_itself(tmp_path: Path, left_out: str) -> None:
+    """A sync by rank 0, on another node, need not make durable what a node has renamed."""
+    root = tmp_path / "root"
+    root.mkdir()
+    calls = trace_all(TIERED, str(root), left_out, str(ROOT), log=tmp_path / "log")
+
+    commits = replay_apart(calls, re.compile(rf'"({root}/run/checkpoints/\.tmp-step_[^"/]+)", "[^"]+/step_\d+"'))
+
+    assert len(commits) == 2
+    lost = {Path(text.removeprefix("name ")).name for commit in commits for text in commit}
+    assert lost == ({"__1_0.distcp"} if left_out else set())
 
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.campaign)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -110,6 +111,33 @@ def test_a_file_that_breaks_off_gets_no_name_and_others_are_served(
     caplog.set_level("INFO")
     send(disks, keeping.address, lambda: caplog.text, "peer_copied")
     assert set(disks[1].files(here(disks[1]))) == set(FILES)
+
+
+def test_a_process_without_free_descriptors_listens_on(
+    disks: list[LocalTier], keeping: Keeping, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as caller:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (caller.fileno(), hard))
+        try:
+            caller.connect((keeping.address.host, keeping.address.port))
+            until(lambda: "peer_copies_wait" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    caplog.set_level("INFO")
+    send(disks, keeping.address, lambda: caplog.text, "peer_copied")
+
+    assert set(disks[1].files(here(disks[1]))) == set(FILES)
+    assert caplog.text.count("peer_copies_wait") == 1, "once, however often it is tried"
+
+
+def test_a_listener_that_can_take_nobody_any_more_says_so(
+    disks: list[LocalTier], caplog: pytest.LogCaptureFixture
+) -> None:
+    keeping = Keeping(disks[1], "127.0.0.1")
+    keeping._socket.shutdown(socket.SHUT_RDWR)  # as if the kernel refused; it was not closed
+    until(lambda: "peer_copies_off" in caplog.text)
+    keeping.close()
 
 
 def test_names_that_are_no_file_of_the_step_are_refused(

@@ -18,7 +18,9 @@ from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.formats import lineage, steps
 from stepkeeper_trainer.formats.manifest import PENDING_NAME
+from stepkeeper_trainer.report import report_name
 from stepkeeper_trainer.tiers import DirectoryTier, Held, Pace, TierError
+from stepkeeper_trainer.tiers import placing as placing_module
 from stepkeeper_trainer.tiers.gathering import Gatherer, counts, find_place
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.placing import Placed, Placing
@@ -127,6 +129,75 @@ def test_each_rank_copies_its_own_files_and_the_run_has_the_step(nodes: Nodes) -
         [held] = local.steps()
         others = {f"__{other}_0.distcp" for other in range(RANKS) if other != rank}
         assert not others & set(local.files(held))
+
+
+def test_a_rank_looks_at_its_own_files_only_on_shared_storage(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[tuple[int, str]] = []
+    file_size = placing_module.file_size
+
+    def counted(path: Path) -> int:
+        looked.append((threading.get_ident(), path.name))
+        return file_size(path)
+
+    monkeypatch.setattr(placing_module, "file_size", counted)
+    nodes.start()
+    copies = {each._threads[1].ident: rank for rank, each in enumerate(nodes.placings)}
+    files = content(100)
+    nodes.hand_over(nodes.write(make(100, files), files))
+    assert all(each.wait(time.time() + LATE_S) for each in nodes.placings)
+
+    assert {(copies[thread], name) for thread, name in looked} == {
+        (0, ".metadata"), (0, "__0_0.distcp"), (1, "__1_0.distcp")
+    }  # fmt: skip
+
+
+def test_rank_0_waits_for_the_word_that_a_copy_is_durable_and_not_for_one_of_a_rank_that_is_gone(nodes: Nodes) -> None:
+    nodes.start()
+    files = content(100)
+    held = make(100, files)
+    placed = nodes.write(held, files, seal=False)
+    for rank in range(RANKS):
+        (placed[0].directory / report_name(rank)).touch()
+    lay(placed[1].directory, {"__1_0.distcp": files["__1_0.distcp"]})  # as if it had come, and were not durable yet
+    nodes.placings[0].seal(placed[0], held.manifest.files, held.raw)
+    assert placed[0].to_come == {0}, "rank 1 has written to shared storage itself"
+    placed[0].to_come = frozenset({0, 1})
+    nodes.placings[0].written(placed[0], 0.1)
+    limit_at = time.monotonic() + LATE_S
+    while (placed[0].directory / report_name(0)).exists():
+        assert time.monotonic() < limit_at, "rank 0 is through with its own files"
+        time.sleep(0.01)
+    assert not placed[0].settled.wait(0.2)
+    assert steps.list_steps(nodes.shared) == []
+
+    nodes.placings[0].ended = lambda ranks: [rank for rank in ranks if rank == 1]
+
+    assert placed[0].settled.wait(LATE_S)
+    assert placed[0].error is None
+    assert in_shared(nodes) == ["step_00000100"]
+
+
+def test_there_must_be_room_for_all_ranks_of_a_node_but_not_for_what_they_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = LocalTier(tmp_path / "disk", keep=1)
+    local.begin(1, "before", 0)
+    status = os.statvfs(tmp_path)
+
+    def statvfs(_path: object) -> os.statvfs_result:
+        return os.statvfs_result((512, 512, *status[2:3], 2000, 2000, *status[5:]))  # a million bytes are free
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    alone, eight = (Placing(local, rank=0, leads=True, shared=tmp_path, pace=Pace(), ranks=ranks) for ranks in (1, 8))
+    for each in (alone, eight):
+        each._size = 200_000
+    assert alone.begin(2, "a", leaving=False, left_s=None) is not None
+    assert eight.begin(2, "b", leaving=False, left_s=None) is None, "to shared storage at once"
+    assert not local.in_flight(2, "b").exists()
+    lay(local.in_flight(2, "c"), {f"__{rank}_0.distcp": os.urandom(200_000) for rank in range(1, 6)})
+    assert eight.begin(2, "c", leaving=False, left_s=None) is not None, "the others have written theirs"
+    for each in (alone, eight):
+        each.close(0.0)
 
 
 def test_nothing_is_a_step_of_the_run_before_all_nodes_have_copied(nodes: Nodes) -> None:

@@ -101,7 +101,7 @@ class Completer:
             placed.files = {**placed.files, METADATA_NAME: metadata}
             placed.commit = lambda: self._commit(save, manifest, drifts)
             placed.give_up = lambda why: self._tell_failure(save, why)
-            self._placing.seal(save.directory, seal(manifest))
+            self._placing.seal(placed, manifest.files, seal(manifest))
         self.parent = save.save_id
         self._ancestors = (save.save_id, *self._ancestors[: ANCESTORS_MAX - 1])
 

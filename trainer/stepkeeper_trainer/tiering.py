@@ -14,7 +14,7 @@ from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.manifest import Manifest
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.tiers.cold import ColdCopies, Going
+from stepkeeper_trainer.tiers.cold import ColdCopies, Going, forget_given_up
 from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers, from_environment
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.gathering import Gatherer, Place, find_place
@@ -58,6 +58,8 @@ class Tiering:
         self._keeping: Keeping | None = None
         self._peers: PeerCopies | None = None
         shared = DirectoryTier(commits.checkpoints, attempt=commits.environment.attempt, read_back=False)
+        if rank == 0 and tiers.cold is not None:
+            forget_given_up(commits.checkpoints)
         identity = agreement.share(_identity(commits.checkpoints) if rank == 0 else "")
         where = tiers.local_checkpoints(commits.run_directory, identity, commits.environment.node)
         place = find_place(rank, world_size, f"{commits.environment.node}:{where}", agreement)
@@ -103,6 +105,7 @@ class Tiering:
                 leads=parts.place.leads,
                 shared=self._commits.checkpoints,
                 pace=parts.pace,
+                ranks=len(parts.place.node),
                 on_local=self._peers.offer if self._peers is not None else lambda _held: None,
             )
         if parts.cold is None:

@@ -78,8 +78,12 @@ class HashingFile:
         self._descriptor: int | None = os.open(path, flags, 0o666)
         self._digester = Digester()
         self._written = self._flushed = 0
-        self._direct = direct and self._set_direct(on=True)
         self.entry: FileEntry | None = None
+        try:
+            self._direct = direct and self._set_direct(on=True)
+        except OSError:
+            self.abandon()
+            raise
 
     def write(self, data: Any) -> int:
         """Write and hash.  Raises OSError."""

@@ -1,8 +1,9 @@
 """From shared storage to the cold tier, beside training: every rank sends its own files, rank 0 the manifest last.
 
 Rank 0 says which step goes next, by a small directory beside the step directories (`.cold-step_….<save_id>`); each
-rank sends its files, reads them back, and lays a mark there.  The newest step goes first; those that waited behind it
-are left out.  What was sent is not sent again after a failure or a kill.
+rank sends its files, reads them back, and lays a mark there.  A file of that name says that rank 0 gave the step up.
+The newest step goes first; those that waited behind it are left out.  What was sent is not sent
+again after a failure or a kill.
 """
 
 from __future__ import annotations
@@ -137,15 +138,14 @@ class ColdCopies:
         """Take the step that goes now: rank 0 takes the newest, the others what rank 0 has taken."""
         with self._changed:
             waiting = list(self._waiting)
-        chosen = next(
-            (each for each in reversed(waiting) if self._rank == 0 or self._board(each).is_dir()),
-            None,
-        )
+        chosen = next((each for each in reversed(waiting) if self._rank == 0 or self._board(each).exists()), None)
         if chosen is None:
             return None
         older = waiting[: waiting.index(chosen)]
         with self._changed:
             self._waiting = [each for each in self._waiting if each not in older and each is not chosen]
+        if self._rank != 0 and not self._board(chosen).is_dir():
+            return None  # rank 0 has passed it
         if self._rank == 0:
             for each in older:
                 say("cold_copy_left_out", step=each.step, why="a newer step goes first")
@@ -155,8 +155,9 @@ class ColdCopies:
     def _open(self, going: Going) -> None:
         with suppress(FileNotFoundError):  # the run's directory is there, or the copy fails and says so
             for name in os.listdir(self._shared.checkpoints):
-                if name.startswith(BOARD) and name != self._board(going).name:  # of an earlier launch, or given up
-                    shutil.rmtree(self._shared.checkpoints / name, ignore_errors=True)
+                path = self._shared.checkpoints / name
+                if name.startswith(BOARD) and (path != self._board(going) or path.is_file()):
+                    _remove(path)  # of an earlier launch, or given up
             # one for this very step may be there: others may have begun by it, and what was sent is sent
             self._board(going).mkdir(exist_ok=True)
             for mark in self._board(going).glob(f"{FAILED}*"):
@@ -245,9 +246,15 @@ class ColdCopies:
         text = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
         warn("cold_copy_given_up", step=going.step, save_id=going.save_id, rank=self._rank, why=text)
         if self._rank == 0:
-            shutil.rmtree(self._board(going), ignore_errors=True)
+            self._pass(going)
         else:
             self._mark_failed(going, text)
+
+    def _pass(self, going: Going) -> None:
+        """Let ranks that have not come to a step yet know that it was given up: they need not wait for it."""
+        _remove(self._board(going))
+        with suppress(OSError):  # the directory is not there any more, or takes nothing: they wait for the next step
+            self._board(going).touch()
 
     def _mark_failed(self, going: Going, why: str) -> None:
         """Let rank 0 know that it need not wait."""
@@ -263,3 +270,17 @@ class ColdCopies:
     def _pause(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopping, seconds)
+
+
+def forget_given_up(checkpoints: Path) -> None:
+    """Remove the words that earlier launches gave steps up: this one tries again.  Before any rank begins to send."""
+    for path in checkpoints.glob(f"{BOARD}*"):
+        if path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def _remove(board: Path) -> None:
+    if board.is_dir():
+        shutil.rmtree(board, ignore_errors=True)
+    else:
+        board.unlink(missing_ok=True)

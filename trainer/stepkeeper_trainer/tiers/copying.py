@@ -18,10 +18,10 @@ class CopyStoppedError(TierError):
 class Pushed:
     """What a copy did."""
 
-    directory: str | None  # its name in the target; None where files are still missing there
+    directory: str | None  # its name in the target; None where it was not committed
     bytes_copied: int
     bytes_there: int  # before
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # of the files that were to go: neither side has them
 
 
 def copy_step(
@@ -53,7 +53,7 @@ def copy_step(
     """
     staging = target.staging(held, despite=despite)
     pushed = _Push(source, held, pace or Pace(), should_stop).to(staging, held.manifest.files)
-    if missing := staging.missing():
+    if missing := pushed.missing:
         raise TierError(f"{held.directory}: {target.name} lacks {len(missing)} files, such as {missing[0]}")
     before_commit()
     return Pushed(staging.commit(), pushed.bytes_copied, pushed.bytes_there)
@@ -70,8 +70,7 @@ def push_files(
 ) -> Pushed:
     """Copy the files that `source` has, without a commit: each node does so with its own share of a step.
 
-    The one that finds nothing missing any more may commit (`target.staging(held).commit()`).
-    Raises as `copy_step`.
+    Whoever knows that all are there commits (`target.staging(held).commit()`).  Raises as `copy_step`.
     """
     chosen = held.manifest.files if files is None else files
     return push(source, held, target.staging(held), chosen, pace=pace, should_stop=should_stop)
@@ -86,9 +85,8 @@ def push(
     pace: Pace | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Pushed:
-    """Copy files that `source` has into a step on its way.  Raises as `copy_step`."""
-    pushed = _Push(source, held, pace or Pace(), should_stop).to(staging, files)
-    return Pushed(None, pushed.bytes_copied, pushed.bytes_there, tuple(staging.missing()))
+    """Copy files that `source` has into a step on its way; others' are not looked at.  Raises as `copy_step`."""
+    return _Push(source, held, pace or Pace(), should_stop).to(staging, files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +99,7 @@ class _Push:
     def to(self, staging: Receiving, files: Collection[str]) -> Pushed:
         """Send what is not there."""
         copied = there = 0
+        missing = []
         for name, entry in self.held.manifest.files.items():
             if name not in files:
                 continue
@@ -109,13 +108,14 @@ class _Push:
                 there += entry.bytes
                 continue
             if not self.source.has_file(self.held, name, entry):
+                missing.append(name)
                 continue
             first = staging.present(name, entry)
             done = min(first * entry.chunk_bytes, entry.bytes)
             staging.write(name, entry, first, self._checked(name, entry, first))
             there += done
             copied += entry.bytes - done
-        return Pushed(None, copied, there)
+        return Pushed(None, copied, there, tuple(missing))
 
     def _checked(self, name: str, entry: FileEntry, first: int) -> Iterator[bytes]:
         """Yield chunks that are right, and all of them."""

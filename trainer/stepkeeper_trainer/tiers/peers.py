@@ -8,6 +8,7 @@ training itself are not.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import secrets
 import socket
@@ -33,6 +34,8 @@ HEADER_BYTES_MAX = 4096
 GO, HAVE, DONE = b"G", b"H", b"D"  # one byte each: send it; it is there already; it is kept
 CHALLENGE_BYTES = 32
 _PAUSE_S = 0.05
+# of `accept`: the next try may do, and a node that listens no more loses a copy at each save
+_PASSING = {errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EPROTO, errno.EINTR}
 
 
 class _Wanted(msgspec.Struct, frozen=True):
@@ -60,6 +63,8 @@ class Keeping:
         """Listen on `host`.  Raises OSError."""
         self._local = local
         self._key = secrets.token_bytes(KEY_BYTES)
+        self._closed = threading.Event()
+        self._waits = False  # that it cannot take a connection now was said
         self._socket = socket.create_server((host, 0), backlog=8)
         self.address = Address(host, self._socket.getsockname()[1], self._key)
         self._thread = threading.Thread(target=self._listen, name="stepkeeper-peers", daemon=True)
@@ -67,6 +72,7 @@ class Keeping:
 
     def close(self) -> None:
         """Listen no more."""
+        self._closed.set()
         with suppress(OSError):  # nobody is connected to it
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -75,8 +81,18 @@ class Keeping:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                if error.errno not in _PASSING:
+                    warn("peer_copies_off", why=error)
+                    return
+                if not self._waits:
+                    warn("peer_copies_wait", why=error)
+                self._waits = True
+                self._closed.wait(_PAUSE_S)
+                continue
+            self._waits = False
             with connection:
                 connection.settimeout(WITHIN_S)
                 try:

@@ -2,9 +2,10 @@
 
 Each rank has written its files to its node's disk and reported; rank 0 has sealed the manifest and laid it beside
 the reports, on shared storage.  From then on, on threads of each rank: the first rank of each node makes its node's
-part a step of the local tier; every rank copies its own files into the save in flight on shared storage; rank 0 sees
-them all there and commits, by the rules of every commit.  A rank that could not write to its node's disk has written
-to shared storage at once, and has nothing to copy.
+part a step of the local tier; every rank copies its own files into the save in flight on shared storage, makes their
+names durable there, and takes its report away, which nobody needs any more; rank 0 sees by that who is through, and
+commits, by the rules of every commit.  A rank that could not write to its node's disk has written to shared storage at
+once, and has nothing to copy: its files are there already when the manifest is sealed.
 
 What is complete on its disks only is no step of the run yet: nobody hears `committed` before shared storage has it.
 """
@@ -21,15 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stepkeeper_trainer.formats import lineage as lineages
-from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.durable import fsync_directory, write_atomically
 from stepkeeper_trainer.formats.manifest import PENDING_NAME, FileEntry
 from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.report import report_name
 from stepkeeper_trainer.tiers.copying import CopyStoppedError, push
 from stepkeeper_trainer.tiers.directory import file_size, give_up, right_chunks, write_file
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.pace import Pace
 from stepkeeper_trainer.tiers.rates import Rate, first_tier
-from stepkeeper_trainer.tiers.tier import Held, TierError
+from stepkeeper_trainer.tiers.tier import Held, TierError, writer_of
 
 FAILED = "failed-"  # and a rank: it cannot copy
 RETRY_S, RETRY_MAX_S, TRIES_MAX = 1.0, 60.0, 6
@@ -48,6 +50,7 @@ class Placed:
     directory: Path  # in flight, on shared storage
     files: Mapping[str, FileEntry]  # of this rank
     is_local: bool  # written to the node's disk
+    to_come: frozenset[int] = frozenset()  # rank 0: who copies
     commit: Callable[[], object] | None = None  # of rank 0
     give_up: Callable[[str], object] | None = None  # of rank 0: tell that it came to nothing
     settled: threading.Event = field(default_factory=threading.Event)
@@ -79,6 +82,7 @@ class Placing:
         leads: bool,
         shared: Path,
         pace: Pace,
+        ranks: int = 1,
         on_local: Callable[[Held], object] = lambda _held: None,
         retry_s: float = RETRY_S,
     ) -> None:
@@ -90,12 +94,13 @@ class Placing:
             leads: the first rank of its node.
             shared: the run's `checkpoints/`.
             pace: of this rank's copies.
+            ranks: of this node: there must be room for all of them.
             on_local: told of each step that this node has, on the leading rank.
             retry_s: after a failed copy; it doubles.
         """
         self.local = local
         self._rank, self._leads, self._shared, self._pace = rank, leads, shared, pace
-        self._on_local, self._retry_s = on_local, retry_s
+        self._ranks, self._on_local, self._retry_s = ranks, on_local, retry_s
         self._local_rate, self._shared_rate = Rate(), Rate()
         self._size = 0  # of the save before
         self._changed = threading.Condition()
@@ -126,7 +131,7 @@ class Placing:
         if choice == "shared":
             return None
         try:
-            return self.local.begin(step, save_id, self._size)
+            return self.local.begin(step, save_id, self._ranks * self._size)
         except OSError as error:
             self.refused(step, error)
             return None
@@ -148,9 +153,11 @@ class Placing:
             self._written.append(save)
             self._changed.notify_all()
 
-    def seal(self, directory: Path, raw: bytes) -> None:
+    def seal(self, save: Placed, files: Iterable[str], raw: bytes) -> None:
         """Lay the manifest where all nodes see it (rank 0): the save is complete on its disks.  Raises OSError."""
-        write_atomically(directory / PENDING_NAME, raw)
+        there = set(os.listdir(save.directory))  # nobody has begun to copy
+        save.to_come = frozenset(writer_of(name) for name in files if name not in there)
+        write_atomically(save.directory / PENDING_NAME, raw)
 
     def wait(self, limit_at: float) -> bool:
         """Wait until the newest save is through on this rank, at most until `limit_at` (Unix seconds).
@@ -278,11 +285,13 @@ class Placing:
                 pushed = push(
                     self.local.tier,
                     held,
-                    _InFlight(save.directory, held),
+                    _InFlight(save.directory),
                     list(save.files),
                     pace=self._pace,
                     should_stop=lambda: self._dropped(save),
                 )
+                if not pushed.missing:
+                    self._through(save)
             except CopyStoppedError:
                 raise
             except (TierError, OSError) as error:
@@ -293,11 +302,16 @@ class Placing:
                     self._changed.wait_for(lambda: self._stopping, delay_s)
                 delay_s = min(2 * delay_s, RETRY_MAX_S)
                 continue
-            if missing := [name for name in save.files if name in pushed.missing]:
-                raise TierError(f"{self.local.checkpoints / held.directory}: lacks {missing[0]}")
+            if pushed.missing:
+                raise TierError(f"{self.local.checkpoints / held.directory}: lacks {pushed.missing[0]}")
             taken_s = time.monotonic() - began
             self._shared_rate.measured(pushed.bytes_copied, taken_s - (self._pace.waited_s - waited_s))
             return
+
+    def _through(self, save: Placed) -> None:
+        """Make the names of this rank's files durable, by the node that gave them; then tell rank 0."""
+        fsync_directory(save.directory)
+        (save.directory / report_name(self._rank)).unlink(missing_ok=True)
 
     def _commit(self, save: Placed, held: Held) -> None:
         """On rank 0: wait for the files of all ranks, and commit."""
@@ -309,17 +323,17 @@ class Placing:
                 if name.startswith(FAILED):
                     why = (save.directory / name).read_text(errors="replace")
                     raise TierError(f"rank {name.removeprefix(FAILED)} could not copy: {why}")
-            lacking = _lacking(save.directory, held)
-            if not lacking:
+            lacking = [name for name, entry in held.manifest.files.items() if sizes.get(name) != entry.bytes]
+            gone = self.ended(range(held.manifest.world_size))
+            if not lacking and all(rank in gone for rank in save.to_come if report_name(rank) in sizes):
                 break
-            if gone := self.ended(range(held.manifest.world_size)):
-                theirs = [name for rank in gone for name in lacking if name.startswith(f"__{rank}_")]
-                if theirs:
-                    raise TierError(f"{theirs[0]} will never be copied: its rank has ended")
+            if theirs := [name for name in lacking if writer_of(name) in gone]:
+                raise TierError(f"{theirs[0]} will never be copied: its rank has ended")
             if sum(sizes.values()) != there:
                 there, since = sum(sizes.values()), time.monotonic()
             elif time.monotonic() > since + STALLED_S:
-                raise TierError(f"no rank has copied anything for {STALLED_S:g} s: {lacking[0]} is missing")
+                what = lacking[0] if lacking else "a rank's word that it is through"
+                raise TierError(f"no rank has copied anything for {STALLED_S:g} s: {what} is missing")
         save.commit()
 
     def _tell_failure(self, save: Placed) -> None:
@@ -367,8 +381,8 @@ class Placing:
 class _InFlight:
     """The save in flight on shared storage, as something that files are copied into."""
 
-    def __init__(self, directory: Path, held: Held) -> None:
-        self._directory, self._held = directory, held
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
     def done(self, name: str, entry: FileEntry) -> bool:
         return file_size(self._directory / name) == entry.bytes
@@ -378,10 +392,3 @@ class _InFlight:
 
     def write(self, name: str, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:
         write_file(self._directory / name, entry, first, chunks)  # makes no directory: a save that was given up is gone
-
-    def missing(self) -> list[str]:
-        return _lacking(self._directory, self._held)
-
-
-def _lacking(directory: Path, held: Held) -> list[str]:
-    return [name for name, entry in held.manifest.files.items() if file_size(directory / name) != entry.bytes]

@@ -48,13 +48,13 @@ class Receiving(Protocol):
         """Write a file from chunk `first` on, and make it durable.  Raises TierError or OSError."""
         ...
 
-    def missing(self) -> list[str]:
-        """Return the files that are not there yet in full."""
-        ...
-
 
 class Staging(Receiving, Protocol):
     """A step on its way into a tier.  Nobody takes it for a step before `commit`."""
+
+    def missing(self) -> list[str]:
+        """Return the files of all ranks that are not there yet in full: a look at each, for who commits."""
+        ...
 
     def check(self, name: str, entry: FileEntry, should_stop: Callable[[], bool]) -> None:
         """Read back a file that was written; one that reads back otherwise is removed, to be written again.

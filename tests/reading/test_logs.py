@@ -157,3 +157,14 @@ def test_lines_are_followed_over_a_relaunch_until_the_run_ends(
     assert 0 < told.count("0: old line 999") < 2
     assert "0: old line 1" not in told, "only the last lines of what was there"
     assert told[-3:] == ["0: half a line", "--- attempt 0, launch 1", "0: relaunched"]
+
+
+def test_in_a_run_directory_it_need_not_be_named(
+    command: Command, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.write_log(run, "n1", b"0: fine\n")
+    build.write_journal(run, [build.record(on.LaunchBegan(at=build.START, launch=0))])
+    monkeypatch.chdir(run.path)
+
+    assert command("logs").out == "0: fine\n"
+    assert "launch" in command("events").out

@@ -17,6 +17,8 @@ def test_what_cannot_begin_says_why_and_leaves_nothing(
     commands = tmp_path / "commands"
     commands.mkdir()
     monkeypatch.setenv("PATH", str(commands))
+    assert cli.main(["selftest", "--dir", "nowhere"]) == ExitCode.USAGE
+    assert "--dir nowhere: no such directory" in capsys.readouterr().err
     assert cli.main(["selftest", "--python", "no-such-python"]) == ExitCode.USAGE
     assert "--python no-such-python: no such program" in capsys.readouterr().err
 

@@ -28,7 +28,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Show what happened in a run, and why: the journal as a timeline.",
         allow_abbrev=False,
     )
-    command.add_argument("run", metavar="RUN", help="run directory or job id")
+    command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
     command.add_argument("--last", type=int, metavar="N", help="only the newest N records")
     command.add_argument("--json", action="store_true", help="the records as JSON lines (docs/events.md)")
     command.set_defaults(execute=execute)

@@ -53,6 +53,10 @@ def execute(arguments: argparse.Namespace) -> int:
     """Play, and say what it proves."""
     if arguments.nodes < 1:
         raise StepkeeperError("--nodes is at least 1", ExitCode.USAGE)
+    if not arguments.dir.is_dir():
+        raise StepkeeperError(
+            f"--dir {arguments.dir}: no such directory; name one on storage that all nodes see", ExitCode.USAGE
+        )
     began = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="stepkeeper-selftest-", dir=arguments.dir.resolve()))
     shape = Shape(

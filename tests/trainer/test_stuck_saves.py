@@ -9,6 +9,7 @@ import fcntl
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext, suppress
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepkeeper_trainer import Keeper, failing, persist, space
+from stepkeeper_trainer import Keeper, failing, persist, planner, saver, space
 from stepkeeper_trainer.formats.messages import SaveFailed, decode_from_rank
 from stepkeeper_trainer.formats.steps import list_steps
 from stepkeeper_trainer.formats.verify import verify
@@ -85,8 +86,8 @@ def freezes(_rank: int, directory: Path) -> int:
         )
         keeper.resume()
         keeper._guard._backoff = Backoff(first_s=0.1)
-        saver = keeper._saver
-        assert saver is not None
+        own = keeper._saver
+        assert own is not None
 
         def step() -> None:
             time.sleep(0.02)
@@ -104,13 +105,13 @@ def freezes(_rank: int, directory: Path) -> int:
         failures: list[SaveFailed] = []
         while keeper.step < EVERY:
             step()
-        assert saver.wait(time.time() + LIMIT_S)
+        assert own.wait(time.time() + LIMIT_S)
         write = persist.write_sheet
 
         def freeze_and_write(*arguments: Any, **options: Any) -> Any:
             persist.write_sheet = write
             tell(directory, FREEZE)
-            saver.last.limit_at = time.time() + HANGS_S
+            own.last.limit_at = time.time() + HANGS_S
             return write(*arguments, **options)
 
         persist.write_sheet = freeze_and_write  # type: ignore[assignment]  # there was room: it is asked with a limit
@@ -120,10 +121,10 @@ def freezes(_rank: int, directory: Path) -> int:
             step()
         for _ in range(4 * EVERY):  # training goes on, and nothing more is said
             step()
-        assert saver.busy, "it hangs"
+        assert own.busy, "it hangs"
         tell(directory, THAW)
         limit_at = time.monotonic() + LIMIT_S
-        while saver.newest is None or saver.newest.step == EVERY:
+        while own.newest is None or own.newest.step == EVERY:
             assert time.monotonic() < limit_at, "no save was made again"
             step()
             heard()
@@ -198,3 +199,35 @@ def test_where_one_rank_hangs_all_go_on_and_wait_for_it(stage: Stage, tmp_path: 
     for rank in (0, 1):
         own = "".join(line for line in said.splitlines(keepends=True) if line.startswith(f"[{rank}]"))
         assert waits(own, EVERY) == 1, said
+
+
+def prepares_for_long(rank: int, directory: Path) -> int:
+    """Rank 1 does not come to plan the first save, beside training."""
+    saver.PUT_OFF_AFTER_S = 0.0
+    gate, agree = threading.Event(), planner.Planner.agree
+
+    def held(self: planner.Planner, *arguments: Any, **options: Any) -> Any:
+        assert gate.wait(LIMIT_S)
+        return agree(self, *arguments, **options)
+
+    planner.Planner.agree = held if rank == 1 else agree  # type: ignore[method-assign]
+    mine = Rank(rank, directory, checkpoint_every_steps=EVERY)
+    mine.step(4 * EVERY)
+    assert mine.saver.sequence == 0, "training went on, and no save began"
+    gate.set()
+    limit_at = time.monotonic() + LIMIT_S
+    while mine.saver.sequence == 0:
+        assert time.monotonic() < limit_at
+        mine.step()
+    assert mine.ends(mine.saver.last) is None
+    dist.barrier()
+    return 0
+
+
+def test_a_rank_that_hangs_in_planning_stops_no_training(stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play("tests.trainer.test_stuck_saves:prepares_for_long", tmp_path, ranks=2, limit_s=80.0)
+
+    assert ended.codes == [0, 0], ended.said
+    assert "save_failed" not in ended.said, ended.said
+    assert ended.said.count("the memory for it is being made") == 2, "once a rank"
+    assert len(list_steps(tmp_path / "run/checkpoints")) == 1

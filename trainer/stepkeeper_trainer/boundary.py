@@ -151,7 +151,8 @@ class Boundary:
         choice = on_periodic(self._when_busy, in_flight_protected=self._protected)
         if self._requests.save_agreed or choice == "wait":
             if self._waits_said != self._saver.sequence:
-                say("save_waits", step=step, why="another is in flight")
+                why = "another is in flight" if self._saver.sequence else "the memory for it is being made"
+                say("save_waits", step=step, why=why)
             self._waits_said = self._saver.sequence
         elif choice == "skip":
             self._periodic.left_out(step)

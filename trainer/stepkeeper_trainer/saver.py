@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.tiers.placing import Placing
 
 PREPARE_WITHIN_S = 600.0
+PUT_OFF_AFTER_S = 30.0  # training waits no longer for the memory of a periodic save, on any rank
 BEGUN_MAX = 16  # saves that may be on their way from the nodes' disks
 
 
@@ -104,6 +105,7 @@ class Saver:
         self._worker = Worker()  # jobs are done in the same order on all ranks
         self._prepared = threading.Event()  # nothing is being prepared
         self._prepared.set()
+        self._prepare_began = 0.0  # of the monotonic clock
         self._failed_elsewhere = 0
         self.ended = Ended()  # ranks that are gone, as far as a roll call has found out
         if placing is not None:
@@ -120,6 +122,11 @@ class Saver:
     def busy(self) -> bool:
         """Whether a save is in flight on this rank."""
         return self.last is not None and not self.last.settled.is_set()
+
+    @property
+    def _prepares_long(self) -> bool:
+        """Whether the first save's memory is being made still: a save would wait for it, with training."""
+        return not self._prepared.is_set() and time.monotonic() >= self._prepare_began + PUT_OFF_AFTER_S
 
     @property
     def problem(self) -> str | None:
@@ -146,7 +153,7 @@ class Saver:
 
     def wish(self, *, held: bool) -> Wish:
         """Return what this rank tells the others of its saves; `held`: whether periodic ones wait."""
-        busy = self.busy  # asked first: what broke a save, or came of it, is known once it is over
+        busy = self.busy or self._prepares_long  # asked first: what came of a save is known once it is over
         return Wish(
             busy=busy,
             failed_save=self.failed_save,
@@ -203,6 +210,7 @@ class Saver:
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Plan and allocate beside training, before the first save.  All ranks call it equally often."""
         self._prepared.clear()
+        self._prepare_began = time.monotonic()
         self._worker.do(lambda: self._prepare(tensors))
 
     def start(
@@ -244,7 +252,8 @@ class Saver:
             self._link.send(SaveStarted(step=summary.step, save_id=save_id, emergency=emergency), keep=True)
         changed, problem = False, None
         try:
-            if not self._prepared.wait(max(0.0, save.limit_at - now)):
+            longest_s = PUT_OFF_AFTER_S if ask_room else self._limit_s
+            if not self._prepared.wait(max(0.0, min(save.limit_at - now, longest_s))):
                 raise SaveError("the memory for staging is not ready in time")  # noqa: TRY301
             changed = not self._staging.copy_if_it_fits(tensors, early)
             if changed:

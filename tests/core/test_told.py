@@ -55,6 +55,7 @@ DECISIONS = {
     ),
     "NaN, a spike, a discontinuity: back, twice: stop": (
         "nan_goes_back_before_it: JudgeLaunch > RollBack > StartLaunch > JudgeLaunch > CallPerson > Exit 29",
+        "nan_right_behind_a_checkpoint: JudgeLaunch > JudgeLaunch > RollBack > StartLaunch > JudgeLaunch > Exit 29",
         "loss_is_no_number: KillRanks > JudgeLaunch",
         "loss_jumps_and_training_goes_back: KillRanks > JudgeLaunch > RollBack > StartLaunch",
         "replay_differs_and_rolls_back: TellReplay > KillRanks > StartLaunch > TellReplay > KillRanks > StopBus",

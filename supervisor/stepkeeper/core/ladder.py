@@ -78,4 +78,5 @@ OF_NODE = frozenset((Cause.NODE_FAULT, Cause.NODE_LOST))
 
 IN_A_STATE = frozenset((Cause.COLLECTIVE_TIMEOUT, Cause.HANG, Cause.SEGFAULT, Cause.UNKNOWN))
 """What the state of a checkpoint can cause without saying so: where it fails at the same step twice, the step before is
-tried once, whatever the row says.  Exceptions, NaN and damaged checkpoints say so: their rows hold."""
+tried once, whatever the row says.  Exceptions, NaN and damaged checkpoints say so: their rows hold; but NaN in the very
+first step from a checkpoint, twice, is taken for its state's."""

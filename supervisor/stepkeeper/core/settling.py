@@ -104,13 +104,15 @@ def settle(state: State, at: float, why: str, policy: Policy) -> Decision:
     index, word = _word(state, said.node, row, count)
     again = before is not None and step is not None and before.step == step
     back = before is not None and before.stepped_back
-    if again and cause in IN_A_STATE and state.resume_from:
+    # the first step from a state was wrong, twice: the state is, though its own loss was a number
+    poisoned = again and cause is Cause.NUMERICAL and step is not None and state.resume_step == step - 1
+    if again and (cause in IN_A_STATE or poisoned) and state.resume_from:
         word = Try(Rung.STOP) if back else Try(Rung.ROLLBACK)
         back = True
     tried = Tried(cause=cause, place=place, count=max(count, index) + 1, step=step, stepped_back=back)
     others = tuple(each for each in state.tried if each is not before)
     state = replace(state, tried=(*others, tried)[-TRIED_MAX:])
-    case = _Case(cause=cause, step=step, node=said.node, why=f"{why}; {word.rung.value}")
+    case = _Case(cause=cause, step=step, node=said.node, why=f"{why}; {word.rung.value}", poisoned=poisoned)
     return _act(state, at, word, case, policy)
 
 
@@ -126,6 +128,7 @@ class _Case(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None  # at which it failed
     node: str
     why: str
+    poisoned: bool = False  # the state that the launch began from is wrong
 
 
 def _word(state: State, node: str, row: tuple[Try, ...], count: int) -> tuple[int, Try]:
@@ -182,7 +185,7 @@ def _roll_back(state: State, at: float, case: _Case, why: str, policy: Policy) -
     state, why = _leave_out(state, case, why, policy)
     if state.resume_step is None:
         return go_on_starting(state, at, policy, f"{why}: there is no checkpoint, so it starts from the beginning")
-    numerical = case.cause is Cause.NUMERICAL and case.step is not None
+    numerical = case.cause is Cause.NUMERICAL and case.step is not None and not case.poisoned
     below = case.step if numerical and case.step is not None else state.resume_step
     if state.resume_step < below:
         return go_on_starting(state, at, policy, f"{why}: the newest verified step lies before it")

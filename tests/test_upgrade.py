@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,6 @@ READING = (
     ("status",), ("events",), ("logs",), ("explain",), ("report", "--output", "-"), ("checkpoints", "ls"),
     ("checkpoints", "verify"), ("checkpoints", "latest"),
 )  # fmt: skip
-STEP = 18  # the newest one of run-0.1
 
 
 @pytest.fixture(params=RELEASES, ids=lambda path: path.name)
@@ -43,8 +43,23 @@ def stepkeeper(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_there_is_a_fixture() -> None:
-    assert RELEASES
+def newest_step(run: Path) -> int:
+    """Return the step of the one step directory that a fixture has."""
+    [only] = (run / "checkpoints").glob("step_*")
+    return int(only.name.removeprefix("step_"))
+
+
+def test_there_are_fixtures_with_more_than_half_of_what_a_journal_can_hold() -> None:
+    held = {
+        line.record.event.__class__
+        for run in RELEASES
+        for line in journal.read_lines(run / "journal.jsonl")
+        if line.record
+    }
+
+    assert len(RELEASES) > 1
+    assert {on.Asked, on.Judged, on.Replayed, on.WatcherLost, on.RankExited, on.CheckpointVerified} <= held
+    assert len(held) >= len(typing.get_args(on.Event)) / 2
 
 
 def test_every_line_and_file_of_an_earlier_release_is_read(old: Path) -> None:
@@ -67,7 +82,7 @@ def test_its_checkpoint_is_chosen_and_every_byte_right(old: Path) -> None:
     choice = steps.newest_verified(old / "checkpoints")
 
     assert choice.chosen is not None
-    assert choice.chosen.step == STEP
+    assert choice.chosen.step == newest_step(old)
     assert choice.skipped == ()
 
 
@@ -129,7 +144,8 @@ def test_a_run_of_an_earlier_release_goes_on_is_requeued_and_ends(lab_factory, r
         os.chown(path, account.st_uid, account.st_gid)
     training.run_dir.chmod(0o700)
     training.submit()
-    training.wait_step(STEP + 3)
+    step = newest_step(release)
+    training.wait_step(step + 3)
     lab.requeue(training.job_id)
     training.wait_end()
 
@@ -137,7 +153,7 @@ def test_a_run_of_an_earlier_release_goes_on_is_requeued_and_ends(lab_factory, r
     chosen = [
         r.event.directory for r in training.events(on.CheckpointChosen) if isinstance(r.event, on.CheckpointChosen)
     ]
-    assert str(training.run_dir / "checkpoints" / f"step_{STEP:08d}") in chosen
+    assert str(training.run_dir / "checkpoints" / f"step_{step:08d}") in chosen
     assert [r.attempt for r in training.events(on.AttemptStarted)] == [0, 1, 2, 3]
     losses, expected = training.losses(), reference.losses()
     assert losses.keys() == expected.keys(), training.story()

@@ -134,7 +134,9 @@ class Adapted:
         self.model = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(600, 2))
         self.model[0].requires_grad_(requires_grad=False)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
-        self.keeper = Keeper(model=self.model, optimizer=self.optimizer, run_dir=run_dir, resume_from=resume_from)
+        self.keeper = Keeper(
+            model=self.model, optimizer=self.optimizer, run_dir=run_dir, resume_from=resume_from, retention="all"
+        )
         self.run_dir = run_dir
         self.resumed = self.keeper.resume()
 

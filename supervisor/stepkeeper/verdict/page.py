@@ -98,8 +98,8 @@ holds for all that follow.  Causes without a row go by that of `unknown`.  Besid
   storage are in no budget of the training, nor is what Slurm ended, whether it says so before or after the ranks' end.
 - A verdict on a node that the launch did not run on (it was left before) counts as `unknown`.
 - A hang, a crash in native code, a collective's timeout or an unknown cause at the very same step twice: the step
-  before is tried once (a `rollback` in the lineage), then the run ends. The same where a loss is wrong in the very first
-  step from a checkpoint, twice: its state holds it already.
+  before is tried once (a `rollback` in the lineage), then the run ends. The same where a loss is wrong in the very
+  first step from a checkpoint, twice: its state holds it already.
 - `rollback` goes to the newest verified step before the one at which a loss went wrong, else one checkpoint back; never
   to the very start.
 - Where the run ends, the exit code is 29 (or 20 for `failures_max`), the reason is in log and status, the code in the

@@ -16,6 +16,7 @@ class Mutation(NamedTuple):
     old: str  # stands there once
     new: str
     breaks: str  # which promise
+    found_by: str = "leaves"  # a word in the name of the property test that finds it soon
 
 
 MUTATIONS = (
@@ -25,6 +26,7 @@ MUTATIONS = (
         "    if state.phase is Phase.REQUEUEING and again:",
         "    if state.phase is Phase.REQUEUEING and again and event.job is None:",
         "a signal after the question is asked about before the requeue",
+        "grows",
     ),
     Mutation(
         "notices",
@@ -43,6 +45,7 @@ MUTATIONS = (
         'Plan(next=Next.END, why=f"{how}: {state.plan.why}{besides}")',
         'Plan(next=Next.REQUEUE, why=f"{how}: {state.plan.why}{besides}")',
         "a requeue that was accepted is the end",
+        "promises",
     ),
     Mutation(
         "judge",
@@ -61,6 +64,7 @@ MUTATIONS = (
         "    ends = state.plan is not None and state.plan.next is Next.END",
         "    ends = state.plan is not None and state.plan.next is Next.END and state.phase is Phase.CLOSING",
         "a plan to end stays one",
+        "promises",
     ),
     Mutation(
         "phases",
@@ -91,18 +95,21 @@ MUTATIONS = (
         "        state = take(state, Plan(next=Next.END, why=why, code=ExitCode.TRAINING_GAVE_UP))",
         "        state = take(state, Plan(next=Next.RELAUNCH, why=why))",
         "93 means: not again",
+        "promises",
     ),
     Mutation(
         "phases",
         "    calls = (call,) if plan.code.needs_person else ()",
         "    calls = (call,)",
         "a person is called only where one is needed",
+        "promises",
     ),
     Mutation(
         "notices",
         "    if tries >= policy.requeue_tries_max:",
         "    if tries >= 1000 * policy.requeue_tries_max:",
         "a requeue is tried only so often",
+        "time",
     ),
     # --- time ---------------------------------------------------------------------------------------
     Mutation(
@@ -160,24 +167,28 @@ MUTATIONS = (
         " state.phase in (Phase.STARTING, Phase.TRAINING):",
         "    if state.limit_at is not None and event.at >= state.limit_at and state.phase is Phase.TRAINING:",
         "the time limit is seen without a signal, in a start too",
+        "promises",
     ),
     Mutation(
         "starting",
         "        deadline_at=event.at + policy.start_within_s,\n",
         "",
         "a start has a deadline",
+        "promises",
     ),
     Mutation(
         "silence",
         '    return _look(state, at, policy, f"{what} since {_since(state)}: the ranks\' stacks are looked at")',
         '    return _stands_still(state, at, "silent", None, policy)',
         "silence alone ends nothing",
+        "promises",
     ),
     Mutation(
         "silence",
         "    if event.moved:\n        state = _wait_on(",
         "    if event.moved and state.patience > 2:\n        state = _wait_on(",
         "ranks that move are left alone",
+        "promises",
     ),
     # --- launches -----------------------------------------------------------------------------------
     Mutation(
@@ -185,36 +196,42 @@ MUTATIONS = (
         "    return set(state.nodes) <= state.ready",
         "    return bool(set(state.nodes) & state.ready)",
         "a launch waits for every watcher",
+        "promises",
     ),
     Mutation(
         "phases",
         "    if not all_ready(state) or state.testing or state.storage_since is not None:",
         "    if not all_ready(state) or state.testing:",
         "no launch starts on storage that failed its test",
+        "promises",
     ),
     Mutation(
         "starting",
         "    if state.phase is not Phase.STARTING or not state.clearing or event.launch != state.launch:",
         "    if state.phase is not Phase.STARTING or event.launch != state.launch:",
         "a launch waits until the nodes were asked",
+        "promises",
     ),
     Mutation(
         "deadlines",
         '    if not state.killed:\n        return kill(state, at, policy, "the ranks did not leave in time")\n',
         "",
         "ranks that do not leave are killed",
+        "promises",
     ),
     Mutation(
         "starting",
         "    if state.killed and state.running:",
         "    if state.killed and state.running and first:",
         "an order that died with the watchers is said again",
+        "nodes",
     ),
     Mutation(
         "settling",
         "    below = case.step if numerical and case.step is not None else state.resume_step",
         "    below = case.step if numerical and case.step is not None else state.resume_step + 1",
         "a rollback goes back",
+        "failure",
     ),
     # --- budgets ------------------------------------------------------------------------------------
     Mutation(
@@ -222,66 +239,77 @@ MUTATIONS = (
         "    if state.failures >= policy.failures_max:",
         "    if state.failures > policy.failures_max:",
         "three launches without a new step end the run",
+        "failure",
     ),
     Mutation(
         "phases",
         "        failures=state.failures + charged,",
         "        failures=state.failures + (charged and state.heard),",
         "each failure counts, also before the first word",
+        "failure",
     ),
     Mutation(
         "starting",
         "        failures=0 if progressed else state.failures,",
         "        failures=0 if progressed or event.skipped else state.failures,",
         "only verified progress fills a budget again",
+        "failure",
     ),
     Mutation(
         "settling",
         "    if cause in UNCHARGED and count < len(row):",
         "    if cause in UNCHARGED:",
         "a full file system is waited for only so often",
+        "failure",
     ),
     Mutation(
         "settling",
         "    tried = Tried(cause=cause, place=place, count=max(count, index) + 1, step=step, stepped_back=back)",
         "    tried = Tried(cause=cause, place=place, count=1, step=step, stepped_back=back)",
         "a failure in the same way goes on along its row",
+        "failure",
     ),
     Mutation(
         "settling",
         "        word = Try(Rung.STOP) if back else Try(Rung.ROLLBACK)",
         "        word = Try(Rung.ROLLBACK)",
         "the same step is stepped back from once",
+        "failure",
     ),
     Mutation(
         "settling",
         "    again = before is not None and step is not None and before.step == step",
         "    again = before is not None and step is not None and before.step == step and said.location != ''",
         "the same step twice steps back",
+        "failure",
     ),
     Mutation(
         "settling",
         "    return tuple(each for each in tried if each.step is not None and step is not None and each.step >= step)",
         "    return ()",
         "a failure is remembered until it is passed",
+        "failure",
     ),
     Mutation(
         "phases",
         "    if unseen:  # unknown progress is not none\n        state = replace(state, failures=0, tried=())\n",
         "",
         "unknown progress is not none",
+        "failure",
     ),
     Mutation(
         "bus",
         "    if restarts > policy.bus_restarts_max:",
         "    if restarts > policy.bus_restarts_max and state.plan is None and state.phase is Phase.STARTING:",
         "restarts of the bus are bounded",
+        "nodes",
     ),
     Mutation(
         "notices",
         "        state = not_charged(replace(state, failure=None))",
         "        state = replace(state, failure=None)",
         "a preemption is in no budget of the training",
+        "failure",
     ),
     # --- nodes --------------------------------------------------------------------------------------
     Mutation(
@@ -289,47 +317,55 @@ MUTATIONS = (
         "    return _leave(state, event.at, {event.node: what}, policy, exclude=not event.drained)",
         "    return _leave(state, event.at, {event.node: what}, policy, exclude=True)",
         "a drained node is not excluded",
+        "nodes",
     ),
     Mutation(
         "faults",
         "    return _leave(state, at, dict.fromkeys(lost, why), policy, exclude=False, lost=True)",
         "    return _leave(state, at, dict.fromkeys(lost, why), policy, exclude=True, lost=True)",
         "a lost node is not excluded",
+        "nodes",
     ),
     Mutation(
         "faults",
         "    if again and needed and state.node_losses > policy.node_losses_max:",
         "    if hit and again and state.node_losses > policy.node_losses_max:",
         "lost nodes are bounded, in a start too",
+        "nodes",
     ),
     Mutation(
         "faults",
         "    if found and shared and 2 * len(found) > len(state.nodes):",
         "    if found and shared and len(found) > len(state.nodes):",
         "what most nodes share is not theirs",
+        "failure",
     ),
     Mutation(
         "places",
         "    if not 0 < state.nodes_min <= left:\n        return 0\n",
         "    if left < 1:\n        return 0\n",
         "a launch shrinks only as far as it may",
+        "nodes",
     ),
     Mutation(
         "phases",
         "dict.fromkeys([*(() if state.batch_node in state.nodes else (state.batch_node,)), *state.nodes, *resting])",
         "dict.fromkeys([*state.nodes, *resting])",
         "the supervisor's own node is kept",
+        "nodes",
     ),
     Mutation(
         "growing",
         "    nodes = tuple(node for node in state.allocated if node in state.nodes or node in back)",
         "    nodes = state.allocated",
         "only a node that rested comes back",
+        "grows",
     ),
     Mutation(
         "faults",
         "    return replace(not_charged(state), failure=None)",
         "    return replace(state, charged=False, failure=None, failures=state.failures + 1)",
         "a fault of a node is in no budget of the training",
+        "promises",
     ),
 )

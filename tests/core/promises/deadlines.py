@@ -96,8 +96,8 @@ def a_save_that_a_notice_asks_for_ends_before_slurm_does(turns):
         if not begins or not isinstance(turn.event, on.SlurmAnswered):
             continue
         job, at = turn.event.job, turn.event.at
-        announced = job is not None and job.state is on.JobState.RUNNING and job.end_at is not None
-        if announced and job.end_at - at >= 1.0:
+        ours = job is not None and job.state is on.JobState.RUNNING and job.restarts == turn.before.restart_count
+        if ours and job.end_at is not None and job.end_at - at >= 1.0:
             limit = job.end_at
         elif job is None and turn.before.signal == LIMIT:
             limit = turn.before.end_at

@@ -68,15 +68,14 @@ def describe(frames: tuple[Frame, ...]) -> Doing:
     own = next((f for f in frames if not _LIBRARY.search(f.path) and not _OURS.search(f.path)), None)
     place = f" ({os.path.basename(own.path)}:{own.line} in {own.function})" if own is not None else ""
     for frame in frames:
-        function = frame.function.rpartition(".")[2]  # py-spy names the class too
         if _LOADER.search(frame.path):
             return Doing(f"is in the data loader{place}")
         if _OURS.search(frame.path):
-            return Doing(f"is in stepkeeper_trainer's {function}{place}", waits=_is_agreeing(frames))
-        if _TORCH.search(frame.path) and _COLLECTIVES.fullmatch(function):
-            return Doing(f"waits in {function}{place}", waits=True)
-        if _TORCH.search(frame.path) and "backward" in function:
-            return Doing(f"is in {function}{place}", waits=True)
+            return Doing(f"is in stepkeeper_trainer's {frame.function}{place}", waits=_is_agreeing(frames))
+        if _TORCH.search(frame.path) and _COLLECTIVES.fullmatch(frame.function):
+            return Doing(f"waits in {frame.function}{place}", waits=True)
+        if _TORCH.search(frame.path) and "backward" in frame.function:
+            return Doing(f"is in {frame.function}{place}", waits=True)
         if frame is own:
             break
     if own is not None:
@@ -171,4 +170,10 @@ def of_py_spy(text: str, pid: int = 0) -> tuple[Frame, ...]:
     if chosen is None:
         return ()
     found = _PY_SPY.finditer(blocks[chosen])
-    return tuple(Frame(m["path"], m["line"] or "?", m["function"]) for m in found)[:FRAMES_MAX]
+    return tuple(Frame(m["path"], m["line"] or "?", _as_faulthandler(m)) for m in found)[:FRAMES_MAX]
+
+
+def _as_faulthandler(found: re.Match[str]) -> str:
+    """Return a function's name without its class, which py-spy tells: the two are compared where one of them fails."""
+    name = found["function"]
+    return name.rpartition(".")[2] if found["path"].endswith(".py") or found["path"][0] == "<" else name

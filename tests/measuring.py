@@ -20,7 +20,13 @@ def cpu_s(pid: int) -> float:
 
 def print_medians(found: Mapping[str, Sequence[float]]) -> None:
     """Print one row a figure: its median, and every repeat."""
-    repeats = max(map(len, found.values()))
-    print(f"| what | median of {repeats} | all |\n|---|---|---|")
+    print(medians(found))
+
+
+def medians(found: Mapping[str, Sequence[float]]) -> str:
+    """Return a table with one row a figure: its median, and every repeat."""
+    lines = [f"| what | median of {max(map(len, found.values()))} | all |", "|---|---|---|"]
     for name, values in found.items():
-        print(f"| {name} | {statistics.median(values):.3g} | {', '.join(f'{value:.3g}' for value in values)} |")
+        repeats = ", ".join(f"{value:.3g}" for value in values)
+        lines.append(f"| {name} | {statistics.median(values):.3g} | {repeats} |")
+    return "\n".join(lines)

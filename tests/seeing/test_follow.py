@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.seeing import follow
+from stepkeeper.seeing.timeline import Timeline
 from stepkeeper.store.rundir import RunDirectory
 from tests.reading import build
 from tests.reading.conftest import Command, command, run
@@ -85,6 +86,29 @@ def test_a_terminal_is_drawn_on_and_given_back(run: RunDirectory) -> None:
     assert follow.LEAVE in terminal.seen
     assert terminal.seen.index(follow.ENTER) < terminal.seen.rindex(follow.LEAVE)
     assert "Traceback" not in terminal.seen
+
+
+def test_what_is_quick_to_know_stands_there_before_the_accounts_of_a_long_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build.write_journal(run, build.story(run))
+    build.write_status(run)
+    drawn: list[str] = []
+    see = follow.reading.see
+
+    def slowly(read: RunDirectory) -> Timeline:
+        drawn.append(capsys.readouterr().out)
+        build.write_status(run, phase="done", exit_code=0)
+        return see(read)
+
+    monkeypatch.setattr(follow.reading, "see", slowly)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+
+    assert follow.follow(run, sleep=lambda _: None) == 0
+    assert "250, loss 2.125" in drawn[0]
+    assert "ETTR" not in drawn[0]
+    assert "ETTR" in capsys.readouterr().out.rpartition(follow.LEAVE)[2], "the last screen has them"
 
 
 def test_a_signal_gives_the_terminal_back_too(run: RunDirectory) -> None:

@@ -418,3 +418,30 @@ def test_every_microsecond_has_one_use_whatever_happened(
     assert_adds_up(seen)
     if rows or seen.rows:
         assert seen.accounts.wall[Use.UNKNOWN] == 0
+
+
+def test_the_step_at_hand_of_a_run_that_lives_is_not_called_hung() -> None:
+    """Its only step does not tell how long one takes; what is silent for long is called so."""
+    told = Journal()
+    told.begin(0)
+    told.launch(5)
+    told.steps(1, 1, at=5)
+
+    assert wall(told.see(updated_at=round((START + 8) * SECOND))) == {"starting": 6.0, "productive": 2.0}
+    assert wall(told.see(updated_at=round((START + 300) * SECOND)))["hung"] > 100
+
+
+def test_a_launch_of_a_single_step_is_measured_by_the_steps_of_others() -> None:
+    told = killed()
+    told.begin(200)
+    told.launch(205, resume=20)
+    told.steps(21, 1, at=215)
+    told.begin(300)
+
+    seen = told.see()
+
+    assert_adds_up(seen)
+    assert [(each.use, each.length) for each in seen.spans if (each.attempt, each.launch) == (2, 0)] == [
+        (Use.STARTING, 10 * SECOND),
+        (Use.PRODUCTIVE, SECOND),
+    ]

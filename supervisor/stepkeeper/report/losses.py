@@ -135,10 +135,9 @@ def picture(found: Curve) -> str:
         _mark(x(step), height, "resume", f"launch {launch.name} went on from step {step:,}")
         for step, launch in found.resumes[::every]
     ]
-    peaks = [point for line in (*found.kept, *found.lost) for point in line if point[1] > high]
     out += [
         _mark(x(step), 12, "peak", f"step {step:,}: loss {loss:.6g}, beyond the scale")
-        for step, loss in peaks[:MARKS_MAX]
+        for step, loss in peaks(found)[:MARKS_MAX]
     ]
     out += [
         _mark(x(first), 18, "strange", _not_finite(first, last), until=x(last))
@@ -149,6 +148,12 @@ def picture(found: Curve) -> str:
         f'aria-label="loss over steps">{"".join(out)}</svg>'
     )
     return f"<div class=chart>{_labels(low, high)}{svg}<div></div>{_steps(found)}</div>"
+
+
+def peaks(found: Curve) -> list[Point]:
+    """Return the points that the scale leaves out."""
+    _, high = _range(found)
+    return [point for line in (*found.kept, *found.lost) for point in line if point[1] > high]
 
 
 def _range(found: Curve) -> tuple[float, float]:

@@ -132,8 +132,9 @@ def _losses(seen: Timeline) -> str:
     if found is None:
         return _section("Loss", "<p>No step with a loss was reported.</p>")
     source = "the journal, about one step a minute" if seen.coarse else "metrics.csv"
-    words = (("kept", "counts"), ("lost", "done again"), ("resume", "a launch resumed"))
-    key = " ".join(f"<i class='line {name}'></i>{word}" for name, word in words)
+    words = [("kept", "counts"), ("lost", "done again"), ("resume", "a launch resumed")]
+    words += [("peak", "beyond the scale, or no number")] if found.strange or losses.peaks(found) else []
+    key = " ".join(f"<span class=key><i class='line {name}'></i>{word}</span>" for name, word in words)
     note = f"Over steps, from {source}; every column keeps its least and greatest value. {key}"
     return _section("Loss", f"<p class=note>{note}</p>{losses.picture(found)}")
 
@@ -143,7 +144,7 @@ def _failures(seen: Timeline) -> str:
     if not ended:
         return ""
     counts = Counter(launch.ending.value for launch in ended)
-    summary = ", ".join(f"{count:,} {what}" for what, count in counts.most_common())
+    summary = ", ".join(f"{what} {count:,}" for what, count in counts.most_common())
     shown = ended[-ROWS_MAX:]
     rows = [_failure(launch, seen) for launch in reversed(shown)]
     head = ("launch", "ended", "by", "why", "decided", "steps", "redone")
@@ -163,7 +164,7 @@ def _failure(launch: Launch, seen: Timeline) -> tuple[str, ...]:
         f"<time>{instant(lanes.ended_at(launch, seen))}</time>",
         f"<em class=e-{launch.ending.name.lower()}>{launch.ending.value}</em>",
         why,
-        text(launch.decided or "–"),  # noqa: RUF001
+        f"<div class=phrase>{text(launch.decided or '–')}</div>",  # noqa: RUF001
         "–" if last is None else f"{launch.resumed_step:,} → {last:,}",  # noqa: RUF001
         f"{redone:,}" if redone else "",
     )
@@ -214,7 +215,9 @@ def _incidents(seen: Timeline) -> str:
         )
         for each in reversed(shown)
     ]
-    body = f"<p class=note>{_left_out(len(found) - len(shown) + seen.incidents_left_out)}</p>"
+    counts = Counter(each.kind for each in found)
+    summary = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
+    body = f"<p class=note>{text(summary)}.{_left_out(len(found) - len(shown) + seen.incidents_left_out)}</p>"
     return _section("Incidents", body + table(("when", "launch", "kind", "node", "what", "decided"), rows))
 
 

@@ -85,11 +85,17 @@ class _Accounts:
             self._due_at = began + max(ACCOUNTS_EVERY_S, ACCOUNTS_TIMES * took)
         return self.newest
 
+    def look_again(self) -> None:
+        """Read them now: the run is over, and these are the last ones."""
+        self._due_at = 0.0
+        self.look()
+
 
 def _draw(run: RunDirectory, sleep: Callable[[float], None]) -> None:
     plain = "utf" not in (sys.stdout.encoding or "").lower()
     accounts, look = _Accounts(run), _Look(run)
     last: list[str] = []
+    over = False
     sys.stdout.write(ENTER)
     try:
         while True:
@@ -98,7 +104,7 @@ def _draw(run: RunDirectory, sleep: Callable[[float], None]) -> None:
             last = screen(
                 str(run.path),
                 seen,
-                accounts.look(),
+                accounts.newest,
                 now=time.time(),
                 width=size.columns,
                 height=size.lines,
@@ -106,9 +112,14 @@ def _draw(run: RunDirectory, sleep: Callable[[float], None]) -> None:
             )
             sys.stdout.write(TOP + f"{REST}\r\n".join(last) + REST + BELOW)
             sys.stdout.flush()
-            if is_over(seen):
+            if over:
                 break
-            sleep(EVERY_S)
+            # a long run's accounts take seconds: what is quick to know stands there already
+            before, over = accounts.newest, is_over(seen)
+            if over:
+                accounts.look_again()
+            elif accounts.look() is before:
+                sleep(EVERY_S)
     finally:
         sys.stdout.write(LEAVE)
         sys.stdout.flush()

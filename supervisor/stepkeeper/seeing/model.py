@@ -9,11 +9,18 @@ import msgspec
 from stepkeeper.core.exits import ExitCode
 
 SECOND = 1_000_000  # microseconds
+SILENT_S = 120.0  # a supervisor hears of each step; what says nothing for longer is pointed out
+SILENT_STEPS = 10
 
 
 def micro(seconds: float) -> int:
     """Return seconds as whole microseconds."""
     return round(seconds * SECOND)
+
+
+def patience(step: int) -> int:
+    """Return how long a run that lives may say nothing; both in microseconds, `step` the usual time of one."""
+    return max(micro(SILENT_S), SILENT_STEPS * step)
 
 
 class Use(StrEnum):

@@ -9,13 +9,11 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.printing import clean, duration
 from stepkeeper.seeing.glance import Glance, is_over
-from stepkeeper.seeing.model import Accounts, Use
+from stepkeeper.seeing.model import SECOND, Accounts, Use, micro, patience
 from stepkeeper.store.journal import Record
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=*#%@"
-SILENT_S = 120.0
-SILENT_STEPS = 10
 MANY = 1_000_000
 LABEL = 8  # columns
 
@@ -79,8 +77,7 @@ def _facts(seen: Glance, now: float, width: int, *, plain: bool) -> list[str]:
         nodes += "; left: " + ", ".join(f"{node} ({why})" for node, why in seen.left)
     rows += [_row("nodes", nodes), _row("why", status.why or "no decision yet")]
     age = now - status.updated_at
-    patience = max(SILENT_S, SILENT_STEPS * (status.step_seconds or 0.0))
-    if status.phase != Phase.DONE and age > patience:
+    if status.phase != Phase.DONE and age * SECOND > patience(micro(status.step_seconds or 0.0)):
         rows.append(_row("SILENT", f"for {duration(age)}: is the job there, or suspended? squeue -j {status.job_id}"))
     return rows
 

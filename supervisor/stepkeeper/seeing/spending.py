@@ -14,6 +14,7 @@ What was suspended of it (`stillness`) is taken out of each of these.
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +22,7 @@ import msgspec
 
 from stepkeeper.core.state import Phase
 from stepkeeper.seeing import stillness
-from stepkeeper.seeing.model import Accounts, Attempt, Ending, Launch, Saved, Span, Use
+from stepkeeper.seeing.model import Accounts, Attempt, Ending, Launch, Saved, Span, Use, patience
 from stepkeeper.seeing.rows import Key, Rows
 
 Piece = tuple[int, int, Use]
@@ -51,6 +52,14 @@ def spans(attempts: Sequence[Attempt], rows: dict[Key, Rows], ends: Ends, limits
     """
     reported = bool(rows)
     found: list[Span] = []
+    usuals = {
+        (attempt.number, launch.number): stillness.usual(known, attempt.still)
+        for attempt in attempts
+        for launch in attempt.launches
+        if (known := rows.get((attempt.number, launch.number)))
+    }
+    typical = int(statistics.median([each for each in usuals.values() if each] or [0]))
+    usuals = {key: each or typical for key, each in usuals.items()}  # a single step does not tell how long one is
     for index, attempt in enumerate(attempts):
         following = attempts[index + 1].began if index + 1 < len(attempts) else None
         last = following is None
@@ -58,8 +67,6 @@ def spans(attempts: Sequence[Attempt], rows: dict[Key, Rows], ends: Ends, limits
         if last and not attempt.said_end and not ends.over:
             end = max(end, ends.until)
         began = max(attempt.began, found[-1].end) if found else attempt.began
-        keys = [(launch.attempt, launch.number) for launch in attempt.launches]
-        usuals = {key: stillness.usual(known, attempt.still) for key in keys if (known := rows.get(key))}
         still = stillness.stretches(attempt, rows, usuals)
         for piece, launch in _attempt(attempt, (began, end), rows, limits, usuals, reported=reported):
             for part in stillness.taken_out(piece, still):
@@ -158,7 +165,9 @@ def _launch(
     taken = _taken_by_saves(launch.saves, rows, first, last, usual)
     turn = _turns_at(rows, body_begins, (first, last), limit)
     yield from _body(rows, body_begins, body_ends, turn, taken)
-    yield from _tail(launch, body_ends, end, usual, cut_off=limit is not None or launch.ending is not Ending.RUNNING)
+    runs = launch.ending is Ending.RUNNING
+    at_hand = patience(usual) if runs else usual  # of one that lives, nobody knows yet how long this step takes
+    yield from _tail(launch, body_ends, end, at_hand, cut_off=limit is not None or not runs)
 
 
 def _without_steps(launch: Launch, begin: int, end: int, *, reported: bool) -> Iterator[Piece]:
@@ -232,9 +241,9 @@ def _skip(rows: Rows, row: int, last: int, limit: int) -> int:
     return max(found, row + 1)
 
 
-def _tail(launch: Launch, begin: int, end: int, usual: int, *, cut_off: bool) -> Iterator[Piece]:
+def _tail(launch: Launch, begin: int, end: int, at_hand: int, *, cut_off: bool) -> Iterator[Piece]:
     """Yield what came after the last completed step."""
-    step_left = usual
+    step_left = at_hand
     for at, until, phase in _cut(launch.phases, begin, end):
         if phase in (Phase.CLOSING.value, Phase.REQUEUEING.value, Phase.STARTING.value):
             yield at, until, Use.STOPPING

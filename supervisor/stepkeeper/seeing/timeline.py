@@ -11,11 +11,8 @@ import msgspec
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.seeing import spending
 from stepkeeper.seeing.history import Told
-from stepkeeper.seeing.model import Accounts, Attempt, Checkpoint, Ending, Incident, Launch, Span
+from stepkeeper.seeing.model import Accounts, Attempt, Checkpoint, Ending, Incident, Launch, Span, patience
 from stepkeeper.seeing.rows import Key, Rows
-
-SILENT_S = 120.0  # a supervisor hears of each step; what says nothing for longer is pointed out
-SILENT_STEPS = 10
 
 
 class Standing(StrEnum):
@@ -152,8 +149,7 @@ def _standing(newest: Attempt | None, rows: dict[Key, Rows], until: int, now: in
     if now is None:
         return Standing.RUNNING
     last = _newest_rows([newest], rows)
-    patience = max(SILENT_S * 1e6, SILENT_STEPS * (last.usual() if last else 0))
-    return Standing.SILENT if now - until > patience else Standing.RUNNING
+    return Standing.SILENT if now - until > patience(last.usual() if last else 0) else Standing.RUNNING
 
 
 def _close(attempts: Sequence[Attempt], standing: Standing) -> None:

@@ -6,7 +6,6 @@ All of it is there for the processes' own user; system calls where the site lets
 from __future__ import annotations
 
 import os
-import platform
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -58,7 +57,7 @@ class Call(NamedTuple):
 
 
 def _names() -> dict[int, str]:
-    column = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
+    column = {"x86_64": 0, "aarch64": 1}.get(os.uname().machine)
     if column is None:
         return {}
     names = {numbers[column]: name for name, numbers in (_OF_A_FILE | _OTHERS).items()}

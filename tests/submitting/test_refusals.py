@@ -94,6 +94,16 @@ def test_a_dry_run_prints_the_script_where_no_slurm_is_too(capsys: pytest.Captur
     assert cli.main(["submit", "--", "x"]) == ExitCode.NO_SLURM
 
 
+def test_a_mistyped_script_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    told = f"trian.py: no such file in {tmp_path}"
+    assert told in warned(capsys, "--", "python", "-u", "trian.py", "--lr", "1")
+    assert told not in warned(capsys, "--sbatch=--chdir=/w", "--", "python", "trian.py")
+    assert "no such file" not in warned(capsys, "--", "python", "train.py", "trian.py")
+    assert "no such file" not in warned(capsys, "--", "apptainer", "exec", "i.sif", "python", "/w/t.py")
+    assert "no such file" not in warned(capsys, "--", "python", "-m", "train")
+
+
 def test_a_script_of_ones_own_is_looked_into(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("args = argparse.ArgumentParser().parse_args()\n")
     assert "knows no --resume-from, which a resume appends" in warned(capsys, "--", "python", "train.py")

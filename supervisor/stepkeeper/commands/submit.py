@@ -128,6 +128,8 @@ def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
     script = own_script.look(wanted.command, Path.cwd())
     own_script.require_startable(script, torchrun=config.settings.torchrun)
     doubts = own_script.doubts(wanted.command, script, append=config.settings.resume_argument)
+    if script.missing and not any(option.startswith(("--chdir", "-D")) for option in wanted.sbatch):
+        printing.warn(f"warning: {script.missing}: mistyped? (a path in a container is fine)")
     if script.starts_ranks:
         printing.warn(f"note: {script.starts_ranks}")
     for doubt in filter(None, (doubts.no_place, doubts.unknown)):

@@ -47,6 +47,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     starts_everywhere: str = ""  # by srun or another program that starts processes on all nodes
     deaf: str = ""  # it passes no argument on
     strict: str = ""  # it would end on an argument that it does not know
+    missing: str = ""  # a relative path at which there is nothing: mistyped, unless it is one in a container
 
 
 class Doubts(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +74,7 @@ def look(command: Sequence[str], directory: Path) -> Found:
     """
     found = _look(command, directory)
     if cmd.is_own_srun(command):
-        return Found(deaf=found.deaf, strict=found.strict)
+        return Found(deaf=found.deaf, strict=found.strict, missing=found.missing)
     return found
 
 
@@ -81,6 +82,8 @@ def _look(command: Sequence[str], directory: Path) -> Found:
     for word, is_shell in _candidates(command):
         text = _read(directory / word)
         if text is None:
+            if not os.path.isabs(word) and not os.path.lexists(directory / word):
+                return Found(missing=f"{word}: no such file in {directory}")
             continue
         if word.endswith(".py"):
             return Found(strict=_strict(word, text))

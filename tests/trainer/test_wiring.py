@@ -8,9 +8,11 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -326,7 +328,15 @@ def test_a_metric_that_is_no_number_spoils_no_manifest(tmp_path: Path) -> None:
 def test_a_damaged_newest_step_keeps_the_keeper_from_removing_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(retention, "SETTLED_S", 0.3)
+    damaged = threading.Event()
+    prune = retention.prune
+
+    def prune_then(*arguments: Any, **options: Any) -> retention.Outcome:
+        assert damaged.wait(60)
+        return prune(*arguments, **options)
+
+    monkeypatch.setattr(retention, "SETTLED_S", 0.0)
+    monkeypatch.setattr(retention, "prune", prune_then)
     run_dir = tmp_path / "run"
     loop = Loop(run_dir, retention="newest 1")
     loop.keeper.resume()
@@ -335,6 +345,7 @@ def test_a_damaged_newest_step_keeps_the_keeper_from_removing_any(
         loop.keeper.save()
         loop.saved()
     os.truncate(run_dir / "checkpoints/step_00000003/__0_0.distcp", 100)
+    damaged.set()
 
     until(lambda: "retention_blocked" in caplog.text)
 

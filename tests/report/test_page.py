@@ -167,6 +167,22 @@ def test_a_loss_that_went_wrong_is_in_the_headline_the_curve_and_the_incidents()
     json.dumps(document, allow_nan=False)
 
 
+def test_hours_are_those_of_gpus_where_each_attempt_had_as_many() -> None:
+    told = Journal()
+    told.begin(0, gpus_per_node=8)
+    told.launch(0)
+    told.steps(1, 3600, at=0)
+    told.begin(3700, gpus_per_node=8)
+    seen = told.see()
+    said = Page(page(seen, ABOUT)).text
+
+    assert "of the GPU-hours became progress" in said
+    assert re.search(r"productive 1 h 00 min 97.3 % 16\.0", said), said
+    assert command.document(seen)["gpus_per_node"] == 8
+    told.begin(3800)
+    assert "node-hours" in page(told.see(), ABOUT)
+
+
 def test_of_very_many_incidents_the_newest_are_told() -> None:
     told = Journal()
     told.begin(0)

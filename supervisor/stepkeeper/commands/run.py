@@ -203,6 +203,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
             left_out=carried.left_out,
             nodes_before=carried.nodes,
             losses=metrics.losses_before(directory.path),
+            gpus_per_node=allocation.gpus_per_node,
             end_at=patiently(lambda: client.job(allocation.slurm_name)).end_at,
             batch=batch,
         )

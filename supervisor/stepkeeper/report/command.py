@@ -71,6 +71,7 @@ def document(seen: Timeline) -> dict[str, Any]:
         "wall_s": {use.value: accounts.wall[use] / SECOND for use in Use},
         "wall_total_s": accounts.wall_total / SECOND,
         "node_s": {use.value: accounts.node_time[use] / SECOND for use in Use},
+        "gpus_per_node": seen.gpus_per_node or None,
         "node_total_s": accounts.node_total / SECOND,
         "launches": [
             {

@@ -30,13 +30,13 @@ def hours(length: int) -> str:
     return printing.duration(length / SECOND) if length else "0 s"
 
 
-def node_hours(node_time: int) -> str:
-    """Return node-hours in digits that tell something, large or small.
+def unit_hours(unit_time: int) -> str:
+    """Return hours of nodes or GPUs in digits that tell something, large or small.
 
-    >>> node_hours(3_600_000_000), node_hours(20_000_000), node_hours(9_000_000_000_000_000)
+    >>> unit_hours(3_600_000_000), unit_hours(20_000_000), unit_hours(9_000_000_000_000_000)
     ('1.0', '0.0056', '2,500,000')
     """
-    value = node_time / SECOND / 3600
+    value = unit_time / SECOND / 3600
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 1 or not value else f"{value:.2g}"  # noqa: PLR2004
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from stepkeeper.printing import size
 from stepkeeper.report import lanes, losses
-from stepkeeper.report.marks import count, hours, instant, node_hours, percent, share, table, text, zone
+from stepkeeper.report.marks import count, hours, instant, percent, share, table, text, unit_hours, zone
 from stepkeeper.seeing.model import SECOND, Checkpoint, Launch, Use
 from stepkeeper.seeing.timeline import Standing, Timeline
 
@@ -63,13 +63,14 @@ def _headline(seen: Timeline, about: About) -> str:
     accounts = seen.accounts
     launches = sum(1 for _ in seen.launches())
     lost = accounts.wall[Use.LOST]
+    each, unit = _unit(seen)
     facts = [
         ("step", "–" if seen.step is None else f"{seen.step:,}", _loss_and_tokens(seen)),  # noqa: RUF001
         ("ETTR", percent(accounts.ettr), "of the time became progress"),
-        ("goodput", percent(accounts.goodput), "of the node-hours became progress"),
+        ("goodput", percent(accounts.goodput), f"of the {unit} became progress"),
         ("steps done again", f"{seen.steps_lost:,}", f"{hours(lost)} of training lost"),
         ("launches", f"{launches:,}", f"in {len(seen.attempts):,} attempt{'s' * (len(seen.attempts) != 1)}"),
-        ("time", hours(accounts.wall_total), f"{node_hours(accounts.node_total)} node-hours"),
+        ("time", hours(accounts.wall_total), f"{unit_hours(each * accounts.node_total)} {unit}"),
     ]
     cards = "".join(
         f"<div class=card><span>{name}</span><b>{text(value)}</b><small>{text(note)}</small></div>"
@@ -83,6 +84,11 @@ def _headline(seen: Timeline, about: About) -> str:
     )
 
 
+def _unit(seen: Timeline) -> tuple[int, str]:
+    """Return what a node-hour is shown as: so many GPU-hours, where that is known."""
+    return (seen.gpus_per_node, "GPU-hours") if seen.gpus_per_node else (1, "node-hours")
+
+
 def _loss_and_tokens(seen: Timeline) -> str:
     parts = [f"loss {seen.loss:.5g}"] if seen.loss is not None else []
     if seen.loss_not_finite:
@@ -94,6 +100,7 @@ def _loss_and_tokens(seen: Timeline) -> str:
 
 def _spent(seen: Timeline) -> str:
     accounts = seen.accounts
+    each, unit = _unit(seen)
     uses = [use for use in (*lanes.ORDER, Use.SPARE) if accounts.wall[use] or accounts.node_time[use]]
     bar = "".join(_part(use, accounts.wall[use], accounts.wall_total) for use in uses if accounts.wall[use])
     rows = [
@@ -101,14 +108,15 @@ def _spent(seen: Timeline) -> str:
             f'<i class="dot u-{use.value}"></i>{use.value}',
             hours(accounts.wall[use]),
             share(accounts.wall[use], accounts.wall_total),
-            node_hours(accounts.node_time[use]),
+            unit_hours(each * accounts.node_time[use]),
             share(accounts.node_time[use], accounts.node_total),
             f"<span class=aside>{text(use.meaning)}</span>",
         )
         for use in uses
     ]
-    rows.append(("<b>all</b>", hours(accounts.wall_total), "100 %", node_hours(accounts.node_total), "100 %", ""))
-    head = ("", "time", "share", "node-hours", "share", "")
+    whole = unit_hours(each * accounts.node_total)
+    rows.append(("<b>all</b>", hours(accounts.wall_total), "100 %", whole, "100 %", ""))
+    head = ("", "time", "share", unit, "share", "")
     body = f"<div class=bar>{bar}</div>{table(head, rows, right=frozenset((1, 2, 3, 4)))}"
     return _section("Where the time went", body if seen.spans else "<p>Nowhere yet.</p>")
 

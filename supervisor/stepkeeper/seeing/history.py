@@ -99,6 +99,7 @@ class _Teller:
     def _notice_nodes(self, attempt: Attempt, record: Record, at: int) -> None:
         if isinstance(record.event, on.AttemptStarted):
             attempt.nodes = record.event.nodes
+            attempt.gpus_per_node = record.event.gpus_per_node or 0
         nodes = record.nodes or (record.event.nodes if isinstance(record.event, on.AttemptStarted) else ())
         if not nodes:
             return

@@ -53,7 +53,7 @@ _MEANINGS = {
     Use.SUSPENDED: "nothing of the run ran: Slurm, an admin or a gang had suspended it, or its batch host stood still",
     Use.QUEUE: "between two attempts: in Slurm's queue, or nobody was in charge",
     Use.UNKNOWN: "a command without the trainer library ran: its steps are not known",
-    Use.SPARE: "nodes that were held and took no part (node-hours only)",
+    Use.SPARE: "nodes that were held and took no part: no time of the clock",
 }
 
 
@@ -141,6 +141,7 @@ class Attempt(msgspec.Struct, kw_only=True):
     exit_code: int | None = None
     why: str = ""
     nodes: tuple[str, ...] = ()  # at its start
+    gpus_per_node: int = 0  # 0: not known
     held: list[tuple[int, int]] = msgspec.field(default_factory=list)  # (from when, nodes that it used)
     left: dict[str, int] = msgspec.field(default_factory=dict)  # node -> since when it is used no more
     phases: list[tuple[int, str]] = msgspec.field(default_factory=list)

@@ -53,6 +53,12 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
             yield from attempt.launches
 
     @property
+    def gpus_per_node(self) -> int:
+        """GPUs of a node, where all attempts had as many; else 0."""
+        found = {attempt.gpus_per_node for attempt in self.attempts}
+        return found.pop() if len(found) == 1 else 0
+
+    @property
     def steps_lost(self) -> int:
         """Steps that were completed and had to be done again."""
         best: int | None = None

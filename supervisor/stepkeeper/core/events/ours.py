@@ -34,6 +34,7 @@ class AttemptStarted(Stamped, frozen=True, kw_only=True, tag="attempt_started"):
     left_out: tuple[LeftOut, ...] = ()  # carried over: data that the ranks do not take
     losses: tuple[tuple[int, float], ...] = ()  # carried over: (step, loss) of the newest state, oldest first
     nodes_before: tuple[str, ...] = ()  # that the attempt before used at last
+    gpus_per_node: int | None = None  # that Slurm gave the job; None where it says nothing
     end_at: float | None = None  # the job's time limit, Unix seconds
     batch: bool = True  # false: in the allocation of `salloc` or a bare `srun`, which nobody can requeue
 

@@ -61,7 +61,7 @@ def a_rollback_goes_back(turns):
     """Never to the step that training came from, and never while ranks run."""
     for turn in turns:
         for effect in turn.ordered(do.RollBack):
-            assert effect.below_step <= turn.before.resume_step
+            assert effect.below_step <= turn.after.resume_step  # which the same turn may have chosen
             assert not turn.after.running
             assert turn.after.deadline_at is not None
             assert not turn.after.chosen

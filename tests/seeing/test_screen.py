@@ -112,3 +112,33 @@ def test_ordinary_saves_do_not_hide_what_matters(run: RunDirectory) -> None:
 
     assert "step 399 is committed" not in said
     assert "n9 is left" in said
+
+
+def test_a_loss_that_is_no_number_is_said_beside_the_curve_of_those_before(run: RunDirectory) -> None:
+    with (run.path / "metrics.csv").open("a") as file:
+        file.write(f"\n60,nan,0,,,{build.START + 60},1,0\n61,nan,0,,,{build.START + 61},1,0\n")
+
+    (row,) = [each for each in drawn(run) if each.startswith("loss")]
+
+    assert row.startswith("loss    no finite number now  ")
+    assert row.endswith("4.41 to 4.68")
+
+
+def test_on_a_narrow_terminal_the_run_the_reason_and_how_many_nodes_were_left_can_be_told(run: RunDirectory) -> None:
+    build.write_status(run, why="the storage is full: 12 GiB are missing on /scratch for the next step")
+    fault = {"incident": "i", "name": "XID 79", "action": "drain", "leave": True, "why": "it left the bus"}
+    lost = [
+        build.record(
+            on.NodeFaulted(at=build.START + 51 + index, node=f"a-long-name-{index}", **fault), why="it is left"
+        )
+        for index in range(12)
+    ]
+    build.write_journal(run, lost)
+    name = "/scratch/somebody/runs/the-run-of-today"
+    said = screen(name, glance(run), None, now=NOW, width=44, height=16)
+
+    assert said[0].startswith("~")
+    assert "runs/the-run-of-today " in said[0]
+    assert any("left 13: " in each for each in said)
+    reason = said.index(next(each for each in said if each.startswith("why")))
+    assert said[reason + 1].startswith("        missing on /scratch")

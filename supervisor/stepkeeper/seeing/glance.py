@@ -27,7 +27,8 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
     status: Status | None
     told: tuple[Record, ...] = ()  # the newest decisions with a reason, oldest first
     phase_since: float | None = None
-    losses: tuple[float, ...] = ()  # of the newest steps, oldest first
+    losses: tuple[float, ...] = ()  # of the newest steps, oldest first; finite ones
+    loss_not_finite: bool = False  # that of the newest step
     committed_at: float | None = None  # the newest commit
     left: tuple[tuple[str, str], ...] = ()  # (node, why): used no more in this attempt
 
@@ -63,11 +64,13 @@ def glance(run: RunDirectory) -> Glance:
             left.setdefault(record.event.node, record.event.name)
         if len(told) >= TOLD_MAX and phase_over and committed_at is not None:
             break
+    values = _losses(run)
     return Glance(
         status=status,
         told=tuple(reversed(told)),
         phase_since=since,
-        losses=tuple(_losses(run)),
+        losses=tuple(value for value in values if math.isfinite(value)),
+        loss_not_finite=bool(values) and not math.isfinite(values[-1]),
         committed_at=committed_at,
         left=tuple(left.items()),
     )
@@ -104,8 +107,7 @@ def _losses(run: RunDirectory) -> list[float]:
                 value = float(cells[1])
             except (ValueError, IndexError):
                 continue  # the header, torn, or a step without a loss
-            if math.isfinite(value):
-                found.append(value)
+            found.append(value)
             if len(found) == LOSSES:
                 break
     return found[::-1]

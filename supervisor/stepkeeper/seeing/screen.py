@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=*#%@"
 MANY = 1_000_000
 LABEL = 8  # columns
+WHY_LINES = 2  # the reason is what a person looks for first
 
 
 def screen(
@@ -33,7 +35,8 @@ def screen(
         plain: ASCII only.
     """
     clock = time.strftime("%H:%M:%S", time.localtime(now))
-    title = _fit(name, width - len(clock) - 1)
+    room = max(0, width - len(clock) - 1)
+    title = name if len(name) <= room else "~" + name[len(name) - room + 1 :]  # what tells runs apart stands at the end
     top = [title + " " * max(1, width - len(title) - len(clock)) + clock]
     if seen.status is None:
         top.append("no supervisor has worked on this run yet, or its status cannot be read")
@@ -70,12 +73,17 @@ def _facts(seen: Glance, now: float, width: int, *, plain: bool) -> list[str]:
     restarts = f" (restart {status.restart_count})" if status.restart_count else ""
     rows = [_row(phase + "  ", f"job {status.job_id}{restarts}, attempt {status.attempt}, launch {status.launch}")]
     rows += [_row("step", _step(seen, now)), _row("saved", _saved(seen, now))]
-    if seen.losses:
-        rows.append(_row("loss", _curve(seen.losses, width - LABEL - 24, plain=plain)))
+    if seen.losses or seen.loss_not_finite:
+        wrong = "no finite number now" if seen.loss_not_finite else ""
+        drawn = _curve(seen.losses, width - LABEL - 24 - len(wrong), plain=plain) if seen.losses else ""
+        rows.append(_row("loss", f"{wrong}  {drawn}".strip()))
     nodes = f"{len(status.nodes)} in use"
     if seen.left:
-        nodes += "; left: " + ", ".join(f"{node} ({why})" for node, why in seen.left)
-    rows += [_row("nodes", nodes), _row("why", status.why or "no decision yet")]
+        count = f" {len(seen.left)}" if len(seen.left) > 1 else ""
+        nodes += f"; left{count}: " + ", ".join(f"{node} ({why})" for node, why in seen.left)
+    rows.append(_row("nodes", nodes))
+    why = textwrap.wrap(status.why or "no decision yet", max(1, width - LABEL), max_lines=WHY_LINES, placeholder=" ~")
+    rows += [_row("" if index else "why", part) for index, part in enumerate(why)]
     age = now - status.updated_at
     if status.phase != Phase.DONE and age * SECOND > patience(micro(status.step_seconds or 0.0)):
         rows.append(_row("SILENT", f"for {duration(age)}: is the job there, or suspended? squeue -j {status.job_id}"))

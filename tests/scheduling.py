@@ -1,7 +1,7 @@
 """Which worker plays which test, and when: long ones first and each for itself, so that nobody waits for the last one.
 
 The others go by module, which shares what it has set up.  Which are long is in `durations.txt`: a line for each test,
-with the seconds that it took; `STEPKEEPER_DURATIONS=1 make campaign-and-newest` writes down what it sees.
+with the seconds that it took; `TEST_DURATIONS=1 make campaign-and-newest` writes down what it sees.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TABLE = Path(__file__).with_name("durations.txt")
-VARIABLE = "STEPKEEPER_DURATIONS"
+VARIABLE = "TEST_DURATIONS"  # not STEPKEEPER_...: those are settings, and an unknown one is refused
 ALONE_S = 12.0
 """A test that takes longer is given to whoever is free, without the rest of its module."""
 USUAL_S = 0.5

@@ -254,7 +254,7 @@ def test_a_real_browser_shows_it_without_a_complaint(tmp_path: Path) -> None:
     done = subprocess.run(
         ["chromium", "--headless=new", *sandbox, "--disable-gpu", "--enable-logging=stderr", "--v=0",
          f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{target}"],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
 
     assert 'id="tip"' in done.stdout  # our script ran, so its digest is right

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -113,18 +113,29 @@ def test_a_file_that_breaks_off_gets_no_name_and_others_are_served(
     assert set(disks[1].files(here(disks[1]))) == set(FILES)
 
 
+class Short:
+    """A listening socket of a process that has no free descriptors for a while."""
+
+    def __init__(self, inner: socket.socket, tries: int) -> None:
+        self._inner, self._tries = inner, tries
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def accept(self) -> object:
+        if self._tries:
+            self._tries -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._inner.accept()
+
+
 def test_a_process_without_free_descriptors_listens_on(
     disks: list[LocalTier], keeping: Keeping, caplog: pytest.LogCaptureFixture
 ) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as caller:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (caller.fileno(), hard))
-        try:
-            caller.connect((keeping.address.host, keeping.address.port))
-            until(lambda: "peer_copies_wait" in caplog.text)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     caplog.set_level("INFO")
+    keeping._socket = Short(keeping._socket, 3)  # type: ignore[assignment]
+    socket.create_connection((keeping.address.host, keeping.address.port), timeout=LATE_S).close()  # it accepts already
+    until(lambda: "peer_copies_wait" in caplog.text)
     send(disks, keeping.address, lambda: caplog.text, "peer_copied")
 
     assert set(disks[1].files(here(disks[1]))) == set(FILES)

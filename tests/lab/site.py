@@ -5,6 +5,7 @@ project (rebuilt in a second when the sources change).
 """
 
 import hashlib
+import os
 import pwd
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SITES = Path("/var/tmp/stepkeeper-site")  # world-writable parent: `locked` checks whose it is
 TORCH = REPOSITORY / "tests" / "requirements-torch.txt"
 BUILD_S = 600.0
-PROJECTS_KEPT = 12  # a checkout that changes while another one plays must not take its environment away
+PROJECTS_KEPT = 40  # a checkout that changes while another one plays must not take its environment away
 INTERPRETERS = ("/usr/bin/python3", sys.executable)
 
 
@@ -133,6 +134,7 @@ def _project(dependencies: Path) -> Path:
         torchrun.write_text(f"#!{python}\nfrom torch.distributed.run import main\n\nmain()\n")
         torchrun.chmod(0o755)
         (layer / "complete").touch()
+    os.utime(layer)  # used: those that have not been for longest go first
     _prune(layer)
     return python
 

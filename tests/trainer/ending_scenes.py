@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def finishes(
 def _fall(how: str) -> None:
     if how == "power":  # its node says nothing any more, and closes nothing
         loopback(up=False)
-    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 
 def _arm(hit: str, act: Any) -> None:

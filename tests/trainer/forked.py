@@ -7,7 +7,6 @@ Each story is a `Story` in JSON; for each a line of JSON with how its ranks ende
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import json
@@ -18,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
@@ -323,8 +323,8 @@ def _arm(point: str, how: str) -> None:
 
 
 def _fall(how: str) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    # to this very thread: a stop that another one is to take leaves this one going on for a while
+    signal.pthread_kill(threading.get_ident(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import signal
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -45,7 +46,7 @@ class Falling(dcp.FileSystemWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         if self.signal is not None:
-            os.kill(os.getpid(), self.signal)
+            signal.pthread_kill(threading.get_ident(), self.signal)
         return super().write_data(plan, planner)
 
 

@@ -46,7 +46,8 @@ def command(*argv: object) -> int:
 
 def saved(run_dir: Path, model: nn.Module) -> Path:
     """Save a model by a keeper, and return the step directory."""
-    keeper = Keeper(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), run_dir=run_dir)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keeper = Keeper(model=model, optimizer=optimizer, run_dir=run_dir, storage_test="off")
     keeper.resume()
     keeper.save()
     assert keeper._saver is not None

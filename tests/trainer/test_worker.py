@@ -20,7 +20,7 @@ worker, begun = Worker(), threading.Event()
 def works():
     a = torch.rand(1024, 1024)
     begun.set()
-    for _ in range(20):  # in torch's code, without the interpreter's lock
+    for _ in range(4):  # in torch's code, without the interpreter's lock
         a = torch.mm(a, a) / 1024
 
 worker.do(works)

@@ -53,6 +53,7 @@ SHRUNK_TWICE: tuple[on.Event, ...] = (
     *SHRUNK[3:],
 )
 """The same, and another one is gone for good."""
+SHRUNK_AND_FAILED: tuple[on.Event, ...] = (*SHRUNK_TWICE, on.LaunchEnded(at=0.0, launch=0, code=1))
 
 
 def _trained(started: on.AttemptStarted, *more: on.Event) -> tuple[on.Event, ...]:
@@ -117,20 +118,63 @@ AGAIN = tuple(  # it failed in most ways before, at the step at which it fails n
     )
     for count in (1, 2, 3, 5)
 )
-SLOW_SAVES = tuple(  # of which one is in flight, or none
-    _trained(
-        started,
-        *[
-            on.CheckpointCommitted(
-                at=0.0, launch=0, step=2, save_id=name, emergency=False, directory="step_2", bytes=1, seconds=300.0
-            )
-            for name in "abc"
-        ],
-        *more,
+
+
+def _slow_save(name: str) -> on.Event:
+    return on.CheckpointCommitted(
+        at=0.0, launch=0, step=2, save_id=name, emergency=False, directory="step_2", bytes=1, seconds=300.0
     )
+
+
+SLOW_SAVES = tuple(  # of which one is in flight, or none
+    _trained(started, *[_slow_save(name) for name in "abc"], *more)
     for started in STARTS[:2]
     for more in ((), (on.SaveBegan(at=0.0, launch=0, step=2, save_id="d", emergency=False),))
 )
+_LOST = on.NodeFaulted(at=0.0, node="b", incident="i", name="XID 79", action="drain_reboot", leave=True, why="lost")
+_MANY = msgspec.structs.replace(STARTS[-1], nodes=("a", "b", "c", "d"))
+_HEARD = (*[on.WatcherReady(at=0.0, node=node, bus=1) for node in "abcd"], on.StorageTested(at=0.0, ok=True))
+_CHOSEN = on.CheckpointChosen(at=0.0, directory="step_1", step=1)
+
+
+def _left(*nodes: str) -> tuple[on.Event, ...]:
+    return tuple(msgspec.structs.replace(_LOST, node=node, incident=node) for node in nodes)
+
+
+TOLD = tuple(  # what Slurm says of it is still to come, or comes too late
+    _trained(started, *more)
+    for started in STARTS
+    for more in (
+        (*_NOTICE, on.SignalReceived(at=0.0, signal="USR1")),
+        (*_NOTICE, on.LaunchEnded(at=0.0, launch=0, code=0, finished=True)),
+        (_slow_save("a"), _NOTICE[0]),
+        (*_FAILURE, _NOTICE[0]),
+    )
+)
+NODES_LEFT = (
+    (_MANY, *_HEARD, *_left("d", "c", "b"), _CHOSEN),
+    (_MANY, *_HEARD, _CHOSEN, *_left("a", "d")),
+    _trained(STARTS[2], *_FAILURE, _LOST),
+    _trained(STARTS[0], _FAILURE[0], on.WatcherLost(at=0.0, node="a", bus=1, why="silent")),
+    _trained(
+        STARTS[0],
+        *[
+            event
+            for bus in (1, 2, 3)
+            for event in (
+                on.WatcherLost(at=0.0, node="a", bus=bus, why="silent"),
+                *[on.WatcherReady(at=0.0, node=node, bus=bus + 1) for node in "ab"],
+            )
+        ],
+    ),
+)
+NOT_READY = (  # a launch that must not start
+    (STARTS[0], *_HEARD[:2], on.StorageTested(at=0.0, ok=False, problem="full"), _CHOSEN),
+    (
+        STARTS[0], *_HEARD[:2], _HEARD[-1], _CHOSEN, on.WatcherLost(at=0.0, node="b", bus=1, why="silent"),
+        on.NodesCleared(at=0.0, launch=0, address="a", port=1),
+    ),
+)  # fmt: skip
 FAILED_OFTEN = tuple(  # twice before, and no further step since
     _trained(msgspec.structs.replace(started, failures=2, best_step=3), *_FAILURE) for started in STARTS
 )

@@ -140,11 +140,11 @@ FIELDS = {
     on.Judged: {
         **_launch,
         "cause": st.sampled_from(Cause),
-        "rule": st.sampled_from(("rule-1", "rule-2")),
+        "rule": st.sampled_from(("rule-1", "rule-1", "rule-1", "rule-2")),
         "confidence": st.sampled_from((0.3, 0.9)),
-        "location": st.sampled_from(("", "ValueError at train.py:1")),
+        "location": st.sampled_from(("", "", "", "ValueError at train.py:1")),
         "node": st.sampled_from(("", *NODES)),
-        "step": st.none() | small,
+        "step": st.sampled_from((None, None, 2, 2, 3, 0)),
     },
     on.StacksCollected: {
         **_launch,

@@ -19,9 +19,13 @@ from tests.core.beginnings import (
     FAILED,
     FAILED_OFTEN,
     LEAVING,
+    NODES_LEFT,
+    NOT_READY,
     SHRUNK,
+    SHRUNK_AND_FAILED,
     SHRUNK_TWICE,
     SLOW_SAVES,
+    TOLD,
     TRAINING,
     UNSEEN,
 )
@@ -47,21 +51,21 @@ check = settings(
 
 
 @check
-@given(realistic(POLICY, size_max=12, beginnings=(*LEAVING, *SLOW_SAVES)))
+@given(realistic(POLICY, size_max=12, beginnings=(*LEAVING, *SLOW_SAVES, *TOLD)))
 def test_they_hold_for_a_run_that_leaves(events):
     """Notices, cancels and the end cross each other here."""
     assert_kept(run(events, POLICY))
 
 
 @check
-@given(realistic(POLICY, size_max=12, beginnings=TRAINING, often=NODES_FAIL))
+@given(realistic(POLICY, size_max=12, beginnings=(*TRAINING, *NODES_LEFT, *NODES_LEFT), often=NODES_FAIL))
 def test_they_hold_for_nodes_that_fail(events):
     """Lost, faulty and drained ones, spares and others."""
     assert_kept(run(events, POLICY))
 
 
 @check
-@given(realistic(POLICY, size_max=12, beginnings=(*FAILED, *FAILED_OFTEN, *AGAIN, *UNSEEN)))
+@given(realistic(POLICY, size_max=12, beginnings=(*FAILED, *FAILED_OFTEN, *UNSEEN, *NOT_READY)))
 def test_they_hold_after_a_failure(events):
     """Why it failed, the newest checkpoint and the nodes are found out at the same time, in any order."""
     assert_kept(run(events, POLICY))
@@ -75,7 +79,14 @@ def test_all_promises_are_kept(events):
 
 
 @check
-@given(realistic(GROWING) | realistic(GROWING, beginnings=(SHRUNK, SHRUNK_TWICE)))
+@given(realistic(POLICY, size_max=6, beginnings=AGAIN))
+def test_they_hold_where_it_failed_in_the_same_way_again(events):
+    """The rows of the ladder, at each place, and what comes behind them."""
+    assert_kept(run(events, POLICY))
+
+
+@check
+@given(realistic(GROWING) | realistic(GROWING, beginnings=(SHRUNK, SHRUNK_TWICE, SHRUNK_AND_FAILED)))
 def test_they_hold_for_a_run_that_grows_back(events):
     """It has more ways: nodes that come and go, saves that end no attempt, requeues that nobody asked for."""
     assert_kept(run(events, GROWING))

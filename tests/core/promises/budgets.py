@@ -135,7 +135,9 @@ def ninety_three_is_the_last_word_of_a_launcher(turns):
     for turn in turns:
         assert not (gave_up and (turn.ordered(do.StartLaunch) or turn.ordered(do.Requeue)))
         heard = isinstance(turn.event, on.RankExited) and turn.event.code == 93
-        gave_up = gave_up or (heard and turn.before.running and turn.event.launch == turn.before.launch)
+        now = heard and turn.before.running and turn.event.launch == turn.before.launch
+        assert not now or turn.after.plan.next is Next.END
+        gave_up = gave_up or now
 
 
 @promise

@@ -83,6 +83,7 @@ MUTATIONS = (
         "    if event.finished:",
         "    if event.finished and state.phase is not Phase.SAVING:",
         "a finished training is finished, in grace time too",
+        "told",
     ),
     Mutation(
         "training",
@@ -148,12 +149,14 @@ MUTATIONS = (
         "    return Decision(state, (request_save(state),) if shorter else (), why)",
         "    return Decision(state, (), why)",
         "ranks hear of a shorter notice",
+        "told",
     ),
     Mutation(
         "pace",
         "    return QUICKER_TIMES * pace.quickest if pace.saves >= SAVES_ENOUGH else 0.0",
         "    return QUICKER_TIMES * pace.quickest if pace.saves else 0.0",
         "no save is given up for lack of knowledge",
+        "told",
     ),
     Mutation(
         "notices",
@@ -309,7 +312,7 @@ MUTATIONS = (
         "        state = not_charged(replace(state, failure=None))",
         "        state = replace(state, failure=None)",
         "a preemption is in no budget of the training",
-        "leaves",
+        "told",
     ),
     # --- nodes --------------------------------------------------------------------------------------
     Mutation(

@@ -51,7 +51,7 @@ check = settings(
 
 
 @check
-@given(realistic(POLICY, size_max=12, beginnings=(*LEAVING, *SLOW_SAVES, *TOLD)))
+@given(realistic(POLICY, size_max=12, beginnings=(*LEAVING, *SLOW_SAVES)))
 def test_they_hold_for_a_run_that_leaves(events):
     """Notices, cancels and the end cross each other here."""
     assert_kept(run(events, POLICY))
@@ -75,6 +75,13 @@ def test_they_hold_after_a_failure(events):
 @given(histories)
 def test_all_promises_are_kept(events):
     """`decide` never raises either: playing the history is the proof."""
+    assert_kept(run(events, POLICY))
+
+
+@check
+@given(realistic(POLICY, size_max=6, beginnings=TOLD))
+def test_they_hold_where_something_else_is_told_at_the_same_time(events):
+    """A second notice, the end of the work, a failure: while Slurm is asked."""
     assert_kept(run(events, POLICY))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
+from stepkeeper.store import rescues
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.verdict import wordless
 from tests.reading import build
@@ -72,7 +73,7 @@ def test_a_rescue_by_the_watcher_beside_it_says_that_the_supervisor_was_gone(
 ) -> None:
     silent(run, again("n1", "n2"))
     rescue = {"at": START + 30, "job_id": 12, "restart_count": 0, "node": "n1"}
-    (run.path / wordless.RESCUES_NAME).write_text('{"at": 1\n' + json.dumps(rescue) + "\n")
+    (run.path / rescues.RESCUES_NAME).write_text('{"at": 1\n' + json.dumps(rescue) + "\n")
 
     document = explained(command, run.path)
 

@@ -10,23 +10,13 @@ from stepkeeper.seeing import checkpoints, history, rows, timeline
 from stepkeeper.seeing.checkpoints import OnDisk
 from stepkeeper.seeing.model import Incident, micro
 from stepkeeper.seeing.timeline import Timeline
-from stepkeeper.store import journal, lines
+from stepkeeper.store import journal, rescues
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
 
 METRICS_NAME = "metrics.csv"
-RESCUES_NAME = "rescues.jsonl"
-
-
-class _Rescue(msgspec.Struct, frozen=True, kw_only=True):
-    """A watcher requeued the job, for its supervisor was gone."""
-
-    at: float  # Unix seconds
-    job_id: int
-    restart_count: int
-    node: str
 
 
 def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
@@ -61,35 +51,26 @@ def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
 
 def _tell_rescues(run: RunDirectory, told: history.Told) -> None:
     """Say of attempts that ended without a word who requeued them."""
-    try:
-        file = lines.open_plain(run.path / RESCUES_NAME)
-    except FileNotFoundError:
-        return
     attempts = {(attempt.job_id, attempt.restart_count): attempt for attempt in told.attempts}
-    with file:
-        for line in lines.forwards(file):
-            try:
-                rescue = msgspec.json.decode(line, type=_Rescue)
-            except msgspec.MsgspecError:
-                continue  # torn
-            attempt = attempts.get((rescue.job_id, rescue.restart_count))
-            if attempt is None or attempt.said_end:
-                continue
-            decided = f"requeued by the watcher on {rescue.node}"
-            launch = attempt.launches[-1] if attempt.launches else None
-            if launch is not None:
-                launch.decided = launch.decided or decided
-            told.incidents.found.append(
-                Incident(
-                    at=micro(rescue.at),
-                    attempt=attempt.number,
-                    launch=launch.number if launch is not None else None,
-                    kind="supervisor lost",
-                    what="it was killed, or its node was lost",
-                    decided=decided,
-                    node=rescue.node,
-                )
+    for rescue in rescues.read(run.path):
+        attempt = attempts.get((rescue.job_id, rescue.restart_count))
+        if attempt is None or attempt.said_end:
+            continue
+        decided = f"requeued by the watcher on {rescue.node}"
+        launch = attempt.launches[-1] if attempt.launches else None
+        if launch is not None:
+            launch.decided = launch.decided or decided
+        told.incidents.found.append(
+            Incident(
+                at=micro(rescue.at),
+                attempt=attempt.number,
+                launch=launch.number if launch is not None else None,
+                kind="supervisor lost",
+                what="it was killed, or its node was lost",
+                decided=decided,
+                node=rescue.node,
             )
+        )
     told.incidents.found.sort(key=lambda each: each.at)
 
 

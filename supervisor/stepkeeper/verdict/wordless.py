@@ -6,13 +6,10 @@ Nobody could write down which.  What tells is who had the job run again: Slurm i
 
 from __future__ import annotations
 
-import msgspec
-
 from stepkeeper.core.events import AttemptStarted
-from stepkeeper.store import lines
+from stepkeeper.store import rescues
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
-from stepkeeper.watcher.rescue import RESCUES_NAME, Rescued
 
 
 def rescuer(run: RunDirectory, started: AttemptStarted) -> str:
@@ -21,20 +18,9 @@ def rescuer(run: RunDirectory, started: AttemptStarted) -> str:
     Raises:
         OSError: the file is there and cannot be read.
     """
-    try:
-        file = lines.open_plain(run.path / RESCUES_NAME)
-    except FileNotFoundError:
-        return ""
-    found = ""
-    with file:
-        for line in lines.forwards(file):
-            try:
-                rescue = msgspec.json.decode(line, type=Rescued)
-            except msgspec.MsgspecError:
-                continue  # torn
-            if (rescue.job_id, rescue.restart_count) == (started.job_id, started.restart_count):
-                found = rescue.node
-    return found
+    attempt = (started.job_id, started.restart_count)
+    found = [one.node for one in rescues.read(run.path) if (one.job_id, one.restart_count) == attempt]
+    return found[-1] if found else ""
 
 
 def evidence(started: AttemptStarted, following: AttemptStarted, rescued_by: str) -> list[Evidence]:

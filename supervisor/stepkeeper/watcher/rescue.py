@@ -17,13 +17,12 @@ from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.core.judge import preempted_at_last
 from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import PATIENT_S, SlurmCommands
-from stepkeeper.store import journal
+from stepkeeper.store import journal, rescues
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats import lease, lineage, outcome
 from stepkeeper_trainer.formats.durable import append_line
 
 CALL_WITHIN_S = 5.0
-RESCUES_NAME = "rescues.jsonl"
 SILENT_S = 1800.0  # without a journal record: nobody is in charge, though the run had left this node
 RESCUES_MAX = 3  # without a new commit in between: a supervisor that dies at every start is not to be started for ever
 
@@ -34,15 +33,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     done: bool  # nothing more to do
     left: bool = False  # the run goes on without this node: nothing of it may run here
     why: str
-
-
-class Rescued(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `rescues.jsonl`."""
-
-    at: float  # Unix seconds
-    job_id: int
-    restart_count: int
-    node: str
 
 
 def rescue(
@@ -87,8 +77,8 @@ def rescue(
         now = time.time()
         excluded = [exclusion.node for exclusion in carried.excluded if exclusion.until > now]
         besides, how = _again(client, assignment, excluded, allowed=job.requeue_allowed)
-        rescued = Rescued(at=now, job_id=assignment.job_id, restart_count=assignment.restart_count, node=node)
-        append_line(run_directory / RESCUES_NAME, msgspec.json.encode(rescued))
+        rescued = rescues.Rescued(at=now, job_id=assignment.job_id, restart_count=assignment.restart_count, node=node)
+        append_line(run_directory / rescues.RESCUES_NAME, msgspec.json.encode(rescued))
     except (OSError, ValueError, SlurmError) as error:
         return Result(done=False, why=str(error))
     why = f"{how}: its supervisor is gone"
@@ -144,16 +134,7 @@ def _spent(run_directory: Path) -> str:
     """Return why it is enough, when rescues followed each other without a new step directory."""
     known = lineage.read(run_directory / "checkpoints")
     newest = max((commit.at for commit in known.commits.values()), default=0.0) if known else 0.0
-    count = 0
-    try:
-        lines = (run_directory / RESCUES_NAME).read_bytes().splitlines()
-    except FileNotFoundError:
-        lines = []
-    for line in lines:
-        try:
-            count += msgspec.json.decode(line, type=Rescued).at > newest
-        except (ValueError, RecursionError):
-            continue  # torn by a crash
+    count = sum(one.at > newest for one in rescues.read(run_directory))
     if count < RESCUES_MAX:
         return ""
     return f"the supervisor died {count} times without a new step directory: a person is needed"

@@ -25,17 +25,7 @@ def slow_rank(rank: int, directory: Path) -> int:
     if rank == 1:
         resuming.verify_share = _late(resuming.verify_share)
         reader.fill = _late(reader.fill)
-    model, optimizer = build(dist.get_world_size())
-    keeper = Keeper(
-        model=model,
-        optimizer=optimizer,
-        others={"kinds": Kinds(kinds())},
-        run_dir=directory,
-        resume_from="latest",
-        save_within_s=SAVE_WITHIN_S,
-    )
-    assert keeper.resume() == 1
-    print(f"rank {rank}: wrong: {wrong(model, optimizer)}", flush=True)
+    print(f"rank {rank}: wrong: {wrong(*_resume(directory, save_within_s=SAVE_WITHIN_S))}", flush=True)
     return 0
 
 
@@ -49,17 +39,17 @@ def limited(rank: int, directory: Path, *, gib: float) -> int:
         load(*arguments, limits=limits)
 
     resuming.load = told  # type: ignore[assignment]
-    model, optimizer = build(dist.get_world_size())
-    keeper = Keeper(
-        model=model,
-        optimizer=optimizer,
-        others={"kinds": Kinds(kinds())},
-        run_dir=directory,
-        resume_from="latest",
-        load_memory_gib=gib,
-    )
-    assert keeper.resume() == 1
+    _resume(directory, load_memory_gib=gib)
     return 0
+
+
+def _resume(directory: Path, **options: Any) -> tuple[Any, Any]:
+    """Return the model and the optimizer as the newest step has them."""
+    model, optimizer = build(dist.get_world_size())
+    kept = {"model": model, "optimizer": optimizer, "others": {"kinds": Kinds(kinds())}}
+    keeper = Keeper(**kept, run_dir=directory, resume_from="latest", **options)
+    assert keeper.resume() == 1
+    return model, optimizer
 
 
 def _strict(new_group: Callable[[float], Any]) -> Callable[[float], Any]:

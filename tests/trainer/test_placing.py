@@ -488,3 +488,10 @@ def test_closing_lets_what_waits_arrive_within_its_time(nodes: Nodes) -> None:
     for thread in closing:
         thread.join(LATE_S)
     assert in_shared(nodes) == ["step_00000100"]
+
+
+def test_a_file_that_another_node_renames_while_rank_0_looks_costs_no_step(tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"123")
+    (tmp_path / "renamed.part").symlink_to("nowhere")  # it has a name, and cannot be looked at, as in between
+
+    assert placing_module._sizes(tmp_path) == {"there": 3}

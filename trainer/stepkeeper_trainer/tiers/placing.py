@@ -318,7 +318,7 @@ class Placing:
         assert save.commit is not None, "rank 0 commits"
         there, since = -1, time.monotonic()
         for _ in self._pauses(save):
-            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(save.directory)}
+            sizes = _sizes(save.directory)
             for name in sizes:
                 if name.startswith(FAILED):
                     why = (save.directory / name).read_text(errors="replace")
@@ -376,6 +376,15 @@ class Placing:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping, pause_s)
             pause_s = min(1.5 * pause_s, _PAUSE_S[1])
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """Return the size of each file there; what another node renames meanwhile may be missing."""
+    sizes = {}
+    for entry in os.scandir(directory):
+        with suppress(FileNotFoundError):
+            sizes[entry.name] = entry.stat().st_size
+    return sizes
 
 
 class _InFlight:

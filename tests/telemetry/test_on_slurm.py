@@ -18,7 +18,13 @@ from tests.training import Training
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
 
+LAUNCHES = "stepkeeper_launches_total"
 STEP_S = 0.6  # the file is written every 15 s: the training must be there when it is
+
+
+def total(text: str, name: str) -> float:
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return sum(sample.value for sample in samples if sample.name == name)
 
 
 def test_a_preempted_run_is_seen_while_it_runs_and_afterwards(lab: Lab, tmp_path: Path) -> None:
@@ -31,14 +37,11 @@ def test_a_preempted_run_is_seen_while_it_runs_and_afterwards(lab: Lab, tmp_path
     training.submit()
     training.wait_step(15)
 
-    training.until(lambda: any("launches_total" in f.read_text() for f in directory.glob("*.prom")), "the metrics")
+    training.until(lambda: any(total(f.read_text(), LAUNCHES) for f in directory.glob("*.prom")), "the metrics")
     (file,) = directory.glob("*.prom")
     for text in (file.read_text(), scraped(training)):
-        found = {
-            sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
-        }
-        assert found["stepkeeper_launches_total"] == 1
-        assert found["stepkeeper_nodes"] == 2
+        assert total(text, LAUNCHES) == 1
+        assert total(text, "stepkeeper_nodes") == 2
     urgent = lab.preempt(training.job_id)
     lab.wait_job(urgent, "RUNNING")
     lab.release(urgent)

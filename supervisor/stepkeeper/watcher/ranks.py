@@ -20,6 +20,8 @@ from stepkeeper_trainer.formats.messages import (
     encode,
 )
 
+PORT_MIN, PORT_TRIES = 20_000, 100
+_EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: struct ucred
 BIND_WITHIN_S = 15.0
 
@@ -102,7 +104,16 @@ def _sender(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, int]:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on this node right now."""
+    """Return a TCP port that is free on this node right now, for a rank that begins to listen there seconds later.
+
+    It is below those that the kernel gives to whoever asks for any: else an outgoing connection may take it meanwhile.
+    """
+    with open(_EPHEMERAL) as file:
+        below = int(file.read().split()[0]) - PORT_MIN
+    for _ in range(PORT_TRIES if below > 0 else 0):
+        with contextlib.suppress(OSError), socket.socket() as sock:  # taken: another
+            sock.bind(("", PORT_MIN + int.from_bytes(os.urandom(4), "big") % below))
+            return int(sock.getsockname()[1])
     with contextlib.closing(socket.socket()) as sock:
         sock.bind(("", 0))
         return int(sock.getsockname()[1])

@@ -17,12 +17,13 @@ TARGETS_HEAD = """What the figures above come to, against what this was built fo
 
 NOTES = """## What it costs, and why
 
-- **Writes go past the page cache** (`O_DIRECT`, where the file system has it, from 4 MiB a file). A copy into it costs
-  the cores 0.08 to 0.9 s for 256 MiB, by whether the kernel has free pages at hand; a direct write 0.02 s. That was
-  most of what a save took from training. A save in an emergency is written through the page cache: nothing trains then,
-  and it is read back at once.
+- **Writes go past the page cache** (`O_DIRECT`, where the file system has it, from 4 MiB a file). A copy into it
+  costs the cores 0.08 to 0.9 s for 256 MiB, by whether the kernel has free pages at hand; a direct write 0.02 s. That
+  was most of what a save took from training. A save in an emergency is written through the page cache: nothing trains
+  then, and it is read back at once.
 - **CRC-32 is most of the rest.** A zip archive, which is what torch reads, has one of each tensor: 60 to 70 ms for
-  256 MiB by zlib, 9 ms by ISA-L (`pip install isal`; it is taken where it is installed). Both digests together: 15 ms.
+  256 MiB by zlib, 9 ms by ISA-L (`pip install isal`; it is taken where it is installed). Both digests together: 15
+  ms.
 - **Blocked, many tensors.** The state is collected (3 ms for 20,000), each tensor is looked at (names, shapes, types:
   7 ms, and beside the copying) and copied (as the limit, on the threads that torch has). With one thread a rank there
   is nothing to do the look beside: then about 1.4x is what to expect.
@@ -36,26 +37,29 @@ NOTES = """## What it costs, and why
   to 0.12 s, and *slowed* to far below a tenth of stock's, in threads. What is left of it under the interpreter's lock
   is the CRC of small tensors: it holds the lock, 5 KiB at a time. To let it go and take it again for each tensor, as
   zlib does by itself, made such a save 1.2 times as long beside a loop that never leaves the interpreter.
-- **Memory**: the arena is one copy of the state. Beyond it there are about 1 KiB a tensor for plans, and 40 MiB of
-  modules and threads, which weigh more the smaller the state that is measured. (Earlier figures of up to 1.6 with few
-  large tensors were the benchmark's own: the allocator kept the memory of the copies that it compares with.)
+- **Memory**: the arena is one copy of what a rank writes. Beyond it there are about 1 KiB a tensor for plans, and 40
+  MiB of modules and threads, which weigh more the smaller the state that is measured. (Earlier figures of up to 1.6
+  with few large tensors were the benchmark's own: the allocator kept the memory of the copies that it compares with.)
 - **Records that Python searches for cycles.** Each object that is kept makes that search longer, in training too. For
   20,000 tensors we kept 320,000 beside the script's 330,000 (a search took 270 ms instead of 177); torch's records of
   the plan are given up now once `.metadata` is made, and shapes are kept once: 100,000, and 190 ms.
-- **Few large tensors.** Ours and stock's stager both copy at the speed of memory: which of them blocks less by a tenth
-  changes from run to run.
-- **Several ranks on two cores.** Each stages all that it shares with others, to compare the copies
-  (`replicas="check"`), and not its own part alone; the limit is taken on all ranks at once too. With 20,000 tensors and
-  one core a rank, in milliseconds: copying 80 (the limit 65: torch's way to each tensor is 0.6 us longer than that to
-  `memmove`), the look at each tensor 9, collecting them 5, the rest 4. No core is left to do the look beside.
-- **Durable, several ranks on two cores.** A save computes 0.2 s a rank, for which the steps leave no core: the threads
-  wait for their turn. With training paused the same saves were durable 1.7 to 1.9 times as fast as `dd`; beside steps
-  that keep both cores busy, 0.5 to 1.0. It is told at the end of a step, too, as in a training.
+- **Few large tensors.** Ours and stock's stager both copy at the speed of memory: which of them blocks less by a
+  tenth changes from run to run.
+- **Several ranks.** Each stages what it writes; of what others hold too, small tensors are staged besides, and larger
+  ones (64 KiB) are hashed where they are, which reads once where a copy reads and writes. The limit is a copy of the
+  whole state, on all ranks at once, so few large tensors fall below it; many small ones are staged by every rank.
+  With 20,000 tensors and one core a rank there is no core for the look beside the copying.
+- **Durable, several ranks on two cores.** A save's threads want the cores that the steps keep busy, and wait for
+  their turn; with training paused the same saves were durable 1.7 to 1.9 times as fast as `dd`. It is told at the end
+  of a step, too, as in a training.
+- **Loading, warm.** Bytes of the page cache are read, hashed and copied, in chunks of 16 MiB: about as fast as
+  stock's read without a check. More threads than cores made it slower, for they took each other's caches.
 - **Deep verification, many tensors.** A step of 20,000 tensors has 4 MB of `.metadata`, which is read as data, by one
   core: 17 us a tensor (passing over opcodes 2.5, unpickling into inert records 3.5, what they say 5.5, whether all is
-  covered 2, giving the memory back 3.5). For 5,000 tensors in 128 MiB that is 0.08 s beside 0.03 s of hashing. Reading
-  does not go on beside it: both want the interpreter's lock. Where a cache knows the step it is not parsed again.
+  covered 2, giving the memory back 3.5). For 5,000 tensors in 128 MiB that is 0.08 s beside 0.03 s of hashing.
+  Reading does not go on beside it: both want the interpreter's lock. Where a cache knows the step it is not parsed
+  again.
 - **Deep verification, cold**, reads past the page cache, 4 MiB at a time, into huge pages: of 4 KiB pages each is an
-  entry of its own in a request to the disk, and the same disk gave a third (1.1 instead of 3.0 GiB/s). `cat` gets what
-  the kernel reads ahead. Its threads compute 0.2 s for each GiB. Each round takes both twice, in turn.
+  entry of its own in a request to the disk, and the same disk gave a third (1.1 instead of 3.0 GiB/s). `cat` gets
+  what the kernel reads ahead. Its threads compute 0.2 s for each GiB. Each round takes both twice, in turn.
 """

@@ -31,7 +31,7 @@ NOTES = """## What it costs, and why
   training. For 20,000 tensors, in seconds of one core: torch's planner 0.4, the arena's layout 0.3, what goes into
   which file 0.1, `.metadata` 0.5 (half of it in pickle): 65 us a tensor together, whatever its size, against 0.02 s
   for writing 256 MiB. A first save that nothing has prepared waits for all of it, and the less time the bytes take,
-  the more that weighs: that is the last row of the table above. Two thirds of it make torch's own records, one by one
+  the more that weighs: that is the row on a first save above. Two thirds of it make torch's own records, one by one
   under the interpreter's lock. The same bytes serve all later saves, whose thread computes 0.04 s.
 - **No process of its own for writing.** What the save's threads compute for 256 MiB in 20,000 tensors fell from 0.8 s
   to 0.12 s, and *slowed* to far below a tenth of stock's, in threads. What is left of it under the interpreter's lock

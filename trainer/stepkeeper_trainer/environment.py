@@ -87,7 +87,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         resume_newest=environ.get("STEPKEEPER_RESUME_NEWEST") == "1",
         checkpoint_every=environ.get("STEPKEEPER_CHECKPOINT_EVERY") or None,
         retention=environ.get("STEPKEEPER_RETENTION") or None,
-        load_memory_gib=_number(environ, "STEPKEEPER_LOAD_MEMORY_GIB"),
+        load_memory_gib=read_number(environ, "STEPKEEPER_LOAD_MEMORY_GIB"),
         skip_data=_windows(environ.get("STEPKEEPER_SKIP_DATA", "")),
         reliability=_reliability(environ.get(RELIABILITY_VARIABLE)),
     )
@@ -176,11 +176,12 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
         raise UsageError(f"{name}={text!r} is not a whole number: set it right, or unset it") from None
 
 
-def _number(environ: Mapping[str, str], name: str) -> float | None:
+def read_number(environ: Mapping[str, str], name: str, *, error: type[Exception] = UsageError) -> float | None:
+    """Return the number that a variable holds; None where it is unset or empty.  Raises `error`: it is none."""
     text = environ.get(name)
     if not text:
         return None
     try:
         return float(text)
     except ValueError:
-        raise UsageError(f"{name}={text!r} is not a number: set it right, or unset it") from None
+        raise error(f"{name}={text!r} is not a number: set it right, or unset it") from None

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 import xxhash
 
+from stepkeeper_trainer.environment import read_number
 from stepkeeper_trainer.tiers.tier import TierError
 
 LOCAL_KEEP = 2
@@ -100,13 +101,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tiers:
 
 
 def _number(environ: Mapping[str, str], name: str) -> float | None:
-    text = environ.get(name)
-    if not text:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise TierError(f"{name}={text!r} is not a number: set it right, or unset it") from None
+    return read_number(environ, name, error=TierError)
 
 
 def _whole(environ: Mapping[str, str], name: str) -> int | None:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tests.bench_loading import Row, load_part, verify_part
 from tests.bench_notes import HEAD, NOTES, SAVE_HEAD, TARGETS_HEAD
-from tests.trainer.ranks import free_port
+from tests.ports import reserve
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/benchmarks-checkpoint.md"
@@ -34,7 +34,7 @@ OURS, THREAD = "stepkeeper", "dcp.async_save, thread"
 UNPREPARED = "stepkeeper, planning included"
 PEERS = ("torchsnapshot", "torch_checkpointing")  # measured where they are installed
 WAYS = (OURS, THREAD, "dcp.async_save, process", "dcp.save", "torch.save", *PEERS)
-AT_MORE_RANKS = (OURS, THREAD, "dcp.save")
+AT_MORE_RANKS = (OURS, THREAD, "dcp.save")  # and of more bytes
 LIMIT_S = 1200.0
 Figures = dict[str, float]
 Found = dict[tuple[int, int, str], Figures]  # by ranks, tensors, and the way
@@ -106,12 +106,13 @@ def save_part(options: argparse.Namespace) -> tuple[list[str], list[Row]]:
     rows = _reached(found, options)
     for mib in options.larger:
         few = argparse.Namespace(**{**vars(options), "mib": mib})
-        larger = _table(1, min(options.tensors), options.ways, few, {})
+        ways = [way for way in options.ways if way in AT_MORE_RANKS]
+        larger = _table(1, min(options.tensors), ways, few, None)
         lines += [f"{larger[0]}, {mib} MiB", *larger[1:]]
     return lines, rows
 
 
-def _table(ranks: int, tensors: int, ways: list[str], options: argparse.Namespace, found: Found) -> list[str]:
+def _table(ranks: int, tensors: int, ways: list[str], options: argparse.Namespace, found: Found | None) -> list[str]:
     measured: dict[str, list[Figures]] = {way: [] for way in ways}
     failed: dict[str, str] = {}
     for _ in range(options.repeats):
@@ -123,7 +124,7 @@ def _table(ranks: int, tensors: int, ways: list[str], options: argparse.Namespac
                 measured[way].append(launch(way, ranks, tensors, options))
             except RuntimeError as error:
                 failed[way] = f"fails: {error}"
-    if ranks == 1 and OURS in ways:
+    if ranks == 1 and OURS in ways and found is not None:
         planned = launch(UNPREPARED, ranks, tensors, options, saves=0, paused=True)
         found[ranks, tensors, UNPREPARED] = planned
     lines = [f"### {ranks} rank{'s' * (ranks > 1)}, {tensors} tensors", ""]
@@ -133,7 +134,8 @@ def _table(ranks: int, tensors: int, ways: list[str], options: argparse.Namespac
             lines.append(f"| {way} | {failed[way]} |" + " |" * len(COLUMNS))
             continue
         middle = {name: statistics.median(one[name] for one in figures) for name in figures[0]}
-        found[ranks, tensors, way] = middle
+        if found is not None:
+            found[ranks, tensors, way] = middle
         cells = [f"{middle[name]:.2f}x" for name in COLUMNS]
         seconds = " / ".join(f"{middle[name]:.2f}" for name in ("blocked_s", "slowed_s", "durable_s"))
         lines.append(f"| {way} | {' | '.join(cells)} | {seconds} |")
@@ -187,7 +189,7 @@ def launch(
     way: str, ranks: int, tensors: int, options: argparse.Namespace, *, saves: int | None = None, paused: bool = False
 ) -> Figures:
     """Measure one way to save; return the figures of the slowest rank."""
-    port = free_port()
+    port = reserve()
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="bench-checkpoint-") as directory:
         command = [sys.executable, "-m", "tests.bench_saving", f"--way={way}", f"--mib={options.mib}"]
         command += [f"--tensors={tensors}", f"--directory={directory}"]

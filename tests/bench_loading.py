@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.ranks import free_port
+from tests.ports import reserve
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 1200.0
@@ -105,7 +105,7 @@ def _launch(worker: str, ranks: int, tensors: int, directory: str, options: argp
     """Return the figures of the slowest rank: those of rank 0, which measures between barriers."""
     command = [sys.executable, "-m", "tests.bench_loading", f"--worker={worker}", f"--mib={options.mib}"]
     command += [f"--tensors={tensors}", f"--directory={directory}", f"--repeats={options.repeats}"]
-    port = free_port()
+    port = reserve()
     processes = []
     for rank in range(ranks):
         own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])}

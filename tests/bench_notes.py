@@ -10,8 +10,8 @@ beside: steps that work on all of the state with every core. Medians of {saves} 
 *Blocked*: the call that saves, as a multiple of one warm memory copy of the same tensors. *Slowed*: what steps took
 longer than their median from the request until the step was durable, by the same measure. *Durable*: the time of
 `dd` with fsync for as many bytes, alone on the machine, as a share of the time from request to durable. *Memory*: the
-peak above training's own, as a multiple of the state, child processes included. torchsnapshot never syncs its files:
-its *durable* is the end of its writes. `torch.save` is followed by an fsync."""
+peak above training's own, as a multiple of the state, child processes included. `torch.save` is followed by an fsync,
+and so are torchsnapshot and torch_checkpointing, in a thread beside training: they never sync a file themselves."""
 
 TARGETS_HEAD = """What the figures above come to, against what this was built for."""
 

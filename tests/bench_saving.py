@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from stepkeeper_trainer import Keeper, start_distributed
 from stepkeeper_trainer.attach import new_group
-from tests.trainer.ranks import free_port
+from tests.ports import reserve
 
 OURS, THREAD, PROCESS = "stepkeeper", "dcp.async_save, thread", "dcp.async_save, process"
 UNPREPARED = "stepkeeper, planning included"
@@ -136,7 +137,7 @@ def measure(options: argparse.Namespace) -> Figures:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # torch's process mode opens a file for each tensor
     if way == PROCESS and "RANK" not in os.environ:  # torch's process mode wants a group, if of one
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{reserve()}", rank=0, world_size=1)
     work = Work(options.mib, options.tensors, directory, prepare=way == OURS)
     for _ in range(WARM_STEPS):
         work.step()
@@ -243,7 +244,7 @@ def _snapshot(work: Work, path: Path) -> Done:
             return True
         return False
 
-    return done
+    return _and_synced(done, path)
 
 
 def _checkpointing(work: Work, path: Path) -> Done:
@@ -258,7 +259,27 @@ def _checkpointing(work: Work, path: Path) -> Done:
         work.manager = config.build()  # type: ignore[attr-defined]
     future = work.manager.save(str(path), {"state": work.state()})  # type: ignore[attr-defined]
     with work.manager.lock():  # type: ignore[attr-defined]  # as before every optimizer step
-        return lambda: _ended(future)
+        return _and_synced(lambda: _ended(future), path)
+
+
+def _and_synced(done: Done, path: Path) -> Done:
+    """Sync what was written by those who never do, in a thread beside training, once their writes have ended."""
+    pool = ThreadPoolExecutor(1)
+    syncing: list[Future[None]] = []
+
+    def sync() -> None:
+        for file in path.rglob("*"):
+            number = os.open(file, os.O_RDONLY)
+            os.fsync(number)
+            os.close(number)
+
+    def ended() -> bool:
+        if not syncing and done():
+            syncing.append(pool.submit(sync))
+            pool.shutdown(wait=False)
+        return bool(syncing) and _ended(syncing[0])
+
+    return ended
 
 
 def _ended(future: Any) -> bool:

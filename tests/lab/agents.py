@@ -29,6 +29,7 @@ READY_S = 90.0
 STOP_S = 60.0
 GPUS = 2
 BUS = 0x3B
+_dice = random.SystemRandom()  # trainings seed Python's own in this process
 _used: set[int] = set()
 
 
@@ -43,7 +44,7 @@ class Agents:
         self.prefix: tuple[str, ...] = ()  # a program that starts the agents, as systemd would
         self.directory = Path(tempfile.mkdtemp(prefix="agents-", dir=lab.directory))
         self.domains = {node: _new_domain() for node in lab.node_names}
-        self._serials = {node: f"{random.getrandbits(32):08x}" for node in lab.node_names}
+        self._serials = {node: f"{_dice.getrandbits(32):08x}" for node in lab.node_names}
         self.settings: dict[str, dict[str, Any]] = {node: {} for node in lab.node_names}
         self.nvml: dict[str, FakeNvml] = {}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -165,7 +166,7 @@ class Agents:
         The machine was not, and its kernel log still holds what was injected: records of a new domain count from now.
         """
         path = self.directory / node / "boot_id"
-        path.write_text(f"{random.getrandbits(128):032x}\n")
+        path.write_text(f"{_dice.getrandbits(128):032x}\n")
         self.domains[node] = _new_domain()
         if node in self.nvml:
             self.nvml[node].reset(gpus=GPUS)
@@ -254,7 +255,7 @@ def _new_domain() -> str:
     """Return a PCI domain that no record in the kernel log has yet, as far as chance and the log tell."""
     log = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", check=False, timeout=30).stdout
     while True:
-        domain = random.randrange(0x1000, 0xFFFF)  # noqa: S311
+        domain = _dice.randrange(0x1000, 0xFFFF)
         if domain not in _used and f"{domain:04x}:" not in log:
             _used.add(domain)
             return f"{domain:04x}"

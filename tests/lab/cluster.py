@@ -28,6 +28,7 @@ from tests.lab.mounts import LET_GO
 from tests.lab.newest import newest
 from tests.lab.nodes import Nodes
 from tests.lab.options import USERS, LabOptions
+from tests.ports import reserve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -35,8 +36,7 @@ COMMAND_S = 60.0
 UP_S = 90.0
 DOWN_S = 60.0
 SOCKET_PATH_MAX = 100
-PORTS = range(20_000, 32_000)
-"""Below the ephemeral ports, which srun and any other program may take at any time."""
+_dice = random.SystemRandom()  # trainings seed Python's own in this process: labs of several would share names
 
 recorded: list[tuple[int, int]] = []
 """Every daemon and guardian that this process started: (pid, start time); the leak check at the end reads it."""
@@ -153,7 +153,7 @@ class Lab(Jobs, Nodes):
                 "reach other processes than in production; do not draw conclusions about signals from this machine",
                 stacklevel=3,
             )
-        self._set_place(directory, _new_lab_id(mountpoint), _free_ports(self.options.nodes + 1), mountpoint)
+        self._set_place(directory, _new_lab_id(mountpoint), reserve(self.options.nodes + 1), mountpoint)
 
     def _set_place(self, directory: Path, lab_id: str, port: int, mountpoint: Path | None) -> None:
         self.directory = directory
@@ -357,30 +357,10 @@ class Lab(Jobs, Nodes):
 def _new_lab_id(mountpoint: Path | None) -> str:
     """Return a prefix for node names that nobody uses: nodes of equal names would share cgroups."""
     while True:
-        lab_id = "k" + "".join(random.choices(string.ascii_lowercase, k=2)) + random.choice(string.digits)  # noqa: S311
-        lab_id += random.choice(string.ascii_lowercase)  # noqa: S311
+        lab_id = "k" + "".join(_dice.choices(string.ascii_lowercase, k=2)) + _dice.choice(string.digits)
+        lab_id += _dice.choice(string.ascii_lowercase)
         if not (mountpoint and list(mountpoint.glob(f"*/slurm_{lab_id}n*"))):
             return lab_id
-
-
-def _free_ports(count: int) -> int:
-    """Return the first of some neighbouring ports that nobody listens on."""
-    for _ in range(100):
-        first = random.randrange(PORTS.start, PORTS.stop - count)  # noqa: S311
-        held: list[socket.socket] = []
-        try:
-            for port in range(first, first + count):
-                held.append(socket.socket())
-                held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                held[-1].bind(("127.0.0.1", port))
-        except OSError:
-            continue  # taken: try others
-        else:
-            return first
-        finally:
-            for one in held:
-                one.close()
-    raise LabError(f"found no {count} free neighbouring ports in {PORTS}")
 
 
 def _fake_gpu(path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -15,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from tests.ports import reserve
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -53,7 +53,7 @@ class Ranks:
         command = [sys.executable, *script, *TINY, f"--run-dir={run_dir}", f"--steps={steps}"]
         command += [f"--checkpoint-every-steps={every}", *arguments]
         run_dir.parent.mkdir(exist_ok=True)
-        port = free_port()
+        port = reserve()
         self.run_dir = run_dir
         self.logs = [run_dir.parent / f"{run_dir.name}.rank{r}.{time.monotonic_ns()}.log" for r in range(world_size)]
         self.processes = []
@@ -135,16 +135,6 @@ def tokens(run_dir: Path) -> dict[int, int]:
 def steps_of(run_dir: Path) -> list[str]:
     """Return the names of the step directories."""
     return sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
-
-
-def free_port() -> int:
-    """Return a TCP port that is free now, and that nobody is given who asks for any: those are above 32,000."""
-    for _ in range(1000):
-        number = random.randrange(10_000, 20_000)  # noqa: S311
-        with contextlib.suppress(OSError), socket.socket() as sock:  # taken: another
-            sock.bind(("127.0.0.1", number))
-            return number
-    raise AssertionError("no port is free")
 
 
 @contextmanager

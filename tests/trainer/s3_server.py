@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.trainer.ranks import free_port
+from tests.ports import reserve
 
 CONFIG = {
     "access_key_id": "anyone",
@@ -26,7 +26,7 @@ def s3_server() -> Iterator[str]:
     """Start it, with a bucket `bucket`, and give its address."""
     pytest.importorskip("obstore")
     pytest.importorskip("moto")
-    port = free_port()
+    port = reserve()
     server = subprocess.Popen(
         # it ends with whoever started it, however that ends
         ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],

@@ -35,7 +35,7 @@ from stepkeeper_trainer.formats.stored import StepBytes, StoredError
 from stepkeeper_trainer.leave import leave
 from stepkeeper_trainer.safetensors_io import load_model
 from stepkeeper_trainer.writer import HashingFile
-from tests.trainer.ranks import free_port
+from tests.ports import reserve
 
 SMALL_CHUNK = 4096
 
@@ -285,7 +285,7 @@ def test_what_ranks_have_sharded_is_exported_whole_and_loads_into_sharded_models
         "import sys; from pathlib import Path; from tests.trainer.test_export import sharded_story;"
         "sharded_story(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))"
     )
-    port = str(free_port())
+    port = str(reserve())
     ranks = [subprocess.Popen([sys.executable, "-c", script, str(rank), port, str(tmp_path)]) for rank in range(2)]
     try:
         assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
@@ -437,6 +437,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from stepkeeper_trainer import export
+from tests.ports import reserve
 left = int(sys.argv[3])
 def watch(event, arguments):
     global left

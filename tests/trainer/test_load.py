@@ -20,8 +20,9 @@ from stepkeeper_trainer.formats.metadata import parse
 from stepkeeper_trainer.formats.steps import list_steps
 from stepkeeper_trainer.loading import Limits, Wanted, fill, sources, working
 from stepkeeper_trainer.reader import CheckedFile, CheckedReader, load
+from tests.ports import reserve
 from tests.trainer.memory import peak_growth
-from tests.trainer.ranks import Ranks, finish, free_port, losses
+from tests.trainer.ranks import Ranks, finish, losses
 from tests.trainer.steps_by_dcp import commit, save, stock_load
 
 DTYPES = (
@@ -361,7 +362,7 @@ def ranks(count: int, what: str, directory: Path) -> tuple[list[int], list[str]]
     """Run ranks of `tests.trainer.sharded`; return their exit codes and what they printed."""
     own = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(reserve()),
         "WORLD_SIZE": str(count),
         "OMP_NUM_THREADS": "1",
     }

@@ -15,7 +15,8 @@ import torch
 
 from stepkeeper_trainer.formats import messages
 from stepkeeper_trainer.own_time import WARM_UP_STEPS, Own, OwnTime, parts
-from tests.trainer.ranks import LIMIT_S, ROOT, TINY, free_port, watcher_socket
+from tests.ports import reserve
+from tests.trainer.ranks import LIMIT_S, ROOT, TINY, watcher_socket
 
 BUSY_S = 0.05  # of each of two forwards of a step
 
@@ -120,7 +121,7 @@ def test_only_innermost_sharded_parts_are_looked_at_on_a_gpu() -> None:
 
 def test_a_rank_that_computes_longer_is_told_by_its_own_time_and_not_by_its_steps(tmp_path: Path) -> None:
     """Two real ranks on gloo: both take equally long for a step, and one of them only waits."""
-    port, name = free_port(), f"own-time-{time.monotonic_ns()}"
+    port, name = reserve(), f"own-time-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "tests.trainer.busy_rank", "1", str(BUSY_S), *TINY]
     command += [f"--run-dir={tmp_path / 'run'}", "--steps=60", "--checkpoint-every-steps=1000"]
     inherited = {each: value for each, value in os.environ.items() if not each.startswith(("SLURM_", "STEPKEEPER_"))}

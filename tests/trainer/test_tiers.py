@@ -34,7 +34,7 @@ from stepkeeper_trainer.tiers import (
     push_files,
 )
 from stepkeeper_trainer.tiers.copying import CopyStoppedError
-from tests.trainer.ranks import free_port
+from tests.ports import reserve
 from tests.trainer.s3_server import CONFIG, s3_server
 from tests.trainer.tier_steps import CHUNK, LATE_S, entry
 
@@ -333,6 +333,7 @@ TRACED = """
 import sys
 from pathlib import Path
 from stepkeeper_trainer.tiers import DirectoryTier, copy_step
+from tests.ports import reserve
 source, target = DirectoryTier(Path(sys.argv[1])), DirectoryTier(Path(sys.argv[2]))
 copy_step(source, source.steps()[0], target)
 """
@@ -706,7 +707,7 @@ def test_a_store_that_is_not_there_is_told_in_one_line(local: DirectoryTier, sha
     pytest.importorskip("obstore")
     make_steps(local.checkpoints, 1)
     retry = {"max_retries": 0}
-    gone = cold_tier(f"http://127.0.0.1:{free_port()}", "x", retry_config=retry)
+    gone = cold_tier(f"http://127.0.0.1:{reserve()}", "x", retry_config=retry)
     with pytest.raises(TierError) as told:
         copy_step(local, local.steps()[0], gone)
     assert "\n" not in str(told.value)

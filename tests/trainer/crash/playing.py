@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from stepkeeper_trainer.formats.messages import Committed, SaveFailed, decode_from_rank
+from tests.ports import reserve
 from tests.trainer.crash.calls import Call, read
 from tests.trainer.crash.gates import Gate, Point, Strace, injecting, watching
-from tests.trainer.ranks import free_port
 
 LIMIT_S = 180.0
 ALONE_S = 0.5  # how long ranks go on when another was killed, before the launch is ended
@@ -97,7 +97,7 @@ class _Play:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind("")
         self._address = "@" + self._socket.getsockname()[1:].decode()
-        self._port = free_port()
+        self._port = reserve()
         self._played = Played([])
         self._roles: list[dict[int, str]] = [{} for _ in range(world_size)]
         self._straces: list[tuple[int, Strace]] = []

@@ -107,7 +107,7 @@ def trace_all(script: str, *arguments: str, log: Path) -> list[tuple[int, tuple[
     """Do as `trace`, for a script that forks, and return with each call which process made it."""
     command = ["strace", "-f", "-y", "-s", "300", "-e", f"trace={CALLS},{','.join(FORKS)}", "-o", str(log)]
     done = subprocess.run(
-        [*command, sys.executable, "-c", script, *arguments], timeout=120, check=False, capture_output=True, text=True
+        [*command, sys.executable, "-c", script, *arguments], timeout=400, check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return list(_calls(log.read_text(errors="replace").splitlines()))

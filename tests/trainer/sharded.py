@@ -48,7 +48,7 @@ def sharded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def main(what: str, directory: Path) -> int:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=180))
     if what == "save":
         dcp.save(sharded(whole()), checkpoint_id=directory)  # type: ignore[arg-type]
         dist.barrier()
@@ -56,7 +56,7 @@ def main(what: str, directory: Path) -> int:
             commit(directory, chunk_bytes=10_000)
         return 0
     found = sharded({name: torch.zeros_like(value) for name, value in whole().items()})
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=180))
     try:
         load(CheckedReader(directory, read_manifest(directory)), found, group)
     except DamagedError as error:

@@ -288,7 +288,7 @@ def test_what_ranks_have_sharded_is_exported_whole_and_loads_into_sharded_models
     port = str(reserve())
     ranks = [subprocess.Popen([sys.executable, "-c", script, str(rank), port, str(tmp_path)]) for rank in range(2)]
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

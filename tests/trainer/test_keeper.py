@@ -352,7 +352,7 @@ def test_never_two_saves_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def held(descriptor: int) -> None:
         if ".distcp" in os.readlink(f"/proc/self/fd/{descriptor}"):
             reached.set()
-            released.wait(20)
+            released.wait(90)
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", held)

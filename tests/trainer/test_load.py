@@ -378,7 +378,7 @@ def ranks(count: int, what: str, directory: Path) -> tuple[list[int], list[str]]
         for rank in range(count)
     ]
     try:
-        said = [process.communicate(timeout=120)[0] for process in processes]
+        said = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -92,7 +92,7 @@ def test_a_tracker_that_is_away_costs_no_step_and_gets_its_rows_later(
 ) -> None:
     server = _Server(away=3)
     held = threading.Event()
-    trackers = Trackers(server, tmp_path, wait=lambda _s: held.wait(20))
+    trackers = Trackers(server, tmp_path, wait=lambda _s: held.wait(90))
     for step in range(1, 1200):
         trackers.row(step, {"loss": 1.0 / step, "grad_norm": None})
     assert not server.rows

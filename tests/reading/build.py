@@ -167,7 +167,7 @@ def write_journal(run: RunDirectory, records: list[Record]) -> None:
     writer = journal.JournalWriter(run.journal)
     for each in records:
         writer.append(each)
-    assert writer.flush(10.0)
+    assert writer.flush(90.0)
 
 
 def write_log(run: RunDirectory, name: str, data: bytes, attempt: int = 0, launch: int = 0) -> Path:

@@ -62,11 +62,11 @@ def test_what_was_suspended_is_said(command: Command, run: RunDirectory) -> None
 
 
 def test_a_supervisor_that_fell_silent_is_said_honestly(command: Command, run: RunDirectory) -> None:
-    build.write_status(run, updated_at=time.time() - 3700)
+    build.write_status(run, updated_at=time.time() - 3662)
 
     assert "No word from the supervisor for 1 h 01 min" in command("status", run.path).out
 
-    build.write_status(run, updated_at=time.time() - 3700, step_seconds=600.0)
+    build.write_status(run, updated_at=time.time() - 3662, step_seconds=600.0)
     assert "No word" not in command("status", run.path).out
 
 

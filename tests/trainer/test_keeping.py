@@ -13,6 +13,8 @@ from stepkeeper_trainer.formats import keeping
 from stepkeeper_trainer.tiers.config import Tiers
 from tests.trainer.test_keeper import Loop
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
     capsys.readouterr()

@@ -114,7 +114,7 @@ class FakeNvml:
         lines = self._calls.read_text().splitlines()
         return [(int(pid), function, int(gpu)) for pid, function, gpu in (line.split() for line in lines)]
 
-    def wait_for_call(self, function: str, *, pid: int | None = None, times: int = 1, within_s: float = 20.0) -> None:
+    def wait_for_call(self, function: str, *, pid: int | None = None, times: int = 1, within_s: float = 90.0) -> None:
         """Return once a function was called that often (by one process): from then on it waits for events, say."""
         wait_until(
             lambda: sum(name == function and pid in {None, caller} for caller, name, _ in self.calls()) >= times,
@@ -130,7 +130,7 @@ class FakeNvml:
             os.close(descriptor)
 
 
-def wait_until(condition: Callable[[], object], what: str, within_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, within_s: float = 90.0) -> None:
     """Return once the condition holds; fail the test when it does not in time."""
     until = time.monotonic() + within_s
     while not condition():

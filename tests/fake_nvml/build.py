@@ -36,7 +36,7 @@ def library(*, old: bool = False) -> Path:
     if directory.stat().st_uid != os.getuid():
         pytest.fail(f"{directory} belongs to someone else: remove it")
     scratch = directory / f"{os.getpid()}.tmp"  # two workers may build at the same time
-    subprocess.run([compiler, *flags, "-o", str(scratch), str(SOURCE)], check=True, timeout=60)
+    subprocess.run([compiler, *flags, "-o", str(scratch), str(SOURCE)], check=True, timeout=90)
     scratch.chmod(0o755)
     scratch.replace(result)
     return result

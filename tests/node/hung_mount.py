@@ -40,7 +40,7 @@ def main() -> int:
     if libc.mount(b"hung", where.encode(), b"fuse.hung", 0, options.encode()) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), where)
     threading.Thread(target=serve, args=(device,), daemon=True).start()
-    code = subprocess.run(command, check=False, timeout=120).returncode
+    code = subprocess.run(command, check=False, timeout=180).returncode
     libc.umount2(where.encode(), 2)  # MNT_DETACH
     os.close(device)
     return code

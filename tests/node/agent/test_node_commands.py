@@ -144,7 +144,7 @@ def test_a_jobs_owner_is_who_started_its_processes(tmp_path: Path) -> None:
 
 def test_a_call_has_a_limit(tmp_path: Path) -> None:
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\nexec sleep 60\n")
+    scontrol.write_text("#!/bin/sh\nexec sleep 600\n")
     scontrol.chmod(0o755)
     client = NodeCommands({"PATH": f"{tmp_path}:{os.environ['PATH']}"}, 0.3)
     began = time.monotonic()
@@ -153,7 +153,7 @@ def test_a_call_has_a_limit(tmp_path: Path) -> None:
         client.drain("a", "b")
 
     assert caught.value.unreachable
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 300
 
 
 # --- a real one -----------------------------------------------------------------------------------
@@ -197,9 +197,9 @@ def test_peers_are_those_of_the_partitions(lab: Lab, client: NodeCommands) -> No
 @pytest.mark.slurm
 def test_the_jobs_of_one_node_are_told_without_the_controller(lab: Lab, client: NodeCommands) -> None:
     mine, other = lab.node_names[:2]
-    job = lab.submit("sleep 60", sbatch_args=[f"-w{mine}"], user=USERS[0])
+    job = lab.submit("sleep 600", sbatch_args=[f"-w{mine}"], user=USERS[0])
     lab.wait_job(job, "RUNNING")
-    lab.until(lambda: client.jobs_here(mine).jobs == (job,), "the job's processes", 10)
+    lab.until(lambda: client.jobs_here(mine).jobs == (job,), "the job's processes", 60)
     owned = client.owned_job(job)
     lab.stop_slurmctld()
     try:
@@ -211,6 +211,6 @@ def test_the_jobs_of_one_node_are_told_without_the_controller(lab: Lab, client: 
     finally:
         lab.start_slurmctld()
     lab.cancel(job)
-    lab.wait_ended(job, 30)
+    lab.wait_ended(job, 120)
 
     assert (owned.state, owned.nodes) == ("RUNNING", (mine,))

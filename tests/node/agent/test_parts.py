@@ -20,6 +20,7 @@ from stepkeeper.node.xid.model import Action, Domain, Kind
 
 ACT = Policy(mode=Mode.ACT)
 T = 1_790_000_000.0
+WITHIN_S = 90.0
 
 
 def incident(number: int = 1, **changes: object) -> Incident:
@@ -107,11 +108,11 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["catalogue", "slurm_bin"])
 def test_what_the_configuration_points_at_is_trusted_no_more_than_itself(tmp_path: Path, key: str) -> None:
     used = tmp_path / "own" / "used"
-    used.parent.mkdir()
+    used.parent.mkdir(0o755)
     if key == "catalogue":
         used.touch(0o644)
     else:
-        used.mkdir()
+        used.mkdir(0o755)
         (used / "scontrol").touch(0o755)
     path = tmp_path / "node.toml"
     path.write_text(f'{key} = "{used}"\n')
@@ -150,7 +151,7 @@ def test_a_ledger_tells_what_it_was_told(tmp_path: Path) -> None:
     book.append(ledger.IncidentLine(incident=incident(outcome=Outcome.DRAINED)))
     book.append(ledger.DrainLine(drain=drain))
     book.append(ledger.GpusLine(boot_id="b1", gpus=(("0000:3b:00.0", "GPU-1"),), driver="580.1"))
-    assert book.flush(5.0)
+    assert book.flush(WITHIN_S)
 
     state = ledger.read(path).state("a", "b1")
 
@@ -165,7 +166,7 @@ def test_numbers_and_gpus_of_another_boot_are_forgotten(tmp_path: Path) -> None:
     book = opened(path)
     book.append(ledger.IncidentLine(incident=incident(sequence=4000)))
     book.append(ledger.GpusLine(boot_id="b1", gpus=(("0000:3b:00.0", "GPU-1"),)))
-    assert book.flush(5.0)
+    assert book.flush(WITHIN_S)
 
     state = ledger.read(path).state("a", "b2")
 
@@ -178,12 +179,12 @@ def test_a_torn_last_line_costs_that_line_alone(tmp_path: Path, cut: int) -> Non
     book = opened(path)
     book.append(ledger.IncidentLine(incident=incident(1)))
     book.append(ledger.IncidentLine(incident=incident(2)))
-    assert book.flush(5.0)
+    assert book.flush(WITHIN_S)
     path.write_bytes(path.read_bytes()[:-cut])
 
     again = opened(path)
     again.append(ledger.IncidentLine(incident=incident(3)))
-    assert again.flush(5.0)
+    assert again.flush(WITHIN_S)
 
     read = ledger.read(path)
     assert {"a.1", "a.3"} <= set(read.incidents)
@@ -201,7 +202,7 @@ def test_a_ledger_that_has_grown_keeps_what_matters(tmp_path: Path, monkeypatch:
     book.append(ledger.IncidentLine(incident=incident(-5, sequence=9000, outcome=Outcome.NOTED)))
     for number in range(1, 400):
         book.append(ledger.IncidentLine(incident=incident(number, outcome=Outcome.NOTED)))
-    assert book.flush(20.0)
+    assert book.flush(WITHIN_S)
 
     read = ledger.read(path)
     assert path.stat().st_size < 25_000
@@ -221,7 +222,7 @@ def test_a_ledger_that_cannot_be_written_is_tried_again(tmp_path: Path, monkeypa
     assert book.failed
 
     path.parent.mkdir()
-    until = time.monotonic() + 90
+    until = time.monotonic() + WITHIN_S
     while book.failed and time.monotonic() < until:
         time.sleep(0.01)
 
@@ -233,11 +234,11 @@ def test_a_mistake_of_ours_in_the_writing_threads_reaches_the_loop(tmp_path: Pat
     book = opened(tmp_path / "ledger")
     book.on_failure = failures.put
     book.append(object())  # type: ignore[arg-type]
-    assert isinstance(failures.get(timeout=90), TypeError)
+    assert isinstance(failures.get(timeout=WITHIN_S), TypeError)
 
     writer = verdict.Writer(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
     writer.show(object())  # type: ignore[arg-type]
-    assert isinstance(failures.get(timeout=90), TypeError)
+    assert isinstance(failures.get(timeout=WITHIN_S), TypeError)
 
 
 def test_a_link_in_place_of_the_ledger_is_not_followed(tmp_path: Path) -> None:
@@ -310,7 +311,7 @@ def test_an_observers_verdict_is_fit() -> None:
 def test_systemd_hears_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
-        listener.settimeout(5)
+        listener.settimeout(WITHIN_S)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "60000000")
         monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))

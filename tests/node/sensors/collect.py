@@ -30,7 +30,7 @@ class Collected:
         with self._lock:
             return len(self._readings)
 
-    def wait_for(self, kind: type[T], condition: Callable[[T], object] = bool, *, within_s: float = 20.0) -> T:
+    def wait_for(self, kind: type[T], condition: Callable[[T], object] = bool, *, within_s: float = 90.0) -> T:
         """Return the first reading of the kind that meets the condition, once there is one."""
         wait_until(
             lambda: any(condition(reading) for reading in self.of(kind)), f"a {kind.__name__} as wanted", within_s

@@ -14,7 +14,9 @@ def write(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        whole = root / "about-to-be"  # a reader sees the file before or after, as in sysfs
+        whole.write_text(text)
+        whole.replace(path)
 
 
 def node(root: Path) -> Roots:

@@ -22,7 +22,7 @@ from stepkeeper.node.protocol import Seen, encode
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GAMES, NEWS, NOBODY = 5, 9, 65534
-WAIT_S = 60.0
+WAIT_S = 90.0
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: processes of several users are made")
 
 

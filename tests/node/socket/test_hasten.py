@@ -186,7 +186,7 @@ def over(slurm: SmallSlurm, wish: Wish = WISH, **options: Any) -> str:
     until(lambda: ends, "the end of a wish", lambda: slurm.told)
     assert hastener.waiting == 0
     assert hastener.alive
-    hastener.close(5.0)
+    hastener.close(60.0)
     assert not hastener.alive
     return ends[0]
 

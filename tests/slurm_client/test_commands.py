@@ -149,7 +149,7 @@ def test_a_call_that_hangs_ends_in_time(fake):
         SlurmCommands(call_within_s=0.2).job("7")
 
     assert failure.value.unreachable
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0, "it did not wait for the command's own end"
 
 
 @pytest.mark.parametrize(

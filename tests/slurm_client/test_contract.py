@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,13 +24,12 @@ from tests.lab.site import supervisor_python
 
 pytestmark = pytest.mark.slurm
 ME, SOMEBODY_ELSE = USERS
-GRACE_S = 15
-KILL_WAIT_S = 4
+GRACE_S = 60
+KILL_WAIT_S = 60  # a job that is stubborn completes for so long, unless it is let go
 DAY_S = 86_400
 NOBODYS_JOB = "424242"
 CALL_TAKES_MAX_S = 9.0  # the time limit of a call, 6 s, on a busy machine
 DRIVER = Path(__file__).with_name("driver.py")
-STUBBORN = "trap '' TERM; sleep 30 & wait; wait; sleep 30"  # only the end of KillWait ends it
 
 
 class ClientOfUser:
@@ -123,6 +124,29 @@ def submit(lab: Lab):
         lab.until(lambda job=job: not _holds_nodes(lab, job), f"the end of job {job}", 120)
 
 
+class Stubborn:
+    """A job's script that SIGTERM does not end: only its end or that of KillWait does."""
+
+    def __init__(self, place: Path) -> None:
+        self.ready, self.let_go = place / "ready", place / "let-go"
+        self.script = f"trap '' TERM; touch {self.ready}; until [ -e {self.let_go} ]; do sleep 0.2; done"
+
+    def running(self, lab: Lab, submit, *args: str) -> int:
+        """Submit it, and wait until it bears a signal."""
+        job = running(lab, submit, *args, script=self.script)
+        lab.until(self.ready.exists, "the job's trap", 120)
+        return job
+
+
+@pytest.fixture
+def stubborn(lab: Lab, submit) -> Iterator[Stubborn]:  # noqa: ARG001 - whose jobs end with it
+    place = Path(tempfile.mkdtemp(dir=lab.workdir(ME)))
+    shutil.chown(place, ME)
+    found = Stubborn(place)
+    yield found
+    found.let_go.touch()
+
+
 def _holds_nodes(lab: Lab, job: int) -> bool:
     shown = lab.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T", check=False).stdout.split()
     return bool({"RUNNING", "COMPLETING", "SUSPENDED", "PENDING"} & set(shown))
@@ -174,12 +198,13 @@ def test_a_job_without_a_time_limit_has_no_end_that_matters(lab: Lab, client: Cl
     assert end_at is None or end_at > time.time() + 300 * DAY_S
 
 
-def test_a_cancelled_job_completes_and_is_over(lab: Lab, client: ClientOfUser, submit) -> None:
-    job = running(lab, submit, script=STUBBORN)
+def test_a_cancelled_job_completes_and_is_over(lab: Lab, client: ClientOfUser, submit, stubborn: Stubborn) -> None:
+    job = stubborn.running(lab, submit)
 
     client.call("cancel", str(job))
     completing = client.job(job)
     holds_nodes = client.call("job_runs", str(job))
+    stubborn.let_go.touch()
     lab.wait_ended(job)
 
     assert (completing.state, completing.restarts, completing.reason) == (JobState.COMPLETING, 0, "None")
@@ -197,12 +222,16 @@ def test_a_completed_and_a_failed_job_are_over(lab: Lab, client: ClientOfUser, s
         assert (facts.state, facts.slurm_state) == (JobState.ENDED, state)
 
 
-def test_a_requeued_job_counts_one_more_restart_at_once(lab: Lab, client: ClientOfUser, submit) -> None:
-    job = running(lab, submit, script=STUBBORN)
+def test_a_requeued_job_counts_one_more_restart_at_once(
+    lab: Lab, client: ClientOfUser, submit, stubborn: Stubborn
+) -> None:
+    job = stubborn.running(lab, submit)
 
     client.call("requeue", str(job))
     completing = client.job(job)
+    stubborn.let_go.touch()
     lab.wait_job(job, "PENDING")
+    stubborn.let_go.unlink()
     waiting = client.job(job)
     lab.wait_job(job, "RUNNING", timeout_s=120)
 
@@ -212,21 +241,26 @@ def test_a_requeued_job_counts_one_more_restart_at_once(lab: Lab, client: Client
 
 
 @pytest.mark.campaign
-def test_a_job_at_its_time_limit_says_so_while_it_completes(lab: Lab, client: ClientOfUser, submit) -> None:
+def test_a_job_at_its_time_limit_says_so_while_it_completes(
+    lab: Lab, client: ClientOfUser, submit, stubborn: Stubborn
+) -> None:
     """Slurm's shortest limit is a minute; the administrator can move the end nearer."""
-    job = running(lab, submit, "--time=1", script=STUBBORN)
+    job = stubborn.running(lab, submit, "--time=1")
     lab.run("scontrol", "update", f"JobId={job}", "EndTime=now+1")
 
     lab.wait_job(job, "COMPLETING", timeout_s=120)
     facts = client.job(job)
 
     assert (facts.state, facts.reason, facts.restarts) == (JobState.COMPLETING, "TimeLimit", 0)
+    stubborn.let_go.touch()
     lab.wait_ended(job)
     assert client.job(job).slurm_state == "TIMEOUT"
 
 
-def test_a_preempted_job_tells_when_and_how_long_it_has(lab: Lab, client: ClientOfUser, submit) -> None:
-    job = running(lab, submit, "--time=10", script=STUBBORN)
+def test_a_preempted_job_tells_when_and_how_long_it_has(
+    lab: Lab, client: ClientOfUser, submit, stubborn: Stubborn
+) -> None:
+    job = stubborn.running(lab, submit, "--time=10")
     before = time.time()
 
     urgent = lab.preempt(job)
@@ -241,17 +275,18 @@ def test_a_preempted_job_tells_when_and_how_long_it_has(lab: Lab, client: Client
     assert facts.end_at == pytest.approx(facts.preempt_at + GRACE_S, abs=1)
 
 
-def test_a_job_whose_grace_is_over_is_requeued_by_slurm(lab_factory, kind, submit) -> None:  # noqa: ARG001
+def test_a_job_whose_grace_is_over_is_requeued_by_slurm(lab_factory, kind, stubborn: Stubborn) -> None:
     lab = lab_factory(slurm=kind[0], nodes=1, grace_time_s=0, kill_wait_s=KILL_WAIT_S)
     client = ClientOfUser(lab, kind[1])
-    job = lab.submit(STUBBORN, sbatch_args=["-N1", "--output=/dev/null"], user=ME)
+    job = lab.submit(stubborn.script, sbatch_args=["-N1", "--output=/dev/null"], user=ME)
     lab.wait_job(job, "RUNNING")
-    lab.batch_pid(job)
+    lab.until(stubborn.ready.exists, "the job's trap", 120)
 
     urgent = lab.preempt(job)
     lab.wait_job(job, lambda found: found.restarts == 1)
     facts = client.job(job)
     client.call("cancel", str(job))
+    stubborn.let_go.touch()
     client.close()
     lab.release(urgent)
 

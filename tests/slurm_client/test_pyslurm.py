@@ -78,7 +78,7 @@ def python(tmp_path, monkeypatch) -> str:
 
 @pytest.fixture
 def client(python):
-    client = PyslurmClient(python=python)
+    client = PyslurmClient(python=python, call_within_s=60.0)
     yield client
     client.close()
 
@@ -161,7 +161,7 @@ def test_an_answer_that_does_not_come_costs_the_time_limit_and_the_process(tmp_p
         client.job("7")
 
     assert failure.value.unreachable
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 30.0, "it did not wait for the interpreter's own end"
     assert client.pid is None
 
 

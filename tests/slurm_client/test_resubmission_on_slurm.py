@@ -107,7 +107,7 @@ def test_the_job_that_follows_asks_for_what_its_predecessor_asked_for(
         new, old = lab.job(again).raw, lab.job(control).raw
     finally:
         lab.run("scancel", f"--user={ME}", "--name=alike")
-        lab.until(lambda: not lab.run("squeue", "--noheader", "--name=alike").stdout, "the end of all three", 60)
+        lab.until(lambda: not lab.run("squeue", "--noheader", "--name=alike").stdout, "the end of all three", 120)
 
     differ = {
         key: (old.get(key), new.get(key)) for key in (old.keys() | new.keys()) - PER_JOB if old.get(key) != new.get(key)

@@ -75,8 +75,8 @@ def _without_known_bad(event: on.AttemptStarted) -> tuple[tuple[str, ...], str]:
         return event.nodes, ""
     names = ", ".join(bad)
     left = tuple(node for node in event.nodes if node not in bad)
-    least = event.nodes_min or event.nodes_wanted or len(event.nodes)
-    if len(left) < least:
+    wanted = event.nodes_wanted or len(event.nodes)
+    if not places(State(nodes=left, nodes_wanted=wanted, nodes_min=event.nodes_min, node_counts=event.node_counts)):
         return event.nodes, f"; {names} had a fault before ({'; '.join(bad.values())}), but too few others are here"
     return left, f"; {names} had a fault before, and is not used"
 

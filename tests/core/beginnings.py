@@ -74,7 +74,7 @@ def _trained(started: on.AttemptStarted, *more: on.Event) -> tuple[on.Event, ...
 _JOB = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0)
 _PREEMPTED = msgspec.structs.replace(_JOB, preempt_at=0.0, end_at=120.0)
 _CANCELLED = msgspec.structs.replace(_JOB, state=on.JobState.COMPLETING, slurm_state="COMPLETING")
-_NOTICE = (on.NodeSignaled(at=0.0, node="a", signal="TERM"), on.SlurmAnswered(at=0.0, job=_PREEMPTED))
+NOTICE = (on.NodeSignaled(at=0.0, node="a", signal="TERM"), on.SlurmAnswered(at=0.0, job=_PREEMPTED))
 _LEFT = on.LaunchEnded(at=0.0, launch=0, code=75, stopped=True)
 _FAILURE = (
     on.RankExited(at=0.0, launch=0, rank=1, node="b", code=1),
@@ -83,11 +83,11 @@ _FAILURE = (
 _SCANCEL = (on.SignalReceived(at=0.0, signal="TERM"), on.SlurmAnswered(at=0.0, job=_CANCELLED))
 _FINISHED = on.TrainingFinished(at=0.0, launch=0, step=2)
 TRAINING = tuple(_trained(started) for started in STARTS)
-SAVING = tuple(_trained(started, *_NOTICE) for started in STARTS)
-REQUEUEING = tuple(_trained(started, *_NOTICE, _LEFT) for started in STARTS)
+SAVING = tuple(_trained(started, *NOTICE) for started in STARTS)
+REQUEUEING = tuple(_trained(started, *NOTICE, _LEFT) for started in STARTS)
 FAILED = tuple(_trained(started, *_FAILURE) for started in STARTS)
 CANCELLED = tuple(_trained(started, *_SCANCEL) for started in STARTS)
-ENDING = tuple(_trained(started, *_NOTICE, _FINISHED) for started in STARTS)
+ENDING = tuple(_trained(started, *NOTICE, _FINISHED) for started in STARTS)
 ENDED = tuple((*ending, on.LaunchEnded(at=0.0, launch=0, code=0, finished=True)) for ending in ENDING)
 UNSEEN = tuple(  # for more than an hour: no rank has the trainer library
     (
@@ -137,7 +137,8 @@ _HEARD = (*[on.WatcherReady(at=0.0, node=node, bus=1) for node in "abcd"], on.St
 _CHOSEN = on.CheckpointChosen(at=0.0, directory="step_1", step=1)
 
 
-def _left(*nodes: str) -> tuple[on.Event, ...]:
+def left(*nodes: str) -> tuple[on.Event, ...]:
+    """Return how nodes come to be left for good."""
     return tuple(msgspec.structs.replace(_LOST, node=node, incident=node) for node in nodes)
 
 
@@ -145,28 +146,32 @@ TOLD = tuple(  # what Slurm says of it is still to come, or comes too late
     _trained(started, *more)
     for started in STARTS
     for more in (
-        (*_NOTICE, on.SignalReceived(at=0.0, signal="USR1")),
-        (*_NOTICE, on.LaunchEnded(at=0.0, launch=0, code=0, finished=True)),
-        (_slow_save("a"), _NOTICE[0]),
-        (*_FAILURE, _NOTICE[0]),
+        (*NOTICE, on.SignalReceived(at=0.0, signal="USR1")),
+        (*NOTICE, on.LaunchEnded(at=0.0, launch=0, code=0, finished=True)),
+        (_slow_save("a"), NOTICE[0]),
+        (*_FAILURE, NOTICE[0]),
     )
 )
+MANY_READY = (_MANY, *_HEARD, _CHOSEN)
+OWN_NODE_LEFT = (*MANY_READY, *left("a", "d"))
+LEFT_AFTER_A_FAILURE = _trained(STARTS[2], *_FAILURE, _LOST)
+BUS_RESTARTED = _trained(
+    STARTS[0],
+    *[
+        event
+        for bus in (1, 2, 3)
+        for event in (
+            on.WatcherLost(at=0.0, node="a", bus=bus, why="silent"),
+            *[on.WatcherReady(at=0.0, node=node, bus=bus + 1) for node in "ab"],
+        )
+    ],
+)
 NODES_LEFT = (
-    (_MANY, *_HEARD, *_left("d", "c", "b"), _CHOSEN),
-    (_MANY, *_HEARD, _CHOSEN, *_left("a", "d")),
-    _trained(STARTS[2], *_FAILURE, _LOST),
+    (_MANY, *_HEARD, *left("d", "c", "b"), _CHOSEN),
+    OWN_NODE_LEFT,
+    LEFT_AFTER_A_FAILURE,
     _trained(STARTS[0], _FAILURE[0], on.WatcherLost(at=0.0, node="a", bus=1, why="silent")),
-    _trained(
-        STARTS[0],
-        *[
-            event
-            for bus in (1, 2, 3)
-            for event in (
-                on.WatcherLost(at=0.0, node="a", bus=bus, why="silent"),
-                *[on.WatcherReady(at=0.0, node=node, bus=bus + 1) for node in "ab"],
-            )
-        ],
-    ),
+    BUS_RESTARTED,
 )
 NOT_READY = (  # a launch that must not start
     (STARTS[0], *_HEARD[:2], on.StorageTested(at=0.0, ok=False, problem="full"), _CHOSEN),

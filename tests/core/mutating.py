@@ -1,109 +1,107 @@
-"""Plays the property tests against mistakes in the rules, and tells which promise finds each.
+"""Plays scenarios and property tests against mistakes in the rules, and tells which of them find each.
 
-    python -m tests.core.mutating [--quick] [WORD ...]      those whose promise has one of the words; else all
+    python -m tests.core.mutating [--scenarios | --quick] [--alone] [WORD ...]
 
-Each is played in a child of its own, which imports the rules with the mistake in them: first the test that is known to
-find it, from several seeds, then (not with --quick) all of them with more histories.  The exit code is the number of
-those that nobody finds.  A `CONTROL` without a mistake is played first: what is found in it is found everywhere, and
-proves nothing.  Not part of CI, for what is found is a matter of chance: after a change of the generators, play it.
+Each is played in a child of its own: first all scenarios, then the directed histories and the property test that is
+known to find it, from several seeds, then (not with --quick) all of them with more histories.  The exit code is the
+number of those that neither a scenario nor a promise finds.  A `CONTROL` without a mistake is played first: what is
+found in it is found everywhere, and proves nothing.
+
+What the scenarios tell is certain, and part of CI (`test_mutations`).  What the promises find in histories drawn at
+random is a matter of chance: after a change of the generators, play it.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
-import importlib.abc
-import importlib.util
 import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import hypothesis
 
-import stepkeeper
+from tests.core.directed import DIRECTED
+from tests.core.histories import run
+from tests.core.mistaken import BROKEN, mistaken, tellers
 from tests.core.mutations import MUTATIONS, Mutation
+from tests.core.promises import assert_kept
 
-PACKAGE = Path(stepkeeper.__file__).parent
 PROPERTIES = "tests.core.test_properties"
+SCENARIOS_ONLY, QUICKLY, THOROUGHLY = range(3)
 QUICK, THOROUGH = 120, 600  # histories a test and seed: of the one that is known to find it, else of all
 SEEDS = range(4)  # histories of one seed resemble each other
 WITHIN_S = 900.0
 AT_ONCE = 2
-CONTROL = Mutation("decide", "def decide(", "def decide(", "nothing: the control", "test_")
-BROKEN = (NameError, SyntaxError, ImportError)  # the mutation is no mistake but nonsense
+NAMES_MAX = 3
+CONTROL = Mutation("decide", "def decide(", "def decide(", "nothing: the control", "", "test_")
 
 
 class Outcome(NamedTuple):
-    """What the property tests made of a mutation."""
+    """What became of a mutation."""
 
     mutation: Mutation
-    by: str  # the test, and the promise; empty: it survived
+    told_by: tuple[str, ...]  # scenarios
+    by: str  # the test, and the promise; empty: none found it
     seconds: float
 
 
-class _Mistaken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module with the mistake in it."""
-
-    def __init__(self, mutation: Mutation) -> None:
-        self._name = f"stepkeeper.core.{mutation.module}"
-        self._text = apply(mutation)
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        return importlib.util.spec_from_loader(fullname, self) if fullname == self._name else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(compile(self._text, self._name, "exec"), module.__dict__)  # noqa: S102 - our own text
-
-
-def apply(mutation: Mutation) -> str:
-    """Return the module's text with the mistake in it."""
-    text = (PACKAGE / "core" / f"{mutation.module}.py").read_text()
-    times = text.count(mutation.old)
-    assert times == 1, (
-        f"core/{mutation.module}.py has it {times} times, so `mutations` is to be changed: {mutation.old}"
-    )
-    return text.replace(mutation.old, mutation.new)
-
-
-def play_all(mutations: Sequence[Mutation], *, quick: bool = False, at_once: int = AT_ONCE) -> Iterator[Outcome]:
-    """Yield what became of each, as they end.  The rules must not have been imported yet: children inherit them."""
-    assert "stepkeeper.core.decide" not in sys.modules, "play them in a process of their own"
+def play_all(mutations: Sequence[Mutation], how: int, at_once: int = AT_ONCE) -> Iterator[Outcome]:
+    """Yield what became of each, as they end."""
     forking = multiprocessing.get_context("fork")
     waiting, playing = list(mutations), {}
     while waiting or playing:
         while waiting and len(playing) < at_once:
             ours, theirs = forking.Pipe(duplex=False)
-            child = forking.Process(target=_play, args=(waiting[0], theirs, quick), daemon=True)
+            child = forking.Process(target=_play, args=(waiting[0], theirs, how), daemon=True)
             child.start()
             theirs.close()
             playing[ours] = (waiting.pop(0), child, time.monotonic())
         for ready in wait(list(playing), timeout=1.0):
             mutation, child, began = playing.pop(ready)
             try:
-                by = ready.recv()
+                told_by, by = ready.recv()
             except EOFError:
                 raise AssertionError(f"its child ended without a word: {mutation}") from None
             child.join(WITHIN_S)
-            yield Outcome(mutation, by, time.monotonic() - began)
+            yield Outcome(mutation, told_by, by, time.monotonic() - began)
         late = [each for each in playing.values() if time.monotonic() - each[2] > WITHIN_S]
         assert not late, f"not played in {WITHIN_S:g} s: {late}"
 
 
-def _play(mutation: Mutation, pipe: Connection, quick: bool) -> None:  # noqa: FBT001 - of a process
-    sys.meta_path.insert(0, _Mistaken(mutation))
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        seeds = SEEDS if mutation is not CONTROL else SEEDS[:1]
-        by = next(filter(None, (_found(QUICK, mutation.found_by, seed) for seed in seeds)), "")
-        more = not by and not quick and mutation is not CONTROL
-        pipe.send(_found(THOROUGH, "test_") if more else by)
+def _play(mutation: Mutation, pipe: Connection, how: int) -> None:
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+        mistaken(mutation),
+    ):
+        pipe.send((tellers(), _found_by(mutation, how) if how != SCENARIOS_ONLY else ""))
+
+
+def _found_by(mutation: Mutation, how: int) -> str:
+    seeds = SEEDS if mutation is not CONTROL else SEEDS[:1]
+    by = _found_directly() or next(filter(None, (_found(QUICK, mutation.found_by, seed) for seed in seeds)), "")
+    more = not by and how == THOROUGHLY and mutation is not CONTROL
+    return _found(THOROUGH, "test_") if more else by
+
+
+def _found_directly() -> str:
+    """Return which directed history breaks a promise, and which one."""
+    for directed in DIRECTED:
+        try:
+            assert_kept(run(list(directed.events), directed.policy))
+        except BROKEN:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever fails is what we look for
+            return f"directed history: {_promise(error)}"
+    return ""
 
 
 def _found(examples: int, word: str, seed: int = 0) -> str:
@@ -133,22 +131,35 @@ def _promise(error: BaseException) -> str:
     return ours[0].name if ours else f"{type(error).__name__} in {frames[-1].name}"
 
 
-def main(words: list[str]) -> int:
+def main() -> int:
     """Print what became of each."""
-    quick = "--quick" in words
-    words = [word for word in words if word != "--quick"]
+    parser = argparse.ArgumentParser(description="Play scenarios and promises against mistakes in the rules.")
+    parser.add_argument("words", nargs="*", help="only those with one of them in what they break")
+    parser.add_argument("--scenarios", action="store_true", help="play no promises")
+    parser.add_argument("--quick", action="store_true", help="not all promises against what the known one did not find")
+    parser.add_argument("--alone", action="store_true", help="one at a time")
+    options = parser.parse_args()
+    how = SCENARIOS_ONLY if options.scenarios else QUICKLY if options.quick else THOROUGHLY
+    words = options.words
     chosen = [each for each in MUTATIONS if not words or any(word in each.breaks for word in words)]
-    survivors = 0
-    for outcome in play_all([CONTROL, *chosen], quick=quick):
+    outcomes = []
+    for outcome in play_all([CONTROL, *chosen], how, 1 if options.alone else AT_ONCE):
         if outcome.mutation.breaks == CONTROL.breaks:
+            assert not outcome.told_by, f"the rules as they are do not play {outcome.told_by}"
             assert not outcome.by, f"the rules as they are break a promise: {outcome.by}"
             continue
-        survivors += not outcome.by
-        print(f"{outcome.seconds:5.1f} s  {outcome.mutation.module:10} {outcome.mutation.breaks}", flush=True)
-        print(f"         {outcome.by or 'SURVIVED'}", flush=True)
-    print(f"{len(chosen) - survivors} of {len(chosen)} are found")
+        outcomes.append(outcome)
+        names = ", ".join(outcome.told_by[:NAMES_MAX]) + (", ..." if len(outcome.told_by) > NAMES_MAX else "")
+        print(f"{outcome.seconds:5.1f} s  {outcome.mutation.module:10} {outcome.mutation.breaks}")
+        print(f"         {len(outcome.told_by)} scenarios{': ' if names else ''}{names}")
+        if how != SCENARIOS_ONLY:
+            print(f"         {outcome.by or 'no promise'}", flush=True)
+    told, found = sum(bool(each.told_by) for each in outcomes), sum(bool(each.by) for each in outcomes)
+    survivors = sum(not each.told_by and not each.by for each in outcomes)
+    promises = f"{found} break a promise, " if how != SCENARIOS_ONLY else ""
+    print(f"{len(chosen)} mistakes: {told} are told by a scenario, {promises}{survivors} are found by nobody")
     return survivors
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,7 +1,8 @@
-"""Mistakes that somebody could make in the rules, each of which the property tests must find (`mutating`).
+"""Mistakes that somebody could make in the rules, each of which a scenario tells, and the promises must find.
 
 Each changes one place of one module; what it breaks is said in words.  The lines must stand there as they are: whoever
-changes them changes the mutation as well.
+changes them changes the mutation as well.  `test_mutations` looks that the scenario tells it, in each run of the tests;
+`mutating` plays the promises against it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ class Mutation(NamedTuple):
     old: str  # stands there once
     new: str
     breaks: str  # which promise
+    told_by: str  # a scenario that ends otherwise with it
     found_by: str = "leaves"  # a word in the name of the property test that finds it soon
 
 
@@ -26,25 +28,29 @@ MUTATIONS = (
         "    if state.phase is Phase.REQUEUEING and again:",
         "    if state.phase is Phase.REQUEUEING and again and event.job is None:",
         "a signal after the question is asked about before the requeue",
+        "question_from_before_the_requeue",
         "grows",
     ),
     Mutation(
         "notices",
         "    if judgement.notice is Notice.CANCELLED:",
-        "    if judgement.notice is Notice.CANCELLED and job.reason:",
+        "    if judgement.notice is Notice.CANCELLED and job.state is JobState.ENDED:",
         "what was cancelled meanwhile is not requeued",
+        "scancel_during_requeue",
     ),
     Mutation(
         "notices",
         "    if judgement.notice is Notice.REQUEUED:",
         "    if judgement.notice is Notice.REQUEUED and state.batch and event.error:",
         "what Slurm requeued is not requeued again",
+        "requeue_timed_out_and_was_done",
     ),
     Mutation(
         "notices",
         'Plan(next=Next.END, why=f"{how}: {state.plan.why}{besides}")',
         'Plan(next=Next.REQUEUE, why=f"{how}: {state.plan.why}{besides}")',
         "a requeue that was accepted is the end",
+        "preempted_with_grace",
         "promises",
     ),
     Mutation(
@@ -52,18 +58,21 @@ MUTATIONS = (
         "    if job.restarts > state.restart_count:",
         "    if job.restarts > state.restart_count + 1:",
         "a restart that we did not order is seen",
+        "admin_requeue",
     ),
     Mutation(
         "judge",
         "        return Judgement(notice=Notice.CANCELLED, deadline_at=_kill_deadline(state, at, policy))",
         "        return Judgement(notice=Notice.PREEMPTED, deadline_at=_kill_deadline(state, at, policy))",
         "COMPLETING for no reason is a cancellation",
+        "scancel_in_training",
     ),
     Mutation(
         "phases",
         "    ends = state.plan is not None and state.plan.next is Next.END",
         "    ends = state.plan is not None and state.plan.next is Next.END and state.phase is Phase.CLOSING",
         "a plan to end stays one",
+        "exit_93_and_a_notice",
         "promises",
     ),
     Mutation(
@@ -71,18 +80,21 @@ MUTATIONS = (
         "    if plan.next is Next.REQUEUE and not state.batch:",
         "    if plan.next is Next.REQUEUE and not state.batch and state.running:",
         "without a batch script nothing is requeued",
+        "salloc_preempted",
     ),
     Mutation(
         "notices",
         "            return Decision(state)  # Slurm ends what it requeues: the answer to that is on its way",
         "            state = replace(state, deadline_at=at)",
         "our own requeue's signal starts no second one",
+        "notice_while_requeueing",
     ),
     Mutation(
         "training",
         "    if event.finished:",
         "    if event.finished and state.phase is not Phase.SAVING:",
         "a finished training is finished, in grace time too",
+        "finished_in_grace_says_only_the_file",
         "told",
     ),
     Mutation(
@@ -90,12 +102,14 @@ MUTATIONS = (
         "    if plan.code is ExitCode.FINISHED and event.code:  # with 0, rank 0's word counts without the file",
         "    if plan.code is ExitCode.FINISHED:",
         "the word that it is finished counts unless it is denied",
+        "finished_without_outcome_file",
     ),
     Mutation(
         "training",
         "        state = take(state, Plan(next=Next.END, why=why, code=ExitCode.TRAINING_GAVE_UP))",
         "        state = take(state, Plan(next=Next.RELAUNCH, why=why))",
         "93 means: not again",
+        "exit_93",
         "promises",
     ),
     Mutation(
@@ -103,6 +117,7 @@ MUTATIONS = (
         "    calls = (call,) if plan.code.needs_person else ()",
         "    calls = (call,)",
         "a person is called only where one is needed",
+        "preempted_with_grace",
         "promises",
     ),
     Mutation(
@@ -110,6 +125,7 @@ MUTATIONS = (
         "    if tries >= policy.requeue_tries_max:",
         "    if tries >= 1000 * policy.requeue_tries_max:",
         "a requeue is tried only so often",
+        "slurm_stays_unreachable",
         "time",
     ),
     # --- time ---------------------------------------------------------------------------------------
@@ -118,6 +134,7 @@ MUTATIONS = (
         "            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, late)",
         "            return Decision(replace(state, deadline_at=event.at + 10.0), (), late)",
         "ranks are killed at the deadline of a save",
+        "bus_restarts_run_out_in_saving",
     ),
     Mutation(
         "phases",
@@ -125,30 +142,35 @@ MUTATIONS = (
         "    state = replace(state, killed=True",
         "        deadline = max(deadline, state.leave_at)\n    state = replace(state, killed=True",
         "ranks that do not die do not use up Slurm's time",
+        "ranks_that_do_not_die_in_time_for_slurm",
     ),
     Mutation(
         "training",
         "    return replace(state, deadline_at=deadline if known is None else min(known, deadline))",
         "    return replace(state, deadline_at=deadline)",
         "ranks that leave put off no deadline",
+        "end_of_grace_while_saving",
     ),
     Mutation(
         "suspension",
         "        deadline = min(state.deadline_at + away, max(state.deadline_at, state.leave_at))",
         "        deadline = state.deadline_at + away",
         "a suspension does not put off Slurm's limit",
+        "suspended_while_leaving",
     ),
     Mutation(
         "judge",
         "    return end_at - min(policy.save_margin_s, 0.2 * max(0.0, end_at - at))",
         "    return end_at + min(policy.save_margin_s, 0.2 * max(0.0, end_at - at))",
         "a save ends before Slurm does",
+        "preempted_with_grace",
     ),
     Mutation(
         "notices",
         "    return Decision(state, (request_save(state),) if shorter else (), why)",
         "    return Decision(state, (), why)",
         "ranks hear of a shorter notice",
+        "second_shorter_notice",
         "told",
     ),
     Mutation(
@@ -156,6 +178,7 @@ MUTATIONS = (
         "    return QUICKER_TIMES * pace.quickest if pace.saves >= SAVES_ENOUGH else 0.0",
         "    return QUICKER_TIMES * pace.quickest if pace.saves else 0.0",
         "no save is given up for lack of knowledge",
+        "notice_after_one_slow_save",
         "told",
     ),
     Mutation(
@@ -163,6 +186,7 @@ MUTATIONS = (
         "    if state.saving is not None or left_s >= least_s:",
         "    if left_s >= least_s:",
         "a save in flight is not given up",
+        "notice_without_time_for_any_save_but_one_in_flight",
     ),
     Mutation(
         "deadlines",
@@ -170,6 +194,7 @@ MUTATIONS = (
         " state.phase in (Phase.STARTING, Phase.TRAINING):",
         "    if state.limit_at is not None and event.at >= state.limit_at and state.phase is Phase.TRAINING:",
         "the time limit is seen without a signal, in a start too",
+        "limit_before_the_launch",
         "promises",
     ),
     Mutation(
@@ -177,6 +202,7 @@ MUTATIONS = (
         "        deadline_at=event.at + policy.start_within_s,\n",
         "",
         "a start has a deadline",
+        "fresh_start",
         "promises",
     ),
     Mutation(
@@ -184,6 +210,7 @@ MUTATIONS = (
         '    return _look(state, at, policy, f"{what} since {_since(state)}: the ranks\' stacks are looked at")',
         '    return _stands_still(state, at, "silent", None, policy)',
         "silence alone ends nothing",
+        "hang_is_ended",
         "promises",
     ),
     Mutation(
@@ -191,6 +218,7 @@ MUTATIONS = (
         "    if event.moved:\n        state = _wait_on(",
         "    if event.moved and state.patience > 2:\n        state = _wait_on(",
         "ranks that move are left alone",
+        "hang_is_only_slow",
         "promises",
     ),
     # --- launches -----------------------------------------------------------------------------------
@@ -199,6 +227,7 @@ MUTATIONS = (
         "    return set(state.nodes) <= state.ready",
         "    return bool(set(state.nodes) & state.ready)",
         "a launch waits for every watcher",
+        "fresh_start",
         "promises",
     ),
     Mutation(
@@ -206,6 +235,7 @@ MUTATIONS = (
         "    if not all_ready(state) or state.testing or state.storage_since is not None:",
         "    if not all_ready(state) or state.testing:",
         "no launch starts on storage that failed its test",
+        "storage_full_at_the_start",
         "failure",
     ),
     Mutation(
@@ -213,6 +243,7 @@ MUTATIONS = (
         "    if state.phase is not Phase.STARTING or not state.clearing or event.launch != state.launch:",
         "    if state.phase is not Phase.STARTING or event.launch != state.launch:",
         "a launch waits until the nodes were asked",
+        "watcher_lost_while_the_nodes_get_clear",
         "failure",
     ),
     Mutation(
@@ -220,6 +251,7 @@ MUTATIONS = (
         '    if not state.killed:\n        return kill(state, at, policy, "the ranks did not leave in time")\n',
         "",
         "ranks that do not leave are killed",
+        "finished_ranks_linger",
         "promises",
     ),
     Mutation(
@@ -227,6 +259,7 @@ MUTATIONS = (
         "    if state.killed and state.running:",
         "    if state.killed and state.running and first:",
         "an order that died with the watchers is said again",
+        "watcher_lost_while_killing",
         "nodes_that_fail",
     ),
     Mutation(
@@ -234,6 +267,7 @@ MUTATIONS = (
         "    below = case.step if numerical and case.step is not None else state.resume_step",
         "    below = case.step if numerical and case.step is not None else state.resume_step + 1",
         "a rollback goes back",
+        "same_step_twice_steps_back",
         "again",
     ),
     # --- budgets ------------------------------------------------------------------------------------
@@ -242,6 +276,7 @@ MUTATIONS = (
         "    if state.failures >= policy.failures_max:",
         "    if state.failures > policy.failures_max:",
         "three launches without a new step end the run",
+        "three_failures",
         "failure",
     ),
     Mutation(
@@ -249,6 +284,7 @@ MUTATIONS = (
         "        failures=state.failures + charged,",
         "        failures=state.failures + (charged and state.heard),",
         "each failure counts, also before the first word",
+        "launch_never_begins",
         "failure",
     ),
     Mutation(
@@ -256,6 +292,7 @@ MUTATIONS = (
         "        failures=0 if progressed else state.failures,",
         "        failures=0 if progressed or event.skipped else state.failures,",
         "only verified progress fills a budget again",
+        "storage_suspect_and_the_run_ends_anyway",
         "failure",
     ),
     Mutation(
@@ -263,6 +300,7 @@ MUTATIONS = (
         "    if cause in UNCHARGED and count < len(row):",
         "    if cause in UNCHARGED:",
         "a full file system is waited for only so often",
+        "preempted_says_the_log",
         "again",
     ),
     Mutation(
@@ -270,6 +308,7 @@ MUTATIONS = (
         "    tried = Tried(cause=cause, place=place, count=max(count, index) + 1, step=step, stepped_back=back)",
         "    tried = Tried(cause=cause, place=place, count=1, step=step, stepped_back=back)",
         "a failure in the same way goes on along its row",
+        "storage_full_waits",
         "again",
     ),
     Mutation(
@@ -277,6 +316,7 @@ MUTATIONS = (
         "        word = Try(Rung.STOP) if back else Try(Rung.ROLLBACK)",
         "        word = Try(Rung.ROLLBACK)",
         "the same step is stepped back from once",
+        "same_step_twice_steps_back",
         "again",
     ),
     Mutation(
@@ -284,6 +324,7 @@ MUTATIONS = (
         "    again = before is not None and step is not None and before.step == step",
         "    again = before is not None and step is not None and before.step == step and said.location != ''",
         "the same step twice steps back",
+        "same_step_twice_steps_back",
         "again",
     ),
     Mutation(
@@ -291,6 +332,7 @@ MUTATIONS = (
         "    return tuple(each for each in tried if each.step is not None and step is not None and each.step >= step)",
         "    return ()",
         "a failure is remembered until it is passed",
+        "exception_short_of_the_place",
         "failure",
     ),
     Mutation(
@@ -298,6 +340,7 @@ MUTATIONS = (
         "    if unseen:  # unknown progress is not none\n        state = replace(state, failures=0, tried=())\n",
         "",
         "unknown progress is not none",
+        "script_that_ran_long",
         "failure",
     ),
     Mutation(
@@ -305,6 +348,7 @@ MUTATIONS = (
         "    if restarts > policy.bus_restarts_max:",
         "    if restarts > policy.bus_restarts_max and state.plan is None and state.phase is Phase.STARTING:",
         "restarts of the bus are bounded",
+        "bus_restarts_run_out",
         "nodes_that_fail",
     ),
     Mutation(
@@ -312,6 +356,7 @@ MUTATIONS = (
         "        state = not_charged(replace(state, failure=None))",
         "        state = replace(state, failure=None)",
         "a preemption is in no budget of the training",
+        "preempted_while_judging",
         "told",
     ),
     # --- nodes --------------------------------------------------------------------------------------
@@ -320,6 +365,7 @@ MUTATIONS = (
         "    return _leave(state, event.at, {event.node: what}, policy, exclude=not event.drained)",
         "    return _leave(state, event.at, {event.node: what}, policy, exclude=True)",
         "a drained node is not excluded",
+        "node_fault_drained_at_once",
         "nodes_that_fail",
     ),
     Mutation(
@@ -327,6 +373,7 @@ MUTATIONS = (
         "    return _leave(state, at, dict.fromkeys(lost, why), policy, exclude=False, lost=True)",
         "    return _leave(state, at, dict.fromkeys(lost, why), policy, exclude=True, lost=True)",
         "a lost node is not excluded",
+        "watcher_not_back",
         "nodes_that_fail",
     ),
     Mutation(
@@ -334,6 +381,7 @@ MUTATIONS = (
         "    if again and needed and state.node_losses > policy.node_losses_max:",
         "    if hit and again and state.node_losses > policy.node_losses_max:",
         "lost nodes are bounded, in a start too",
+        "nodes_lost_again_and_again",
         "nodes_that_fail",
     ),
     Mutation(
@@ -341,6 +389,7 @@ MUTATIONS = (
         "    if found and shared and 2 * len(found) > len(state.nodes):",
         "    if found and shared and len(found) > len(state.nodes):",
         "what most nodes share is not theirs",
+        "most_nodes_are_not_fit",
         "failure",
     ),
     Mutation(
@@ -348,6 +397,7 @@ MUTATIONS = (
         "    if not 0 < state.nodes_min <= left:\n        return 0\n",
         "    if left < 1:\n        return 0\n",
         "a launch shrinks only as far as it may",
+        "node_fault_without_an_agent",
         "nodes_that_fail",
     ),
     Mutation(
@@ -355,6 +405,7 @@ MUTATIONS = (
         "dict.fromkeys([*(() if state.batch_node in state.nodes else (state.batch_node,)), *state.nodes, *resting])",
         "dict.fromkeys([*state.nodes, *resting])",
         "the supervisor's own node is kept",
+        "node_fault_on_the_batch_node_and_on_another",
         "nodes_that_fail",
     ),
     Mutation(
@@ -362,6 +413,7 @@ MUTATIONS = (
         "    nodes = tuple(node for node in state.allocated if node in state.nodes or node in back)",
         "    nodes = state.allocated",
         "only a node that rested comes back",
+        "growing_back_without_the_faulty_node",
         "grows",
     ),
     Mutation(
@@ -369,6 +421,7 @@ MUTATIONS = (
         "    return replace(not_charged(state), failure=None)",
         "    return replace(state, charged=False, failure=None, failures=state.failures + 1)",
         "a fault of a node is in no budget of the training",
+        "node_fault_takes_back_a_try",
         "nodes_that_fail",
     ),
 )

@@ -1,0 +1,57 @@
+"""Histories that break a promise under one mistake each: chance comes to them seldom, so they are always played."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
+from stepkeeper.core.policy import Policy
+from tests.core.beginnings import (
+    AGAIN,
+    BUS_RESTARTED,
+    FAILED,
+    LEFT_AFTER_A_FAILURE,
+    MANY_READY,
+    NOTICE,
+    OWN_NODE_LEFT,
+    SHRUNK_AND_FAILED,
+    left,
+)
+from tests.core.promises import GROWING, POLICY
+
+_CHOSEN = on.CheckpointChosen(at=1.0, directory="step_1", step=1)
+
+
+def _judged(cause: Cause) -> on.Judged:
+    return on.Judged(at=1.0, launch=0, cause=cause, rule="rule-1", confidence=0.9, step=2)
+
+
+class Directed(NamedTuple):
+    """A history, and the mistake that it finds: what the mutation `breaks`."""
+
+    finds: str
+    events: tuple[on.Event, ...]
+    policy: Policy = POLICY
+
+
+DIRECTED = (
+    Directed("a rollback goes back", (*AGAIN[0], _CHOSEN, _judged(Cause.UNKNOWN))),
+    Directed("a full file system is waited for only so often", (*AGAIN[-1], _CHOSEN, _judged(Cause.STORAGE))),
+    Directed(
+        "restarts of the bus are bounded",
+        (*BUS_RESTARTED, on.WatcherLost(at=1.0, node="a", bus=4, why="silent")),
+    ),
+    Directed("a preemption is in no budget of the training", (*FAILED[0], *NOTICE)),
+    Directed(
+        "lost nodes are bounded, in a start too",
+        (*MANY_READY, *left("d", "c", "b"), on.NodesCleared(at=1.0, launch=0, address="a", port=1)),
+    ),
+    Directed("the supervisor's own node is kept", OWN_NODE_LEFT),
+    Directed("a fault of a node is in no budget of the training", LEFT_AFTER_A_FAILURE),
+    Directed(
+        "only a node that rested comes back",
+        (*SHRUNK_AND_FAILED, on.CheckpointChosen(at=10.0, directory=None, step=None)),
+        GROWING,
+    ),
+)

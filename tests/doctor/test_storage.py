@@ -125,7 +125,16 @@ def program(path: Path, script: str) -> Path:
 NODES = """
 while [ "${1#-}" != "$1" ]; do shift; done
 """
-BOTH_SEE = NODES + 'SLURMD_NODENAME=n1 "$@" & SLURMD_NODENAME=n2 "$@" & wait'
+# like srun, it ends its tasks when it is told to end
+BOTH_SEE = (
+    NODES
+    + """
+    trap 'kill $tasks' TERM
+    SLURMD_NODENAME=n1 "$@" & tasks=$!
+    SLURMD_NODENAME=n2 "$@" & tasks="$tasks $!"
+    wait
+    """
+)
 ONE_STARTS = 'echo "n1 first"; echo "slurmstepd: error: execve(): python: No such file" >&2'
 # the second node has a copy of the directory, which nobody renews: a cache that is never looked at again
 ONE_IS_BLIND = (
@@ -144,7 +153,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str) -> Finding:
     commands.mkdir()
     program(commands / "srun", srun)
     monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
-    monkeypatch.setattr(visible, "ENDS_WITHIN_S", 0.5)
+    monkeypatch.setattr(visible, "ENDS_WITHIN_S", 3.0)
     monkeypatch.setenv("STALE", str(tmp_path / "stale"))
     shared = tmp_path / "shared"
     shared.mkdir()

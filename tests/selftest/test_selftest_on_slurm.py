@@ -52,7 +52,7 @@ def test_it_follows_the_job_that_is_submitted_again_where_none_may_be_requeued(l
             found.set()
         return found.is_set()
 
-    admin = threading.Thread(target=lambda: lab.until(forbid, "the job", 120.0), daemon=True)
+    admin = threading.Thread(target=lambda: lab.until(forbid, "the job", 400.0), daemon=True)
     admin.start()
     done = lab.run(
         *(python.parent / "stepkeeper", "selftest", "-p", "maths", "-N", "1", "--json"),

@@ -138,7 +138,7 @@ def test_a_python_script_that_would_end_on_the_argument_is_known(
         ("./directory.sh", False),
     ],
 )
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)  # a look at the pipe would not end
 def test_which_word_is_the_script(tmp_path: Path, line: str, read: bool) -> None:  # noqa: FBT001
     for name in ("train.sh", "train"):
         (tmp_path / name).write_text(TORCHRUN)

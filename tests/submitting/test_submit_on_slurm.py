@@ -18,7 +18,7 @@ USER = "games"
 
 def submit(lab: Lab, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     command = site_python(USER).parent / "stepkeeper"
-    return lab.run(command, "submit", *words, user=USER, cwd=lab.workdir(USER), check=check, timeout_s=60.0)
+    return lab.run(command, "submit", *words, user=USER, cwd=lab.workdir(USER), check=check, timeout_s=180.0)
 
 
 def test_a_dry_run_prints_the_script_and_submits_nothing(lab: Lab) -> None:
@@ -72,7 +72,7 @@ def test_a_training_is_submitted_and_finishes(lab: Lab) -> None:
     job, run_dir = answer["job"], Path(answer["run_dir"])
     lab.until((run_dir / "lease.json").exists, "the lease", 120.0)
     meanwhile = submit(lab, "--dry-run", f"--run-dir={run_dir}", "--", "true", check=False)
-    lab.until(lambda: lab.job(job).state in ENDED, "the end of the job", 120.0)
+    lab.until(lambda: lab.job(job).state in ENDED, "the end of the job", 240.0)
     assert lab.job(job).state == "COMPLETED", (lab.workdir(USER) / f"train_lm-{job}.log").read_text()
     assert run_dir == lab.workdir(USER) / f"train_lm-{job}"
     assert f"job {job} works on this run" in meanwhile.stderr or "has finished" in meanwhile.stderr

@@ -14,11 +14,12 @@ from stepkeeper.core import events as on
 from stepkeeper.store import status as status_file
 from tests.lab import Lab, LabOptions
 from tests.lab.jobs import ENDED
+from tests.lab.looking import holds_within
 from tests.lab.requirements import missing
 from tests.training import Training
 
 PROGRESS_EVERY_S = 2.0
-DEMO_S = 240.0
+DEMO_S = 480.0
 
 
 def main() -> int:
@@ -78,7 +79,7 @@ def follow(training: Training, until=lambda: False) -> None:
             return
         if time.monotonic() > limit:
             raise SystemExit(f"the job did not end in {DEMO_S:g} s\n{training.story()}")
-        time.sleep(PROGRESS_EVERY_S)
+        holds_within(until, PROGRESS_EVERY_S)  # what is to happen next comes as soon as it may
 
 
 def timeline(training: Training) -> None:

@@ -38,10 +38,10 @@ def test_a_preemption_tells_the_tasks_at_once_and_the_batch_process_not(lab: Lab
         sbatch_args=["-N1"],
         user=USERS[0],
     )
-    lab.until(lambda: "ready" in lab.output(job), "the task's trap", 60)
+    lab.until(lambda: "ready" in lab.output(job), "the task's trap", 120)
 
     urgent = lab.preempt(job)
-    lab.until(lambda: "task TERM" in lab.output(job), "SIGTERM to the task", 60)
+    lab.until(lambda: "task TERM" in lab.output(job), "SIGTERM to the task", 120)
 
     assert lab.job(job).preempted_at is not None
     assert "batch TERM" not in lab.output(job)
@@ -51,7 +51,7 @@ def test_a_preemption_tells_the_tasks_at_once_and_the_batch_process_not(lab: Lab
 
 @pytest.mark.campaign
 def test_a_node_and_the_controller_come_back(lab_factory) -> None:
-    lab = lab_factory(nodes=2, slurmd_timeout_s=5)
+    lab = lab_factory(nodes=2, slurmd_timeout_s=10)
     first, second = lab.node_names
     job = lab.submit("exec sleep 600", sbatch_args=["-N1", f"--nodelist={second}", "--no-requeue"], user=USERS[0])
     lab.wait_job(job, "RUNNING")
@@ -60,7 +60,7 @@ def test_a_node_and_the_controller_come_back(lab_factory) -> None:
     assert not lab.pids_on(second)
     lab.stop_slurmctld()
     lab.start_slurmctld()
-    lab.wait_job(job, lambda found: found.state in ("NODE_FAIL", "CANCELLED", "FAILED"), timeout_s=60)
+    lab.wait_job(job, lambda found: found.state in ("NODE_FAIL", "CANCELLED", "FAILED"), timeout_s=120)
     lab.start_node(second)
 
     assert lab.nodes()[first].is_up
@@ -71,8 +71,8 @@ def test_two_labs_stand_side_by_side(lab: Lab) -> None:
     """Same job id, same machine: what happens in one must not reach the other."""
     with Lab(LabOptions(nodes=2)) as other:
         assert not set(other.node_names) & set(lab.node_names)
-        mine = lab.submit("exec sleep 60", sbatch_args=["-N1"], user=USERS[0])
-        theirs = [other.submit("exec sleep 60", sbatch_args=["-N1"], user=USERS[1]) for _ in range(mine)]
+        mine = lab.submit("exec sleep 600", sbatch_args=["-N1"], user=USERS[0])
+        theirs = [other.submit("exec sleep 600", sbatch_args=["-N1"], user=USERS[1]) for _ in range(mine)]
         lab.wait_job(mine, "RUNNING")
         other.wait_job(mine, lambda job: job.state in ("RUNNING", "PENDING"))
 

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from tests import ports
 from tests.fake_nvml import FakeNvml
 from tests.lab import processes
 from tests.lab.cluster import Lab
@@ -30,7 +31,6 @@ STOP_S = 60.0
 GPUS = 2
 BUS = 0x3B
 _dice = random.SystemRandom()  # trainings seed Python's own in this process
-_used: set[int] = set()
 
 
 class Agents:
@@ -182,7 +182,8 @@ class Agents:
 
     def events(self, node: str, name: str) -> list[dict[str, Any]]:
         """Return the log lines of one kind."""
-        lines = (json.loads(line) for line in self.log_text(node).splitlines() if line.startswith("{"))
+        text, _, _ = self.log_text(node).rpartition("\n")  # whole lines only: another one may be under way
+        lines = (json.loads(line) for line in text.splitlines() if line.startswith("{"))
         return [line for line in lines if line["event"] == name]
 
     def incidents(self, node: str) -> list[dict[str, Any]]:
@@ -207,7 +208,7 @@ class Agents:
         verdict: dict[str, Any] = json.loads((self.directory / node / "run" / "verdict.json").read_text())
         return verdict
 
-    def wait_event(self, node: str, name: str, *, text: str = "", times: int = 1, within_s: float = 60.0) -> None:
+    def wait_event(self, node: str, name: str, *, text: str = "", times: int = 1, within_s: float = 120.0) -> None:
         """Wait until an agent has logged something."""
 
         def found() -> bool:
@@ -252,10 +253,12 @@ class Agents:
 
 
 def _new_domain() -> str:
-    """Return a PCI domain that no record in the kernel log has yet, as far as chance and the log tell."""
+    """Return a PCI domain that nobody beside us is given, and that no record in the kernel log has yet.
+
+    A port's number will do: it is this process's alone, of all that play tests on this machine.
+    """
     log = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", check=False, timeout=30).stdout
     while True:
-        domain = _dice.randrange(0x1000, 0xFFFF)
-        if domain not in _used and f"{domain:04x}:" not in log:
-            _used.add(domain)
-            return f"{domain:04x}"
+        domain = f"{ports.reserve():04x}"
+        if f"{domain}:" not in log:
+            return domain

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 _PAIR = re.compile(r"(?:^|\s)([A-Z][A-Za-z:/]*)=")
+_AWAY = frozenset(("DRAIN", "FAIL", "NOT_RESPONDING"))
 _HOSTLIST = re.compile(r"([^,\[\]]+)(?:\[([^\]]*)\])?")
 
 
@@ -42,7 +43,8 @@ class NodeFacts:
     @property
     def is_up(self) -> bool:
         """Tell whether jobs can run: registered, answering, not down and not drained."""
-        return self.state.split("+")[0] in {"IDLE", "ALLOCATED", "MIXED"} and not self.state.endswith("*")
+        base, *flags = self.state.rstrip("*").split("+")
+        return base in {"IDLE", "ALLOCATED", "MIXED"} and not self.state.endswith("*") and _AWAY.isdisjoint(flags)
 
 
 def pairs(line: str) -> dict[str, str]:

@@ -146,8 +146,15 @@ class Jobs:
 
     def batch_pid(self: "Lab", job_id: int, timeout_s: float = WAIT_S) -> int:
         """Return the batch process of a running job: the direct child of its slurmstepd, also after `exec`."""
-        self.until(lambda: self.task_pids(job_id), f"the batch process of job {job_id}", timeout_s)
-        (pids,) = self.task_pids(job_id).values()
+        found: dict[str, list[int]] = {}
+
+        def runs() -> bool:
+            found.clear()
+            found.update(self.task_pids(job_id))
+            return bool(found)
+
+        self.until(runs, f"the batch process of job {job_id}", timeout_s)
+        (pids,) = found.values()
         (pid,) = pids
         return pid
 

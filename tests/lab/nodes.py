@@ -12,8 +12,8 @@ from tests.lab.faults import LabError
 if TYPE_CHECKING:
     from tests.lab.cluster import Lab
 
-NODE_S = 60.0
-CONTROLLER_S = 60.0
+NODE_S = 120.0
+CONTROLLER_S = 120.0
 
 
 class Nodes:
@@ -27,12 +27,15 @@ class Nodes:
 
     def wait_node(self: "Lab", node: str, *flags: str, timeout_s: float = NODE_S) -> NodeFacts:
         """Wait until the state of a node holds all of some words, as in `wait_node("k1n1", "IDLE", "DRAIN")`."""
-        self.until(
-            lambda: set(flags) <= set(self.nodes()[node].state.rstrip("*").split("+")),
-            f"{node} {flags}",
-            timeout_s,
-        )
-        return self.nodes()[node]
+        seen: list[NodeFacts] = []
+
+        def holds() -> bool:
+            found = self.nodes().get(node)  # none while slurmctld does not answer
+            seen[:] = [] if found is None else [found]
+            return found is not None and set(flags) <= set(found.state.rstrip("*").split("+"))
+
+        self.until(holds, f"{node} {flags}", timeout_s)
+        return seen[0]
 
     def pids_on(self: "Lab", node: str) -> set[int]:
         """Return all processes of one node: slurmd, each slurmstepd, and all that runs below them.
@@ -83,13 +86,17 @@ class Nodes:
             self.until(lambda: not processes.alive(pid), f"the end of slurmd on {node}", NODE_S)
 
     def start_node(self: "Lab", node: str, timeout_s: float = NODE_S) -> None:
-        """Bring a node back, as an administrator would: slurmd, then RESUME where Slurm had given it up."""
+        """Bring a node back, as an administrator would: slurmd, then RESUME where Slurm had given it up.
+
+        Slurm drains a node itself where something of a job does not die in time ("Kill task failed").
+        """
         if self._daemon_pid(f"slurmd-{node}") is None:
             self._start_slurmd(node)
 
         def resumed() -> bool:
             found = self.nodes().get(node)
-            if found is not None and "DOWN" in found.state and not found.state.endswith("*"):
+            given_up = found is not None and ("DOWN" in found.state or "DRAIN" in found.state)
+            if found is not None and given_up and not found.state.endswith("*"):
                 self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
             return found is not None and found.is_up
 

@@ -145,7 +145,7 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def kill_all(find: Callable[[], set[int]], timeout_s: float = 10.0) -> set[int]:
+def kill_all(find: Callable[[], set[int]], timeout_s: float = 40.0) -> set[int]:
     """Send SIGKILL to what `find` returns until it returns nothing; return what is left after the limit."""
     until = time.monotonic() + timeout_s
     while left := {pid for pid in find() if pid != os.getpid() and alive(pid)}:

@@ -29,7 +29,7 @@ def take_down(
         return find_more() | processes.pids_in(cgroups)
 
     left = processes.kill_all(find)
-    left |= processes.kill_all(lambda: processes.by_environment(processes.LAB_VARIABLE, str(directory)), 2.0)
+    left |= processes.kill_all(lambda: processes.by_environment(processes.LAB_VARIABLE, str(directory)), 10.0)
     between()
     processes.remove_cgroups(path for node in nodes for path in processes.cgroups_of(mountpoint, node))
     if not os.environ.get(KEEP_VARIABLE):

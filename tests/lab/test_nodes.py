@@ -21,7 +21,7 @@ def test_a_lost_batch_node_takes_no_rank_of_another_node_along() -> None:
             job = lab.submit(
                 "srun -N2 --no-kill sleep 100 & wait", sbatch_args=["-N2", "--no-kill", "--no-requeue"], user=USERS[0]
             )
-            lab.until(lambda job=job: len(lab.task_pids(job, 0)) == 2, "two tasks", 60)
+            lab.until(lambda job=job: len(lab.task_pids(job, 0)) == 2, "two tasks", 120)
             time.sleep(SRUN_SETTLES_S)
             batch = lab.job(job).batch_host
             ranks = [pid for node, pids in lab.task_pids(job, 0).items() if node != batch for pid in pids]
@@ -33,4 +33,4 @@ def test_a_lost_batch_node_takes_no_rank_of_another_node_along() -> None:
             assert [pid for pid in ranks if processes.alive(pid)] == ranks
             lab.start_node(batch)
             lab.cancel(job)
-            lab.wait_ended(job, 60)
+            lab.wait_ended(job, 240)  # Slurm may tell the node of it a minute later

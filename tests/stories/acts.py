@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 from stepkeeper.core.state import Phase
-from tests.lab import LabError, processes
+from tests.lab import LabError, facts, processes
 from tests.training import Training
 
 QUICK_POLL_S = 0.002
 AGAIN_S = 0.05  # each look goes through all processes of the machine
-MOMENT_S = 60.0
+MOMENT_S = 120.0
 
 
 # --- when -----------------------------------------------------------------------------------------
@@ -83,6 +83,15 @@ def kill_rank(training: Training) -> None:
     kill_one(training, _is_rank)
 
 
+def kill_ranks(training: Training) -> None:
+    """All at once: the training's Slurm step, whatever its number; those beside it have names of ours."""
+    lines = training.lab.run("scontrol", "-o", "show", "step", str(training.job_id)).stdout.splitlines()
+    steps = {found["StepId"]: found["Name"] for line in lines if "StepId" in (found := facts.pairs(line))}
+    theirs = [step for step, name in steps.items() if step[-1].isdigit() and not name.startswith("stepkeeper-")]
+    assert len(theirs) == 1, steps
+    training.lab.run("scancel", "--signal=KILL", theirs[0])
+
+
 def stop_rank(training: Training) -> None:
     """One stands still from now on: no step is done any more, and nothing can be saved."""
     kill_one(training, _is_rank, number=signal.SIGSTOP)
@@ -123,14 +132,15 @@ def kill_one(
     wanted: Callable[[str], bool],
     *,
     batch: bool = False,
-    within_s: float = 30.0,
+    within_s: float = 90.0,
     number: signal.Signals = signal.SIGKILL,
 ) -> None:
     """Signal one process of the job, by its pid; wait for it to appear unless the job is gone by then."""
     limit = time.monotonic() + within_s
     while time.monotonic() < limit:
         for pid in sorted(_pids(training, batch=batch), reverse=True):
-            if wanted(_command(pid)):
+            # the uppermost: a child that a process has just forked shows its command line until it becomes another
+            if wanted(_command(pid)) and not wanted(_command(processes.parent(pid))):
                 try:
                     os.kill(pid, number)
                 except ProcessLookupError:
@@ -143,7 +153,7 @@ def kill_one(
 
 def _pids(training: Training, *, batch: bool) -> set[int]:
     if batch:
-        return {pid for pids in training.lab.step_pids(training.job_id, "batch").values() for pid in pids}
+        return {pid for pids in training.lab.task_pids(training.job_id, "batch").values() for pid in pids}
     nodes = training.lab.job(training.job_id).nodes
     own = {pid for node in nodes for pid in processes.by_environment("SLURMD_NODENAME", node)}
     return {pid for pid in own if processes.name(pid) not in ("srun", "slurmstepd")}

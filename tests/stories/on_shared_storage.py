@@ -15,6 +15,7 @@ from stepkeeper.core import events as on
 from tests.lab import LabOptions
 from tests.lab.shared import SharedLab, Storage
 from tests.lab.site import supervisor_python
+from tests.stories import acts
 from tests.training import Training, assert_complete
 
 BASES = Path("/var/tmp")  # not the temporary directory: labs leave what is mounted there
@@ -55,7 +56,7 @@ def play(lab: SharedLab) -> dict[str, object]:
 
     training.submit()
     training.wait_step(13, PATIENT_S)
-    lab.run("scancel", "--signal=KILL", f"{training.job_id}.1")
+    acts.kill_ranks(training)
     training.wait_event(on.LaunchBegan, PATIENT_S, count=2)
     training.wait_step(training.step() + 2, PATIENT_S)
     urgent = lab.preempt(training.job_id)

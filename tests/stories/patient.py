@@ -17,7 +17,10 @@ train_step = train_lm.train_step
 
 def slow_step(training: train_lm.Training, done: int) -> tuple[float, float]:
     """Train a step, after a while."""
-    hurry.with_name(f"rank-{training.place.rank}").write_text(str(os.getpid()))
+    told = hurry.with_name(f"rank-{training.place.rank}")
+    new = told.with_suffix(f".{os.getpid()}")
+    new.write_text(str(os.getpid()))
+    new.replace(told)  # who reads it sees all of it
     if not hurry.exists():
         time.sleep(SLOW_S)
     return train_step(training, done)

@@ -115,7 +115,7 @@ def release_urgent_jobs(lab: Lab, *, wait: bool = True) -> None:
     for job_id in queue:
         if wait:
             with contextlib.suppress(LabTimeoutError):  # another story's lost node, say: it would wait for ever
-                lab.wait_job(int(job_id), lambda job: job.state != "PENDING", timeout_s=25)
+                lab.wait_job(int(job_id), lambda job: job.state != "PENDING", timeout_s=60)
         lab.release(int(job_id))
 
 
@@ -130,4 +130,4 @@ def mend(lab: Lab, training: Training) -> None:
 def start_lost_nodes(lab: Lab) -> None:
     """Bring back every node that is down."""
     for name in [name for name, node in lab.nodes().items() if not node.is_up]:
-        lab.start_node(name, timeout_s=60)
+        lab.start_node(name)

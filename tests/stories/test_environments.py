@@ -14,6 +14,7 @@ import pytest
 from stepkeeper.core import events as on
 from tests.lab import Lab, requirements
 from tests.lab.site import supervisor_python
+from tests.stories import acts
 from tests.training import SMALL, Training, assert_complete
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
@@ -25,7 +26,7 @@ CONTAINER = (
 SLURM = ("scontrol", "srun", "squeue", "scancel", "sbatch")
 
 
-INSTALL_S = 120.0
+INSTALL_S = 300.0
 MODULES = (Path("/usr/share/lmod/lmod/init/bash"), Path("/usr/share/modules/init/bash"))  # Lmod, Environment Modules
 # of an interpreter: itself, and where its packages are
 PLACES = """
@@ -43,11 +44,20 @@ def need(command: str, package: str) -> None:
         pytest.skip(f"no {command} here: apt-get install {package}")
 
 
+def need_namespaces(training: Training) -> None:
+    """Skip where the kernel lets an ordinary user start no container."""
+    line = ("unshare", "--user", "--map-root-user", "--mount", "true")
+    done = training.lab.run(*line, user=training.user, check=False)
+    if done.returncode:
+        pytest.skip(f"no user namespaces for an ordinary user here: {done.stderr.strip()}")
+
+
 def bubblewrap(training: Training) -> list[str]:
     """A container with processes, IPC, /run and /dev of its own, in which Slurm's commands are not."""
     if shutil.which("bwrap") is None and requirements.required():
         pytest.fail("no bwrap: apt-get install bubblewrap")
     need("bwrap", "bubblewrap")
+    need_namespaces(training)
     hidden = [word for name in SLURM if (path := shutil.which(name)) for word in ("--ro-bind", "/dev/null", path)]
     return [*CONTAINER, *hidden, "--bind", str(training.work), str(training.work), "--"]
 
@@ -55,6 +65,7 @@ def bubblewrap(training: Training) -> list[str]:
 def charliecloud(training: Training) -> list[str]:
     """An image directory with programs of the host; of Slurm it has no configuration, no munge and no sockets."""
     need("ch-run", "charliecloud-runtime")
+    need_namespaces(training)
     image = training.work / "image"
     asked = training.lab.run(training.python, "-c", PLACES, user=training.user).stdout.splitlines()
     bound = sorted({"/usr", str(training.work), *(path for path in asked if not path.startswith("/usr/"))})
@@ -196,7 +207,7 @@ def test_an_environment_of_uv(lab: Lab, reference: Training, uv: Path, line: str
         shlex.join(["exec", f"{supervisor_python().parent}/stepkeeper", "run", "--", *words, *SCRIPT]),
     )
     training.wait_step(13)
-    lab.run("scancel", "--signal=KILL", f"{training.job_id}.1")
+    acts.kill_ranks(training)
     training.wait_end()
 
     assert len(training.launches()) == 2, training.story()

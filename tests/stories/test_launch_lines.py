@@ -10,10 +10,11 @@ import pytest
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
+from tests.stories import acts
 from tests.training import SMALL, Training, assert_complete
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
-INSTALL_S = 120.0
+INSTALL_S = 300.0
 # without what would bring another torch
 ACCELERATE = ("accelerate", "huggingface_hub", "safetensors", "pyyaml", "packaging", "psutil", "tqdm", "filelock",
               "fsspec", "httpx", "httpcore", "h11", "anyio", "sniffio", "idna", "certifi", "click", "typer", "numpy",
@@ -22,7 +23,7 @@ ACCELERATE = ("accelerate", "huggingface_hub", "safetensors", "pyyaml", "packagi
 
 SCRIPT = shlex.join(
     ("-m", "stepkeeper_trainer.examples.train_lm", "--steps=40", "--seed=7", "--checkpoint-every-steps=10",
-     "--step-seconds-min=0.1", *SMALL)
+     "--step-seconds-min=0.25", *SMALL)
 )  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def play(training: Training, line: str, *sbatch_args: str, **env: str) -> None:
         },
     )
     training.wait_step(13)
-    training.lab.run("scancel", "--signal=KILL", f"{training.job_id}.1")
+    acts.kill_ranks(training)
     training.wait_end()
     assert len(training.launches()) == 2, training.story()
     resumed = training.events(on.CheckpointChosen)[-1].event

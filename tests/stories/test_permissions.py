@@ -8,6 +8,7 @@ import pytest
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
+from tests.stories import acts
 from tests.training import SMALL, Training
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
@@ -38,10 +39,10 @@ def test_the_group_reads_every_file_of_a_group_readable_run(lab: Lab) -> None:
     """Journal, checkpoints, logs of ranks and of srun, settings, losses: under the strictest umask."""
     training = Training(lab, name="shared")
     script = "python -m stepkeeper_trainer.examples.train_lm --steps=30 --seed=7 --checkpoint-every-steps=10"
-    line = " ".join([script, "--step-seconds-min=0.1", *SMALL])
+    line = " ".join([script, "--step-seconds-min=0.3", *SMALL])
     submit(training, line, "--group-readable", before="umask 077")
     training.wait_step(13)
-    lab.run("scancel", "--signal=KILL", f"{training.job_id}.1")
+    acts.kill_ranks(training)
     training.wait_end()
 
     assert training.exits() == [ExitCode.FINISHED], training.story()

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.core import events as on
-from tests.lab import Lab
+from tests.lab import Lab, processes
 from tests.training import SMALL, STORY_S, Training, assert_complete
 
 pytestmark = pytest.mark.slurm
 SCRIPT = Path(__file__).with_name("patient.py")
 
 
-def patient(lab: Lab, name: str, *run_args: str) -> Training:
-    """Submit a training whose steps are slow until `hurry` is there, so that a standby is ready in time."""
-    training = Training(lab, name=name, run_args=run_args)
+def patient(lab: Lab, name: str, *run_args: str, **fields) -> Training:
+    """Submit a training whose steps are slow until `hurry`, so that it is not over before what is waited for."""
+    training = Training(lab, name=name, run_args=run_args, **fields)
     place = training.work / f"{name}-place"
     place.mkdir()
     shutil.copyfile(SCRIPT, place / "patient.py")
@@ -32,6 +32,11 @@ def patient(lab: Lab, name: str, *run_args: str) -> Training:
 
 def place(training: Training) -> Path:
     return training.work / f"{training.name}-place"
+
+
+def hurry(training: Training) -> None:
+    """Have it take its steps as quickly as it can from now on."""
+    (place(training) / "hurry").touch()
 
 
 def left(training: Training) -> list[int]:
@@ -52,7 +57,10 @@ def wait_ready(training: Training, times: int = 1) -> None:
 
 
 def kill_rank(training: Training) -> None:
-    os.kill(int((place(training) / "rank-1").read_text()), signal.SIGKILL)
+    """The one of the newest launch, once it trains: that of the launch before is dead."""
+    told = place(training) / "rank-1"
+    training.until(lambda: told.exists() and processes.alive(int(told.read_text())), "a rank that trains")
+    os.kill(int(told.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.campaign
@@ -63,7 +71,7 @@ def test_a_killed_rank_goes_on_in_a_process_that_has_waited(lab: Lab, reference:
         wait_ready(training, times)
         kill_rank(training)
         training.wait_event(on.LaunchBegan, count=times + 1)
-    (place(training) / "hurry").touch()
+    hurry(training)
     training.wait_end()
 
     assert [record.event.warm for record in training.events(on.LaunchBegan)] == [0, 2, 2], training.story()
@@ -81,7 +89,7 @@ def test_no_requeue_waits_for_standbys_and_a_launch_without_them_is_as_ever(lab:
     lab.wait_job(urgent, "RUNNING", timeout_s=STORY_S)
     lab.release(urgent)
     training.wait_attempt(1)
-    (place(training) / "hurry").touch()
+    hurry(training)
     training.wait_end()
 
     assert [record.event.warm for record in training.events(on.LaunchBegan)] == [0, 0], training.story()

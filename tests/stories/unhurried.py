@@ -18,7 +18,10 @@ train_step = train_lm.train_step
 def unhurried_step(training: train_lm.Training, done: int) -> tuple[float, float]:
     """Train a step, then rest: that is no work, and no loading of data."""
     loss, norm = train_step(training, done)
-    hurry.with_name(f"rank-{training.place.rank}").write_text(str(os.getpid()))
+    told = hurry.with_name(f"rank-{training.place.rank}")
+    new = told.with_suffix(f".{os.getpid()}")
+    new.write_text(str(os.getpid()))
+    new.replace(told)  # who reads it sees all of it
     rested_until = time.monotonic() + RESTS_S
     while time.monotonic() < rested_until and not hurry.exists():
         time.sleep(0.1)

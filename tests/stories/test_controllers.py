@@ -9,23 +9,25 @@ from stepkeeper.core import events as on
 from tests.lab import Lab
 from tests.stories import acts
 from tests.stories.test_campaign import mend, release_urgent_jobs
+from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
-TAKEN_OVER_S = 60.0
+TAKEN_OVER_S = 240.0
+ONE_LOOK_S = 120.0  # a command that meets a backup still in waiting sleeps for half a minute
 HANGS_S = 8.0  # longer than a call may take
 
 
 def answers(lab: Lab) -> bool:
     """Whether some controller takes orders."""
-    return lab.run("squeue", "--noheader", check=False, timeout_s=40).returncode == 0
+    return lab.run("squeue", "--noheader", check=False, timeout_s=ONE_LOOK_S).returncode == 0
 
 
 def saved(lab: Lab) -> None:
     """Wait until the controller has written down which jobs run: here it does so only when something happens."""
     began = time.time()
     held = lab.submit("true", sbatch_args=["--hold", "--nodes=1", "--output=/dev/null"])
-    lab.until(lambda: (lab.directory / "state" / "job_state").stat().st_mtime > began, "its state in the file", 30)
+    lab.until(lambda: (lab.directory / "state" / "job_state").stat().st_mtime > began, "its state in the file", 120)
     lab.run("scancel", str(held))
 
 
@@ -53,7 +55,7 @@ def ends_with_the_backup(training: Training) -> None:
 def test_a_primary_controller_that_dies_in_training_is_followed_by_the_backup(lab_factory, reference: Training) -> None:
     """Killed, not stopped: the backup finds out by itself, and then preempts and requeues our job."""
     lab = lab_factory(grace_time_s=20, kill_wait_s=10, backup_controller=True)
-    training = Training(lab, name="fail-over", step_seconds=1.0).submit()
+    training = patient(lab, "fail-over")  # it must not be over before somebody has taken over
     training.wait_step(3)
     saved(lab)
 
@@ -63,6 +65,8 @@ def test_a_primary_controller_that_dies_in_training_is_followed_by_the_backup(la
         training.wait_step(training.step() + 2)
         assert len(training.launches()) == 1, training.story()
         lab.preempt(training.job_id)
+        training.wait_event(on.RequeueAnswered)
+        hurry(training)
         ends_with_the_backup(training)
         found = lab.job(training.job_id)
     finally:
@@ -77,10 +81,11 @@ def test_a_primary_that_hangs_in_the_requeue_and_is_ended_is_followed_by_the_bac
 ) -> None:
     """While it takes connections and answers none, Slurm's commands turn to no other; then somebody ends it."""
     lab = lab_factory(grace_time_s=20, kill_wait_s=10, backup_controller=True)
-    training = Training(lab, name="fail-over-late", step_seconds=0.4).submit()
+    training = patient(lab, "fail-over-late")
     training.wait_step(3)
     saved(lab)
     acts.requeueing(training)
+    hurry(training)
     try:
         with lab.hung_slurmctld():
             time.sleep(HANGS_S)

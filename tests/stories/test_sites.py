@@ -8,6 +8,7 @@ from tests.lab.newest import NOT_BUILT, found
 from tests.stories import acts
 from tests.stories.test_campaign import release_urgent_jobs
 from tests.stories.test_first_hour import asked
+from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm
@@ -86,27 +87,28 @@ def test_a_killed_supervisors_job_is_submitted_again_by_a_watcher(lab: Lab, refe
     assert_complete(training, reference)
 
 
-def two_tasks(lab: Lab, name: str, *options: str) -> dict[int, Training]:
-    """Submit an array of two, and wait until both train."""
-    array = Training(
-        lab, name=name, step_seconds=0.2, nodes=1,
+def two_tasks(lab: Lab, name: str, *options: str) -> tuple[Training, dict[int, Training]]:
+    """Submit an array of two, and wait until both train; return it, which may be told to hurry, and its tasks."""
+    array = patient(
+        lab, name, nodes=1,
         sbatch_args=("--array=3-4", "--ntasks-per-node=2", "--gres=gpu:2", *options),
         env={"STEPKEEPER_RUN_DIR": str(lab.workdir("games") / f"{name}-%A_%a")},
-    ).submit()  # fmt: skip
+    )  # fmt: skip
     tasks = {}
     for number in (3, 4):
         tasks[number] = Training(lab, name=f"{name}-{array.job_id}_{number}", nodes=1)
         tasks[number].wait_step(5)
         tasks[number].job_id = tasks[number].events(on.AttemptStarted)[0].event.job_id
-    return tasks
+    return array, tasks
 
 
 def test_each_task_of_an_array_is_a_run_of_its_own(lab: Lab, reference: Training) -> None:
     """Two tasks; one is preempted and requeued by its own name, and the other hears nothing of it."""
-    tasks = two_tasks(lab, "array")
+    array, tasks = two_tasks(lab, "array")
 
     lab.preempt(tasks[3].job_id)
     tasks[3].wait_event(on.RequeueAnswered)
+    hurry(array)
     release_urgent_jobs(lab)
     for task in tasks.values():
         task.wait_end()
@@ -121,12 +123,13 @@ def test_a_task_of_an_array_that_may_not_be_requeued_goes_on_as_an_array_of_its_
     lab: Lab, reference: Training
 ) -> None:
     """Its number stays the same for the script, and the run directory, whose name has the first array's id, too."""
-    tasks = two_tasks(lab, "once", NO_REQUEUE)
+    array, tasks = two_tasks(lab, "once", NO_REQUEUE)
     first = tasks[3].job_id
 
     lab.preempt(first)
     tasks[3].wait_event(on.RequeueAnswered)
     tasks[3].job_id = successor(tasks[3])
+    hurry(array)
     release_urgent_jobs(lab)
     for task in tasks.values():
         task.wait_end()
@@ -146,7 +149,7 @@ def test_on_the_newest_slurm_too_and_pyslurm_that_is_not_there_is_no_reason_to_s
         pytest.skip(NOT_BUILT)
     lab = lab_factory(slurm="newest", grace_time_s=20, kill_wait_s=10)
     training = Training(
-        lab, name="anew", sbatch_args=(NO_REQUEUE,), env={"STEPKEEPER_SLURM_CLIENT": "pyslurm"}
+        lab, name="anew", step_seconds=0.3, sbatch_args=(NO_REQUEUE,), env={"STEPKEEPER_SLURM_CLIENT": "pyslurm"}
     ).submit()
     training.wait_step(13)
 

@@ -41,10 +41,10 @@ def test_a_run_is_followed_explained_and_found_and_an_edit_between_two_attempts_
         script.write_text(SCRIPT + "# an edit\n")
         lab.requeue(training.job_id)
         training.wait_end()
-        followed, _ = follow.communicate(timeout=60)
+        followed, _ = follow.communicate(timeout=180)
     finally:
         follow.kill()
-        follow.wait(20)
+        follow.wait(60)
 
     assert_complete(training, reference)
     assert len(training.launches()) == 3, training.story()

@@ -60,7 +60,7 @@ def test_a_node_that_is_fit_again_takes_part_after_the_next_checkpoint(
     training = Training(
         lab,
         name="grows",
-        step_seconds=STEP_SECONDS,
+        step_seconds=2 * STEP_SECONDS,  # the pause between two looks grows with the time that the start takes
         run_args=(*AT_A_CHECKPOINT, "--set=policy.unfit_again_s=1", "--set=policy.unfit_looks_max=12"),
         sbatch_args=(f"--nodelist={good},{bad}",),
         env=env,

@@ -18,7 +18,7 @@ from tests.stories.test_campaign import release_urgent_jobs
 from tests.training import SMALL, Training, assert_complete, plain_script
 
 pytestmark = pytest.mark.slurm
-ENDS_S = 120.0
+ENDS_S = 240.0
 SHAPE = ("--nodes=2", "--ntasks-per-node=1", "--gres=gpu:1", "--mem=2000", "--cpus-per-task=1")
 
 
@@ -69,17 +69,18 @@ class ByHand(Training):
 
 def said(training: Training, event: str) -> list[dict[str, object]]:
     """Lines of the log with that name."""
-    lines = [json.loads(line) for line in training.output().splitlines() if line.startswith("{")]
+    text, _, _ = training.output().rpartition("\n")  # whole lines only: another one may be under way
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     return [line for line in lines if line["event"] == event]
 
 
 @pytest.mark.campaign
 def test_in_salloc_a_failure_is_mended_a_notice_saves_and_the_next_one_goes_on(lab: Lab, reference: Training) -> None:
     """Told at once that nothing will be requeued; then the user's own srun line in a second allocation."""
-    training = ByHand(lab, name="salloc", user="games", step_seconds=0.15)
+    training = ByHand(lab, name="salloc", user="games", step_seconds=0.25)
     with training.started("salloc", *SHAPE, *training.line()) as shell:
-        assert len(said(training, "no_batch_script")) == 1, training.output()
         training.wait_step(5)
+        assert len(said(training, "no_batch_script")) == 1, training.output()
         acts.kill_rank(training)
         training.wait_event(on.CheckpointChosen, count=2)
         training.wait_step(training.step() + 3)
@@ -122,7 +123,8 @@ def test_a_bare_srun_is_a_place_for_one_supervisor(lab: Lab, reference: Training
     """`srun stepkeeper run`: the Slurm steps of watchers and ranks run beside its own; two supervisors are refused."""
     shape = ("--nodes=1", "--gres=gpu:2", "--mem=2000", "--cpus-per-task=4")
     training = ByHand(lab, name="bare", nodes=1, run_args=("--tasks-per-node=2",), step_seconds=0.15)
-    refused = lab.run("srun", "--nodes=2", "--ntasks=2", *training.line(), user=training.user, check=False, cwd=None)
+    words = ("srun", "--nodes=2", "--ntasks=2", *training.line())
+    refused = lab.run(*words, user=training.user, check=False, timeout_s=ENDS_S)
     assert refused.returncode == ExitCode.NOT_BATCH_PROCESS, refused.stderr
     assert "starts 2 supervisors" in refused.stderr
 

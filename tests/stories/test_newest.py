@@ -33,7 +33,7 @@ def test_a_preempted_run_gives_its_nodes_back_and_goes_on_where_it_was(lab: Lab,
     training.wait_step(13)
 
     urgent = lab.preempt(training.job_id)
-    lab.wait_job(urgent, "RUNNING", timeout_s=2 * GRACE_S)
+    lab.wait_job(urgent, "RUNNING")
     commit = training.wait_event(on.CheckpointCommitted)
     release_urgent_jobs(lab)
     training.wait_end()

@@ -47,7 +47,7 @@ def test_without_a_notice_a_preemption_costs_what_was_not_saved_at_most(site: La
 
         acts.stop_rank(training)
         site.preempt(training.job_id)
-        site.wait_job(training.job_id, lambda job: is_waiting(job, 2), timeout_s=60)
+        site.wait_job(training.job_id, lambda job: is_waiting(job, 2))
         stood_at = training.step()
         release_urgent_jobs(site)
         training.wait_end()

@@ -25,8 +25,8 @@ def again(training: Training, **changes) -> Training:
 
 def test_damaged_step_directories_are_skipped_named_and_kept(lab: Lab, reference: Training) -> None:
     """Bit flip, truncation, no manifest: the one before them is used, and nothing is deleted."""
-    training = Training(lab, name="damaged", steps=40, every=5, step_seconds=0.2).submit()
-    training.wait_event(on.CheckpointCommitted, count=5)
+    training = Training(lab, name="damaged", steps=40, every=5, step_seconds=0.25).submit()
+    training.wait_event(on.CheckpointCommitted, count=4)
     lab.cancel(training.job_id)
     training.wait_end()
     checkpoints = training.run_dir / "checkpoints"

@@ -84,7 +84,7 @@ def _leaves(record: journal.Record) -> bool:
 def test_a_suspended_job_has_neither_hung_nor_lost_anybody(lab: Lab, reference: Training) -> None:
     """`scontrol suspend` stops supervisor, watchers and ranks for longer than each of them waits for the others."""
     assert Lease(seconds=30.0).seconds < AWAY_S
-    training = Training(lab, name="suspended", step_seconds=0.2).submit()
+    training = Training(lab, name="suspended", step_seconds=0.4).submit()
     training.wait_step(13)
 
     lab.run("scontrol", "suspend", str(training.job_id))
@@ -102,7 +102,7 @@ def test_a_suspended_job_has_neither_hung_nor_lost_anybody(lab: Lab, reference: 
 def test_a_job_that_a_gang_suspends_for_an_urgent_one_goes_on_after_it(lab_factory, reference: Training) -> None:
     """PreemptMode=SUSPEND,GANG: no signal announces it; the urgent job runs beside our sleeping processes."""
     lab = lab_factory(grace_time_s=20, kill_wait_s=10, slurm_conf=GANGS)
-    training = Training(lab, name="gang", step_seconds=0.2, sbatch_args=("--partition=low",)).submit()
+    training = Training(lab, name="gang", step_seconds=0.4, sbatch_args=("--partition=low",)).submit()
     training.wait_step(13)
 
     urgent = wants_its_cpus(training, "high")
@@ -139,7 +139,7 @@ def test_a_wall_clock_that_is_set_does_not_matter(lab: Lab, reference: Training)
     """An hour back in training, then two forward: the deadline of a save that comes then has not passed."""
     library, hand = _clock(lab.workdir("games") / "clocks")
     env = {"LD_PRELOAD": str(library), "STORY_CLOCK": str(hand)}
-    training = Training(lab, name="clock", env=env, step_seconds=0.2).submit()
+    training = Training(lab, name="clock", env=env, step_seconds=0.3).submit()
     training.wait_step(8)
 
     _set(hand, -HOUR_NS)
@@ -163,7 +163,7 @@ def _clock(directory: Path) -> tuple[Path, Path]:
     directory.mkdir(exist_ok=True)
     directory.chmod(0o755)
     library, hand = directory / "wall_clock.so", directory / "hand"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(CLOCK), "-ldl"], check=True, timeout=60)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(CLOCK), "-ldl"], check=True, timeout=240)
     hand.write_bytes(bytes(8))
     for path in (library, hand):
         path.chmod(0o644)

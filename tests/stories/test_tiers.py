@@ -36,7 +36,10 @@ def test_a_lost_rank_and_a_preemption_go_on_from_the_nodes_disks_to_the_last_bit
     training.wait_event(on.CheckpointChosen, count=2)
     training.wait_step(23)
     preempt(training)
-    training.until(lambda: not lab.job(training.job_id).nodes, "the nodes to be given back")
+    training.until(
+        lambda: not lab.job(training.job_id).nodes or training.events(on.AttemptStarted)[1:],
+        "the nodes to be given back",
+    )
     for job_id in lab.run("squeue", "--noheader", "--name=urgent", "--format=%i").stdout.split():
         lab.release(int(job_id))
     training.wait_end()

@@ -31,8 +31,8 @@ def damage(step: Path) -> Path:
 @pytest.mark.campaign
 def test_both_nodes_verify_and_neither_damage_nor_a_lost_watcher_is_missed(lab: Lab) -> None:
     """The newest step is damaged and one of the readers dies: the step before is verified and used all the same."""
-    training = Training(lab, name="shared", step_seconds=0.3, steps=30, script_args=LARGE, env=SHARED).submit()
-    training.wait_step(23)
+    training = Training(lab, name="shared", step_seconds=0.6, steps=30, script_args=LARGE, env=SHARED).submit()
+    training.wait_step(21)
     training.until(lambda: 20 in training.committed(), "step 20")
     victim = damage(training.run_dir / "checkpoints" / "step_00000020")
 
@@ -63,7 +63,7 @@ def test_what_was_read_back_beside_training_is_not_read_again_at_a_relaunch(lab:
     training = Training(
         lab,
         name="read-back",
-        step_seconds=0.3,
+        step_seconds=0.8,  # the next one is not saved before the relaunch
         steps=30,
         run_args=("--read-back=newest",),
         script_args=LARGE,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -22,10 +23,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Keeper in this very process: what it installs is taken back."""
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("SOCKET", "RUN_DIR", "RESUME_FROM", "ATTEMPT", "LAUNCH"):
-        monkeypatch.delenv(f"STEPKEEPER_{name}", raising=False)
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE") or name.startswith(("SLURM_", "STEPKEEPER_")):
+            monkeypatch.delenv(name)
     hook = sys.excepthook
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     random.seed(0)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,6 +139,7 @@ class Unreliable:
 
     def __init__(self, inner: DirectoryTier, *, spoil: int = 0, refuse: int = 0) -> None:
         self.inner, self.spoil, self.refuse = inner, spoil, refuse
+        self.one = threading.Lock()  # of several ranks' threads, and the test's own
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
@@ -154,8 +156,10 @@ class _Unreliable:
         return getattr(self._inner, name)
 
     def write(self, name: str, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:
-        if self._tier.refuse:
-            self._tier.refuse -= 1
+        with self._tier.one:
+            refused = self._tier.refuse > 0
+            self._tier.refuse -= refused
+        if refused:
             raise TierError("503 Slow Down")
         self._inner.write(name, entry, first, chunks)
         if self._tier.spoil:
@@ -183,7 +187,8 @@ def test_a_tier_that_never_takes_anything_is_told_and_the_next_step_is_tried(
     for each in copies:
         each.offer(commit(shared, 100))
     until(lambda: re.search("cold_copy_given_up .*rank=0", caplog.text) is not None)
-    bad.refuse = 0
+    with bad.one:
+        bad.refuse = 0
     assert send(copies, commit(shared, 200))
     assert [held.manifest.step for held in cold.steps()] == [200]
 
@@ -314,7 +319,7 @@ def test_killed_before_or_after_any_object_there_is_a_whole_step_or_none_and_the
     for left in range(20):
         path = f"killed-{left}"
         argv = [sys.executable, "-c", KILLED, str(shared.checkpoints), s3, str(left), path]
-        ended.append(subprocess.run(argv, timeout=60, check=False, cwd=Path(__file__).parents[2]).returncode)
+        ended.append(subprocess.run(argv, timeout=150, check=False, cwd=Path(__file__).parents[2]).returncode)
         cold = store(s3, path)
         for held in cold.steps():
             assert same(cold, held, 100), left

@@ -40,6 +40,8 @@ from stepkeeper_trainer.tree import from_blob, join, split, to_blob
 from stepkeeper_trainer.writer import HashingFile
 from tests.trainer.ranks import losses, watcher_socket
 
+HUNG_S = 60.0  # what hangs; nobody waits so long
+
 # --- state as tensors and JSON ---------------------------------------------------------------------
 
 values = st.recursive(
@@ -210,16 +212,16 @@ def environment(epoch: tuple[int, int] | None = None, attempt: int = 0, launch: 
     )
 
 
-def _gather(directory: Path, *, given_up: str | None = None, limit_s: float = 0.2) -> list[RankReport]:
+def _gather(directory: Path, *, given_up: str | None = None, limit_s: float = HUNG_S) -> list[RankReport]:
     return gather(directory, save_id="s", world_size=2, limit_at=time.time() + limit_s, given_up=lambda _: given_up)
 
 
 def test_a_commit_waits_for_all_reports_and_no_longer_than_its_limit(tmp_path: Path) -> None:
     publish(tmp_path, RankReport(rank=0, save_id="s"))
     with pytest.raises(SaveError, match=r"rank 1 .*in time"):
-        _gather(tmp_path)
+        _gather(tmp_path, limit_s=0.2)
     with pytest.raises(SaveError, match="elsewhere"):
-        _gather(tmp_path, given_up="failed elsewhere", limit_s=20)
+        _gather(tmp_path, given_up="failed elsewhere")
 
     publish(tmp_path, RankReport(rank=1, save_id="s"))
 
@@ -472,11 +474,12 @@ def test_a_missing_or_full_socket_never_blocks() -> None:
     assert link.dead
     with watcher_socket(f"full-{time.monotonic_ns()}") as sock:
         full = Link("@" + sock.getsockname()[1:].decode(), "0.0")
-        sent = [full.send(messages.Progress(rank=0, step=step, tokens=0)) for step in range(2000)]
-        assert sent[0]
-        assert not sent[-1]
+        sent = 0  # how much a socket takes is a matter of the machine's settings
+        while full.send(messages.Progress(rank=0, step=sent, tokens=0)):
+            sent += 1
+        assert sent
         assert not full.dead
-    assert time.monotonic() - started_at < 20.0  # one that blocked would wait for ever
+    assert time.monotonic() - started_at < HUNG_S  # one that blocked would wait for ever
 
 
 def test_a_word_that_must_arrive_waits_for_the_watcher() -> None:
@@ -592,9 +595,6 @@ def test_metrics_close_a_torn_line_and_read_back_exactly(tmp_path: Path) -> None
     assert float(lines[1].split(",")[1]) == 0.1 + 0.2
     assert float(lines[3].split(",")[1]) == 1 / 3
     assert lines[3].endswith(",1,2")
-
-
-HUNG_S = 20.0
 
 
 def test_metrics_on_a_hung_disk_block_nobody_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

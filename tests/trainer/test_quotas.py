@@ -15,6 +15,7 @@ import pytest
 from stepkeeper_trainer import quotas
 from stepkeeper_trainer.quotas import Account, Room
 from stepkeeper_trainer.space import Needs, lacking, room
+from tests.trainer.crash.disks import unmount
 
 MIB = 1024 * 1024
 PROJECT = 7
@@ -104,7 +105,7 @@ def ext4(tmp_path: Path) -> Iterator[Path]:
     if done.returncode:
         pytest.skip(f"no ext4 with quotas can be mounted here: {done.stderr.strip()}")
     yield at
-    subprocess.run(["umount", str(at)], check=True, timeout=60)
+    unmount(at)
 
 
 def limit(directory: Path, account: Account, *, mib: int) -> None:
@@ -130,7 +131,7 @@ def test_a_real_quota_of_a_user_is_seen(ext4: Path) -> None:
 def test_a_real_quota_of_a_project_is_seen(ext4: Path) -> None:
     own = ext4 / "checkpoints"
     own.mkdir()
-    subprocess.run(["chattr", "-p", str(PROJECT), "+P", str(own)], check=True, timeout=20)
+    subprocess.run(["chattr", "-p", str(PROJECT), "+P", str(own)], check=True, timeout=60)
     limit(ext4, Account(2, PROJECT), mib=8)
     (own / "step").write_bytes(bytes(4 * MIB))
     os.sync()

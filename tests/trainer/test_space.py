@@ -16,6 +16,7 @@ from stepkeeper_trainer import quotas, space
 from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.steps import newest_verified
 from stepkeeper_trainer.space import MARGIN_BYTES, Needs, estimate, lacking, storage_test
+from tests.trainer.crash.disks import unmount
 from tests.trainer.test_formats import make_step
 
 MIB = 1024 * 1024
@@ -41,7 +42,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
     yield mount
     if os.path.ismount(at):
-        subprocess.run(["umount", str(at)], check=True, timeout=90)
+        unmount(at)
 
 
 def test_the_next_save_is_estimated_from_the_last(tmp_path: Path) -> None:

@@ -34,7 +34,13 @@ class Disk(ABC):
         self.at, self.backing = at, backing
         at.mkdir(parents=True, exist_ok=True)
         backing.mkdir(parents=True, exist_ok=True)
-        self.make()
+        try:
+            self.make()
+        except Exception:
+            for place in (at, backing):  # of two mounts the first may be there
+                if os.path.ismount(place):
+                    unmount(place)
+            raise
 
     @abstractmethod
     def make(self) -> None:
@@ -54,9 +60,9 @@ class Disk(ABC):
 
     def remove(self) -> None:
         """Unmount it."""
-        _unmount(self.at)
+        unmount(self.at)
         if os.path.ismount(self.backing):
-            _unmount(self.backing)
+            unmount(self.backing)
 
 
 class Full(Disk):
@@ -153,7 +159,7 @@ class Gone(Disk):
 
     def again(self) -> None:
         """Mount a copy: a lab's nodes keep what was mounted when they began, so the file system that is gone."""
-        _unmount(self.at)
+        unmount(self.at)
         image, copy = self.backing / "image", self.backing / "copy"
         _must("cp", "--sparse=always", str(image), str(copy))
         copy.replace(image)
@@ -199,6 +205,8 @@ def _tmpfs(at: Path, options: str) -> None:
 
 
 def _loop(image: Path, at: Path, make: str, *options: str, size: int) -> None:
+    if shutil.which(make) is None:
+        raise NotHereError(f"{make} is not on the PATH")
     with image.open("wb") as file:
         file.truncate(size)
     made = _run(make, "-q", *options, str(image))
@@ -213,7 +221,8 @@ def _mount(*arguments: str) -> None:
         raise NotHereError(f"nothing can be mounted here: {done.stderr.strip()}")
 
 
-def _unmount(at: Path) -> None:
+def unmount(at: Path) -> None:
+    """Unmount a file system, as soon as nobody has a file of it open any more."""
     limit_at = time.monotonic() + 60
     while (done := _run("umount", str(at))).returncode:
         assert time.monotonic() < limit_at, done.stderr

@@ -45,6 +45,10 @@ def test_two_requeues_at_one_moment_are_one_and_the_job_may_be_changed_while_it_
     """Ours and an admin's; then it is held, moved to other nodes and another partition, limited, and released."""
     training = Training(lab, name="changed", step_seconds=0.25).submit()
     job = str(training.job_id)
+    training.wait_step(3)
+    first = set(training.launches()[0])
+    others = [node for node in lab.node_names if node not in first]
+    lab.preempt(training.job_id, others)  # nowhere may it begin again before it is held
     acts.requeueing(training)
     for _ in range(3):
         with contextlib.suppress(LabError):  # one of the two requeues comes first, and the other is refused
@@ -52,8 +56,6 @@ def test_two_requeues_at_one_moment_are_one_and_the_job_may_be_changed_while_it_
     waiting = lab.wait_job(training.job_id, lambda found: found.state == "PENDING" and not found.nodes)
     lab.run("scontrol", "hold", job)
     release_urgent_jobs(lab)
-    first = set(training.launches()[0])
-    others = [node for node in lab.node_names if node not in first]
     lab.run("scontrol", "update", f"JobId={job}", "Partition=urgent", f"ReqNodeList={','.join(others)}", "TimeLimit=30")
     lab.run("scontrol", "release", job)
     training.wait_end()
@@ -70,7 +72,7 @@ def test_two_requeues_at_one_moment_are_one_and_the_job_may_be_changed_while_it_
 def test_a_time_limit_that_is_changed_while_training_goes_on_counts_at_once(lab: Lab, reference: Training) -> None:
     """Shortened to what has nearly passed: Slurm tells nobody, and the supervisor's own clock goes by the limit asked
     for last; then the limit is there, with a signal, and the run goes on in its next attempt."""
-    training = Training(lab, name="shortened", step_seconds=1.0, sbatch_args=("--time=30",)).submit()
+    training = Training(lab, name="shortened", step_seconds=1.3, sbatch_args=("--time=30",)).submit()
     training.wait_step(3)
 
     lab.run("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=1")

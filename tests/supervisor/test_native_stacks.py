@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.watcher import kernel, spying
 from stepkeeper.watcher import messages as lines
+from stepkeeper.watcher import stacks as taking
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.frames import Below, Frame, below, describe, of_py_spy
 from stepkeeper.watcher.stacks import NATIVE_WITHIN_S, StackTaker, in_words
@@ -30,10 +32,8 @@ from stepkeeper_trainer.formats import stacks
 faulthandler.register(stacks.SIGNAL, file=open(sys.argv[1], "a"), all_threads=True, chain=False)
 libc = ctypes.CDLL(None)
 
-def pauses():
-    print("ready", flush=True)
-    while True:  # a signal ends each
-        libc.pause()
+def pauses():  # in one line, for ever: its stack is the same whenever it is taken; a signal ends each pause
+    print("ready", flush=True); all(iter(libc.pause, 0))
 
 def reads():
     print("ready", flush=True)
@@ -48,8 +48,7 @@ def is_stuck_in_the_kernel():
     sys.stdout.write("ready\\n")
     sys.stdout.flush()
     if libc.vfork() == 0:  # the caller is suspended until the child ends or becomes another program, and it does not
-        while True:
-            time.sleep(1)
+        time.sleep(600)
 
 globals()[sys.argv[2]]()
 """
@@ -65,6 +64,12 @@ ASSIGNMENT = {
     "kill_wait_s": 30.0, "nonce": "x",
 }  # fmt: skip
 needs_py_spy = pytest.mark.skipif(spying.find() is None, reason="py-spy is not installed: pip install py-spy")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A py-spy on a busy machine takes its time."""
+    monkeypatch.setattr(taking, "DUMP_WITHIN_S", WITHIN_S)
 
 
 @pytest.fixture
@@ -123,6 +128,9 @@ def taken(tmp_path: Path, pid: int, spy: str | None, native_within_s: float = NA
     words = taker.words()
     while not of_kind(words, lines.StacksTaken):
         words += taker.words()
+    for thread in threading.enumerate():
+        if thread.name == "stacks":  # it may be about to tell of its last word, on that descriptor
+            thread.join(WITHIN_S)
     os.close(taker.fileno())
     assert words[-1] == lines.StacksTaken(node="n1", number=7)
     return words
@@ -212,7 +220,8 @@ def test_without_py_spy_the_kernel_names_the_file_that_a_rank_waits_for(rank, fi
 
 def test_a_worker_of_the_data_loader_that_waits_for_a_file_is_told(rank, fifo: Path, tmp_path: Path) -> None:
     pid = rank("waits_for_its_loader", fifo)
-    until(lambda: kernel.worker_that_waits(pid), "the worker does not read")
+    until(lambda: fifo.name in kernel.worker_that_waits(pid), "the worker does not read")
+    until(lambda: kernel.call_of(pid).name in ("wait4", "waitid"), "its parent does not wait")
 
     words = taken(tmp_path, pid, None)
 

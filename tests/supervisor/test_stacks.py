@@ -19,6 +19,7 @@ from stepkeeper.core import events as on
 from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.watcher import messages as lines
+from stepkeeper.watcher import stacks as taking
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.frames import Frame, describe, of_faulthandler, of_py_spy
 from stepkeeper.watcher.stacks import StackTaker
@@ -42,10 +43,17 @@ def busy():
 
 globals()[sys.argv[2]]()
 """
+WITHIN_S = 60.0
 ASSIGNMENT = {
     "run_id": "r", "job_id": 1, "slurm_name": "1", "restart_count": 0, "attempt": 0, "nodes": ("n1",),
     "kill_wait_s": 30.0, "nonce": "x",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on a busy machine takes its time to write its stack."""
+    monkeypatch.setattr(taking, "DUMP_WITHIN_S", WITHIN_S)
 
 
 @pytest.fixture
@@ -69,8 +77,9 @@ def rank(tmp_path: Path):
         process.stdout.close()
 
 
-def taken(tmp_path: Path, pids: dict[int, int]) -> dict[int, lines.Stood]:
-    taker = StackTaker(Assignment(run_directory=str(tmp_path), **ASSIGNMENT), "n1", find_spy=lambda: None, apart_s=1.0)
+def taken(tmp_path: Path, pids: dict[int, int], *, apart_s: float = 1.0) -> dict[int, lines.Stood]:
+    assignment = Assignment(run_directory=str(tmp_path), **ASSIGNMENT)
+    taker = StackTaker(assignment, "n1", find_spy=lambda: None, apart_s=apart_s)
     taker.take(lines.Stacks(launch=3, number=7), pids)
     os.set_blocking(taker.fileno(), True)
     words = taker.words()
@@ -78,12 +87,15 @@ def taken(tmp_path: Path, pids: dict[int, int]) -> dict[int, lines.Stood]:
         words += taker.words()
     *words, last = words
     assert last == lines.StacksTaken(node="n1", number=7)
+    for thread in threading.enumerate():
+        if thread.name == "stacks":  # it may be about to tell of its last word, on that descriptor
+            thread.join(WITHIN_S)
     os.close(taker.fileno())
     return {each.rank: each for each in words if isinstance(each, lines.Stood)}
 
 
 def stop_after_a_stack(pid: int, file: Path) -> None:
-    limit = time.monotonic() + 30.0
+    limit = time.monotonic() + WITHIN_S
     while time.monotonic() < limit and not (file.exists() and "in stuck" in file.read_text()):
         time.sleep(0.01)
     os.kill(pid, signal.SIGSTOP)
@@ -95,9 +107,9 @@ def test_a_rank_that_is_stuck_one_that_works_and_one_that_was_stopped(rank, tmp_
     stops = threading.Thread(target=stop_after_a_stack, args=(pids[3], stacks.file(tmp_path, 0, 3, 3)))
     stops.start()
 
-    stood = taken(tmp_path, pids)
+    stood = taken(tmp_path, pids, apart_s=3.0)  # in which one is stopped
 
-    stops.join(30.0)
+    stops.join(WITHIN_S)
     assert not stood[3].moved, "only its second stack is missing"
 
     assert stood[0].where.startswith("is in stuck (")
@@ -216,12 +228,12 @@ def test_where_all_do_the_same_nobody_is_suspected() -> None:
 def test_a_watcher_that_does_not_answer_is_waited_for_only_so_long() -> None:
     inbox = Inbox(Clock())
     standing = Standing(inbox)
-    number = standing.begin(do.CollectStacks(launch=4, nodes=("a", "b"), within_s=0.3))
+    number = standing.begin(do.CollectStacks(launch=4, nodes=("a", "b"), within_s=2.0))
     standing.heard(msgspec.structs.replace(stood(0, "sleeps"), number=number))
     standing.heard(lines.StacksTaken(node="a", number=number))
     standing.heard(lines.StacksTaken(node="b", number=number + 1))
 
-    event = inbox.get(10.0)
+    event = inbox.get(WITHIN_S)
 
     assert isinstance(event, on.StacksCollected)
     assert (event.launch, event.moved) == (4, False)
@@ -236,7 +248,7 @@ def test_all_watchers_answers_end_the_collection_at_once() -> None:
 
     began = time.monotonic()
 
-    assert inbox.get(10.0) is not None
-    assert time.monotonic() - began < 10.0
+    assert inbox.get(WITHIN_S) is not None
+    assert time.monotonic() - began < WITHIN_S
     standing.heard(lines.StacksTaken(node="a", number=number))
     assert inbox.get(0.1) is None, "it came twice"

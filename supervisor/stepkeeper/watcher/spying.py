@@ -62,6 +62,8 @@ def dump(program: str, pid: int, *, native: bool, within_s: float) -> Spied:
             check=False,
         )
     except subprocess.TimeoutExpired:
+        if not stands:
+            _go_on(pid)  # takes back a stop, too, that the process of a busy node has not come to yet
         _wake(pid, before, WAKE_WITHIN_S)
         return Spied(problem=f"{NAME} did not end in time")
     except OSError as error:
@@ -77,14 +79,20 @@ def _wake(pid: int, before: str, within_s: float = 0.0) -> None:
     """Undo what a py-spy that was ended in its work may leave behind: the stop signal by which some hold a process."""
     until = time.monotonic() + within_s
     while before != "T":
-        if state_of(pid) == "T":
-            try:
-                os.kill(pid, signal.SIGCONT)
-            except OSError:
-                return  # it has gone meanwhile
+        if state_of(pid) == "T" and not _go_on(pid):
+            return
         if time.monotonic() >= until:
             return
         time.sleep(0.05)
+
+
+def _go_on(pid: int) -> bool:
+    """Let a process go on; return whether it is still there."""
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except OSError:  # it has gone meanwhile
+        return False
+    return True
 
 
 def of_each(

@@ -5,90 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from stepkeeper import standby, wrapper
-from stepkeeper.watcher.processes import kill_ranks, rank_processes
-
-WITHIN_S = 60.0
-NODE = "n1"
-# torch is not what is tried here: a spare imports whatever has that name
-TORCH = "class cuda:\n    is_initialized = staticmethod(lambda: {cuda})\n{more}\n"
-
-
-class Site:
-    """A keeper, the wrappers that come to it, and the run that both are of."""
-
-    def __init__(self, tmp_path: Path) -> None:
-        self.place = tmp_path
-        self.run_id = secrets.token_hex(6)
-        self.address = f"@stepkeeper-test-{self.run_id}/%N"
-        self.processes: list[subprocess.Popen[str]] = []
-        self.torch()
-
-    def torch(self, *, cuda: bool = False, more: str = "") -> None:
-        (self.place / "torch.py").write_text(TORCH.format(cuda=cuda, more=more))
-
-    def environment(self, **more: str) -> dict[str, str]:
-        return {
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(self.place),
-            "PYTHONUNBUFFERED": "1",
-            "SLURM_PROCID": "3",
-            "SLURM_LOCALID": "1",
-            "SLURM_NTASKS": "8",
-            "SLURMD_NODENAME": NODE,
-            "STEPKEEPER_TASKS_PER_NODE": "2",
-            "STEPKEEPER_ATTEMPT": "4",
-            "STEPKEEPER_LAUNCH": "5",
-            "STEPKEEPER_RUN_ID": self.run_id,
-            "STEPKEEPER_STANDBY": self.address,
-            **more,
-        }
-
-    def start(self, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            argv,
-            env=environment,
-            cwd=self.place,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.processes.append(process)
-        return process
-
-    def keeper(self, *modules: str, ready: bool = True, **more: str) -> subprocess.Popen[str]:
-        """Start one; with `ready`, its spare has imported all."""
-        argv = [sys.executable, standby.__file__, *modules, "--", sys.executable]
-        process = self.start(argv, self.environment(**more))
-        say(process, "prepare")
-        if ready:
-            assert heard(process)["standby"] == "ready"
-        return process
-
-    def wrapper(self, *words: str, **more: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-I", "-S", wrapper.__file__, "--", sys.executable, *words]
-        return self.start(argv, self.environment(**{"STEPKEEPER_STANDBY_WORDS": "1", "STEPKEEPER_LAUNCH": "6"} | more))
-
-    def script(self, text: str) -> str:
-        path = self.place / "elsewhere" / "script.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        return str(path)
-
-    def ranks(self) -> set[int]:
-        return set(rank_processes(self.run_id, NODE, attempt_max=9))
+from stepkeeper import standby
+from stepkeeper.watcher.processes import kill_ranks
+from tests.supervisor.keepers import NODE, WITHIN_S, Site, children_of, heard, say, until
 
 
 @pytest.fixture
@@ -100,22 +27,6 @@ def site(tmp_path):
     until(lambda: not kill_ranks(made.run_id, NODE, attempt_max=9), "the ranks' end")
     for process in made.processes:
         process.communicate(timeout=WITHIN_S)
-
-
-def until(condition, what):
-    limit = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < limit, f"waited for {what}"
-        time.sleep(0.02)
-
-
-def say(keeper, word):
-    keeper.stdin.write(word + "\n")
-    keeper.stdin.flush()
-
-
-def heard(keeper):
-    return json.loads(keeper.stdout.readline())
 
 
 TELL = """
@@ -261,13 +172,10 @@ def test_a_standby_that_died_before_is_none(site):
     falls_back(site, "none waits")
 
 
-def children_of(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.parametrize("who", ["keeper", pytest.param("spare", marks=pytest.mark.campaign)])
 def test_one_that_was_stopped_is_not_waited_for_and_never_runs_it_too(site, who):
     """The limit is short; and once it goes on, it must not become a second rank."""
+    site.patient = False
     keeper = site.keeper()
     (spare,) = children_of(keeper.pid)
     stopped = keeper.pid if who == "keeper" else spare

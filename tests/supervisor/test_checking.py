@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper.watcher import checking as looking
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.checking import Checking
 
 LONG_S = 600.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start slowly on a busy machine."""
+    monkeypatch.setattr(looking, "CHECKS_WITHIN_S", 90.0)
 
 
 @pytest.fixture

@@ -354,7 +354,7 @@ def test_the_supervisor_joins_what_stacks_and_collectives_say() -> None:
         assert heard.node
         standing.heard(heard)
 
-    event = inbox.get(10.0)
+    event = inbox.get(60.0)
 
     assert isinstance(event, on.StacksCollected)
     assert (event.rank, event.node) == (0, "a"), "the stacks alone tell nothing"

@@ -1,6 +1,7 @@
 """A large step directory is read by the supervisor and the watchers together, whatever becomes of the watchers."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -87,6 +88,13 @@ def crew(watchers: Watchers, notes: list[str]) -> Iterator[Crew]:
     crew.begin()  # ends what a failed test left under way
 
 
+def until(condition: Callable[[], object], what: str) -> None:
+    limit = time.monotonic() + ANSWER_S
+    while not condition():
+        assert time.monotonic() < limit, what
+        time.sleep(0.01)
+
+
 def choose(checkpoints: Path, crew: Crew) -> on.Event:
     inbox = Inbox(Clock())
     acts.choose(checkpoints, crew=crew, inbox=inbox)
@@ -123,7 +131,7 @@ def test_all_nodes_read_each_byte_once_and_the_result_is_remembered(tmp_path: Pa
     assert isinstance(second, on.CheckpointChosen)
     assert (second.directory, second.bytes_read, second.readers) == (str(step), 0, ())
     assert isinstance(watchers.told[-1], lines.ReadNoMore)
-    assert threading.active_count() <= threads
+    until(lambda: threading.active_count() <= threads, "threads are left")  # who answered may be about to end
 
 
 def test_a_small_step_is_read_by_the_supervisor_alone(tmp_path: Path, watchers: Watchers, crew: Crew):
@@ -186,18 +194,20 @@ def test_a_watcher_that_never_answers_costs_no_more_than_its_limit(
 def test_watchers_that_come_while_it_is_read_take_part(tmp_path: Path, watchers: Watchers, notes: list[str]):
     """The supervisor looks for the step before any watcher of the attempt answers."""
     make_big(tmp_path, chunks=40)
-    slowly = Limits(shared_mib_min=0.25, mib_per_s=8.0)
+    slowly = Limits(shared_mib_min=0.25, mib_per_s=2.0)  # alone it would take seconds
     crew = Crew(OWN, 3, slowly, lambda _node, text: notes.append(text))
     watchers.heard = crew.heard
-    timer = threading.Timer(0.3, lambda: crew.use(watchers))
-    timer.start()
+    inbox = Inbox(Clock())
+    before = set(threading.enumerate())
+    acts.choose(tmp_path, crew=crew, inbox=inbox)
+    until(lambda: "read-own-share" in {each.name for each in set(threading.enumerate()) - before}, "nobody reads")
 
-    chosen = choose(tmp_path, crew)
-    timer.join()
+    crew.use(watchers)
 
+    chosen = inbox.get(ANSWER_S)
     assert isinstance(chosen, on.CheckpointChosen)
     assert set(chosen.readers) == {OWN, "n1", "n2"}
-    assert {message.mib_per_s for message in asked(watchers)} == {8.0}, "the limit holds on every node"
+    assert {message.mib_per_s for message in asked(watchers)} == {2.0}, "the limit holds on every node"
 
 
 def test_a_node_with_a_bad_mount_does_not_condemn_a_good_step(

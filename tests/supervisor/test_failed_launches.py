@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -130,19 +132,24 @@ def test_logs_that_cannot_be_read_leave_the_rest_of_the_evidence(run: RunDirecto
     assert said.cause is Cause.SEGFAULT
 
 
-def test_of_a_thousand_nodes_those_that_failed_are_read_first(run: RunDirectory, inbox: Inbox) -> None:
-    """And what there is no time to read is left."""
+def test_of_a_thousand_nodes_those_that_failed_are_read_first(
+    run: RunDirectory, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what there is no time to read is left: by this clock, all but the first."""
+    seconds = itertools.count()
+    monkeypatch.setattr(judging, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     for node in range(300):
         (run.logs(1, 0) / f"n{node}.log").write_bytes(b"0: waiting for the others, as ever\n" * 4000)
     with (run.logs(1, 0) / "n299.log").open("a") as file:
         file.write("299: torch.OutOfMemoryError: CUDA out of memory.\n")
     heard = witness(exited(299, 5.0, code=1))
 
-    judging.judge(run, heard.launch(do.JudgeLaunch(launch=0)), within_s=0.1, inbox=inbox)
+    judging.judge(run, heard.launch(do.JudgeLaunch(launch=0)), within_s=1 / judging.READING_SHARE, inbox=inbox)
     said = inbox.get(WITHIN_S)
 
     assert isinstance(said, on.Judged)
     assert said.cause is Cause.GPU_MEMORY
+    assert next(seconds) == 3, "the start, and a look before each of two files"
 
 
 def test_a_fault_just_before_the_launch_belongs_to_it_and_old_events_do_not() -> None:

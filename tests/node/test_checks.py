@@ -16,7 +16,7 @@ from tests import fake_nvml
 from tests.fake_nvml import FakeNvml
 from tests.lab import requirements
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 HANGS_S = 3600.0
 
 
@@ -106,9 +106,14 @@ def test_a_gpu_that_cannot_be_listed_makes_the_node_unfit(nvml: FakeNvml) -> Non
 
 def test_nvml_that_hangs_makes_the_node_unfit_in_time(nvml: FakeNvml) -> None:
     nvml.delay("nvmlDeviceGetUUID", HANGS_S)
-    report = run_checks(Wanted(gpus=4), 1.0)
+    for within_s in (1.0, 10.0, 60.0):
+        report = run_checks(Wanted(gpus=4), within_s)
+        if "nvmlDeviceGetUUID" in str(report.problems):
+            break  # else a busy machine has not even come to that call
     assert report.nvml == "stuck"
-    assert report.problems == ("GPUs: NVML is stuck: no answer within 1 s: nvmlDeviceGetUUID of 0000:10:00.0",)
+    assert report.problems == (
+        f"GPUs: NVML is stuck: no answer within {within_s:g} s: nvmlDeviceGetUUID of 0000:10:00.0",
+    )
     assert report.took_s < HANGS_S / 10
 
 
@@ -154,7 +159,7 @@ def test_a_full_file_system_is_a_problem(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=90,
     )
     assert "No space left on device (ENOSPC)" in result.stdout
     assert result.returncode == 2
@@ -202,21 +207,24 @@ def beside_a_hung_mount(where: Path, command: Sequence[str], **environment: str)
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=200,
     )
 
 
 def test_a_mount_that_hangs_makes_the_node_unfit_and_hangs_nobody(tmp_path: Path) -> None:
     hung = tmp_path / "hung"
-    result = beside_a_hung_mount(
-        hung,
-        [
-            *(sys.executable, "-m", "stepkeeper", "node", "check", "--no-gpus", "--timeout-s", "5"),
-            *("--path", str(hung), "--path", str(tmp_path), "--json"),
-        ],
-    )
-    report = json.loads(result.stdout)
-    assert report["problems"] == [f"{hung}: no answer within 5 s: the mount hangs"]
+    for within_s in ("5", "20", "60"):
+        result = beside_a_hung_mount(
+            hung,
+            [
+                *(sys.executable, "-m", "stepkeeper", "node", "check", "--no-gpus", "--timeout-s", within_s),
+                *("--path", str(hung), "--path", str(tmp_path), "--json"),
+            ],
+        )
+        report = json.loads(result.stdout)
+        if len(report["problems"]) == 1:
+            break  # else a busy machine has not tried the other one in time
+    assert report["problems"] == [f"{hung}: no answer within {within_s} s: the mount hangs"]
     assert f"write_s:{tmp_path}" in report["figures"]
     assert result.returncode == 2
 
@@ -248,7 +256,7 @@ def test_an_nvml_process_that_cannot_even_be_killed_hangs_nobody(tmp_path: Path)
 # --- the command ----------------------------------------------------------------------------------
 
 
-def node_check(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def node_check(*arguments: str, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "stepkeeper", "node", "check", *arguments],
         capture_output=True,
@@ -338,7 +346,7 @@ def test_the_command_gives_up_when_its_own_checks_do_not_end() -> None:
         "from stepkeeper.cli import main\n"
         "main(['node', 'check', '--timeout-s', '0.1'])\n"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=90)
     assert result.returncode == 3
     assert result.stdout.startswith("STEPKEEPER UNKNOWN: ")
 
@@ -350,7 +358,7 @@ def test_a_mistake_of_our_own_is_unknown_with_a_traceback() -> None:
         "from stepkeeper.cli import main\n"
         "raise SystemExit(main(['node', 'check']))\n"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=90)
     assert result.returncode == 3
     assert result.stdout.startswith("STEPKEEPER UNKNOWN: the check itself failed: ZeroDivisionError")
     assert "Traceback" in result.stderr

@@ -20,6 +20,7 @@ from tests.fake_kmsg import FakeKmsg
 from tests.fake_nvml import wait_until
 from tests.node.sensors.collect import Collected
 
+WITHIN_S = 90.0
 BOOT = "11111111-2222-3333-4444-555555555555"
 LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 
@@ -45,12 +46,12 @@ def follow() -> Iterator[Follow]:
         log = KernelLog(collected, path=path, **options)  # type: ignore[arg-type]
         logs.append(log)
         log.start()
-        assert log.caught_up.wait(20)
+        assert log.caught_up.wait(WITHIN_S)
         return collected
 
     yield start
     for log in logs:
-        log.stop()
+        log.stop(WITHIN_S)
         assert not log._thread.is_alive()
 
 
@@ -206,7 +207,7 @@ def test_a_flood_is_handed_over_whole_and_the_reader_can_be_stopped_in_it(pipe: 
     writer.start()
     try:
         wait_until(lambda: len(seen.of(KernelRecord)) > 6000, "the flood")
-        log.stop()
+        log.stop(WITHIN_S)
         assert not log._thread.is_alive()
     finally:
         flooding.set()
@@ -245,7 +246,7 @@ def test_an_injected_record_is_read_from_the_device_only_where_that_is_allowed(d
     inject(f"NVRM: Xid (PCI:0000:3b:00): 79, {mark}")
     found = lenient.wait_for(KernelRecord, lambda record: mark in record.text)
     assert found.text.startswith("NVRM: Xid (PCI:0000:3b:00): 79")
-    assert abs(found.at - time.time()) < 60
+    assert abs(found.at - time.time()) < 3600  # the kernel's clock and ours drift apart, by seconds a day
     assert not [record for record in strict.of(KernelRecord) if mark in record.text]
 
 
@@ -276,13 +277,22 @@ def test_a_program_named_like_a_fault_crashes_and_is_not_taken_for_one(
     source = tmp_path / "crash.c"
     source.write_text("int main(void) { *(volatile int *)0 = 1; }\n")
     subprocess.run(["cc", "-o", str(program), str(source)], check=True)
-    try:
-        program.chmod(0o755)
+
+    def records() -> list[KernelRecord]:
+        return [record for record in collected.of(KernelRecord) if forged in record.text]
+
+    def is_logged() -> bool:
         crash = subprocess.run([str(program)], user="nobody", cwd="/", check=False)
         assert crash.returncode < 0
-        record = collected.wait_for(KernelRecord, lambda record: forged in record.text)
+        time.sleep(0.2)
+        return bool(records())
+
+    try:
+        program.chmod(0o755)
+        wait_until(is_logged, "one crash is logged: of those of all programs the kernel tells only some a second")
     finally:
         program.unlink()
+    record = records()[0]
     assert record.text.startswith("NVRM: Xid (PCI:[")  # the name of a process is cut to 15 bytes: too short for a fault
     from stepkeeper.node.xid.parse import parse as parse_fault  # noqa: PLC0415
 

@@ -13,6 +13,7 @@ import pytest
 from stepkeeper.node.sensors.nvml import NvmlProcess, Patience, once
 from stepkeeper.node.sensors.nvml_child import addresses_of_silent
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, NvmlState, NvmlStatus, NvmlXid
+from stepkeeper.watcher.kernel import state_of
 from tests import fake_nvml
 from tests.fake_nvml import FakeNvml, wait_until
 from tests.node.sensors.collect import Collected
@@ -58,6 +59,11 @@ class Watch:
 Start = Callable[..., Watch]
 
 
+def is_there(pid: int) -> bool:
+    """Tell whether a process runs; one that nobody has waited for yet does not."""
+    return state_of(pid) not in ("", "Z")
+
+
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Return a function that starts a watch; it is stopped at the end, and must leave no process."""
@@ -70,9 +76,9 @@ def start() -> Iterator[Start]:
     yield begin
     for watch in watches:
         pid = watch.process.pid
-        watch.process.stop()
+        watch.process.stop(90.0)
         assert not watch.process._thread.is_alive()
-        assert pid is None or not Path(f"/proc/{pid}").exists()
+        assert pid is None or not is_there(pid)
 
 
 # --- what there is --------------------------------------------------------------------------------
@@ -316,7 +322,11 @@ def test_a_link_that_goes_down_or_comes_back_is_evidence(nvml: FakeNvml, start: 
     nvml.set(1, links=18)
     watch = start()
     nvml.wait_for_call("nvmlDeviceGetNvLinkState", times=3 * 18)
+    nvml.delay("nvmlDeviceGetTemperature", 3600, gpu=1)  # ahead of the links: both go down between two looks
+    held = "nvmlDeviceGetTemperature of 0000:11:00.0"
+    watch.seen.wait_for(NvmlStatus, lambda status: status.state is NvmlState.STUCK and status.call == held)
     nvml.set(1, links_down=0b101)
+    nvml.delay("nvmlDeviceGetTemperature", 0, gpu=1)
     down = watch.seen.wait_for(Evidence)
     assert (down.what, down.where, down.text) == ("nvlink", "0000:11:00.0", "link 0, 2 went down")
     assert down.values == {"links": 18, "up": 16}
@@ -375,14 +385,14 @@ def test_processes_that_hang_one_after_the_other_are_one_silence(nvml: FakeNvml,
     """A hang that a kill does end is as long as all of them: else it would never last long enough to be believed."""
     nvml.delay("nvmlDeviceGetTemperature", 3600)
     watch = start(patience=Patience(stuck_after_s=0.1, stuck_again_s=0.1, abandon_after_s=0.3, restart_after_s=0.05))
-    watch.seen.wait_for(NvmlStatus, lambda status: status.stuck_s > 1.0)
+    watch.seen.wait_for(NvmlStatus, lambda status: status.stuck_s > 3.0)
     nvml.delay("nvmlDeviceGetTemperature", 0)
     looks = len(watch.seen.of(GpuHealth))
     wait_until(lambda: len(watch.seen.of(GpuHealth)) > looks + 4, "every GPU was asked")
-    nvml.delay("nvmlDeviceGetTemperature", 3600)
     told = watch.count(NvmlState.STUCK)
+    nvml.delay("nvmlDeviceGetTemperature", 3600)
     wait_until(lambda: watch.count(NvmlState.STUCK) > told, "it is stuck again")
-    assert [each for each in watch.seen.of(NvmlStatus) if each.state is NvmlState.STUCK][told].stuck_s < 1.0
+    assert [each for each in watch.seen.of(NvmlStatus) if each.state is NvmlState.STUCK][told].stuck_s < 3.0
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
@@ -393,7 +403,8 @@ def test_a_thread_that_waits_for_no_events_is_not_stuck(nvml: FakeNvml, start: S
     watch = start()
     nvml.wait_for_call("nvmlEventSetCreate")
     nvml.wait_for_call("nvmlDeviceGetCount_v2", times=10)  # ten rounds of looks: a second and more
-    assert {status.state for status in watch.seen.of(NvmlStatus)} == {NvmlState.READY}
+    # a busy machine may stop it for a moment, after which it answers again; that thread never would
+    wait_until(lambda: watch.seen.of(NvmlStatus)[-1].state is NvmlState.READY, "nothing is stuck")
 
 
 def test_a_stopped_process_counts_as_stuck(nvml: FakeNvml, start: Start) -> None:
@@ -434,7 +445,7 @@ def test_the_child_ends_when_its_parent_is_killed(nvml: FakeNvml) -> None:
         child = int(parent.stdout.readline())
         nvml.wait_for_call("nvmlDeviceGetTemperature")
         parent.kill()
-    wait_until(lambda: not Path(f"/proc/{child}").exists(), "the child is gone")
+    wait_until(lambda: not is_there(child), "the child is gone")
 
 
 def test_stop_returns_at_once_in_every_state(nvml: FakeNvml, start: Start) -> None:
@@ -460,14 +471,14 @@ def test_the_users_own_modules_are_not_imported(
 
 def test_one_look_tells_all_gpus(nvml: FakeNvml) -> None:
     nvml.field(2, 230, 1)
-    result = once(within_s=20)
+    result = once(within_s=90)
     assert result.status.state is NvmlState.READY
     assert [health.recovery_action for health in result.health] == [0, 0, 1, 0]
 
 
 def test_one_look_without_a_library_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    assert once(within_s=20).status.state is NvmlState.ABSENT
+    assert once(within_s=90).status.state is NvmlState.ABSENT
 
 
 def test_one_look_that_hangs_is_stuck_and_names_the_call(nvml: FakeNvml) -> None:

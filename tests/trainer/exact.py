@@ -30,6 +30,7 @@ EVERY = 3
 MICRO_BATCHES = 3  # of each rank, in a step
 SAMPLES = 4  # of a micro-batch
 WIDTH = 24
+LATE_S = 25.0  # the other rank waits for 30 s
 How = Literal["kill", "term", "in flight"]
 
 
@@ -41,6 +42,7 @@ class Fall:
     step: int  # that is not done yet
     micro_batch: int
     ranks: tuple[int, ...]  # whom it befalls
+    committed: int = 0  # a step that is waited for before
 
     def arguments(self) -> dict[str, Any]:
         return {"fall": asdict(self)}
@@ -59,7 +61,7 @@ def train(
     if hit is not None and hit.pop("rank") == rank:
         _arm(**hit)
     mine = Fall(**fall) if fall is not None and rank in fall["ranks"] else None
-    _slow_disk()
+    writing = _slow_disk(mine)
     torch.use_deterministic_algorithms(mode=True)
     torch.manual_seed(0)  # weights are the same on all ranks
     model = nn.Sequential(
@@ -94,7 +96,7 @@ def train(
             losses = []
             for number in range(MICRO_BATCHES):
                 if mine is not None and mine.step == keeper.step + 1 and mine.micro_batch == number:
-                    _befall(mine, keeper, directory)
+                    _befall(mine, keeper, directory, writing)
                 assert isinstance(model, FSDPModule)
                 model.set_requires_gradient_sync(number == MICRO_BATCHES - 1)
                 samples = sampler.micro_batch(rank * MICRO_BATCHES + number, SAMPLES)
@@ -117,13 +119,16 @@ def train(
         return 1  # at once, as a launcher would end it: a save that it could still finish is given up
 
 
-def _befall(fall: Fall, keeper: Keeper, directory: Path) -> None:
+def _befall(fall: Fall, keeper: Keeper, directory: Path, writing: threading.Event) -> None:
+    limit_at = time.monotonic() + LATE_S
+    while fall.committed and not (directory / f"checkpoints/step_{fall.committed:08d}").exists():
+        assert time.monotonic() < limit_at, "the save has no end"
+        time.sleep(0.001)
     if fall.how == "term":
         os.kill(os.getpid(), signal.SIGTERM)
         return
     if fall.how == "in flight":
-        limit_at = time.monotonic() + 90
-        while not list((directory / "checkpoints").glob(".tmp-step_*/__*")):
+        while not writing.is_set():
             if time.monotonic() > limit_at or keeper._saver is None or not keeper._saver.busy:
                 break
             time.sleep(0.0005)
@@ -150,13 +155,22 @@ def _arm(place: str, number: int, *, how: str) -> None:
     setattr(holder, name, counted)
 
 
-def _slow_disk() -> None:
-    """Saves last for longer than a step or two."""
-    sync = os.fsync
+def _slow_disk(fall: Fall | None) -> threading.Event:
+    """Have saves last for longer than a step or two, and the one that is to be in flight until this rank is killed.
+
+    Returns what is set when that one is being written.
+    """
+    sync, writing = os.fsync, threading.Event()
+    held = f"/.tmp-step_{fall.step - 1:08d}." if fall is not None and fall.how == "in flight" else None
 
     def slow(descriptor: int) -> None:
-        if re.search(r"\.distcp$", os.readlink(f"/proc/self/fd/{descriptor}")):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if re.search(r"\.distcp$", path):
             time.sleep(0.06)
+            if held is not None and held in path:
+                writing.set()
+                time.sleep(2 * LATE_S)
         sync(descriptor)
 
     os.fsync = slow
+    return writing

@@ -24,7 +24,7 @@ from stepkeeper_trainer.storage import Backoff
 from stepkeeper_trainer.tiers import TierError, placing
 from stepkeeper_trainer.tiers.config import Tiers
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -184,6 +184,12 @@ def comes_to_nothing(rank: int, directory: Path, *, disks: str) -> int:
     return 0
 
 
+def let_go(save: Save, gate: threading.Event) -> None:
+    """Open a gate once a save was given up."""
+    until(lambda: save.cancelled is not None, "it was not given up")
+    gate.set()
+
+
 def takes_over(rank: int, directory: Path, *, disks: str) -> int:
     """An urgent save takes the place of the one in flight, which one rank has reported and the other is writing."""
     mine = Rank(rank, directory, disks=disks)
@@ -198,7 +204,8 @@ def takes_over(rank: int, directory: Path, *, disks: str) -> int:
             assert mine.disk.reached.wait(LIMIT_S)
         dist.barrier()
         requests._stop_asked, requests._deadline_asked = True, time.time() + 2 * LIMIT_S
-        threading.Timer(0.3, lambda: mine.disk.gate.set() if mine.disk.gate is not None else None).start()
+        if mine.disk.gate is not None:
+            threading.Thread(target=let_go, args=(first, mine.disk.gate), daemon=True).start()
         while not requests.stop_agreed:
             mine.step()
         code = mine.keeper.finish(leave_process=False)

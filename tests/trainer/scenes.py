@@ -30,10 +30,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tests.trainer.forked import ROOT, Ended, Story, warm_up
+from tests.trainer.forked import LIMIT_S, ROOT, Ended, Story, warm_up
 from tests.trainer.forked import _play as play_story
 
-PLAYED_WITHIN_S = 90.0
+STARTED_WITHIN_S = 120.0  # beyond a play's own limit: the first one waits for the imports, too
 _SET_FLAGS, _UP = 0x8914, 0x1  # SIOCSIFFLAGS, IFF_UP
 
 
@@ -46,7 +46,7 @@ class Order:
     ranks: int = 1
     group_s: float = 30.0  # time limit of the ranks' default group
     stop_s: float = 1.0  # how long a rank that stops itself (SIGSTOP) stands still; for good, beyond `limit_s`
-    limit_s: float = 40.0  # after which whoever is left is killed
+    limit_s: float = 120.0  # after which whoever is left is killed
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -55,11 +55,15 @@ class Stage:
 
     def __init__(self, *, own_network: bool = False) -> None:
         """Start it; with a network of its own, a scene may take that down (`loopback`): this needs root."""
+        self._own_network = own_network
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[str]:
         path = os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])
         own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STEPKEEPER_", "RANK", "WORLD"))}
-        self._process = subprocess.Popen(
-            [*(["unshare", "--net"] if own_network else []), sys.executable, "-m", "tests.trainer.scenes"]
-            + (["own-network"] if own_network else []),
+        return subprocess.Popen(
+            [*(["unshare", "--net"] if self._own_network else []), sys.executable, "-m", "tests.trainer.scenes"]
+            + (["own-network"] if self._own_network else []),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -82,18 +86,24 @@ class Stage:
     def play(self, scene: str, directory: Path, **options: Any) -> Ended:
         """Play a scene; what is no field of `Order` is an argument of the scene."""
         own = {name: options.pop(name) for name in ("ranks", "group_s", "stop_s", "limit_s") if name in options}
-        return self._ask("order", asdict(Order(scene=scene, directory=str(directory), arguments=options, **own)))
+        order = Order(scene=scene, directory=str(directory), arguments=options, **own)
+        return self._ask("order", asdict(order), order.limit_s)
 
     def story(self, story: Story) -> Ended:
         """Play a story of `tests.trainer.forked`."""
-        return self._ask("story", asdict(story))
+        return self._ask("story", asdict(story), LIMIT_S)
 
-    def _ask(self, kind: str, what: dict[str, Any]) -> Ended:
+    def _ask(self, kind: str, what: dict[str, Any], limit_s: float) -> Ended:
+        if self._process.poll() is not None:  # a play without an end, which failed its own test, fails no other
+            self._process = self._started()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({kind: what}) + "\n")
         self._process.stdin.flush()
-        assert select.select([self._process.stdout], [], [], PLAYED_WITHIN_S)[0], "the scene has no end"
+        if not select.select([self._process.stdout], [], [], limit_s + STARTED_WITHIN_S)[0]:
+            self._process.kill()
+            self._process.wait()
+            raise AssertionError("the scene has no end")
         answer = self._process.stdout.readline()
         assert answer, "the stage has ended"
         return Ended(**json.loads(answer))

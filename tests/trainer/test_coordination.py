@@ -81,8 +81,8 @@ def test_a_rank_that_stands_still_for_too_long_costs_one_save(tmp_path: Path, ra
         hit=point,
         rank=rank,
         how="stop",
-        stop_s=7.0,
-        save_within_s=3.0,  # the other saves, on a busy machine, have to be made in that too
+        stop_s=10.0,
+        save_within_s=5.0,  # the other saves, on a busy machine, have to be made in that too
         steps=30,
         every=3,
     )

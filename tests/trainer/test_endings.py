@@ -13,7 +13,7 @@ from tests.trainer.scenes import Stage
 
 SCENE = "tests.trainer.ending_scenes:finishes"
 KILLED = -9
-LIMIT_S = 80.0  # of a scene: whoever is left then is killed too
+LIMIT_S = 200.0  # of a scene: whoever is left then is killed too
 
 
 @pytest.fixture(scope="module")

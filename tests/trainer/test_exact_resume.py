@@ -126,7 +126,7 @@ def test_the_losses_do_not_show_three_interruptions(
 ) -> None:
     """One of each kind: in the middle of accumulation, by a signal to one rank, with a save in flight."""
     run_dir = tmp_path / "run"
-    interrupt(stage, run_dir, Fall(how="kill", step=8, micro_batch=2, ranks=(1,)), STEPS)
+    interrupt(stage, run_dir, Fall(how="kill", step=8, micro_batch=2, ranks=(1,), committed=3), STEPS)
     assert step_of(run_dir) in (3, 6)
     interrupt(stage, run_dir, Fall(how="term", step=11, micro_batch=1, ranks=(1,)), STEPS)
     begun = step_of(run_dir) // EVERY * EVERY + EVERY

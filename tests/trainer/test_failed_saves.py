@@ -13,7 +13,7 @@ from stepkeeper_trainer.formats.verify import verify
 from tests.trainer.scenes import Stage
 
 SCENES = "tests.trainer.failing_scenes"
-LIMIT_S = 85.0
+LIMIT_S = 240.0
 
 
 @pytest.fixture(scope="module")

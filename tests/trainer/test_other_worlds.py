@@ -39,7 +39,7 @@ def test_a_rank_that_reads_for_longer_than_a_save_may_take_fails_no_resume(
 ) -> None:
     shutil.copytree(saved_by[2], tmp_path / "run")
 
-    ended = stage.play("tests.trainer.resume_scenes:slow_rank", tmp_path / "run", ranks=2, limit_s=80.0)
+    ended = stage.play("tests.trainer.resume_scenes:slow_rank", tmp_path / "run", ranks=2)
 
     assert ended.codes == [0, 0], ended.said
     assert ended.said.count("wrong: []") == 2
@@ -50,7 +50,7 @@ def test_the_ranks_of_a_node_share_the_memory_for_loading(
 ) -> None:
     shutil.copytree(saved_by[2], tmp_path / "run")
 
-    ended = stage.play("tests.trainer.resume_scenes:limited", tmp_path / "run", ranks=2, limit_s=80.0, gib=0.5)
+    ended = stage.play("tests.trainer.resume_scenes:limited", tmp_path / "run", ranks=2, gib=0.5)
 
     assert ended.codes == [0, 0], ended.said
     for rank in range(2):

@@ -22,8 +22,12 @@ Command = Callable[..., Said]
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """Run a command below an empty working directory, without a run in the environment."""
+    """Run a command below an empty working directory, without a run in the environment or noted in the home."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "no-home"))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    for name, value in (("COLUMNS", "80"), ("LINES", "24")):
+        monkeypatch.setenv(name, value)
     monkeypatch.delenv("STEPKEEPER_RUN_DIR", raising=False)
 
     def execute(*argv: object) -> Said:

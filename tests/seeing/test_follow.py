@@ -38,7 +38,8 @@ class Terminal:
         self.here, there = pty.openpty()
         fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
-        environment.pop("COLUMNS", None)
+        for name in ("COLUMNS", "LINES"):
+            environment.pop(name, None)
         argv = [sys.executable, "-m", "stepkeeper", "status", "--follow", str(directory)]
         self.process = subprocess.Popen(
             argv, stdin=there, stdout=there, stderr=there, env=environment, start_new_session=True,
@@ -103,7 +104,8 @@ def test_what_is_quick_to_know_stands_there_before_the_accounts_of_a_long_run(
 
     monkeypatch.setattr(follow.reading, "see", slowly)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "80"), ("LINES", "24")):
+        monkeypatch.setenv(name, value)
 
     assert follow.follow(run, sleep=lambda _: None) == 0
     assert "250, loss 2.125" in drawn[0]

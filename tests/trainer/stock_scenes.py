@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from stepkeeper_trainer import Keeper
 from stepkeeper_trainer.planner import Planner
@@ -86,12 +87,18 @@ def generators(rank: int, directory: Path, *, library: str) -> int:
 
 def interleaved(rank: int, directory: Path, *, library: str) -> int:
     """The ranks come to their collectives in another order: a save in its thread is late on one of them."""
+    planned = threading.Event()
     if library == "stock":
 
         class Late(dcp.DefaultSavePlanner):
             def set_up_planner(self, *arguments: Any, **options: Any) -> None:
                 time.sleep(1.0 if rank else 0.0)
                 super().set_up_planner(*arguments, **options)
+
+            def create_local_plan(self) -> Any:
+                plan = super().create_local_plan()
+                planned.set()
+                return plan
 
         saved = dcp.async_save({"w": torch.ones(4)}, checkpoint_id=directory, planner=Late())
     else:
@@ -106,6 +113,8 @@ def interleaved(rank: int, directory: Path, *, library: str) -> int:
         keeper.resume()
         keeper.step_done(loss=0.0)
         keeper.save()
+        planned.set()
+    assert rank or planned.wait(60)
     time.sleep(0.0 if rank else 0.5)
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)  # of training
@@ -121,8 +130,10 @@ def interleaved(rank: int, directory: Path, *, library: str) -> int:
 
 def late_once(rank: int, directory: Path) -> int:
     """A rank stands still for longer than the saves' group waits; then all is well again."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
     for number in range(4):
+        if number == 1:
+            _set_pg_timeout(timedelta(seconds=1), group)
         writer = Falling(directory / str(number))
         if (rank, number) == (1, 1):
             writer.signal = signal.SIGSTOP
@@ -144,7 +155,7 @@ def fails_in_the_background(rank: int, directory: Path, *, library: str) -> None
         (directory / "occupied").write_text("")
         for number in range(2):
             saved = dcp.async_save({"w": torch.ones(4)}, checkpoint_id=directory / f"occupied/{number}", no_dist=True)
-            concurrent.futures.wait([saved], timeout=20)
+            concurrent.futures.wait([saved], timeout=60)
             assert saved.exception() is not None
         return
     keeper = small_keeper(directory)
@@ -154,7 +165,8 @@ def fails_in_the_background(rank: int, directory: Path, *, library: str) -> None
     keeper.step_done(loss=0.0)
     keeper.save()
     assert keeper._saver is not None
-    assert not keeper._saver.wait(time.time() + 20)
+    assert not keeper._saver.wait(time.time() + 90)
+    assert not keeper._saver.busy
 
 
 def left_alone(rank: int, directory: Path, *, library: str) -> None:  # noqa: ARG001
@@ -227,7 +239,7 @@ def no_daemon(rank: int, directory: Path) -> int:  # noqa: ARG001
         os.fsync = _failing if number == 1 else sync
         keeper.save()
         assert keeper._saver is not None
-        print(f"save {number} {'good' if keeper._saver.wait(time.time() + 20) else 'failed'}", flush=True)
+        print(f"save {number} {'good' if keeper._saver.wait(time.time() + 90) else 'failed'}", flush=True)
     children = "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
     print(f"children: {children.split()}", flush=True)
     return 0

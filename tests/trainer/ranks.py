@@ -98,7 +98,8 @@ class Ranks:
         limit_at = time.monotonic() + LIMIT_S
         while not condition():
             assert time.monotonic() < limit_at, f"not met in time\n{self.output()}"
-            assert all(p.poll() is None for p in self.processes), f"a rank ended\n{self.output()}"
+            if any(p.poll() is not None for p in self.processes):  # perhaps right after it was met
+                assert condition(), f"a rank ended\n{self.output()}"
             time.sleep(0.002)
 
     def until_step(self, step: int) -> None:

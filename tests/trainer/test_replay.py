@@ -14,7 +14,7 @@ from stepkeeper_trainer.formats.messages import Replayed
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.metrics import HEADER
 from stepkeeper_trainer.replay import STEPS_MAX, Replay, comparable_losses, distance, recorded_losses
-from tests.trainer.ranks import Ranks, finish, watcher_socket
+from tests.trainer.ranks import Ranks, steps_of, watcher_socket
 
 RECORDED = {21: 2.5, 22: 2.25, 23: 2.125}
 
@@ -105,16 +105,24 @@ def test_what_was_left_out_long_ago_does_not_end_the_comparing(tmp_path: Path) -
 def test_a_rank_that_is_killed_and_resumed_comes_to_the_same_losses_and_says_so(tmp_path: Path) -> None:
     run_dir, name = tmp_path / "run", f"replay-{time.monotonic_ns()}"
     with Ranks(1, run_dir, "--step-seconds-min=0.3", every=8) as ranks:
+        ranks.until(lambda: "step_00000008" in steps_of(run_dir))
         ranks.until_step(10)  # and long before the next save
         ranks.kill()
-    with watcher_socket(name) as sock:
-        finish(1, run_dir, "--resume-from=latest", every=8, environment={"STEPKEEPER_SOCKET": f"@{name}"})
-        words = []
-        while True:
+    words = []
+    environment = {"STEPKEEPER_SOCKET": f"@{name}"}
+    with (
+        watcher_socket(name) as sock,
+        Ranks(1, run_dir, "--resume-from=latest", every=8, environment=environment) as ranks,
+    ):
+        ended = False
+        while True:  # beside it: a socket takes a few words only
             try:
                 words.append(messages.decode_from_rank(sock.recv(2048)))
             except TimeoutError:
-                break
+                if ended:
+                    break
+                ended = ranks.processes[0].poll() is not None
+        assert ranks.wait() == [0], ranks.output()
     (word,) = [each for each in words if isinstance(each, Replayed)]
 
     assert word.deterministic

@@ -63,7 +63,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_ranks_do_by_themselves_what_the_script_has_said_once(tmp_path: Path, small_disk: Path) -> None:
     """Rank 0's clock, ends of epochs, old steps, a disk that is full for a rank and one without room for all."""
-    clock = Story(run_dir=str(tmp_path / "clock"), every=None, steps=40, options={"checkpoint_every": "0.2 s"})
+    clock = Story(run_dir=str(tmp_path / "clock"), every=None, steps=120, options={"checkpoint_every": "0.2 s"})
     kept = Story(
         run_dir=str(tmp_path / "kept"),
         every=10,
@@ -92,7 +92,7 @@ def test_ranks_do_by_themselves_what_the_script_has_said_once(tmp_path: Path, sm
     assert "steps_removed" in said, said
     left = [step.step for step in list_steps(tmp_path / "kept/checkpoints")]
     for end in (25, 50, 75, 100):  # its save waits where another one is in flight
-        assert any(end <= step < end + 10 for step in left), ("the ends of epochs", end, left)
+        assert any(end <= step < end + 25 for step in left), ("the ends of epochs", end, left)
     assert 10 not in left
     assert all(verify(step.path).ok for step in list_steps(tmp_path / "kept/checkpoints"))
 

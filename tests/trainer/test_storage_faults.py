@@ -75,7 +75,7 @@ def test_a_disk_that_was_gone_is_well_again_though_another_mount_namespace_still
     file = disk.at / "file"
     file.write_text("here before")
     os.sync()
-    with subprocess.Popen(["unshare", "--mount", "sleep", "60"]) as other:
+    with subprocess.Popen(["unshare", "--mount", "sleep", "600"]) as other:
         try:
             mounts, limit_at = Path(f"/proc/{other.pid}/mountinfo"), time.monotonic() + 60
             own = os.readlink("/proc/self/ns/mnt")

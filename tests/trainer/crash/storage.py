@@ -106,12 +106,22 @@ class _Fault:
 
     def _play(self, point: Point) -> bool:
         """Play one point, and return whether the fault could begin there."""
+        for _ in range(TRIES):  # which of a save's threads takes which file is a matter of luck
+            if (begun := self._try(point)) is not None:
+                return begun
+        raise AssertionError(f"{point}: did not fire in {TRIES} runs")
+
+    def _try(self, point: Point) -> bool | None:
+        """Do as `_play`, once; None where the ranks have not come to this point."""
         disk = self._fresh()
         try:
-            played = self._played(point, disk)
-            if played is None:
+            try:
+                played = self._played(point, disk)
+            except BlockingIOError:
                 self._report.busy += 1
                 return False
+            if played is None:
+                return None
             self._report.played += 1
             self._report.failed += any("failed" in words for words in played.said)
             if disk is not None:
@@ -126,12 +136,8 @@ class _Fault:
 
     def _played(self, point: Point, disk: Disk | None) -> Played | None:
         if disk is None:
-            for _ in range(TRIES):  # which of a save's threads takes which file is a matter of luck
-                played = play(self._act, 1, at=point, what=f"error={self._error}")
-                if any("(INJECTED)" in call.rest for _, call in played.calls[0]):
-                    return played
-                self._fresh()
-            raise AssertionError(f"{point}: did not fire in {TRIES} runs")
+            played = play(self._act, 1, at=point, what=f"error={self._error}")
+            return played if any("(INJECTED)" in call.rest for _, call in played.calls[0]) else None
         busy: list[BlockingIOError] = []
         struck: list[float] = []
 
@@ -148,9 +154,8 @@ class _Fault:
 
         played = play(self._act, 1, at=point, what="signal=SIGSTOP", meanwhile=Meanwhile(strike, mend))
         if busy:
-            return None
-        assert struck, f"{point}: did not fire: {played.output}"
-        return played
+            raise busy[0]
+        return played if struck else None
 
     def _wrong(self, played: Played) -> list[str]:
         """Say what is wrong: training goes on, older steps are whole, the event is clear, later saves are made."""

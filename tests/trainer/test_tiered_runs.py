@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.trainer.ranks import Ranks, finish, losses
 from tests.trainer.s3_server import s3_server, variables
 
 NODES = 2
+SLOW_STEPS = "--step-seconds-min=0.2"  # a run that is stopped or killed is not through before
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,11 @@ def nodes(tmp_path: Path, **more: str) -> Callable[[int], dict[str, str]]:
 
 def parts(tmp_path: Path, rank: int) -> dict[str, list[str]]:
     """Return the files of each step on a node's disk."""
-    return {path.name: sorted(os.listdir(path)) for path in (tmp_path / f"disk{rank}").glob("run.*/checkpoints/step_*")}
+    found = {}
+    for path in (tmp_path / f"disk{rank}").glob("run.*/checkpoints/step_*"):
+        with suppress(FileNotFoundError):  # a newer one has taken its place meanwhile
+            found[path.name] = sorted(os.listdir(path))
+    return found
 
 
 def held_locally(tmp_path: Path, *, by_peers: bool = False) -> int:
@@ -62,12 +68,12 @@ def held_locally(tmp_path: Path, *, by_peers: bool = False) -> int:
 def kill_with_a_step_on_the_disks_only(tmp_path: Path, *, by_peers: bool = False) -> tuple[int, int]:
     """Kill all ranks when a step is on the nodes' disks only; return the newest on shared storage, and that one."""
     run = tmp_path / "run"
-    with Ranks(NODES, run, of_rank=nodes(tmp_path)) as ranks:
+    with Ranks(NODES, run, SLOW_STEPS, of_rank=nodes(tmp_path)) as ranks:
         ranks.until(lambda: newest(run))
     for rank in range(NODES):
         shutil.rmtree(tmp_path / f"disk{rank}")
     slow = nodes(tmp_path, STEPKEEPER_COPY_RATE="0.001", STEPKEEPER_PEER_COPIES=str(by_peers).lower())
-    with Ranks(NODES, run, "--resume-from=latest", of_rank=slow) as ranks:
+    with Ranks(NODES, run, "--resume-from=latest", SLOW_STEPS, of_rank=slow) as ranks:
         ranks.until(lambda: held_locally(tmp_path, by_peers=by_peers))
     base = newest(run)
     assert base is not None
@@ -197,7 +203,7 @@ def test_asked_to_stop_ranks_leave_when_their_step_is_on_shared_storage_whatever
     tmp_path: Path, undisturbed: dict[int, str]
 ) -> None:
     run = tmp_path / "run"
-    with Ranks(NODES, run, of_rank=nodes(tmp_path, STEPKEEPER_COPY_RATE="0.001")) as ranks:
+    with Ranks(NODES, run, SLOW_STEPS, of_rank=nodes(tmp_path, STEPKEEPER_COPY_RATE="0.001")) as ranks:
         ranks.until(lambda: held_locally(tmp_path))
         for process in ranks.processes:
             process.send_signal(signal.SIGTERM)

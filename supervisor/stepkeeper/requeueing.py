@@ -54,6 +54,18 @@ def requeue(
     return "; ".join(trouble)
 
 
+def give_back(client: SlurmClient, job: str, keep: Sequence[str]) -> str:
+    """Give back all nodes but some, before the job leaves them all; return what stood against it, in words.
+
+    A node that is lost keeps the job COMPLETING until Slurm marks it DOWN; the job asks for as many nodes as ever.
+    """
+    try:
+        client.keep(job, keep)
+    except (SlurmError, OSError) as error:
+        return f"the lost nodes stay in the job, which may wait for them: {error}"
+    return ""
+
+
 class Again(msgspec.Struct, frozen=True, kw_only=True):
     """The job that goes on with the run in place of ours."""
 

@@ -370,10 +370,10 @@ MUTATIONS = (
     ),
     Mutation(
         "faults",
-        "    return _leave(state, at, dict.fromkeys(lost, why), policy, exclude=False, lost=True)",
-        "    return _leave(state, at, dict.fromkeys(lost, why), policy, exclude=True, lost=True)",
-        "a lost node is not excluded",
-        "watcher_not_back",
+        "    if not lost or not state.nodes:",
+        "    if not lost:",
+        "where Slurm refuses every step, no node is lost",
+        "bus_fails_to_start",
         "nodes_that_fail",
     ),
     Mutation(
@@ -402,8 +402,8 @@ MUTATIONS = (
     ),
     Mutation(
         "phases",
-        "dict.fromkeys([*(() if state.batch_node in state.nodes else (state.batch_node,)), *state.nodes, *resting])",
-        "dict.fromkeys([*state.nodes, *resting])",
+        "    own = () if state.batch_node in state.nodes else (state.batch_node,)",
+        "    own = ()",
         "the supervisor's own node is kept",
         "node_fault_on_the_batch_node_and_on_another",
         "nodes_that_fail",

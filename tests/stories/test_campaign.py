@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from tests.lab import Lab, LabTimeoutError
 from tests.stories.acts import ACTS, MOMENTS
@@ -59,6 +60,22 @@ def test_a_run_survives_the_loss_of_a_node(
     befalls(training, act, *moments)
 
     assert_survived(training, reference)
+
+
+@pytest.mark.campaign
+def test_a_lost_node_that_slurm_still_believes_in_is_not_waited_for(lab_factory, reference: Training) -> None:
+    """A requeued job waits for all its nodes: for a dead one five minutes, and then 22.05 gives it no usable GPU."""
+    lab = lab_factory(grace_time_s=20, kill_wait_s=10, slurmd_timeout_s=1800)
+    training = Training(lab, name="lost-unnoticed", steps=STEPS, step_seconds=STEP_SECONDS).submit()
+    befalls(training, "lose-node", "training")
+
+    assert_survived(training, reference)
+    assert all(node.is_up for node in lab.nodes().values()), "Slurm has noticed: the story proves nothing"
+    first, second = (record.event for record in training.events(on.AttemptStarted))
+    lost = set(first.nodes) - {first.batch_node}
+    assert not lost & set(second.nodes), training.story()
+    asked = [effect for record in training.records() for effect in record.effects if isinstance(effect, do.Requeue)]
+    assert [effect.keep for effect in asked] == [(first.batch_node,)]
 
 
 def befalls(training: Training, act: str, *moments: str) -> None:

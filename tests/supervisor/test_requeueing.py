@@ -41,6 +41,9 @@ class Slurm:
     def exclude(self, job, nodes):
         self._called("exclude", job, tuple(nodes))
 
+    def keep(self, job, nodes):
+        self._called("keep", job, tuple(nodes))
+
 
 @pytest.fixture
 def assignment(tmp_path, monkeypatch):
@@ -66,6 +69,21 @@ def test_without_a_fault_the_users_own_list_is_not_touched(assignment):
 
     assert slurm.called == [("requeue", "7")]
     assert said == ""
+
+
+def test_a_lost_node_is_given_back_before_the_job_leaves_the_others():
+    slurm = Slurm()
+
+    said = requeueing.give_back(slurm, "7", ("n1",))
+
+    assert slurm.called == [("keep", "7", ("n1",))]
+    assert said == ""
+
+
+def test_a_lost_node_that_slurm_does_not_take_back_stands_in_nobodys_way():
+    said = requeueing.give_back(Slurm(refuses={"keep"}), "7", ("n1",))
+
+    assert said == "the lost nodes stay in the job, which may wait for them: keep: refused"
 
 
 def test_a_faulty_node_is_added_and_one_whose_time_is_over_taken_off(assignment):

@@ -66,6 +66,7 @@ def requeue(client: SlurmClient, assignment: Assignment, ours: Lease, effect: do
         if newer is not None:
             inbox.put(on.Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))
             return
+        still = requeueing.give_back(client, assignment.slurm_name, effect.keep) if effect.keep else ""
         try:
             if effect.resubmit:
                 new = requeueing.resubmit(client, assignment, exclude=effect.exclude, readmit=effect.readmit)
@@ -80,6 +81,7 @@ def requeue(client: SlurmClient, assignment: Assignment, ours: Lease, effect: do
             at = inbox.clock.now()
             inbox.put(on.RequeueAnswered(at=at, ok=False, error=str(failure), forbidden=forbidden))
         else:
-            inbox.put(on.RequeueAnswered(at=inbox.clock.now(), ok=True, error=outcome, job_id=job_id))
+            error = "; ".join(filter(None, (still, outcome)))
+            inbox.put(on.RequeueAnswered(at=inbox.clock.now(), ok=True, error=error, job_id=job_id))
 
     inbox.run_thread("requeue", work)

@@ -15,7 +15,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.bus import try_bus_again
 from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.faults import not_charged
+from stepkeeper.core.faults import not_charged, without_lost
 from stepkeeper.core.judge import Judgement, Notice, judge
 from stepkeeper.core.limit import expecting
 from stepkeeper.core.pace import least_save_s
@@ -240,6 +240,7 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
         return close(state, event.at, plan, policy)
     assert state.plan is not None, "REQUEUEING is entered with a plan"
     why = state.plan.why
+    state, keep = without_lost(state, event.at, policy)
     now = tuple(exclusion for exclusion in state.excluded if exclusion.until > event.at)
     over = [exclusion.node for exclusion in state.excluded if exclusion not in now]
     readmit = tuple(dict.fromkeys([*state.readmit, *over]))
@@ -251,7 +252,7 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     if anew:
         state = replace(state, resubmitting=True)
         why += "; Slurm may not requeue this job: it is submitted again"
-    return Decision(state, (do.Requeue(exclude=exclude, readmit=readmit, resubmit=anew),), why)
+    return Decision(state, (do.Requeue(keep=keep, exclude=exclude, readmit=readmit, resubmit=anew),), why)
 
 
 def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy) -> Decision:

@@ -160,11 +160,14 @@ def release(state: State) -> Decision:
     """Give back the nodes that were left, so that they can be repaired: all but our own, which ends with the job."""
     if not state.releasing:
         return Decision(state)
+    return Decision(replace(state, releasing=False), (do.ReleaseNodes(keep=kept(state)),))
+
+
+def kept(state: State) -> tuple[str, ...]:
+    """Return the nodes that the job keeps where it gives back those that were left: our own is always among them."""
     resting = [each.node for each in state.growth.resting]
-    keep = tuple(
-        dict.fromkeys([*(() if state.batch_node in state.nodes else (state.batch_node,)), *state.nodes, *resting])
-    )
-    return Decision(replace(state, releasing=False), (do.ReleaseNodes(keep=keep),))
+    own = () if state.batch_node in state.nodes else (state.batch_node,)
+    return tuple(dict.fromkeys([*own, *state.nodes, *resting]))
 
 
 def go_on_starting(state: State, at: float, policy: Policy, why: str) -> Decision:

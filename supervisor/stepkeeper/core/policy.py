@@ -90,6 +90,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     exclude_for_s: float = 86_400.0
     """A faulty node that nobody drained is excluded from the job's next attempts for so long."""
 
+    exclude_lost_for_s: float = 900.0
+    """The same of a lost node, which Slurm marks DOWN, but not yet may have: `SlurmdTimeout` and some time more."""
+
     slurm_away_for_s: float = 3600.0
     """A launch that could not begin because Slurm did not answer waits for it so long; then it counts as failed."""
 

@@ -7,7 +7,7 @@ import pytest
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
-from tests.core.promises.register import GROWING, promise
+from tests.core.promises.register import GROWING, POLICY, promise
 
 
 @promise
@@ -78,7 +78,7 @@ def a_node_is_excluded_only_on_evidence_about_itself(turns):
     for turn in turns:
         known = {each.node for each in turn.before.excluded}
         new = [each for each in turn.after.excluded if each.node not in known]
-        if isinstance(turn.event, on.AttemptStarted):
+        if isinstance(turn.event, (on.AttemptStarted, on.SlurmAnswered)):
             continue
         for each in new:
             assert each.node in turn.before.nodes
@@ -98,6 +98,17 @@ def a_node_is_excluded_only_on_evidence_about_itself(turns):
                     assert each.node == turn.before.to_replace
                 case _:
                     pytest.fail(f"{each} by {turn.event}")
+
+
+@promise
+def a_lost_node_is_excluded_for_a_while_and_only_where_the_job_leaves(turns):
+    """Slurm may not have noticed yet, and does so soon."""
+    for turn in turns:
+        if isinstance(turn.event, on.SlurmAnswered):
+            for each in set(turn.after.excluded) - set(turn.before.excluded):
+                assert turn.ordered(do.Requeue)
+                assert each.node in turn.before.lost
+                assert each.until == turn.event.at + POLICY.exclude_lost_for_s
 
 
 @promise

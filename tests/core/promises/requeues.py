@@ -55,6 +55,17 @@ def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
 
 
 @promise
+def only_what_was_left_is_given_back_before_a_requeue(turns):
+    """Our own node ends with the job; and where no node is left, Slurm refuses steps, and no node is lost."""
+    for turn in turns:
+        for ordered in turn.ordered(do.Requeue):
+            if ordered.keep:
+                assert turn.before.nodes
+                assert {turn.before.batch_node, *turn.before.nodes} <= set(ordered.keep) <= set(turn.before.allocated)
+                assert turn.before.lost - set(ordered.keep)
+
+
+@promise
 def what_slurm_or_the_training_ended_is_never_requeued(turns):
     """`scancel` means stop; a finished run is finished."""
     over = False

@@ -118,10 +118,11 @@ def _merged(
     Raises:
         SlurmError: it is not known, or would leave the job too few nodes: it would wait until a person helps.
     """
-    known = client.job(job).excluded
-    before = client.hostnames(known) if known else ()
+    facts = client.job(job)
+    before = client.hostnames(facts.excluded) if facts.excluded else ()
+    required = client.hostnames(facts.required) if facts.required else ()  # Slurm refuses a node in both lists
     kept = [node for node in before if node not in readmit]
-    merged = tuple(dict.fromkeys([*kept, *exclude]))
+    merged = tuple(dict.fromkeys([*kept, *(node for node in exclude if node not in required)]))
     left = set(client.usable_nodes(job)).difference(merged)
     if exclude and len(left) < nodes_wanted:
         raise SlurmError(

@@ -38,7 +38,7 @@ DECISIONS = {
     ),
     "a lost node: the same": (
         "lost_node_with_a_spare: AskSlurm > KillRanks > StartLaunch / Requeue",
-        "watcher_not_back: AskSlurm > KillRanks > AskSlurm > Requeue > Exit 10 / Requeue without",
+        "watcher_not_back: AskSlurm > KillRanks > AskSlurm > Requeue without b > Exit 10 / ReleaseNodes",
         "node_lost_says_slurm: JudgeLaunch > ReleaseNodes > StartLaunch / Requeue",
     ),
     "a node that fails its check: the same": (

@@ -40,6 +40,7 @@ class Job:
         found.__dict__.update(
             state="RUNNING", state_reason="a b", requeue_count=1, preempt_time=None, end_time=1826772929,
             time_limit=10, is_requeueable=True, is_batch_job=True, excluded_nodes=None,
+            required_nodes=None,
         )
         return found
     def requeue(self):

@@ -1,5 +1,6 @@
 """Requeueing our own job: what becomes of the list of nodes on which it may not run."""
 
+import msgspec
 import pytest
 
 from stepkeeper import requeueing
@@ -69,6 +70,15 @@ def test_without_a_fault_the_users_own_list_is_not_touched(assignment):
 
     assert slurm.called == [("requeue", "7")]
     assert said == ""
+
+
+def test_a_node_that_the_job_wants_by_name_is_not_excluded(assignment):
+    """Slurm refuses a job with a node in both lists, or lets it wait for ever."""
+    slurm = Slurm(facts=msgspec.structs.replace(RUNNING, required="n1,n2"))
+
+    requeueing.requeue(slurm, assignment, exclude=["n2", "n3"])
+
+    assert slurm.called[-1] == ("exclude", "7", ("n8", "n9", "n3"))
 
 
 def test_a_lost_node_is_given_back_before_the_job_leaves_the_others():

@@ -20,6 +20,7 @@ from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Blame, Next, Phase, Plan, State
 
+LOST = "it was lost"
 SLURM_MISSES_A_NODE = (  # srun's last words, where it cannot start a step on every node: it kills what it has started
     "requested node configuration is not available",
     "node failure on",
@@ -55,7 +56,7 @@ def _drained_later(state: State, event: on.NodeFaulted) -> Decision:
 def on_nodes_released(state: State, event: on.NodesReleased) -> Decision:
     """The nodes that were left are given back; or stay in the allocation, unused: the next relaunch tries again."""
     if event.ok:
-        return Decision(replace(state, lost=frozenset()), (), "the node is given back")
+        return Decision(state, (), "the node is given back")
     return Decision(replace(state, releasing=True), (), f"the node stays in the job: {event.error}")
 
 
@@ -115,7 +116,7 @@ def lost_in_words(state: State, lost: tuple[str, ...]) -> str:
 
 
 def lose_nodes(state: State, at: float, lost: tuple[str, ...], why: str, policy: Policy) -> Decision:
-    """Nodes whose watcher does not come back: Slurm marks them DOWN, so they need no exclusion."""
+    """Nodes whose watcher does not come back: Slurm marks them DOWN, so they need no exclusion for long."""
     return _leave(state, at, dict.fromkeys(lost, why), policy, exclude=False, lost=True)
 
 
@@ -139,13 +140,13 @@ def _leave(
         ready=state.ready if rests else state.ready.difference(left),
         silent=state.silent.difference(left),
         node_losses=state.node_losses + 1,
-        lost=state.lost.union(left) if lost else state.lost,
+        lost=(*state.lost, *((node, at) for node in left)) if lost else state.lost,
         releasing=state.releasing or (not (lost or rests) and bool(set(left) - {state.batch_node})),
     )
     if rests:
         state = rest(state, at, left, policy)
     if exclude:
-        state = _with_exclusions(state, at + policy.exclude_for_s, left, policy)
+        state = _with_exclusions(state, at, left, policy)
     again = state.plan is None or state.plan.next is Next.RELAUNCH
     needed = hit or not state.running or state.phase is Phase.STARTING  # else training goes on without it
     if again and needed and state.node_losses > policy.node_losses_max:
@@ -159,8 +160,9 @@ def _leave(
             return Decision(_blame_node(state, why, hit=hit), (), why)
 
 
-def _with_exclusions(state: State, until: float, left: Mapping[str, str], policy: Policy) -> State:
+def _with_exclusions(state: State, at: float, left: Mapping[str, str], policy: Policy) -> State:
     """Exclude nodes from the next attempts; the oldest exclusions make room."""
+    until = at + policy.exclude_for_s
     new = tuple(on.Exclusion(node=node, why=why, until=until) for node, why in left.items())
     every = (*(exclusion for exclusion in state.excluded if exclusion.node not in left), *new)
     dropped = tuple(exclusion.node for exclusion in every[: -policy.excluded_max])
@@ -190,20 +192,24 @@ def leave_on_suspicion(state: State, at: float, node: str, why: str, policy: Pol
 
 def exclude(state: State, at: float, node: str, why: str, policy: Policy) -> State:
     """Keep the next attempts away from a node."""
-    return _with_exclusions(state, at + policy.exclude_for_s, {node: why}, policy)
+    return _with_exclusions(state, at, {node: why}, policy)
 
 
 def without_lost(state: State, at: float, policy: Policy) -> tuple[State, tuple[str, ...]]:
-    """Return which nodes the job keeps before it is requeued, and exclude those that are lost; none: all.
+    """Exclude the nodes that Slurm may not miss yet, and return those that the job keeps until its requeue; none: all.
 
     Else the job would be COMPLETING until the last of them is DOWN, in production for minutes, and Slurm 22.05 would
-    then give it GPUs that no step can use; and until then a lost node is one that Slurm may give again.
+    then give it GPUs that no step can use; and until then a lost node is one that Slurm may give again.  Faulty nodes
+    take precedence over them in the list, and stay in it as long as they would.
     """
-    lost = sorted(state.lost - {state.batch_node})
+    until = {node: since + policy.exclude_lost_for_s for node, since in state.lost if node != state.batch_node}
+    lost = [node for node in until if until[node] > at]
     if not lost or not state.nodes:  # where no node is left, it is not the nodes that are lost
         return state, ()
-    why = dict.fromkeys(lost, "lost; Slurm may not have noticed yet")
-    return _with_exclusions(state, at + policy.exclude_lost_for_s, why, policy), kept(state)
+    known = {exclusion.node for exclusion in state.excluded}
+    new = [on.Exclusion(node=node, why=LOST, until=until[node]) for node in lost if node not in known]
+    free = max(0, policy.excluded_max - len(state.excluded))
+    return replace(state, excluded=(*new[:free], *state.excluded)), kept(state)
 
 
 def _start_without(state: State, at: float, why: str, policy: Policy, *, lost: bool) -> Decision:

@@ -91,7 +91,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A faulty node that nobody drained is excluded from the job's next attempts for so long."""
 
     exclude_lost_for_s: float = 900.0
-    """The same of a lost node, which Slurm marks DOWN, but not yet may have: `SlurmdTimeout` and some time more."""
+    """A lost node is given back before a requeue, and excluded at it, for so long: Slurm may not miss it yet.
+
+    Longer than the site's `SlurmdTimeout`.  The exclusion ends with the job's next requeue after that.
+    """
 
     slurm_away_for_s: float = 3600.0
     """A launch that could not begin because Slurm did not answer waits for it so long; then it counts as failed."""
@@ -100,7 +103,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Between two questions meanwhile."""
 
     requeue_within_s: float = 45.0
-    """Slurm takes the requeue, with up to six calls before and after it, or it is tried again."""
+    """Slurm takes the requeue, with up to seven calls before and after it, or it is tried again."""
 
     excluded_max: int = 8
     """Nodes that a job excludes at a time, the newest first: more would leave it nothing to run on."""

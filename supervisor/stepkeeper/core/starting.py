@@ -12,7 +12,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import losses, pace, stragglers
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.faults import lose_nodes, lost_in_words, on_unfit
+from stepkeeper.core.faults import LOST, lose_nodes, lost_in_words, on_unfit
 from stepkeeper.core.growing import launched, take_back
 from stepkeeper.core.limit import expecting
 from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, finish, go_on_starting, request_save, stop
@@ -69,8 +69,12 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
 
 
 def _without_known_bad(event: on.AttemptStarted) -> tuple[tuple[str, ...], str]:
-    """Return the nodes without those that we excluded and Slurm gave us all the same, where enough are left."""
-    bad = {each.node: each.why for each in event.excluded if each.until > event.at and each.node in event.nodes}
+    """Return the nodes without those that we excluded and Slurm gave us all the same, where enough are left.
+
+    One that was lost and is given again may be back: its watcher tells.
+    """
+    faulty = [each for each in event.excluded if each.until > event.at and each.why != LOST]
+    bad = {each.node: each.why for each in faulty if each.node in event.nodes}
     if not bad:
         return event.nodes, ""
     names = ", ".join(bad)

@@ -346,7 +346,7 @@ def _nodes(site: Site) -> Iterator[Finding]:
             level=Level.NOTE,
             subject="SlurmdTimeout",
             found=f"{timeout:g} s",
-            means="so long Slurm may give a lost node to the next attempt; the supervisor notices within seconds",
+            means="so long Slurm may give a lost node to other jobs; a run leaves it out for `exclude_lost_for_s`",
         )
     inactive = site.seconds("InactiveLimit")
     if inactive:

@@ -208,8 +208,14 @@ def parse_job(text: str) -> JobFacts:
         end_at=_time(_field(rest, "EndTime")),
         requeue_allowed=_field(rest, "Requeue") != "0",
         batch=_field(rest, "BatchFlag") != "0",
-        excluded="" if (listed := _field(rest, "ExcNodeList")) in (None, "(null)") else listed,
+        excluded=_listed(rest, "ExcNodeList"),
+        required=_listed(rest, "ReqNodeList"),
     )
+
+
+def _listed(shown: str, name: str) -> str:
+    listed = _field(shown, name)
+    return "" if listed is None or listed == "(null)" else listed
 
 
 def parse_idle(listing: str, like: Sequence[str]) -> tuple[str, ...]:

@@ -58,6 +58,7 @@ def job_facts(job: Any) -> dict[str, Any]:
         "requeue_allowed": bool(job.is_requeueable),
         "batch": bool(job.is_batch_job),
         "excluded": job.excluded_nodes or "",
+        "required": job.required_nodes or "",
     }
 
 

@@ -102,13 +102,15 @@ def a_node_is_excluded_only_on_evidence_about_itself(turns):
 
 @promise
 def a_lost_node_is_excluded_for_a_while_and_only_where_the_job_leaves(turns):
-    """Slurm may not have noticed yet, and does so soon."""
+    """Slurm may not have noticed yet, and does so soon; no faulty node comes back for it before its time."""
     for turn in turns:
         if isinstance(turn.event, on.SlurmAnswered):
-            for each in set(turn.after.excluded) - set(turn.before.excluded):
+            before, after = set(turn.before.excluded), set(turn.after.excluded)
+            for each in after - before:
                 assert turn.ordered(do.Requeue)
-                assert each.node in turn.before.lost
-                assert each.until == turn.event.at + POLICY.exclude_lost_for_s
+                since = [at for node, at in turn.before.lost if node == each.node]
+                assert each.until == since[-1] + POLICY.exclude_lost_for_s > turn.event.at
+            assert all(each.until <= turn.event.at for each in before - after)
 
 
 @promise

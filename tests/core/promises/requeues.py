@@ -62,7 +62,7 @@ def only_what_was_left_is_given_back_before_a_requeue(turns):
             if ordered.keep:
                 assert turn.before.nodes
                 assert {turn.before.batch_node, *turn.before.nodes} <= set(ordered.keep) <= set(turn.before.allocated)
-                assert turn.before.lost - set(ordered.keep)
+                assert {node for node, _ in turn.before.lost} - set(ordered.keep)
 
 
 @promise

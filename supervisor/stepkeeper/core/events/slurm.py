@@ -31,6 +31,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     requeue_allowed: bool = True
     batch: bool = True  # it has a batch script; else nothing of it can be started again
     excluded: str = ""  # node list: where the job may not run
+    required: str = ""  # node list: that the job wants by name
 
 
 class SignalReceived(Stamped, frozen=True, kw_only=True, tag="signal_received"):

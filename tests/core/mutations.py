@@ -321,8 +321,8 @@ MUTATIONS = (
     ),
     Mutation(
         "settling",
-        "    again = before is not None and step is not None and before.step == step",
-        "    again = before is not None and step is not None and before.step == step and said.location != ''",
+        "    again = before is not None and _same(before.step, step)",
+        "    again = before is not None and _same(before.step, step) and said.location != ''",
         "the same step twice steps back",
         "same_step_twice_steps_back",
         "again",

@@ -187,7 +187,7 @@ def test_after_a_rollback_the_same_steps_are_saved_again_and_latest_follows(
     assert known is not None
     chain = [known.commits[save_id].directory for save_id in known.chain()]
     assert chain[0] == newest(run_dir).path.name
-    assert chain[-1] == back_to.path.name
+    assert back_to.path.name in chain  # behind it are those that retention has removed
     assert set(chain) & set(abandoned) == {back_to.path.name}
     again = {step.step: step for step in abandoned.values() if step.step > back_to.step}
     replayed = [name for name in chain if name.split(".")[0] in {step.path.name for step in again.values()}]

@@ -102,7 +102,7 @@ def settle(state: State, at: float, why: str, policy: Policy) -> Decision:
         plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
         return stop(state, at, plan, policy)
     index, word = _word(state, said.node, row, count)
-    again = before is not None and step is not None and before.step == step
+    again = before is not None and _same(before.step, step)
     back = before is not None and before.stepped_back
     # the first step from a state was wrong, twice: the state is, though its own loss was a number
     poisoned = again and cause is Cause.NUMERICAL and step is not None and state.resume_step == step - 1
@@ -114,6 +114,11 @@ def settle(state: State, at: float, why: str, policy: Policy) -> Decision:
     state = replace(state, tried=(*others, tried)[-TRIED_MAX:])
     case = _Case(cause=cause, step=step, node=said.node, why=f"{why}; {word.rung.value}", poisoned=poisoned)
     return _act(state, at, word, case, policy)
+
+
+def _same(one: int | None, other: int | None) -> bool:
+    """Whether it is the same step: the word of the last one before the end may be lost with the rank that had it."""
+    return one is not None and other is not None and abs(one - other) <= 1
 
 
 def _place(cause: Cause, said: on.Judged) -> str:

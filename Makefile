@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest campaign-crash coverage-core bench bench-checkpoint bench-recovery lint clean test-slurm-newest
+.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-recovery lint clean test-slurm-newest
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -8,7 +8,9 @@ AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 STEPKEEPER_REQUIRE_SLURM=$(STEPK
 # more at a time than there are cores: stories mostly wait for Slurm
 AT_ONCE ?= 4
 # modules stay together and long tests come first: tests/scheduling.py
-PYTEST = -p no:cacheprovider -n $(AT_ONCE) --dist loadscope --timeout=600 --durations=40 --durations-min=5
+ONE = -p no:cacheprovider --timeout=600
+PYTEST = $(ONE) -n $(AT_ONCE) --dist loadscope --durations=40 --durations-min=5 -p tests.second_look --write-failed $(FAILED)
+FAILED := .venv/failed-tests
 PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap lmod charliecloud-runtime
 V := .venv/bin
 
@@ -53,6 +55,9 @@ newest-slurm: setup  ## build the newest Slurm, where that has not been done
 # as CI does: one session instead of two, so that nobody waits for the last one twice
 campaign-and-newest: newest-slurm  ## both `make campaign` and `make test-slurm-newest`
 	$(AS_ROOT) $(V)/python -m pytest -m 'campaign or newest' $(PYTEST)
+
+second-look: setup  ## what failed in the session before, if it was very little, once more and alone
+	$(AS_ROOT) $(V)/python -m tests.second_look $(FAILED) $(ONE)
 
 campaign-crash: setup  ## killed at every call and request that changes a checkpoint: over 1,000, 8 minutes of a core
 	STEPKEEPER_CRASH_STRIDE=1 $(V)/python -m pytest -m campaign tests/trainer/test_crash.py -rP $(PYTEST)

@@ -1,0 +1,76 @@
+"""What CI looks at a second time, and what it does not forgive."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 120.0
+
+STEADY = "def test_one(): ...\n"
+BROKEN = "def test_one(): assert False\n"
+UNSTEADY = """
+import pathlib, pytest
+@pytest.mark.parametrize("name", ["a b"])
+def test_one(name):
+    before = pathlib.Path(__file__).with_suffix(".before")
+    if not before.exists():
+        before.touch()
+        raise AssertionError
+"""
+LEAVES = """
+import pytest
+@pytest.fixture
+def leak():
+    yield
+    raise RuntimeError("left behind")
+def test_one(leak): ...
+"""
+
+
+def sessions(tmp_path: Path, **modules: str) -> tuple[int, str]:
+    """Play some modules as `make test` does, then the second look; return how that ended, and what it said."""
+    for name, text in modules.items():
+        (tmp_path / f"test_{name}.py").write_text(text)
+    file = tmp_path / "failed"
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", tmp_path]
+    first = [sys.executable, "-m", "pytest", *options, "-p", "tests.second_look", "--write-failed", file, tmp_path]
+    aside: dict[str, Any] = {"timeout": LIMIT_S, "capture_output": True, "text": True, "cwd": tmp_path}
+    aside["env"] = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    subprocess.run(first, check=False, **aside)
+    ended = subprocess.run([sys.executable, "-m", "tests.second_look", file, *options], check=False, **aside)
+    assert not file.exists(), "the list counts for one session"
+    return ended.returncode, ended.stderr
+
+
+def test_what_passes_alone_is_named_and_is_no_failure(tmp_path: Path) -> None:
+    code, said = sessions(tmp_path, steady=STEADY, unsteady=UNSTEADY)
+
+    assert code == 0, said
+    assert "UNSTEADY: test_unsteady.py::test_one[a b] failed beside other tests and passed alone" in said
+
+
+def test_what_fails_twice_is_a_defect(tmp_path: Path) -> None:
+    code, said = sessions(tmp_path, broken=BROKEN, unsteady=UNSTEADY)
+
+    assert code == 1
+    assert "UNSTEADY" not in said
+
+
+@pytest.mark.parametrize(
+    ("modules", "why"),
+    [
+        ({"steady": STEADY}, "did not end with failed tests alone"),
+        ({"unsteady": UNSTEADY, "leaves": LEAVES}, "did not end with failed tests alone"),
+        ({"one": UNSTEADY, "two": UNSTEADY, "three": UNSTEADY}, "3 tests failed, and more than 2 are no chance"),
+    ],
+)
+def test_what_chance_does_not_explain_gets_no_second_look(tmp_path: Path, modules: dict[str, str], why: str) -> None:
+    code, said = sessions(tmp_path, **modules)
+
+    assert code == 1
+    assert why in said

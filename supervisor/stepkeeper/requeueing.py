@@ -6,7 +6,7 @@ Used by the supervisor and, when that is gone, by the watcher that rescues the r
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -27,7 +27,7 @@ def requeue(
     Args:
         client: Slurm's.
         assignment: names the job and the attempt that ends.
-        exclude: nodes to add to those on which the job may not run.
+        exclude: nodes to add to those on which the job may not run, the weakest reason first.
         readmit: nodes to take off that list.
 
     Raises:
@@ -38,7 +38,8 @@ def requeue(
     trouble = []
     if exclude or readmit:
         try:
-            listed = _merged(client, job, len(assignment.nodes), exclude, readmit)
+            listed, allowed = _merged(client, job, assignment.nodes, exclude, readmit)
+            trouble += allowed
         except SlurmError as error:
             trouble.append(f"the job's excluded nodes are not changed: {error}")
     try:
@@ -87,7 +88,8 @@ def resubmit(
     job = assignment.slurm_name
     try:
         if exclude or readmit:
-            listed = _merged(client, job, len(assignment.nodes), exclude, readmit)
+            listed, allowed = _merged(client, job, assignment.nodes, exclude, readmit)
+            trouble += allowed
         elif known := client.job(job).excluded:
             listed = client.hostnames(known)
     except SlurmError as error:
@@ -110,22 +112,51 @@ def _hasten(assignment: Assignment, excluded: tuple[str, ...] | None) -> None:
         agent.hasten(assignment.job_id, assignment.restart_count, excluded, within_s=AGENT_WITHIN_S)
 
 
+def affordable(exclude: Sequence[str], fit: Collection[str], wanted: int) -> tuple[str, ...]:
+    """Return the nodes that a job can do without, of those that it should not get.
+
+    As few as possible are given up, from the front.  Where all of them are not enough either, nodes are down: then the
+    job can do without none, and starts as soon as any returns.
+
+    Args:
+        exclude: the weakest reason first.
+        fit: all nodes that the job could get; only such a one is a loss.
+        wanted: so many nodes the job has to get, spares included.
+
+    >>> affordable(["lost", "old", "new"], ["a", "lost", "old", "new"], 2)
+    ('old', 'new')
+    """
+    lacking = wanted - len(set(fit).difference(exclude))
+    of_use = [node for node in exclude if node in fit]
+    if lacking > len(of_use):
+        return ()
+    given_up = of_use[: max(0, lacking)]
+    return tuple(node for node in exclude if node not in given_up)
+
+
 def _merged(
-    client: SlurmClient, job: str, nodes_wanted: int, exclude: Sequence[str], readmit: Sequence[str]
-) -> tuple[str, ...]:
-    """Return the job's whole list: an update replaces it.
+    client: SlurmClient, job: str, nodes: Sequence[str], exclude: Sequence[str], readmit: Sequence[str]
+) -> tuple[tuple[str, ...], list[str]]:
+    """Return the job's whole list, which an update replaces, and what is not in it though it should be, in words.
+
+    What would leave too few nodes is not excluded: nobody lifts an exclusion while the job waits.  A job that takes a
+    range of numbers counts as wanting as many nodes as it has now; a node that its user excludes too counts as ours.
 
     Raises:
-        SlurmError: it is not known, or would leave the job too few nodes: it would wait until a person helps.
+        SlurmError: the list is not known.
     """
     facts = client.job(job)
     before = client.hostnames(facts.excluded) if facts.excluded else ()
     required = client.hostnames(facts.required) if facts.required else ()  # Slurm refuses a node in both lists
-    kept = [node for node in before if node not in readmit]
-    merged = tuple(dict.fromkeys([*kept, *(node for node in exclude if node not in required)]))
-    left = set(client.usable_nodes(job)).difference(merged)
-    if exclude and len(left) < nodes_wanted:
-        raise SlurmError(
-            f"without {', '.join(exclude)} the partition has {len(left)} usable nodes, and the job wants {nodes_wanted}"
-        )
-    return merged
+    kept = tuple(node for node in before if node not in readmit and node not in exclude)
+    wished = tuple(dict.fromkeys(node for node in exclude if node not in required))
+    if not wished:
+        return kept, []
+    fit = set(client.usable_nodes(job, nodes)).difference(kept)
+    excluded = affordable(wished, fit, len(nodes))
+    if excluded == wished:
+        return (*kept, *excluded), []
+    allowed = ", ".join(node for node in wished if node not in excluded)
+    left = len(fit.difference(wished))
+    why = f"without {', '.join(wished)} the job has {left} usable nodes, and wants {len(nodes)}"
+    return (*kept, *excluded), [f"not excluded, for want of others: {allowed} ({why})"]

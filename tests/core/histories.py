@@ -9,6 +9,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
+from stepkeeper.core.faults import LOST
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
@@ -184,10 +185,41 @@ any_event = st.one_of([_event(kind) for kind in FIELDS])
 pauses = st.sampled_from((0.0, 0.0, 0.01, 1.0, 5.0, 20.0, 200.0))
 
 
+_excluded = st.sampled_from(  # in attempts before
+    [
+        tuple(
+            on.Exclusion(node=node, why=why, until=300.0 + number)
+            for why, nodes in ((LOST, lost), ("XID 79", faulty))
+            for number, node in enumerate(nodes)
+        )
+        for lost, faulty in (
+            ("", ""),
+            ("b", ""),
+            ("", "b"),
+            ("", "c"),
+            ("c", "b"),
+            ("x", "a"),
+            ("", "bc"),
+            ("x", "abc"),
+        )
+    ]
+)
+_node_counts = st.sampled_from(((), (1, 2), (2,), (1, 3), (2, 3)))
+
+
+@st.composite
+def begun(draw: st.DrawFn, beginnings: tuple[tuple[on.Event, ...], ...]) -> list[on.Event]:
+    """Return a beginning; one in eight knows of bad nodes, or has a batch that not every number of nodes divides."""
+    first, *others = draw(st.sampled_from(beginnings))
+    if draw(st.integers(0, 7)) == 0:
+        first = msgspec.structs.replace(first, node_counts=draw(_node_counts), excluded=draw(_excluded))
+    return [first, *others]
+
+
 @st.composite
 def arbitrary(draw: st.DrawFn, size_max: int = 40) -> list[on.Event]:
     """Return any events at all in any order, after any beginning; time alone goes forward."""
-    events: list[on.Event] = [*draw(st.sampled_from(BEGINNINGS))]
+    events = draw(begun(BEGINNINGS))
     at = 0.0
     for event, pause in draw(st.lists(st.tuples(any_event, pauses), max_size=size_max)):
         at += pause

@@ -13,7 +13,7 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 from tests.core.beginnings import BEGINNINGS
-from tests.core.histories import FIELDS, pauses, run, skipped, small
+from tests.core.histories import FIELDS, begun, pauses, run, skipped, small
 
 OFTEN = {  # how often of a hundred what comes unasked is this
     on.Progressed: 14,
@@ -61,7 +61,7 @@ def realistic(
     state is met by a `Tick`, as the supervisor's loop does it.  What was ordered before the last event of its beginning
     is answered.
     """
-    events: list[on.Event] = [*draw(st.sampled_from(beginnings))]
+    events = draw(begun(beginnings))
     decision = run(events, policy)[-1].decision
     due = list(decision.effects)
     at = events[-1].at

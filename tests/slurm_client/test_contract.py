@@ -358,7 +358,7 @@ def test_nodes_that_are_drained_are_not_usable(lab: Lab, client: ClientOfUser, s
     drained, *others = lab.node_names
 
     lab.drain(drained, "a test")
-    usable = client.call("usable_nodes", str(job))
+    usable = client.call("usable_nodes", str(job), list(lab.job(job).nodes))
     lab.undrain(drained)
 
     assert usable == others

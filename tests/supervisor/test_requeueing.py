@@ -1,5 +1,7 @@
 """Requeueing our own job: what becomes of the list of nodes on which it may not run."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -29,7 +31,8 @@ class Slurm:
     def hostnames(self, node_list):
         return tuple(node_list.split(","))
 
-    def usable_nodes(self, job):  # noqa: ARG002 - as the Protocol has it
+    def usable_nodes(self, job, like=()):
+        self._called("usable_nodes", job, tuple(like))
         return tuple(f"n{number}" for number in range(1, self.nodes + 1))
 
     def requeue(self, job):
@@ -111,8 +114,93 @@ def test_where_too_few_nodes_would_be_left_none_is_excluded_and_that_is_said(ass
 
     said = requeueing.requeue(slurm, assignment, exclude=["n2"])
 
-    assert slurm.called == [("job", "7"), ("requeue", "7")]
-    assert "1 usable nodes, and the job wants 2" in said
+    assert slurm.called[-2:] == [("requeue", "7"), ("exclude", "7", ("n8", "n9"))]
+    assert said == "not excluded, for want of others: n2 (without n2 the job has 1 usable nodes, and wants 2)"
+
+
+def test_only_nodes_like_those_of_the_job_count(assignment):
+    """Of a hundred nodes without GPUs none helps."""
+    slurm = Slurm()
+
+    requeueing.requeue(slurm, assignment, exclude=["n2"])
+
+    assert ("usable_nodes", "7", ("n1", "n2")) in slurm.called
+
+
+def test_the_weakest_reasons_give_way_and_no_more_than_needed(assignment):
+    """The first ones: nodes that were lost, then those whose faults are the oldest."""
+    slurm = Slurm(nodes=4)
+
+    said = requeueing.requeue(slurm, assignment, exclude=["n2", "n3", "n4"])
+
+    assert slurm.called[-1] == ("exclude", "7", ("n8", "n9", "n3", "n4"))
+    assert said == ("not excluded, for want of others: n2 (without n2, n3, n4 the job has 1 usable nodes, and wants 2)")
+
+
+def test_what_was_excluded_at_the_requeue_before_gives_way_too(assignment):
+    """Else the new fault would be the one that the job gets again."""
+    slurm = Slurm(facts=msgspec.structs.replace(RUNNING, excluded="n9,n2"), nodes=3)
+
+    said = requeueing.requeue(slurm, assignment, exclude=["n2", "n3"])
+
+    assert slurm.called[-1] == ("exclude", "7", ("n9", "n3"))
+    assert "n2 (without n2, n3" in said
+
+
+def test_a_node_that_the_user_excluded_is_none_that_is_left(assignment):
+    slurm = Slurm(facts=msgspec.structs.replace(RUNNING, excluded="n3,n4"), nodes=4)
+
+    said = requeueing.requeue(slurm, assignment, exclude=["n2"])
+
+    assert slurm.called[-1] == ("exclude", "7", ("n3", "n4"))
+    assert "1 usable nodes, and wants 2" in said
+
+
+def test_a_node_that_the_job_wants_by_name_is_one_that_is_left(assignment):
+    slurm = Slurm(facts=msgspec.structs.replace(RUNNING, required="n1"), nodes=3)
+
+    said = requeueing.requeue(slurm, assignment, exclude=["n1", "n2"])
+
+    assert (slurm.called[-1], said) == (("exclude", "7", ("n8", "n9", "n2")), "")
+
+
+def test_a_list_that_only_gets_shorter_needs_no_look_at_the_partition(assignment):
+    slurm = Slurm(refuses={"usable_nodes"})
+
+    said = requeueing.requeue(slurm, assignment, readmit=["n9"])
+
+    assert (slurm.called[-1], said) == (("exclude", "7", ("n8",)), "")
+
+
+FIT = ["a", "b", "c", "lost", "old", "new"]
+
+
+@pytest.mark.parametrize(
+    ("exclude", "fit", "wanted", "left"),
+    [
+        (["lost", "old", "new"], FIT, 3, ("lost", "old", "new")),
+        (["lost", "old", "new"], FIT, 4, ("old", "new")),
+        (["lost", "old", "new"], FIT, 5, ("new",)),
+        (["lost", "old", "new"], FIT, 6, ()),
+        (["lost", "old", "new"], FIT, 7, ()),  # nodes are down: none that returns shall stay out
+        (["gone", "old", "new"], FIT, 5, ("gone", "new")),  # to allow a node that is down helps nobody
+        (["gone", "old"], ["a"], 3, ()),
+        ([], FIT, 7, ()),
+        (["old"], [], 1, ()),
+    ],
+)
+def test_a_job_does_without_as_many_nodes_as_it_can(exclude, fit, wanted, left):
+    assert requeueing.affordable(exclude, fit, wanted) == left
+
+
+def test_the_more_nodes_there_are_the_more_can_be_done_without():
+    """Of several reasons the strongest is given up last, whatever the number of nodes."""
+    exclude = ["lost", "old", "new"]
+
+    kept = [requeueing.affordable(exclude, FIT, wanted) for wanted in range(8)]
+
+    assert all(set(fewer) <= set(more) for more, fewer in pairwise(kept))
+    assert all(each == tuple(exclude[len(exclude) - len(each) :]) for each in kept)
 
 
 def test_the_job_is_requeued_though_its_list_cannot_be_read_or_set(assignment):
@@ -144,9 +232,12 @@ def test_a_job_that_is_submitted_again_keeps_its_excluded_nodes_and_gets_ours(as
 
 
 def test_a_job_is_submitted_again_even_where_no_node_can_be_excluded(assignment):
-    slurm = Slurm(nodes=2)
+    short, unread = Slurm(nodes=2), Slurm(refuses={"job"})
 
-    again = requeueing.resubmit(slurm, assignment, exclude=["n1"])
+    again = requeueing.resubmit(short, assignment, exclude=["n1"])
+    blind = requeueing.resubmit(unread, assignment, exclude=["n1"])
 
-    assert "no nodes are excluded" in again.besides
-    assert slurm.called[-1] == ("resubmit", "7", assignment.run_directory, 2, (), ())
+    assert "not excluded, for want of others: n1" in again.besides
+    assert short.called[-1] == ("resubmit", "7", assignment.run_directory, 2, (), ("n8", "n9"))
+    assert "no nodes are excluded" in blind.besides
+    assert unread.called == [("resubmit", "7", assignment.run_directory, 2, (), ())]

@@ -194,7 +194,7 @@ class Requeue(_Effect, frozen=True, kw_only=True, tag="requeue"):
     """Have Slurm requeue our own job; with an agent on this node, eligible again at once."""
 
     keep: tuple[str, ...] = ()  # first give back all nodes but these: Slurm would wait for those that are lost
-    exclude: tuple[str, ...] = ()  # nodes to add to the job's list of excluded ones
+    exclude: tuple[str, ...] = ()  # nodes to add to the job's list of excluded ones, the weakest reason first
     readmit: tuple[str, ...] = ()  # that we excluded earlier, and whose time is over
     resubmit: bool = False  # Slurm may not requeue it: submit another job in its place, once
 

@@ -161,12 +161,17 @@ def _leave(
 
 
 def _with_exclusions(state: State, at: float, left: Mapping[str, str], policy: Policy) -> State:
-    """Exclude nodes from the next attempts; the oldest exclusions make room."""
+    """Exclude nodes from the next attempts."""
     until = at + policy.exclude_for_s
     new = tuple(on.Exclusion(node=node, why=why, until=until) for node, why in left.items())
-    every = (*(exclusion for exclusion in state.excluded if exclusion.node not in left), *new)
-    dropped = tuple(exclusion.node for exclusion in every[: -policy.excluded_max])
-    return replace(state, excluded=every[-policy.excluded_max :], readmit=(*state.readmit, *dropped))
+    return _at_most((*(each for each in state.excluded if each.node not in left), *new), state, policy)
+
+
+def _at_most(excluded: tuple[on.Exclusion, ...], state: State, policy: Policy) -> State:
+    """Exclude no more nodes than allowed: the weakest reasons, which come first, make room."""
+    over = len(excluded) - policy.excluded_max if policy.excluded_max else 0
+    dropped = tuple(each.node for each in excluded[: max(0, over)])
+    return replace(state, excluded=excluded[len(dropped) :], readmit=(*state.readmit, *dropped))
 
 
 def _not_charged(state: State, left: Mapping[str, str]) -> State:
@@ -199,17 +204,18 @@ def without_lost(state: State, at: float, policy: Policy) -> tuple[State, tuple[
     """Exclude the nodes that Slurm may not miss yet, and return those that the job keeps until its requeue; none: all.
 
     Else the job would be COMPLETING until the last of them is DOWN, in production for minutes, and Slurm 22.05 would
-    then give it GPUs that no step can use; and until then a lost node is one that Slurm may give again.  Faulty nodes
-    take precedence over them in the list, and stay in it as long as they would.
+    then give it GPUs that no step can use; and until then a lost node is one that Slurm may give again.  They come
+    before the faulty ones in the list, and so make room for them: a lost node may be back any moment.
     """
     until = {node: since + policy.exclude_lost_for_s for node, since in state.lost if node != state.batch_node}
     lost = [node for node in until if until[node] > at]
     if not lost or not state.nodes:  # where no node is left, it is not the nodes that are lost
         return state, ()
-    known = {exclusion.node for exclusion in state.excluded}
-    new = [on.Exclusion(node=node, why=LOST, until=until[node]) for node in lost if node not in known]
-    free = max(0, policy.excluded_max - len(state.excluded))
-    return replace(state, excluded=(*new[:free], *state.excluded)), kept(state)
+    faulty = tuple(each for each in state.excluded if each.why != LOST)
+    before = tuple(each for each in state.excluded if each.why == LOST and each.node not in lost)
+    known = {each.node for each in faulty}
+    new = tuple(on.Exclusion(node=node, why=LOST, until=until[node]) for node in lost if node not in known)
+    return _at_most((*before, *new, *faulty), state, policy), kept(state)
 
 
 def _start_without(state: State, at: float, why: str, policy: Policy, *, lost: bool) -> Decision:

@@ -106,7 +106,12 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Slurm takes the requeue, with up to seven calls before and after it, or it is tried again."""
 
     excluded_max: int = 8
-    """Nodes that a job excludes at a time, the newest first: more would leave it nothing to run on."""
+    """Nodes that a job excludes at a time, the newest faults first, lost nodes last: more would leave it nothing to run
+    on.  0: no limit.
+
+    Where its partition has too few other nodes like its own, a requeue excludes fewer: lost nodes are allowed again
+    first, then those with the oldest faults.
+    """
 
     grow_back: str = "launch"
     """A launch that has fewer nodes than it wants gets some back: a node that only failed its check is looked at again

@@ -145,7 +145,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     # nodes that are not used any more
     releasing: bool = False  # some are still in the allocation, and can be given back
     lost: tuple[tuple[str, float], ...] = ()  # (node, when): Slurm may not have noticed yet
-    excluded: tuple[Exclusion, ...] = ()
+    excluded: tuple[Exclusion, ...] = ()  # the weakest reason first: lost nodes, then faulty ones, each oldest first
     readmit: tuple[str, ...] = ()  # that we excluded earlier, and do no more
     unfit_since: float | None = None  # most nodes fail the checks before a launch
     growth: Growth = Growth()

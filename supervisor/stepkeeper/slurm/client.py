@@ -86,8 +86,11 @@ class SlurmClient(Protocol):
         """Replace the list of nodes on which a job that does not run may not run."""
         ...
 
-    def usable_nodes(self, job: str) -> tuple[str, ...]:
-        """Return the nodes of a job's partitions that are neither down nor drained, busy ones too."""
+    def usable_nodes(self, job: str, like: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the nodes of a job's partitions that are neither down nor drained, busy ones too.
+
+        With `like`, nodes of the job: only those that are made as well as one of these, so that the job fits there.
+        """
         ...
 
     def idle_nodes(self, job: str, like: Sequence[str]) -> tuple[str, ...]:

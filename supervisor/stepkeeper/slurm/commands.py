@@ -17,6 +17,8 @@ from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError
 from stepkeeper.slurm.environment import as_submitted
 
 _MADE = "%N|%T|%f|%G|%c|%m"  # of sinfo: a node, its state, and what tells its kind
+_Made = tuple[str, set[str], int, int]  # GPUs, features, CPUs, memory
+_USABLE = "idle,allocated,mixed,completing,reserved,planned"
 CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller does not answer
 # a controller that is overloaded answers late, for minutes: after a call without an answer the next may take this long
 PATIENT_S = 13.0
@@ -134,20 +136,16 @@ class SlurmCommands:
         """See `SlurmClient`."""
         self._call("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
 
-    def usable_nodes(self, job: str) -> tuple[str, ...]:
+    def usable_nodes(self, job: str, like: Sequence[str] = ()) -> tuple[str, ...]:
         """See `SlurmClient`."""
-        shown = self._call("scontrol", "-o", "show", "job", job)
-        partition = _field(_behind_the_name(shown), "Partition")
+        shown = _behind_the_name(self._call("scontrol", "-o", "show", "job", job))
+        partition = _field(shown, "Partition")
         if partition is None:
             raise SlurmError(f"scontrol show job {job}: it names no partition")
-        states = "idle,allocated,mixed,completing,reserved,planned"
-        found = self._call(
-            "sinfo", "--noheader", "--Node", f"--partition={partition}", f"--states={states}", "--format=%N"
-        )
-        drained = self._call(
-            "sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=drain,down", "--format=%N"
-        )
-        return tuple(sorted(set(found.split()) - set(drained.split())))
+        sinfo = ("sinfo", "--noheader", "--Node", f"--partition={partition}")
+        usable = self._call(*sinfo, f"--states={_USABLE}", "--format=%N").split()  # a drained one may still be mixed
+        fit = parse_fit(self._call(*sinfo, f"--format={_MADE}"), like, _listed(shown, "Features"))
+        return tuple(sorted(set(usable).intersection(fit)))
 
     def idle_nodes(self, job: str, like: Sequence[str]) -> tuple[str, ...]:
         """See `SlurmClient`."""
@@ -229,6 +227,35 @@ def parse_idle(listing: str, like: Sequence[str]) -> tuple[str, ...]:
     rows = {name: (state, made) for name, state, made in (line.split("|", 2) for line in listing.splitlines())}
     kinds = {rows[node][1] for node in like if node in rows}
     return tuple(name for name, (state, made) in rows.items() if state == "idle" and made in kinds)
+
+
+def parse_fit(listing: str, like: Sequence[str], features: str = "") -> tuple[str, ...]:
+    r"""Return the nodes of a listing, without drained ones, on which a job fits that runs on `like`.
+
+    They have the GPUs of one of `like`, no less CPUs and memory, and the same of the features that the job asks for:
+    what else its own nodes have, such as the name of a rack, it does not need.  Where none of `like` is listed, all do.
+
+    >>> parse_fit("a|mixed|h100,r1|gpu:8|64|9\nb|idle|h100,r2|gpu:8|64|9\nc|idle|a100|gpu:8|64|9", ["a"], "h100&ib")
+    ('a', 'b')
+    """
+    asked = set(re.findall(r"[^\s&|,()\[\]*]+", features))
+    made: dict[str, _Made] = {}
+    sound = []
+    for line in listing.splitlines():
+        try:
+            node, state, has, gpus, cpus, memory = line.split("|")
+            gpus = re.sub(r"\([^)]*\)", "", gpus)  # the sockets that they are at
+            made[node] = (gpus, asked.intersection(has.split(",")), int(cpus), int(memory))
+        except ValueError:
+            raise SlurmError(f"sinfo: unexpected answer: {line[:200]!r}") from None
+        if not state.startswith(("drain", "down")):
+            sound.append(node)
+    ours = [made[node] for node in like if node in made] or [*made.values()]
+    return tuple(node for node in sound if any(_as_good(made[node], one) for one in ours))
+
+
+def _as_good(node: _Made, other: _Made) -> bool:
+    return node[:2] == other[:2] and node[2] >= other[2] and node[3] >= other[3]
 
 
 def _behind_the_name(text: str) -> str:

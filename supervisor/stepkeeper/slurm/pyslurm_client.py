@@ -191,9 +191,9 @@ class PyslurmClient:
         else:
             self._commands.exclude(job, nodes)
 
-    def usable_nodes(self, job: str) -> tuple[str, ...]:
+    def usable_nodes(self, job: str, like: Sequence[str] = ()) -> tuple[str, ...]:
         """See `SlurmClient`."""
-        return self._commands.usable_nodes(job)
+        return self._commands.usable_nodes(job, like)
 
     def idle_nodes(self, job: str, like: Sequence[str]) -> tuple[str, ...]:
         """See `SlurmClient`."""

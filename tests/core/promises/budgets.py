@@ -144,8 +144,9 @@ def ninety_three_is_the_last_word_of_a_launcher(turns):
 def a_job_excludes_only_so_many_nodes(turns):
     """An exclusion that never ends makes a job unschedulable."""
     for turn in turns:
-        new = len(turn.after.excluded) > len(turn.before.excluded) and turn.before.bus
-        assert not new or len(turn.after.excluded) <= POLICY.excluded_max
+        new = {each.node for each in turn.after.excluded} - {each.node for each in turn.before.excluded}
+        if new and turn.before.bus:  # what an attempt is told was written under a policy of its own
+            assert len(turn.after.excluded) <= POLICY.excluded_max
 
 
 @promise

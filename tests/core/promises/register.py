@@ -11,7 +11,8 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 from tests.core.histories import Turn
 
-POLICY = Policy(bus_restarts_max=3, node_losses_max=2, requeue_tries_max=4)  # so small that histories use them up
+# so small that histories use them up
+POLICY = Policy(bus_restarts_max=3, node_losses_max=2, requeue_tries_max=4, excluded_max=2)
 GROWING = msgspec.structs.replace(
     POLICY, grow_back="checkpoint", unfit_again_s=5.0, unfit_looks_max=3, grow_ask_s=5.0, grow_idle_s=5.0
 )

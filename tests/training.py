@@ -120,11 +120,14 @@ class Training:
         return {step: row["loss"] for step, row in self.rows().items()}
 
     def rows(self) -> dict[int, dict[str, str]]:
-        path = self.run_dir / "metrics.csv"
-        if not path.exists():
+        try:
+            text = (self.run_dir / "metrics.csv").read_text()
+        except FileNotFoundError:
             return {}
-        with path.open(newline="") as file:
-            return {int(row["step"]): row for row in csv.DictReader(file) if row["loss"] and row["step"].isdigit()}
+        # whole lines of one instant: a file that is empty while the header is read may have rows a moment later
+        whole, _, _ = text.rpartition("\n")
+        rows = csv.DictReader(whole.splitlines())
+        return {int(row["step"]): row for row in rows if row["loss"] and row["step"].isdigit()}
 
     def step(self) -> int:
         """The newest step in metrics.csv."""

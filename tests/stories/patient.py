@@ -1,6 +1,7 @@
 """The reference training in slow steps, until a file is there: `python patient.py FILE [options of it]`.
 
 Copied to where the job's user can read it; imports nothing of the tests.  Beside the file each rank tells its pid.
+How slow, where the usual is not slow enough: `PATIENT_STEP_S`.
 """
 
 import os
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from stepkeeper_trainer.examples import train_lm
 
-SLOW_S = 1.5
+SLOW_S = float(os.environ.get("PATIENT_STEP_S", "1.5"))
+AFTER = int(os.environ.get("PATIENT_AFTER", "0"))
 hurry = Path(sys.argv.pop(1))
 train_step = train_lm.train_step
 
@@ -21,7 +23,7 @@ def slow_step(training: train_lm.Training, done: int) -> tuple[float, float]:
     new = told.with_suffix(f".{os.getpid()}")
     new.write_text(str(os.getpid()))
     new.replace(told)  # who reads it sees all of it
-    if not hurry.exists():
+    if done >= AFTER and not hurry.exists():
         time.sleep(SLOW_S)
     return train_step(training, done)
 

@@ -7,11 +7,12 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from tests.lab import Lab, LabError
+from tests.lab import JobFacts, Lab, LabError
 from tests.lab.newest import NOT_BUILT, found
 from tests.stories import acts
 from tests.stories.test_campaign import mend, release_urgent_jobs
 from tests.stories.test_sites import NO_REQUEUE, ours
+from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm
@@ -22,11 +23,12 @@ EXPEDITED = "SlurmctldParameters=enable_expedited_requeue"
 @pytest.mark.campaign
 def test_a_job_that_an_admin_requeues_and_holds_is_saved_and_waits_for_him(lab: Lab, reference: Training) -> None:
     """`scontrol requeuehold`: Slurm has requeued it, so nobody else does; it goes on when it is released."""
-    training = Training(lab, name="held", step_seconds=0.25).submit()
+    training = patient(lab, "held", after=12)
     training.wait_step(13)
 
     lab.run("scontrol", "requeuehold", str(training.job_id))
-    held = lab.wait_job(training.job_id, lambda job: job.state == "PENDING" and not job.nodes)
+    held = lab.wait_job(training.job_id, waits)
+    hurry(training)
     saved = training.events(on.CheckpointCommitted)[-1].event
     lab.run("scontrol", "release", str(training.job_id))
     training.wait_end()
@@ -43,7 +45,7 @@ def test_two_requeues_at_one_moment_are_one_and_the_job_may_be_changed_while_it_
     lab: Lab, reference: Training
 ) -> None:
     """Ours and an admin's; then it is held, moved to other nodes and another partition, limited, and released."""
-    training = Training(lab, name="changed", step_seconds=0.25).submit()
+    training = patient(lab, "changed", after=12)
     job = str(training.job_id)
     training.wait_step(3)
     first = set(training.launches()[0])
@@ -53,7 +55,8 @@ def test_two_requeues_at_one_moment_are_one_and_the_job_may_be_changed_while_it_
     for _ in range(3):
         with contextlib.suppress(LabError):  # one of the two requeues comes first, and the other is refused
             lab.requeue(training.job_id)
-    waiting = lab.wait_job(training.job_id, lambda found: found.state == "PENDING" and not found.nodes)
+    waiting = lab.wait_job(training.job_id, waits)
+    hurry(training)
     lab.run("scontrol", "hold", job)
     release_urgent_jobs(lab)
     lab.run("scontrol", "update", f"JobId={job}", "Partition=urgent", f"ReqNodeList={','.join(others)}", "TimeLimit=30")
@@ -72,16 +75,23 @@ def test_two_requeues_at_one_moment_are_one_and_the_job_may_be_changed_while_it_
 def test_a_time_limit_that_is_changed_while_training_goes_on_counts_at_once(lab: Lab, reference: Training) -> None:
     """Shortened to what has nearly passed: Slurm tells nobody, and the supervisor's own clock goes by the limit asked
     for last; then the limit is there, with a signal, and the run goes on in its next attempt."""
-    training = Training(lab, name="shortened", step_seconds=1.3, sbatch_args=("--time=30",)).submit()
+    training = patient(lab, "shortened", sbatch_args=("--time=30",))
     training.wait_step(3)
 
     lab.run("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=1")
-    training.wait_attempt(1, CHAIN_S)
+    # Slurm looks at limits every half minute: also right after the next attempt has begun, were it still so short
+    lab.wait_job(training.job_id, waits, CHAIN_S)
     lab.run("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=30")
+    hurry(training)
     training.wait_end()
 
     assert lab.job(training.job_id).restarts == 1, training.story()
     assert_complete(training, reference)
+
+
+def waits(job: JobFacts) -> bool:
+    """Whether a job that was requeued waits for its nodes: nothing of it runs any more."""
+    return job.state == "PENDING" and not job.nodes and job.restarts > 0
 
 
 @pytest.mark.campaign

@@ -7,6 +7,7 @@ from stepkeeper.core import events as on
 from tests.lab import Lab
 from tests.lab.newest import NOT_BUILT, found
 from tests.stories.test_campaign import mend, release_urgent_jobs
+from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete
 
 pytestmark = [pytest.mark.slurm, pytest.mark.newest]
@@ -29,17 +30,18 @@ def reference(lab: Lab):
 
 
 def test_a_preempted_run_gives_its_nodes_back_and_goes_on_where_it_was(lab: Lab, reference: Training) -> None:
-    training = Training(lab, name="preempted", step_seconds=0.25).submit()
+    training = patient(lab, "preempted", after=12)
     training.wait_step(13)
 
     urgent = lab.preempt(training.job_id)
     lab.wait_job(urgent, "RUNNING")
-    commit = training.wait_event(on.CheckpointCommitted)
+    hurry(training)
     release_urgent_jobs(lab)
     training.wait_end()
 
     notice = next(r for r in training.records() if any(isinstance(e, do.RequestSave) for e in r.effects))
-    assert notice.effects[0].deadline_at > commit.event.at, training.story()
+    saved = next(r for r in training.events(on.CheckpointCommitted) if r.event.emergency)
+    assert notice.effects[0].deadline_at > saved.event.at, training.story()
     assert lab.job(training.job_id).state == "COMPLETED", training.story()
     assert len(training.events(on.AttemptStarted)) == 2, training.story()
     assert_complete(training, reference)
@@ -58,11 +60,12 @@ def test_scancel_never_leads_to_a_requeue(lab: Lab) -> None:
 
 
 def test_an_administrators_requeue_is_not_requeued_again(lab: Lab, reference: Training) -> None:
-    training = Training(lab, name="requeued", step_seconds=0.25).submit()
+    training = patient(lab, "requeued", after=12)
     training.wait_step(13)
 
     lab.requeue(training.job_id)
     training.wait_attempt(1)
+    hurry(training)
     training.wait_end()
 
     assert lab.job(training.job_id).restarts == 1, training.story()
@@ -72,11 +75,12 @@ def test_an_administrators_requeue_is_not_requeued_again(lab: Lab, reference: Tr
 def test_the_batch_process_alone_is_told_by_a_user_signal(lab_factory, reference: Training) -> None:
     """The parameter has another name there than on 22.05."""
     told_by_signal = lab_factory(slurm="newest", nodes=2, grace_time_s=GRACE_S, kill_wait_s=10, send_user_signal=True)
-    training = Training(told_by_signal, name="user-signal", step_seconds=0.25).submit()
+    training = patient(told_by_signal, "user-signal", after=12)
     training.wait_step(13)
 
     told_by_signal.preempt(training.job_id)
-    training.wait_event(on.CheckpointCommitted)
+    training.wait_event(on.RequeueAnswered)
+    hurry(training)
     release_urgent_jobs(told_by_signal)
     training.wait_end()
 
@@ -89,11 +93,12 @@ def test_a_whole_run_by_pyslurm(lab: Lab, reference: Training) -> None:
     newest = found()
     assert newest is not None, "the lab runs it"
     env = {"STEPKEEPER_SLURM_CLIENT": "pyslurm", "STEPKEEPER_PYSLURM_PYTHON": str(newest.python)}
-    training = Training(lab, name="pyslurm", step_seconds=0.25, env=env).submit()
+    training = patient(lab, "pyslurm", after=12, env=env)
     training.wait_step(13)
 
     lab.preempt(training.job_id)
     training.wait_event(on.RequeueAnswered)
+    hurry(training)
     release_urgent_jobs(lab)
     training.wait_end()
 

@@ -9,7 +9,8 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.stories import acts
-from tests.training import SMALL, Training
+from tests.stories.test_standby import hurry, patient_line
+from tests.training import Training
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
 SECRET = "S3cr3tValueThatNobodyMaySee42"  # noqa: S105 - what the tests look for
@@ -20,7 +21,11 @@ def submit(training: Training, line: str, *options: str, before: str = "") -> No
         f"#!/bin/bash\n{before}\nexec {training.stepkeeper} run {' '.join(options)} -- {line}\n",
         sbatch_args=["-N2", "--ntasks-per-node=1", "--gres=gpu:1", "--mem=2000", f"--output={training.log}"],
         user=training.user,
-        env={"STEPKEEPER_RUN_DIR": str(training.run_dir), "PATH": f"{training.python.parent}:/usr/bin:/bin"},
+        env={
+            "STEPKEEPER_RUN_DIR": str(training.run_dir),
+            "PATH": f"{training.python.parent}:/usr/bin:/bin",
+            **training.env,
+        },
     )
 
 
@@ -37,12 +42,11 @@ def unreadable(run: Path) -> list[str]:
 
 def test_the_group_reads_every_file_of_a_group_readable_run(lab: Lab) -> None:
     """Journal, checkpoints, logs of ranks and of srun, settings, losses: under the strictest umask."""
-    training = Training(lab, name="shared")
-    script = "python -m stepkeeper_trainer.examples.train_lm --steps=30 --seed=7 --checkpoint-every-steps=10"
-    line = " ".join([script, "--step-seconds-min=0.3", *SMALL])
-    submit(training, line, "--group-readable", before="umask 077")
+    training = Training(lab, name="readable", steps=30)
+    submit(training, " ".join(patient_line(training, after=12)), "--group-readable", before="umask 077")
     training.wait_step(13)
     acts.kill_ranks(training)
+    hurry(training)
     training.wait_end()
 
     assert training.exits() == [ExitCode.FINISHED], training.story()

@@ -14,6 +14,7 @@ from tests.stories import acts
 from tests.stories.test_campaign import mend, release_urgent_jobs
 from tests.stories.test_interactive import said
 from tests.stories.test_sites import NO_REQUEUE, ours, successor
+from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete, plain_script
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
@@ -61,7 +62,9 @@ def test_without_a_notice_a_preemption_costs_what_was_not_saved_at_most(site: La
     assert len(chosen) == 3, training.story()
     assert left_saved(training, 0) == chosen[1], training.story()
     assert left_saved(training, 1) is None, training.story()
-    assert chosen[2] == max(save.step for save in saves(training, 1)), training.story()
+    newest = max(save.step for save in saves(training, 1))
+    # the word of one that became whole as the rank was stopped may be lost with it
+    assert chosen[2] in (newest, newest + training.every), training.story()
     assert stood_at - chosen[2] < 2 * training.every, "an interval, and a save that was under way"
     assert_every_attempt_is_in_the_log(training, 3)
     assert_complete(training, reference)
@@ -73,10 +76,10 @@ def test_a_site_that_cancels_what_it_preempts_loses_nothing(
     site: Lab, reference: Training, partition: str, requeue: str
 ) -> None:
     """Slurm would requeue nothing: with grace time there is a notice, without it only SIGTERM and KillWait."""
-    training = Training(
-        site, name=f"{partition}{requeue}", step_seconds=0.2, sbatch_args=(f"--partition={partition}", requeue),
+    training = patient(
+        site, f"{partition}{requeue}", after=12, sbatch_args=(f"--partition={partition}", requeue),
         script=plain_script(site),
-    ).submit()  # fmt: skip
+    )  # fmt: skip
     training.wait_step(13)
     first = training.job_id
 
@@ -84,6 +87,7 @@ def test_a_site_that_cancels_what_it_preempts_loses_nothing(
     training.wait_event(on.RequeueAnswered)
     if requeue == NO_REQUEUE:
         training.job_id = successor(training)
+    hurry(training)
     release_urgent_jobs(site)
     training.wait_end()
 

@@ -10,6 +10,7 @@ from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.lab.site import supervisor_python
 from tests.measuring import cpu_s, rss_mib
+from tests.stories.test_standby import hurry, patient, patient_line
 from tests.training import SMALL, Training, assert_complete
 
 pytestmark = pytest.mark.slurm
@@ -85,14 +86,12 @@ def test_another_job_is_refused_while_a_run_is_alive(lab: Lab, reference: Traini
 def test_of_two_attempts_at_once_the_newer_one_wins(lab_factory, reference: Training) -> None:
     """Only slurmd of the batch node dies: Slurm gives the node up and requeues, and the old attempt lives on."""
     lab = lab_factory(slurmd_timeout_s=5, kill_wait_s=10)
-    training = Training(
+    training = patient(
         lab,
-        name="two-at-once",
-        steps=40,
-        step_seconds=1.5,
+        "two-at-once",
         nodes=1,  # with a second node, Slurm would tell the watcher there, and the old attempt would save and leave
         sbatch_args=("--no-kill=off", "--ntasks-per-node=2", "--gres=gpu:2"),
-    ).submit()
+    )
     training.wait_step(3)
     batch_node = lab.job(training.job_id).batch_host
     old = lab.batch_pid(training.job_id)
@@ -100,6 +99,7 @@ def test_of_two_attempts_at_once_the_newer_one_wins(lab_factory, reference: Trai
     lab.kill_slurmd_only(batch_node)
     training.wait_attempt(1)
     training.until(lambda: not _alive(old), "the end of the older attempt", 240)
+    hurry(training)
     training.wait_end()
 
     superseded = [record.attempt for record in training.events(on.Superseded)]
@@ -112,14 +112,16 @@ def test_of_two_attempts_at_once_the_newer_one_wins(lab_factory, reference: Trai
 def test_another_world_size_goes_on_within_rounding(lab: Lab, reference: Training) -> None:
     """Two ranks, then one, then two again: the data order is the same, and so are the losses but for rounding."""
     training = Training(lab, name="resharded", steps=40, step_seconds=0.2).submit()
+    known = 0
     for nodes in (1, 2):
-        training.wait_event(on.CheckpointCommitted, count=len(training.events(on.CheckpointCommitted)) + 1)
+        training.wait_event(on.CheckpointCommitted, count=known + 1)  # its first: half of the steps are left
         lab.cancel(training.job_id)
         training.wait_end()
+        known = len(training.events(on.CheckpointCommitted))
         training = again(training, nodes=nodes)
-        training.wait_step(training.step() + 1)
     training.wait_end()
 
+    assert [len(nodes) for nodes in training.launches()] == [2, 1, 2], training.story()
     losses, expected = training.losses(), reference.losses()
     assert losses.keys() == expected.keys(), training.story()
     worst = max(abs(float(losses[step]) / float(expected[step]) - 1) for step in expected)
@@ -185,10 +187,7 @@ def test_nothing_secret_is_written_and_nothing_is_asked_while_nothing_happens(la
 def test_other_launch_lines(lab: Lab, reference: Training, how: str) -> None:
     """The user's own srun line (without our wrapper around the ranks), and one torchrun a node: preempted alike."""
     training = Training(lab, name=how)
-    script = (
-        str(training.python), "-m", "stepkeeper_trainer.examples.train_lm", "--steps=40", "--seed=7",
-        "--checkpoint-every-steps=10", "--step-seconds-min=0.25", *SMALL,
-    )  # fmt: skip
+    script = patient_line(training, after=12)
     line = ["srun", "--ntasks=2", "--ntasks-per-node=1", *script] if how == "own-srun" else list(script)
     options = ["--torchrun"] if how == "torchrun" else []
     training.job_id = lab.submit(
@@ -196,12 +195,16 @@ def test_other_launch_lines(lab: Lab, reference: Training, how: str) -> None:
         sbatch_args=["-N2", "--ntasks-per-node=1", "--gres=gpu:1", "--mem=2000", "--requeue", "--open-mode=append",
                      f"--output={training.log}", f"--job-name={how}"],
         user=training.user,
-        env={"STEPKEEPER_RUN_DIR": str(training.run_dir), "PATH": f"{training.python.parent}:/usr/bin:/bin"},
+        env={
+            "STEPKEEPER_RUN_DIR": str(training.run_dir), "PATH": f"{training.python.parent}:/usr/bin:/bin",
+            **training.env,
+        },
     )  # fmt: skip
     training.wait_step(13)
 
     urgent = lab.preempt(training.job_id)
     lab.wait_job(urgent, "RUNNING")
+    hurry(training)
     lab.release(urgent)
     training.wait_end()
 

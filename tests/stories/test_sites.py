@@ -18,13 +18,14 @@ NO_REQUEUE = "--no-requeue"
 def test_a_job_that_slurm_may_not_requeue_is_submitted_again_and_goes_on(lab: Lab, reference: Training) -> None:
     """The same log, run directory, shape and arguments; the losses of one uninterrupted run."""
     shape = (NO_REQUEUE, "--time=30", "--comment=for ada")
-    training = Training(lab, name="resubmitted", step_seconds=0.25, sbatch_args=shape).submit()
+    training = patient(lab, "resubmitted", after=12, sbatch_args=shape)
     training.wait_step(13)
     first = training.job_id
 
     lab.preempt(first)
     training.wait_event(on.RequeueAnswered)
     training.job_id = successor(training)
+    hurry(training)
     release_urgent_jobs(lab)
     training.wait_end()
 
@@ -61,10 +62,11 @@ def ours(lab: Lab, training: Training) -> list[int]:
 def test_a_supervisor_killed_between_two_jobs_leaves_one_that_goes_on(lab_factory, reference: Training) -> None:
     """JobRequeue=0 in slurm.conf, and `kill -9` as the requeue is under way: one successor, never two, never none."""
     lab = lab_factory(grace_time_s=20, kill_wait_s=10, job_requeue=False)
-    training = Training(lab, name="between", step_seconds=0.25, sbatch_args=(NO_REQUEUE,)).submit()
+    training = patient(lab, "between", after=12, sbatch_args=(NO_REQUEUE,))
     acts.requeueing(training)
     acts.kill_supervisor(training)
     training.until(lambda: len(ours(lab, training)) > 1, "the job in its place")
+    hurry(training)
     release_urgent_jobs(lab)
     training.job_id = ours(lab, training)[-1]
     training.wait_end()
@@ -75,11 +77,12 @@ def test_a_supervisor_killed_between_two_jobs_leaves_one_that_goes_on(lab_factor
 
 @pytest.mark.campaign
 def test_a_killed_supervisors_job_is_submitted_again_by_a_watcher(lab: Lab, reference: Training) -> None:
-    training = Training(lab, name="rescued-anew", step_seconds=0.5, sbatch_args=(NO_REQUEUE,)).submit()
+    training = patient(lab, "rescued-anew", after=12, sbatch_args=(NO_REQUEUE,))
     training.wait_step(13)
 
     acts.kill_supervisor(training)
     training.until(lambda: len(ours(lab, training)) > 1, "the job in its place")
+    hurry(training)
     training.job_id = ours(lab, training)[-1]
     training.wait_end()
 
@@ -148,14 +151,14 @@ def test_on_the_newest_slurm_too_and_pyslurm_that_is_not_there_is_no_reason_to_s
     if found() is None:
         pytest.skip(NOT_BUILT)
     lab = lab_factory(slurm="newest", grace_time_s=20, kill_wait_s=10)
-    training = Training(
-        lab, name="anew", step_seconds=0.3, sbatch_args=(NO_REQUEUE,), env={"STEPKEEPER_SLURM_CLIENT": "pyslurm"}
-    ).submit()
+    env = {"STEPKEEPER_SLURM_CLIENT": "pyslurm"}
+    training = patient(lab, "anew", after=12, sbatch_args=(NO_REQUEUE,), env=env)
     training.wait_step(13)
 
     lab.preempt(training.job_id)
     training.wait_event(on.RequeueAnswered)
     training.job_id = successor(training)
+    hurry(training)
     release_urgent_jobs(lab)
     training.wait_end()
 

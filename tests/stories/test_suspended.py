@@ -17,6 +17,7 @@ from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.watcher.messages import Lease
 from tests.lab import Lab
 from tests.stories.test_campaign import release_urgent_jobs
+from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm
@@ -84,15 +85,16 @@ def _leaves(record: journal.Record) -> bool:
 def test_a_suspended_job_has_neither_hung_nor_lost_anybody(lab: Lab, reference: Training) -> None:
     """`scontrol suspend` stops supervisor, watchers and ranks for longer than each of them waits for the others."""
     assert Lease(seconds=30.0).seconds < AWAY_S
-    training = Training(lab, name="suspended", step_seconds=0.4).submit()
+    training = patient(lab, "suspended", after=12)
     training.wait_step(13)
 
     lab.run("scontrol", "suspend", str(training.job_id))
     lab.wait_job(training.job_id, "SUSPENDED")
     stood_at = training.step()
     time.sleep(AWAY_S)
-    assert training.step() <= stood_at + 30, "the ranks are given two seconds before they are stopped"
+    assert training.step() <= stood_at + 5, "the ranks are given two seconds before they are stopped"
     lab.run("scontrol", "resume", str(training.job_id))
+    hurry(training)
     training.wait_end()
 
     assert_it_only_paused(training, reference, AWAY_S - 10)
@@ -102,13 +104,14 @@ def test_a_suspended_job_has_neither_hung_nor_lost_anybody(lab: Lab, reference: 
 def test_a_job_that_a_gang_suspends_for_an_urgent_one_goes_on_after_it(lab_factory, reference: Training) -> None:
     """PreemptMode=SUSPEND,GANG: no signal announces it; the urgent job runs beside our sleeping processes."""
     lab = lab_factory(grace_time_s=20, kill_wait_s=10, slurm_conf=GANGS)
-    training = Training(lab, name="gang", step_seconds=0.4, sbatch_args=("--partition=low",)).submit()
+    training = patient(lab, "gang", after=12, sbatch_args=("--partition=low",))
     training.wait_step(13)
 
     urgent = wants_its_cpus(training, "high")
     lab.wait_job(training.job_id, "SUSPENDED")
     lab.wait_job(urgent, "RUNNING")
     time.sleep(AWAY_S)
+    hurry(training)
     release_urgent_jobs(lab)
     training.wait_end()
 
@@ -119,13 +122,14 @@ def test_a_job_that_a_gang_suspends_for_an_urgent_one_goes_on_after_it(lab_facto
 def test_jobs_that_take_turns_on_a_node_are_not_hung(lab_factory, reference: Training) -> None:
     """OverSubscribe=FORCE without any preemption: every twelve seconds the other job's turn comes, and then ours."""
     lab = lab_factory(grace_time_s=20, kill_wait_s=10, slurm_conf=TURNS)
-    training = Training(lab, name="turns", step_seconds=1.0, sbatch_args=("--partition=turns",)).submit()
+    training = patient(lab, "turns", after=8, sbatch_args=("--partition=turns",))
     training.wait_step(8)
 
-    other = wants_its_cpus(training, "turns")
+    other = wants_its_cpus(training, "turns")  # whose turn comes at once, or a whole one of ours later
     lab.wait_job(training.job_id, "SUSPENDED", timeout_s=60)
     lab.wait_job(other, "RUNNING")
     lab.wait_job(training.job_id, "RUNNING", timeout_s=60)
+    hurry(training)
     release_urgent_jobs(lab)
     training.wait_end()
 
@@ -139,7 +143,7 @@ def test_a_wall_clock_that_is_set_does_not_matter(lab: Lab, reference: Training)
     """An hour back in training, then two forward: the deadline of a save that comes then has not passed."""
     library, hand = _clock(lab.workdir("games") / "clocks")
     env = {"LD_PRELOAD": str(library), "STORY_CLOCK": str(hand)}
-    training = Training(lab, name="clock", env=env, step_seconds=0.3).submit()
+    training = patient(lab, "clock", after=8, env=env)
     training.wait_step(8)
 
     _set(hand, -HOUR_NS)
@@ -148,6 +152,7 @@ def test_a_wall_clock_that_is_set_does_not_matter(lab: Lab, reference: Training)
     training.wait_step(14)
     lab.preempt(training.job_id)
     training.wait_event(on.RequeueAnswered)
+    hurry(training)
     _set(hand, 0)  # Slurm's own commands start nothing where the clock is not the controller's
     release_urgent_jobs(lab)
     training.wait_end()

@@ -9,8 +9,8 @@ import pytest
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
 from tests.lab import Lab
-from tests.stories.acts import kill_rank, kill_watcher
-from tests.training import Training
+from tests.stories.acts import kill_watcher
+from tests.stories.test_standby import hurry, kill_rank, patient
 
 pytestmark = pytest.mark.slurm
 LARGE = ("--width=256", "--layers=3")  # some 35 MB of state
@@ -31,13 +31,15 @@ def damage(step: Path) -> Path:
 @pytest.mark.campaign
 def test_both_nodes_verify_and_neither_damage_nor_a_lost_watcher_is_missed(lab: Lab) -> None:
     """The newest step is damaged and one of the readers dies: the step before is verified and used all the same."""
-    training = Training(lab, name="shared", step_seconds=0.6, steps=30, script_args=LARGE, env=SHARED).submit()
+    # the next one is not saved before the relaunch
+    training = patient(lab, "shared", after=20, step_seconds=0.3, steps=30, script_args=LARGE, env=dict(SHARED))
     training.wait_step(21)
     training.until(lambda: 20 in training.committed(), "step 20")
     victim = damage(training.run_dir / "checkpoints" / "step_00000020")
 
     kill_rank(training)
     training.until(lambda: training.records()[-1].phase is Phase.STARTING, "the relaunch")
+    hurry(training)
     kill_watcher(training)
     training.wait_end()
 
@@ -60,19 +62,16 @@ def test_both_nodes_verify_and_neither_damage_nor_a_lost_watcher_is_missed(lab: 
 @pytest.mark.campaign
 def test_what_was_read_back_beside_training_is_not_read_again_at_a_relaunch(lab: Lab) -> None:
     """Both nodes read it past their page caches while training goes on; the relaunch then waits for no reading."""
-    training = Training(
-        lab,
-        name="read-back",
-        step_seconds=0.8,  # the next one is not saved before the relaunch
-        steps=30,
-        run_args=("--read-back=newest",),
-        script_args=LARGE,
-        env={"STEPKEEPER_VERIFY_SHARED_MIB_MIN": "1"},
-    ).submit()
+    training = patient(
+        lab, "read-back", "--read-back=newest",
+        after=20, step_seconds=0.3, steps=30,  # the next one is not saved before the relaunch
+        script_args=LARGE, env={"STEPKEEPER_VERIFY_SHARED_MIB_MIN": "1"},
+    )  # fmt: skip
     training.wait_event(on.CheckpointVerified, count=2)
     committed = [record.event.directory for record in training.events(on.CheckpointCommitted)]
 
     kill_rank(training)
+    hurry(training)
     training.wait_end()
 
     assert lab.job(training.job_id).state == "COMPLETED", training.story()

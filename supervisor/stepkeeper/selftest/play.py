@@ -134,7 +134,8 @@ class Play:
     def _until(self, condition: Callable[[], bool], what: str) -> None:
         while not condition():
             for name in tuple(self.jobs):
-                if self._step(name) < STEPS and self._is_over(name):
+                # looked at once more: it may have gone on and ended while Slurm was asked
+                if self._step(name) < STEPS and self._is_over(name) and self._step(name) < STEPS:
                     raise StepkeeperError(
                         f"job {self.jobs[name]} (the {name} run) ended at step {self._step(name)} of {STEPS}, before "
                         f"{what}; see {self.directory / f'{name}.log'}",

@@ -15,6 +15,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import duration, instant
+from stepkeeper.seeing import queue
 from stepkeeper.store import find, journal
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
@@ -63,10 +64,12 @@ def execute(arguments: argparse.Namespace) -> int:
         return follow(run)
     status = _read(run)
     seen = _computed(run, status, time.time())
+    waits = seen["silent"] or status.exit_code == ExitCode.REQUEUED
+    queued = queue.ask(run, status) if waits else None
     if arguments.json:
-        printing.say_json({**msgspec.to_builtins(status), **seen}, indent=2)
+        printing.say_json({**msgspec.to_builtins(status), **seen, "queue": msgspec.to_builtins(queued)}, indent=2)
     else:
-        _show(run, status, seen, asked_for=arguments.run or "")
+        _show(run, status, seen, queued, asked_for=arguments.run or "")
     return ExitCode.FINISHED
 
 
@@ -196,7 +199,9 @@ def _checkpoint(run: RunDirectory, step: int | None) -> str | None:
     return None
 
 
-def _show(run: RunDirectory, status: Status, seen: dict[str, Any], *, asked_for: str) -> None:
+def _show(
+    run: RunDirectory, status: Status, seen: dict[str, Any], queued: queue.Queued | None, *, asked_for: str
+) -> None:
     now = time.time()
     restarts = f" (restart {status.restart_count})" if status.restart_count else ""
     earlier = f"; job {asked_for} worked on this run before" if _is_earlier_job(asked_for, status) else ""
@@ -208,6 +213,8 @@ def _show(run: RunDirectory, status: Status, seen: dict[str, Any], *, asked_for:
     rows.append(("phase", phase))
     if status.exit_code is not None:
         rows.append(("ended", f"{seen['exit_meaning']} (exit code {status.exit_code})"))
+    if queued is not None:
+        rows.append(("Slurm says", queue.words(queued, now)))
     rows += [
         ("job", f"{status.job_id}{restarts}; attempt {status.attempt}, launch {status.launch}{earlier}"),
         ("nodes", f"{len(status.nodes)}: {' '.join(status.nodes)}"),
@@ -228,7 +235,8 @@ def _show(run: RunDirectory, status: Status, seen: dict[str, Any], *, asked_for:
         )
     printing.say()
     printing.say(f"events: stepkeeper events {run.path}    logs: stepkeeper logs {run.path}")
-    if seen["done"] and status.exit_code not in GOES_ON_OR_IS_FINISHED:
+    ended = queued is not None and queue.is_over(queued)
+    if seen["done"] and (status.exit_code not in GOES_ON_OR_IS_FINISHED or ended):
         printing.say(f"to go on: submit it again with --run-dir {run.path}, or STEPKEEPER_RUN_DIR={run.path}")
     if not seen["done"]:
         printing.say(f"to stop: stepkeeper stop {run.path} (saves first), or scancel {status.job_id}")

@@ -38,7 +38,17 @@ def sessions(tmp_path: Path, **modules: str) -> tuple[int, str]:
         (tmp_path / f"test_{name}.py").write_text(text)
     file = tmp_path / "failed"
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    first = [sys.executable, "-m", "pytest", *options, "-p", "tests.second_look", "--write-failed", str(file), str(tmp_path)]
+    first = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *options,
+        "-p",
+        "tests.second_look",
+        "--write-failed",
+        str(file),
+        str(tmp_path),
+    ]
     aside: dict[str, Any] = {"timeout": LIMIT_S, "capture_output": True, "text": True, "cwd": tmp_path}
     aside["env"] = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     subprocess.run(first, check=False, **aside)

@@ -173,6 +173,7 @@ def test_every_byte_right(command: Command, run: RunDirectory) -> None:
         "bytes_read": BYTES,
         "bytes_known": 0,
         "problems": [],
+        "left_out": [],
     }
 
 
@@ -348,6 +349,7 @@ def test_the_json_of_ls(command: Command, run: RunDirectory) -> None:
         "complete": True,
         "current": True,
         "marks": [],
+        "left_out": [],
         "problems": [],
     }
 

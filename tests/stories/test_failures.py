@@ -159,6 +159,8 @@ def test_data_that_makes_the_loss_nan_is_left_out_and_a_launch_that_says_nothing
     assert [[(each.step, each.steps) for each in start.left_out] for start in starts] == [[], [(18, 1)], [(18, 1)]]
     logs = "".join(path.read_text() for path in training.run_dir.glob("logs/attempt-000/launch-002/*.log"))
     assert "data_skipped step=18 steps=1 samples=8" in logs
+    told = lineage.read(training.run_dir / "checkpoints")
+    assert told is not None and told.left_out == (lineage.LeftOut(step=18, steps=1),)  # noqa: PT018 - one fact
     losses, expected = training.losses(), reference.losses()
     assert losses.keys() == expected.keys(), training.story()
     assert {step: losses[step] for step in range(1, 18)} == {step: expected[step] for step in range(1, 18)}

@@ -41,6 +41,7 @@ class Environment:
     epoch: tuple[int, int] | None  # (job id, restart count); None outside Slurm
     node: str
     resume_newest: bool = False  # what a tier has newer than `resume_from` may be taken instead
+    goes_back: bool = False  # on purpose: what a tier has newer must never return
     checkpoint_every: str | None = None  # counts instead of what the script says
     retention: str | None = None  # the same
     load_memory_gib: float | None = None  # the same
@@ -85,6 +86,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         epoch=(_integer(environ, "SLURM_JOB_ID", 0), restarts) if job_id else None,
         node=node,
         resume_newest=environ.get("STEPKEEPER_RESUME_NEWEST") == "1",
+        goes_back=environ.get("STEPKEEPER_RESUME_NEWEST") == "",
         checkpoint_every=environ.get("STEPKEEPER_CHECKPOINT_EVERY") or None,
         retention=environ.get("STEPKEEPER_RETENTION") or None,
         load_memory_gib=read_number(environ, "STEPKEEPER_LOAD_MEMORY_GIB"),

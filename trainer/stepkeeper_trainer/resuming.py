@@ -26,7 +26,7 @@ from stepkeeper_trainer.formats.steps import (
     read_manifest,
 )
 from stepkeeper_trainer.formats.verify import known_right
-from stepkeeper_trainer.history import record_start
+from stepkeeper_trainer.history import record_left_out, record_start
 from stepkeeper_trainer.loading import Limits
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.reader import CheckedReader, load
@@ -77,7 +77,7 @@ def resume(
     if tiering is not None and (latest or commits.environment.resume_newest):
         resume_from = _newer_in_tiers(tiering, resume_from)
     if resume_from is None:
-        parent = _record(commits, None, None) if state.rank == 0 else None
+        parent = _record(commits, None, None, state) if state.rank == 0 else None
         return Resumed(None, None, parent)
     directory = Path(resume_from)
     manifest = _open(directory)
@@ -89,7 +89,7 @@ def resume(
         raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
     load(reader, tensors, agreement.group, limits=limits)
     state.apply(tensors)
-    parent = _record(commits, directory, manifest) if state.rank == 0 else None
+    parent = _record(commits, directory, manifest, state) if state.rank == 0 else None
     if state.rank == 0:
         say("resumed", step=manifest.step, directory=directory, save_id=manifest.save_id)
     return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory)
@@ -184,8 +184,13 @@ def _open(directory: Path) -> Manifest:
         raise ResumeError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
 
 
-def _record(commits: Commits, directory: Path | None, manifest: Manifest | None) -> str | None:
+def _record(commits: Commits, directory: Path | None, manifest: Manifest | None, state: TrainingState) -> str | None:
+    checkpoints, environment = commits.checkpoints, commits.environment
+    done = manifest.step if manifest is not None else 0
     try:
-        return record_start(commits.checkpoints, directory, manifest, commits.environment.attempt)
+        parent = record_start(checkpoints, directory, manifest, environment.attempt, goes_back=environment.goes_back)
+        sampler = state.others.get("sampler")
+        record_left_out(checkpoints, sampler, environment.skip_data, done=done, attempt=environment.attempt)
     except OSError as error:
         raise KeeperError(f"{error.filename}: the lineage cannot be written: {error.strerror}") from error
+    return parent

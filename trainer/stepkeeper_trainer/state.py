@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer import random_state
 from stepkeeper_trainer.errors import ResumeError, StateError
+from stepkeeper_trainer.formats.manifest import LEFT_OUT
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.optimizers import OptimizerStates, plain_name
+from stepkeeper_trainer.sampler import GlobalSampler
 from stepkeeper_trainer.staging import local
 from stepkeeper_trainer.tree import from_blob, join, split, to_blob
 
@@ -181,7 +183,17 @@ class TrainingState:
             "rng": True,
             "loss_history": True,
             **({"tied": tied} if (tied := tied_names(self.model)) else {}),
+            **({LEFT_OUT: left_out} if (left_out := self._left_out()) else {}),
         } | dict.fromkeys(self.others, True)
+
+    def _left_out(self) -> list[dict[str, int]]:
+        """Return the data that this state has never seen: which samples, from where on, and before which step."""
+        sampler = self.others.get("sampler")
+        skipped = sampler.skipped if isinstance(sampler, GlobalSampler) else []
+        return [
+            {"step": step, "epoch": epoch, "consumed": consumed, "samples": samples}
+            for step, epoch, consumed, samples in skipped
+        ]
 
     def _parts_by_kind(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
         """Return the parts that are the same on all ranks, and those of which each rank has its own."""

@@ -50,11 +50,14 @@ def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) 
     if chosen is None or chosen.manifest is None:
         raise LookupError(f"no verified step directory is older than step {effect.below_step}")
     why = effect.why[:WHY_CHARACTERS_MAX]
+    left_out = tuple(lineage.LeftOut(step=each.step, steps=each.steps) for each in effect.left_out)
     if effect.suspect:
         counted = steps.current_lineage(steps.list_steps(checkpoints), lineage.read(checkpoints))
         for entry in counted:
             if entry.manifest is not None and entry.step >= effect.below_step:
                 mark = lineage.Mark(at=at, attempt=attempt, save_id=entry.manifest.save_id, mark=lineage.SUSPECT)
                 lineage.append(checkpoints, mark)
-    lineage.append(checkpoints, lineage.Rollback(at=at, attempt=attempt, save_id=chosen.manifest.save_id, why=why))
+    save_id = chosen.manifest.save_id
+    record = lineage.Rollback(at=at, attempt=attempt, save_id=save_id, why=why, left_out=left_out or None)
+    lineage.append(checkpoints, record)
     return chosen

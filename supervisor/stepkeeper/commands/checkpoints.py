@@ -14,11 +14,13 @@ from stepkeeper import printing
 from stepkeeper.commands import checkpoints_export, checkpoints_prune, checkpoints_tiers
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.seeing.model import left_out_in_words
 from stepkeeper.store import find
 from stepkeeper_trainer import space
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
+from stepkeeper_trainer.formats.manifest import LEFT_OUT
 from stepkeeper_trainer.formats.reading import Reading
 
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -116,19 +118,24 @@ def _reading(arguments: argparse.Namespace) -> Reading:
 def list_steps(arguments: argparse.Namespace) -> int:
     """Print a table of step directories."""
     checkpoints = find.checkpoints(arguments.where, os.environ)
-    rows = _rows(checkpoints)
+    found, lineage = steps.list_steps(checkpoints), lineages.read(checkpoints)
+    rows = _rows(checkpoints, found, lineage)
+    left_out = lineage.left_out if lineage is not None else ()
     if arguments.json:
-        printing.say_json({"checkpoints": str(checkpoints.resolve()), "steps": rows}, indent=2)
+        told = [{"step": each.step, "steps": each.steps} for each in left_out]
+        printing.say_json({"checkpoints": str(checkpoints.resolve()), "steps": rows, "left_out": told}, indent=2)
     elif rows:
         _show(rows)
+        for each in left_out:
+            printing.say(f"left out: {left_out_in_words(each.step, each.steps)}")
     else:
         printing.say(f"{checkpoints}: no step directories yet")
     return ExitCode.FINISHED
 
 
-def _rows(checkpoints: Path) -> list[dict[str, Any]]:
-    found = steps.list_steps(checkpoints)
-    lineage = lineages.read(checkpoints)
+def _rows(
+    checkpoints: Path, found: list[steps.StepDirectory], lineage: lineages.Lineage | None
+) -> list[dict[str, Any]]:
     current = {step.path for step in steps.current_lineage(found, lineage)}
     rows = []
     cache = Cache(checkpoints)
@@ -152,10 +159,17 @@ def _rows(checkpoints: Path) -> list[dict[str, Any]]:
                 "complete": not problems,
                 "current": step.path in current,
                 "marks": sorted(marks),
+                "left_out": _never_seen(step),
                 "problems": problems,
             }
         )
     return rows
+
+
+def _never_seen(step: steps.StepDirectory) -> list[Any]:
+    """Return what its manifest says of data that was left out on the way to a step, for programs."""
+    windows = step.manifest.state.get(LEFT_OUT) if step.manifest is not None else None
+    return windows if isinstance(windows, list) else []
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
@@ -218,8 +232,9 @@ def verify_step(arguments: argparse.Namespace) -> int:
     cache = Cache(directory.parent, knows=arguments.cached)
     verdict = steps.verify(directory, deep=not arguments.shallow, reading=_reading(arguments), cache=cache)
     problems = list(verdict.problems)
-    if not problems and (misnamed := steps.open_step(directory).problem):
-        problems.append(misnamed)
+    opened = steps.open_step(directory)
+    if not problems and opened.problem:
+        problems.append(opened.problem)
     if arguments.json:
         document = {
             "directory": str(directory),
@@ -228,6 +243,7 @@ def verify_step(arguments: argparse.Namespace) -> int:
             "bytes_read": verdict.bytes_read,
             "bytes_known": verdict.bytes_known,
             "problems": problems,
+            "left_out": _never_seen(opened),
         }
         printing.say_json(document, indent=2)
     elif problems:

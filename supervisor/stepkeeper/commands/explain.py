@@ -14,12 +14,14 @@ from stepkeeper import printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.redaction import redact
+from stepkeeper.seeing.model import left_out_in_words
 from stepkeeper.store import find
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.verdict import errorfiles, gathering, logs, reading, rules
 from stepkeeper.verdict.causes import Evidence, Role, Verdict
 from stepkeeper.verdict.gathering import Launch
 from stepkeeper.verdict.joining import judge
+from stepkeeper_trainer.formats import lineage as lineages
 
 SHOWN_MAX = 6  # pieces of evidence, for people
 SURE, LIKELY = 0.85, 0.6
@@ -94,12 +96,18 @@ def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, 
         "launch": chosen.launch,
         "job_id": chosen.job_id,
         "end": _end(run),
+        "left_out": _left_out(run),
     }
 
 
 def _end(run: RunDirectory) -> dict[str, Any] | None:
     end = gathering.end(run)
     return None if end is None else {**end._asdict(), "reason": redact(end.reason)}
+
+
+def _left_out(run: RunDirectory) -> list[dict[str, int]]:
+    lineage = lineages.read(run.checkpoints)
+    return [{"step": each.step, "steps": each.steps} for each in lineage.left_out] if lineage is not None else []
 
 
 def _nothing(run: RunDirectory, known: list[Launch], attempt: int | None, launch: int | None) -> str:
@@ -163,6 +171,8 @@ def _show(verdict: Verdict, about: dict[str, Any]) -> None:
         printing.say(f"otherwise  {verdict.otherwise.cause.value}: were it not for the first of these")
     if (end := about.get("end")) is not None and end["code"] not in GOES_ON:
         printing.say(f"the run    ended {printing.instant(end['at'])} with {end['code']}: {end['reason']}")
+    for window in about.get("left_out", ()):
+        printing.say(f"left out   {left_out_in_words(window['step'], window['steps'])}: the run goes on without it")
     printing.say(f"to do      {meaning.todo}")
 
 

@@ -119,6 +119,7 @@ class RollBack(_Effect, frozen=True, kw_only=True, tag="roll_back"):
     below_step: int
     why: str
     suspect: bool = False  # mark the commits that are left behind: a loss had gone wrong
+    left_out: tuple[LeftOut, ...] = ()  # all data that the ranks do not take from then on, for the lineage
 
 
 class TellSlowNode(_Effect, frozen=True, kw_only=True, tag="tell_slow_node"):

@@ -188,12 +188,20 @@ def _leave_out(state: State, case: _Case, why: str, policy: Policy) -> tuple[Sta
 def _roll_back(state: State, at: float, case: _Case, why: str, policy: Policy) -> Decision:
     """Go on from the newest verified step before the one at which it went wrong; else one checkpoint back."""
     state, why = _leave_out(state, case, why, policy)
+    wrong_at = case.step if case.cause is Cause.NUMERICAL and not case.poisoned else None
+    if wrong_at is not None:
+        state = replace(state, went_back=True)  # what a tier has newer may hold the wrong loss, and its data
     if state.resume_step is None:
         return go_on_starting(state, at, policy, f"{why}: there is no checkpoint, so it starts from the beginning")
-    numerical = case.cause is Cause.NUMERICAL and case.step is not None and not case.poisoned
-    below = case.step if numerical and case.step is not None else state.resume_step
+    below = wrong_at if wrong_at is not None else state.resume_step
     if state.resume_step < below:
         return go_on_starting(state, at, policy, f"{why}: the newest verified step lies before it")
     state = replace(state, chosen=False, rolling_back=True, deadline_at=at + policy.choose_within_s)
-    effect = do.RollBack(launch=state.launch, below_step=below, why=why, suspect=case.cause is Cause.NUMERICAL)
+    effect = do.RollBack(
+        launch=state.launch,
+        below_step=below,
+        why=why,
+        suspect=case.cause is Cause.NUMERICAL,
+        left_out=state.left_out,
+    )
     return Decision(state, (effect,), f"{why} to a step before {below}")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.causes import LeftOut
 from stepkeeper.core.losses import rule_told
-from stepkeeper.seeing.model import Incident
+from stepkeeper.seeing.model import Incident, left_out_in_words
 from stepkeeper.store.journal import Record
 
 INCIDENTS_MAX = 5_000  # the oldest are left out beyond it, and counted
@@ -21,12 +22,15 @@ class Incidents(msgspec.Struct, kw_only=True):
     found: list[Incident] = msgspec.field(default_factory=list)
     left_out: int = 0
     losses: dict[int, int] = msgspec.field(default_factory=dict)  # by attempt: nodes lost so far
+    windows: int = 0  # of data that is left out, so far
 
     def take(self, record: Record, at: int, launch: int | None) -> None:
         """Look at one record, which came at `at` (microseconds) in a launch."""
         lost = record.node_losses > self.losses.get(record.attempt, record.node_losses)
         self.losses[record.attempt] = record.node_losses
-        for kind, what, node in _of(record, lost=lost):
+        new = record.left_out[self.windows :]  # an attempt takes over those of the one before
+        self.windows = max(self.windows, len(record.left_out))
+        for kind, what, node in (*_of(record, lost=lost), *_windows(new)):
             if len(self.found) >= INCIDENTS_MAX:
                 del self.found[0]
                 self.left_out += 1
@@ -66,6 +70,11 @@ def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noq
             yield "node lost", record.why, ""
         case _:
             return
+
+
+def _windows(windows: Iterable[LeftOut]) -> Iterator[tuple[str, str, str]]:
+    for window in windows:
+        yield "data left out", left_out_in_words(window.step, window.steps), ""
 
 
 def _ordered(record: Record) -> str:

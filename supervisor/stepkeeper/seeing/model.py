@@ -18,6 +18,15 @@ def micro(seconds: float) -> int:
     return round(seconds * SECOND)
 
 
+def left_out_in_words(step: int, steps: int) -> str:
+    """Say what a window of data is that training leaves out.
+
+    >>> left_out_in_words(18, 1), left_out_in_words(25, 1000)
+    ('the data of 1 step, at step 18', 'the data of 1,000 steps, at step 25')
+    """
+    return f"the data of {steps:,} {'step' if steps == 1 else 'steps'}, at step {step:,}"
+
+
 def patience(step: int) -> int:
     """Return how long a run that lives may say nothing; both in microseconds, `step` the usual time of one."""
     return max(micro(SILENT_S), SILENT_STEPS * step)

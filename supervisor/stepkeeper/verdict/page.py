@@ -102,6 +102,8 @@ holds for all that follow.  Causes without a row go by that of `unknown`.  Besid
   first step from a checkpoint, twice: its state holds it already.
 - `rollback` goes to the newest verified step before the one at which a loss went wrong, else one checkpoint back; never
   to the very start.
+- Data that is left out from then on (`policy.skip_data_steps`) is named by the `rollback` in the lineage
+  (`stepkeeper checkpoints ls`), and the manifest of each later step directory names the samples.
 - Where the run ends, the exit code is 29 (or 20 for `failures_max`), the reason is in log and status, the code in the
   job's comment, and `notify_command` is run.
 """

@@ -2,7 +2,7 @@
 
 Append-only, one JSON object a line, fsynced, each with a digest of itself (older lines have none).  A line that is
 torn (a writer died in it) or damaged is skipped: the manifests on disk bridge it.  After a rollback a step number
-can exist twice; the lineage tells which one counts.
+can exist twice; the lineage tells which one counts, and which data was left out on the way.
 """
 
 from __future__ import annotations
@@ -42,11 +42,19 @@ class Commit(_Record, frozen=True, kw_only=True, tag="commit"):
     directory: str
 
 
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Data that training does not take: that of `steps` steps from `step` on."""
+
+    step: int
+    steps: int
+
+
 class Rollback(_Record, frozen=True, kw_only=True, tag="rollback"):
     """Training goes on from `save_id` (None: from the very start); later commits no longer count."""
 
     save_id: str | None
     why: str
+    left_out: tuple[LeftOut, ...] | None = None  # all that the run leaves out from now on; None: as before
 
 
 class Mark(_Record, frozen=True, kw_only=True, tag="mark"):
@@ -74,6 +82,7 @@ class Lineage:
     tells_steps: bool = True  # false: marks only, and nothing of which steps count
     damaged: int = 0  # lines that were there and are not what was written
     rolled_back_at: float | None = None  # Unix seconds, where the newest line of commits is a rollback
+    left_out: tuple[LeftOut, ...] = ()  # data that the current state has not seen, or will not see
 
     def chain(self, manifests: Mapping[str, str | None] | None = None) -> list[str]:
         """Return the save_ids that lead to the head, newest first, as far back as anything is known.
@@ -113,6 +122,7 @@ def read(checkpoints: Path) -> Lineage | None:
     head: str | None = None
     tells_steps, damaged = False, 0
     rolled_back_at: float | None = None
+    left_out: tuple[LeftOut, ...] = ()
     for line in data.splitlines():
         if line[-_SUM_BYTES:].startswith(_SUM) and _summed(line[:-_SUM_BYTES]) != line:
             damaged += 1
@@ -127,10 +137,11 @@ def read(checkpoints: Path) -> Lineage | None:
                 head, tells_steps, rolled_back_at = record.save_id, True, None
             case Rollback():
                 head, tells_steps, rolled_back_at = record.save_id, True, record.at
+                left_out = record.left_out if record.left_out is not None else left_out
             case Mark():
                 before = marks.get(record.save_id, frozenset())
                 marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
-    return Lineage(commits, head, marks, tells_steps, damaged, rolled_back_at)
+    return Lineage(commits, head, marks, tells_steps, damaged, rolled_back_at, left_out)
 
 
 def append(checkpoints: Path, record: LineageRecord) -> None:

@@ -19,6 +19,7 @@ from stepkeeper_trainer.formats.plain import open_plain
 
 FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
+LEFT_OUT = "left_out"  # in `state`: data that the state has never seen, each {"step", "epoch", "consumed", "samples"}
 PENDING_NAME = "MANIFEST.pending"  # sealed, of a save whose files are on the nodes' own disks yet
 CHUNK_BYTES = 16 * 1024 * 1024
 _NO_PARTS = frozenset(("", ".", ".."))  # of a plain path: absolute, doubled slashes, and ways out

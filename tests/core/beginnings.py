@@ -166,7 +166,19 @@ BUS_RESTARTED = _trained(
         )
     ],
 )
+LOST_BESIDE_A_FAULT = (  # and preempted soon after, with a faulty node of an attempt before
+    msgspec.structs.replace(STARTS[4], excluded=(on.Exclusion(node="x", why="XID 79", until=300.0),)),
+    *TRAINING[4][1:],
+    on.WatcherLost(at=1.0, node="b", bus=1, why="silent"),
+    on.Tick(at=40.0),
+    on.SlurmAnswered(at=40.0, job=_JOB),
+    *[on.WatcherReady(at=40.0, node=node, bus=3) for node in "ac"],
+    on.LaunchEnded(at=41.0, launch=0, code=137),
+    on.SignalReceived(at=41.0, signal="TERM"),
+    on.SlurmAnswered(at=41.0, job=_PREEMPTED),
+)
 NODES_LEFT = (
+    LOST_BESIDE_A_FAULT,
     (_MANY, *_HEARD, *left("d", "c", "b"), _CHOSEN),
     OWN_NODE_LEFT,
     LEFT_AFTER_A_FAILURE,

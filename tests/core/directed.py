@@ -12,6 +12,7 @@ from tests.core.beginnings import (
     BUS_RESTARTED,
     FAILED,
     LEFT_AFTER_A_FAILURE,
+    LOST_BESIDE_A_FAULT,
     MANY_READY,
     NOTICE,
     OWN_NODE_LEFT,
@@ -49,6 +50,7 @@ DIRECTED = (
     ),
     Directed("the supervisor's own node is kept", OWN_NODE_LEFT),
     Directed("a fault of a node is in no budget of the training", LEFT_AFTER_A_FAILURE),
+    Directed("lost nodes make room for faulty ones", (*LOST_BESIDE_A_FAULT, LOST_BESIDE_A_FAULT[-1])),
     Directed(
         "only a node that rested comes back",
         (*SHRUNK_AND_FAILED, on.CheckpointChosen(at=10.0, directory=None, step=None)),

@@ -448,4 +448,28 @@ MUTATIONS = (
         "node_fault_takes_back_a_try",
         "nodes_that_fail",
     ),
+    Mutation(
+        "places",
+        "    return largest(state.node_counts, state.nodes_min, left)",
+        "    return left",
+        "a smaller launch has a number of nodes that divides its batch",
+        "no_number_of_nodes_divides",
+        "nodes_that_fail",
+    ),
+    Mutation(
+        "starting",
+        "    faulty = [each for each in event.excluded if each.until > event.at and each.why != LOST]",
+        "    faulty = [each for each in event.excluded if each.until < event.at and each.why != LOST]",
+        "a node with a fault is not used when Slurm gives it again",
+        "known_bad_node_given_again",
+        "nodes_that_fail",
+    ),
+    Mutation(
+        "faults",
+        "    return _at_most((*before, *new, *faulty), state, policy), kept(state)",
+        "    return _at_most((*before, *faulty, *new), state, policy), kept(state)",
+        "lost nodes make room for faulty ones",
+        "lost_node_makes_room_for_a_faulty_one",
+        "nodes_that_fail",
+    ),
 )

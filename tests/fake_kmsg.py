@@ -5,10 +5,12 @@ that one reader has read is gone for others.
 """
 
 import fcntl
+import mmap
 import os
 
 SLOTS = 256  # records that wait to be read; then the writer waits
-PAGE = 4096
+PAGE = mmap.PAGESIZE  # of which a pipe has one a record
+RECORD_BYTES_MAX = 4096
 
 
 class FakeKmsg:
@@ -35,7 +37,7 @@ class FakeKmsg:
         """Throw away what nobody has read; a blocked writer goes on."""
         os.set_blocking(self._read, False)
         try:
-            while os.read(self._read, PAGE):
+            while os.read(self._read, RECORD_BYTES_MAX):
                 pass
         except BlockingIOError:
             return

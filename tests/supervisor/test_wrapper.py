@@ -102,7 +102,8 @@ def test_what_torch_expects_is_there_and_signals_are_as_at_birth(tmp_path, watch
         "2",
     ]
     assert environment["STEPKEEPER_SOCKET"] == f"{tmp_path}/socket-n1"
-    assert int(adj) == wrapper.OOM_SCORE_ADJ
+    own_adj = int(Path("/proc/self/oom_score_adj").read_text())  # a container may have a higher one, not to be lowered
+    assert int(adj) == wrapper.OOM_SCORE_ADJ or (int(adj) == own_adj > wrapper.OOM_SCORE_ADJ)
     assert watcher
 
 
@@ -140,7 +141,10 @@ def test_a_failure_is_told_to_a_watcher_that_comes_back(tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as late:
         late.bind(str(tmp_path / "socket-n1"))
         late.settimeout(60)
-        assert heard(late).code == 3
+        word = heard(late)
+        if isinstance(word, messages.TaskStarted):  # where the wrapper itself was kept from running until now
+            word = heard(late)
+        assert word.code == 3
 
     assert process.wait(60) == 3
     assert Path(wrapper.__file__).exists()

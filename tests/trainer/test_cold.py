@@ -162,8 +162,10 @@ class _Unreliable:
         if refused:
             raise TierError("503 Slow Down")
         self._inner.write(name, entry, first, chunks)
-        if self._tier.spoil:
-            self._tier.spoil -= 1
+        with self._tier.one:
+            spoiled = self._tier.spoil > 0
+            self._tier.spoil -= spoiled
+        if spoiled:
             [path] = self._tier.inner.checkpoints.rglob(name)
             path.write_bytes(b"?" * entry.bytes)
 

@@ -106,8 +106,12 @@ def test_one_fault_of_two_sources_is_one_incident(cluster: Lab, gpu_agents: Agen
     gpu_agents.nvml[node].xid(0, 79)
     gpu_agents.nvml[node].lose(0)
     wait_drained(cluster, node)
-    time.sleep(NOTHING_HAPPENS_S)
 
+    def both() -> bool:
+        return {source for each in gpu_agents.incidents(node) for source in each["sources"]} == {"kernel", "nvml"}
+
+    cluster.until(both, "the word of the second source", DRAINED_S)
+    time.sleep(NOTHING_HAPPENS_S)
     (incident,) = gpu_agents.incidents(node)
     assert set(incident["sources"]) == {"kernel", "nvml"}
 

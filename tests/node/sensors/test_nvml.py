@@ -354,7 +354,8 @@ def test_a_call_that_hangs_is_named_again_and_again_and_its_end_is_told(nvml: Fa
     ready = watch.count(NvmlState.READY)
     nvml.delay("nvmlDeviceGetRemappedRows", 0, gpu=2)
     wait_until(lambda: watch.count(NvmlState.READY) > ready, "it answers again")
-    assert len(watch.seen.of(NvmlStatus)[-1].gpus) == 4
+    # a busy machine may have it told as stuck once more since
+    assert len([each for each in watch.seen.of(NvmlStatus) if each.state is NvmlState.READY][-1].gpus) == 4
 
 
 def test_events_still_arrive_while_a_health_call_hangs(nvml: FakeNvml, start: Start) -> None:
@@ -483,12 +484,12 @@ def test_one_look_without_a_library_is_absent(monkeypatch: pytest.MonkeyPatch) -
 
 def test_one_look_that_hangs_is_stuck_and_names_the_call(nvml: FakeNvml) -> None:
     nvml.delay("nvmlDeviceGetTotalEccErrors", 3600, gpu=1)
-    began = time.monotonic()
+    began, call = time.monotonic(), "nvmlDeviceGetTotalEccErrors of 0000:11:00.0"
     for within_s in (2.0, 10.0, 50.0):
         result = once(within_s=within_s)
-        if result.health:
-            break  # else a busy machine has not even started its process
+        if result.status.call == call:
+            break  # else a busy machine has not come to it yet
     assert time.monotonic() - began < 1000  # of the 3600 that the call takes
     assert result.status.state is NvmlState.STUCK
-    assert result.status.call == "nvmlDeviceGetTotalEccErrors of 0000:11:00.0"
+    assert result.status.call == call
     assert [health.index for health in result.health] == [0]

@@ -224,11 +224,16 @@ def test_a_job_cancelled_after_its_requeue_is_left_alone(node: Node) -> None:
     job = node.asks(["join", "JOB", 0], ["hasten", "JOB", 0])
     assert node.answers(job)[1] == "granted"
 
-    node.lab.requeue(job)
-    node.lab.cancel(job)
+    name = node.lab.node_names[0]
+    node.lab.drain(name, "the job must not start again before it is cancelled")  # two commands may take seconds
+    try:
+        node.lab.requeue(job)
+        node.lab.cancel(job)
 
-    assert node.word("hasten_over", job)["why"] == "it was cancelled"
-    assert node.lab.wait_ended(job).state == "CANCELLED"
+        assert node.word("hasten_over", job)["why"] == "it was cancelled"
+        assert node.lab.wait_ended(job).state == "CANCELLED"
+    finally:
+        node.lab.undrain(name)
 
 
 def test_a_held_job_is_left_alone(node: Node) -> None:

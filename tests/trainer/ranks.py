@@ -118,12 +118,12 @@ def losses(run_dir: Path) -> dict[int, str]:
     """Return the losses by step, as they are printed; a later row of a step supersedes the earlier."""
     found: dict[int, str] = {}
     try:
-        with (run_dir / "metrics.csv").open(newline="") as file:
-            for row in csv.DictReader(file):
-                if row["launch"]:
-                    found[int(row["step"])] = row["loss"]
+        text = (run_dir / "metrics.csv").read_text()  # of one instant: rows may follow a header that was not there yet
     except FileNotFoundError:
-        pass
+        return found
+    for row in csv.DictReader(text.splitlines()):
+        if row["launch"]:
+            found[int(row["step"])] = row["loss"]
     return found
 
 

@@ -50,10 +50,10 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 def read(metrics: Path) -> list[Row]:
     """Return the rows in the order in which they were written; none where the file is not there yet."""
     try:
-        with metrics.open(newline="", errors="replace") as file:
-            return list(_rows(csv.DictReader(file)))
+        text = metrics.read_text(errors="replace")  # of one instant: rows may follow a header that was not there yet
     except FileNotFoundError:
         return []
+    return list(_rows(csv.DictReader(text.splitlines())))
 
 
 def _rows(reader: csv.DictReader[str]) -> Iterator[Row]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from stepkeeper.core.state import Phase
 from tests.lab import LabError, facts, processes
+from tests.lab.jobs import ENDED
 from tests.training import Training
 
 QUICK_POLL_S = 0.002
@@ -60,8 +61,9 @@ def _quickly(condition: Callable[[], bool]) -> None:
 
 def preempt(training: Training) -> None:
     """An urgent job wants the nodes."""
-    if training.lab.job(training.job_id).nodes:  # else preempted already
-        training.lab.preempt(training.job_id)
+    nodes = training.lab.job(training.job_id).nodes
+    if nodes:  # else preempted already; a second look might find that it has just been
+        training.lab.preempt(training.job_id, nodes)
 
 
 def requeue_by_admin(training: Training) -> None:
@@ -146,8 +148,9 @@ def kill_one(
                 except ProcessLookupError:
                     continue
                 return
-        if not training.lab.job(training.job_id).nodes:
-            return  # the job waits: nothing of it runs
+        found = training.lab.job(training.job_id)
+        if not found.nodes or found.state in ENDED:
+            return  # the job waits, or is over: nothing of it runs
         time.sleep(AGAIN_S)
 
 

@@ -21,8 +21,10 @@ from pathlib import Path
 import torch
 
 from stepkeeper_trainer.examples import train_lm
+from stepkeeper_trainer.formats import steps
 
 LOADS_S, SLOW_S = 0.2, 1.0  # waiting for data: on every node, and on one that is slow, besides
+SAVED_WITHIN_S = 30.0
 
 
 def fail(how: str) -> None:
@@ -69,6 +71,16 @@ def poison(training: train_lm.Training, step: int) -> None:
     training.model.register_forward_hook(spoil)
 
 
+def wait_saved(step: int) -> None:
+    """Wait until a step is whole in storage, however slow that is: from where the run goes on is no chance then."""
+    checkpoints = Path(os.environ["STEPKEEPER_RUN_DIR"]) / "checkpoints"
+    limit = time.monotonic() + SAVED_WITHIN_S
+    while not any(entry.step >= step and entry.manifest for entry in steps.list_steps(checkpoints)):
+        if time.monotonic() > limit:
+            return  # the story tells what followed
+        time.sleep(0.05)
+
+
 def is_slow() -> bool:
     """Whether this node has been named as one whose data comes late."""
     try:
@@ -90,8 +102,12 @@ def main() -> None:
             poisoned.append(training)
         if how == "spike":
             time.sleep(LOADS_S + (SLOW_S if is_slow() else 0.0))
-        loss, norm = train_step(training, done)
         fails = int(os.environ["STEPKEEPER_LAUNCH"]) < launches
+        every = training.options.checkpoint_every_steps
+        just_saved = how == "silent-nan" and done >= step and done % every == 0  # what is no number, too
+        if fails and done >= every and (done + 1 == step or just_saved):
+            wait_saved(done - done % every)
+        loss, norm = train_step(training, done)
         if fails and how == "silent-nan" and done + 1 >= step:
             return float("nan"), norm
         if fails and how == "spike" and done + 1 >= step:

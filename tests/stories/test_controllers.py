@@ -55,7 +55,8 @@ def ends_with_the_backup(training: Training) -> None:
 def test_a_primary_controller_that_dies_in_training_is_followed_by_the_backup(lab_factory, reference: Training) -> None:
     """Killed, not stopped: the backup finds out by itself, and then preempts and requeues our job."""
     lab = lab_factory(grace_time_s=20, kill_wait_s=10, backup_controller=True)
-    training = patient(lab, "fail-over")  # it must not be over before somebody has taken over
+    # it must not be over before somebody has taken over, half a minute later where a command has met him in waiting
+    training = patient(lab, "fail-over", env={"PATIENT_STEP_S": "3"})
     training.wait_step(3)
     saved(lab)
 
@@ -81,7 +82,7 @@ def test_a_primary_that_hangs_in_the_requeue_and_is_ended_is_followed_by_the_bac
 ) -> None:
     """While it takes connections and answers none, Slurm's commands turn to no other; then somebody ends it."""
     lab = lab_factory(grace_time_s=20, kill_wait_s=10, backup_controller=True)
-    training = patient(lab, "fail-over-late")
+    training = patient(lab, "fail-over-late", after=12)
     training.wait_step(3)
     saved(lab)
     acts.requeueing(training)
@@ -89,6 +90,11 @@ def test_a_primary_that_hangs_in_the_requeue_and_is_ended_is_followed_by_the_bac
     try:
         with lab.hung_slurmctld():
             time.sleep(HANGS_S)
+            too_late = bool(training.events(on.RequeueAnswered))
+            if not too_late:
+                lab.stop_slurmctld(signal.SIGKILL)
+        if too_late:  # it had answered just before it stood still: what it has not yet written down would die with it
+            saved(lab)
             lab.stop_slurmctld(signal.SIGKILL)
         training.until(lambda: answers(lab), "the backup controller", TAKEN_OVER_S)
         ends_with_the_backup(training)
@@ -105,8 +111,9 @@ def test_a_primary_that_hangs_in_the_requeue_and_is_ended_is_followed_by_the_bac
 
 def test_a_controller_that_stands_still_in_the_requeue_requeues_once(lab: Lab, reference: Training) -> None:
     """Orders that it could not answer reach it when it goes on: there is one requeue, and never a second."""
-    training = Training(lab, name="slow-controller", step_seconds=0.3).submit()
+    training = patient(lab, "slow-controller", after=12)
     acts.requeueing(training)
+    hurry(training)
     with lab.hung_slurmctld():
         time.sleep(25)
     release_urgent_jobs(lab)

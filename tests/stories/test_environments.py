@@ -35,7 +35,7 @@ mine = [os.path.dirname(os.path.dirname(each.__file__)) for each in (stepkeeper,
 print(*filter(os.path.isdir, [sys.base_prefix, sys.prefix, *sys.path, *mine]), sep="\\n")
 """
 SCRIPT = ("-m", "stepkeeper_trainer.examples.train_lm", "--steps=40", "--seed=7", "--checkpoint-every-steps=10",
-          "--step-seconds-min=0.25", *SMALL)  # fmt: skip
+          "--step-seconds-min=0.3", *SMALL)  # fmt: skip
 
 
 def need(command: str, package: str) -> None:
@@ -83,8 +83,8 @@ def charliecloud(training: Training) -> list[str]:
 
 
 def preempted(training: Training) -> None:
-    """Preempt a running training once, and wait for its end."""
-    training.wait_step(13)
+    """Preempt a running training once, long before its end, and wait for that."""
+    training.wait_step(4)
     urgent = training.lab.preempt(training.job_id)
     training.lab.wait_job(urgent, "RUNNING")
     training.lab.release(urgent)

@@ -91,7 +91,7 @@ def test_a_crash_in_native_code_is_tried_again(lab: Lab, reference: Training) ->
 
 @pytest.mark.campaign
 def test_a_crash_at_the_same_step_twice_goes_one_checkpoint_back_and_then_ends(lab: Lab) -> None:
-    # step 20 is durable long before the crash
+    # step 20 is durable before the crash: it waits for that
     training = failing(lab, "segfault", step=28, launches=ALWAYS, step_seconds=0.2)
     training.wait_end()
 
@@ -117,7 +117,8 @@ def test_a_loss_that_is_no_number_again_ends_the_run(lab: Lab) -> None:
 @pytest.mark.campaign
 def test_a_loss_that_nobody_checks_is_seen_and_led_back_from(lab: Lab, reference: Training) -> None:
     """The script trains on with NaN, and saves that too: those steps count no more, and are marked."""
-    training = failing(lab, "silent-nan", step=18, rank=0, step_seconds=0.4, run_args=("--set", "policy.loss_words=3"))
+    # one more word than steps until the save of step 20, which is waited for: it is whole, and is marked
+    training = failing(lab, "silent-nan", step=18, rank=0, step_seconds=0.4, run_args=("--set", "policy.loss_words=4"))
     training.wait_end()
 
     (said,) = [record.event for record in training.events(on.Judged)]

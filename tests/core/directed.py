@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause
+from stepkeeper.core.causes import Cause, LeftOut
 from stepkeeper.core.policy import Policy
 from tests.core.beginnings import (
     AGAIN,
@@ -22,6 +24,18 @@ from tests.core.beginnings import (
 from tests.core.promises import GROWING, POLICY
 
 _CHOSEN = on.CheckpointChosen(at=1.0, directory="step_1", step=1)
+_BEYOND = on.CheckpointChosen(at=1.0, directory="step_9", step=9)  # what went wrong at step 2
+_SKIPPING = msgspec.structs.replace(POLICY, skip_data_steps=2)
+_TAKES_OVER = on.AttemptStarted(
+    at=0.0,
+    job_id=7,
+    restart_count=1,
+    attempt=1,
+    nodes=("a", "b"),
+    batch_node="a",
+    kill_wait_s=30.0,
+    left_out=(LeftOut(step=18, steps=1),),
+)
 
 
 def _judged(cause: Cause) -> on.Judged:
@@ -38,6 +52,12 @@ class Directed(NamedTuple):
 
 DIRECTED = (
     Directed("a rollback goes back", (*AGAIN[0], _CHOSEN, _judged(Cause.UNKNOWN))),
+    Directed(
+        "a rollback says to the lineage which data is left out",
+        (*AGAIN[0], _BEYOND, _judged(Cause.NUMERICAL)),
+        _SKIPPING,
+    ),
+    Directed("the next attempt leaves out the same data", (_TAKES_OVER,)),
     Directed("a full file system is waited for only so often", (*AGAIN[-1], _CHOSEN, _judged(Cause.STORAGE))),
     Directed(
         "restarts of the bus are bounded",

@@ -68,6 +68,17 @@ def a_rollback_goes_back(turns):
 
 
 @promise
+def data_that_is_left_out_stays_so(turns):
+    """The next attempt, each launch and the lineage know of all of it, in its order."""
+    for turn in turns:
+        begins = isinstance(turn.event, on.AttemptStarted) and not turn.before.bus
+        before = turn.event.left_out if begins else turn.before.left_out
+        assert turn.after.left_out[: len(before)] == before
+        for effect in (*turn.ordered(do.StartLaunch), *turn.ordered(do.RollBack)):
+            assert effect.left_out == turn.after.left_out
+
+
+@promise
 def a_restarted_bus_hears_the_standing_order(turns):
     """What the watchers before were told died with them."""
     for turn in turns:

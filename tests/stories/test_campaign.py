@@ -15,17 +15,19 @@ from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm
 STEPS = 40
-STEP_SECONDS = 0.25  # slow enough that a run whose supervisor was killed is rescued before it is finished
+STEP_SECONDS = 0.25
+LATE_STEP_SECONDS = 0.4  # where it is seconds until anybody acts on it: watchers wait, nodes come back
 COMMONEST = ("preempt", "kill-supervisor", "kill-rank")
 NODE_LOSSES = ("lose-node", "lose-batch-node")
 OTHERS = tuple(act for act in ACTS if act not in NODE_LOSSES)
+LATE = ("kill-supervisor", "kill-watcher", *NODE_LOSSES)
 SEVERAL_S = 900.0  # of what befalls one run
 AGAIN_S = 240.0  # until it goes on, or ends
 
 
 @pytest.mark.parametrize("act", COMMONEST)
 def test_a_run_survives(lab: Lab, reference: Training, act: str) -> None:
-    training = Training(lab, name=f"{act}-training", steps=STEPS, step_seconds=STEP_SECONDS).submit()
+    training = started(lab, act, f"{act}-training")
     befalls(training, act, "training")
 
     assert_survived(training, reference)
@@ -36,7 +38,7 @@ def test_a_run_survives(lab: Lab, reference: Training, act: str) -> None:
 @pytest.mark.parametrize("act", OTHERS)
 def test_a_run_survives_it_at_each_moment(lab: Lab, reference: Training, act: str) -> None:
     """What befalls it first does not spare it the next time."""
-    training = Training(lab, name=f"{act}-each", steps=STEPS, step_seconds=STEP_SECONDS).submit()
+    training = started(lab, act, f"{act}-each")
     befalls(training, act, *(moment for moment in MOMENTS if moment != "training" or act not in COMMONEST))
 
     assert_survived(training, reference)
@@ -56,7 +58,7 @@ def test_a_run_survives_the_loss_of_a_node(
     """
     lab = lab_factory(grace_time_s=20, kill_wait_s=10, slurmd_timeout_s=8, gpus=16)
     name = "-".join([act, *moments])
-    training = Training(lab, name=name, steps=STEPS, step_seconds=STEP_SECONDS).submit()
+    training = started(lab, act, name)
     befalls(training, act, *moments)
 
     assert_survived(training, reference)
@@ -76,6 +78,12 @@ def test_a_lost_node_that_slurm_still_believes_in_is_not_waited_for(lab_factory,
     assert not lost & set(second.nodes), training.story()
     asked = [effect for record in training.records() for effect in record.effects if isinstance(effect, do.Requeue)]
     assert [effect.keep for effect in asked] == [(first.batch_node,)]
+
+
+def started(lab: Lab, act: str, name: str) -> Training:
+    """Submit a training that is not finished before what befalls it has had its effect."""
+    step_seconds = LATE_STEP_SECONDS if act in LATE else STEP_SECONDS
+    return Training(lab, name=name, steps=STEPS, step_seconds=step_seconds).submit()
 
 
 def befalls(training: Training, act: str, *moments: str) -> None:

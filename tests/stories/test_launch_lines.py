@@ -40,6 +40,7 @@ def play(training: Training, line: str, *sbatch_args: str, **env: str) -> None:
         },
     )
     training.wait_step(13)
+    training.until(training.committed, "a checkpoint")
     acts.kill_ranks(training)
     training.wait_end()
     assert len(training.launches()) == 2, training.story()

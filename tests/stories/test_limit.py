@@ -13,8 +13,9 @@ pytestmark = pytest.mark.slurm
 @pytest.mark.campaign
 def test_a_chain_of_time_limited_jobs_needs_neither_a_signal_nor_a_hand(lab: Lab, reference: Training) -> None:
     """A minute a job: each leaves in time with its steps saved, and the next one goes on."""
+    # the steps alone take longer than the limit: no machine is through before
     training = Training(
-        lab, name="limited", step_seconds=1.3, every=1000, sbatch_args=("--time=1", "--signal=B:USR2@1")
+        lab, name="limited", step_seconds=1.6, every=1000, sbatch_args=("--time=1", "--signal=B:USR2@1")
     ).submit()
     training.wait_end(480)
 

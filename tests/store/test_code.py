@@ -73,6 +73,11 @@ def test_without_git_the_script_itself_counts(tmp_path: Path) -> None:
     assert code.differences(first, code.look(COMMAND, tmp_path)) == ["train.py has changed"]
 
 
+def test_where_a_mount_ends_the_search_the_reason_is_gits_and_not_its_advice() -> None:
+    """As below a /tmp that is a file system of its own."""
+    assert "not a git repository" in code.look(COMMAND, Path("/proc/self")).unknown
+
+
 def test_the_newest_earlier_record_is_what_counts(tmp_path: Path) -> None:
     for attempt in (0, 1, 3):
         (tmp_path / "attempts" / f"attempt-{attempt:03d}").mkdir(parents=True)

@@ -130,7 +130,8 @@ def _git(directory: Path, *words: str) -> str:
 def _why(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         said = error.stderr.decode(errors="replace").strip().splitlines()
-        return said[-1][:200] if said else f"git: exit code {error.returncode}"
+        fatal = [line for line in said if line.startswith("fatal: ")]  # advice may follow
+        return (fatal or said)[-1][:200] if said else f"git: exit code {error.returncode}"
     if isinstance(error, subprocess.TimeoutExpired):
         return f"git did not answer in {GIT_WITHIN_S:g} s"
     return f"git: {error}"

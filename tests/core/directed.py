@@ -18,11 +18,17 @@ from tests.core.beginnings import (
     MANY_READY,
     NOTICE,
     OWN_NODE_LEFT,
+    REQUEUEING,
     SHRUNK_AND_FAILED,
+    STARTS,
+    TRAINING,
     left,
 )
 from tests.core.promises import GROWING, POLICY
 
+_TERM = on.SignalReceived(at=1.0, signal="TERM")
+_RUNS = on.SlurmAnswered(at=1.0, job=on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0))
+_REFUSED = on.BusEnded(at=1.0, bus=1, code=1, error="Invalid generic resource (gres) specification")
 _CHOSEN = on.CheckpointChosen(at=1.0, directory="step_1", step=1)
 _BEYOND = on.CheckpointChosen(at=1.0, directory="step_9", step=9)  # what went wrong at step 2
 _SKIPPING = msgspec.structs.replace(POLICY, skip_data_steps=2)
@@ -70,6 +76,20 @@ DIRECTED = (
     ),
     Directed("the supervisor's own node is kept", OWN_NODE_LEFT),
     Directed("a fault of a node is in no budget of the training", LEFT_AFTER_A_FAILURE),
+    Directed("without a batch script nothing is requeued", (*REQUEUEING[2], NOTICE[1])),
+    Directed("our own requeue's signal starts no second one", (*REQUEUEING[0], NOTICE[1], _TERM, NOTICE[1])),
+    Directed("where Slurm refuses every step, no node is lost", (STARTS[0], _REFUSED, on.Tick(at=31.0), _RUNS)),
+    Directed(
+        "a smaller launch has a number of nodes that divides its batch",
+        (
+            msgspec.structs.replace(STARTS[3], node_counts=(2,)),
+            *TRAINING[3][1:],
+            *left("b"),
+            on.LaunchEnded(at=1.0, launch=0, code=137),
+            _CHOSEN,
+            on.NodesCleared(at=1.0, launch=1, address="a", port=1),
+        ),
+    ),
     Directed("lost nodes make room for faulty ones", (*LOST_BESIDE_A_FAULT, LOST_BESIDE_A_FAULT[-1])),
     Directed(
         "only a node that rested comes back",

@@ -49,6 +49,7 @@ def torchrun(tmp_path: Path, how: str) -> tuple[str, list[bytes]]:
     (tmp_path / "train.py").write_text(SCRIPT)
     logs = tmp_path / "logs"
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--log-dir={logs}"]
+    line.append("--local-addr=127.0.0.1")  # the name of this machine need not mean anything to anybody
     ended = subprocess.run(
         [*line, str(tmp_path / "train.py"), how],
         stdout=subprocess.PIPE,

@@ -142,7 +142,8 @@ def measure(options: argparse.Namespace) -> Figures:
     for _ in range(WARM_STEPS):
         work.step()
     if way == OURS:
-        time.sleep(1.0)  # the memory for saves is made beside the first steps
+        # Made beside the first steps; the copies that are measured next must not have that beside them.
+        assert work.keeper._saver._prepared.wait(LIMIT_S), "no memory for saves"  # type: ignore[union-attr]
     limits = Limits(work, directory)
     rounds: list[Figures] = []
     for number in range(1 + options.saves):

@@ -99,8 +99,8 @@ def test_a_stop_request_over_the_socket_is_obeyed_by_all_ranks_at_one_step(tmp_p
     environment = {"STEPKEEPER_SOCKET": f"@{name}", "STEPKEEPER_ATTEMPT": "3", "STEPKEEPER_LAUNCH": "1"}
     heard: list[object] = []
     addresses: dict[int, bytes] = {}
-    # no periodic save comes, and no end, however long the words take
-    with Ranks(2, run_dir, SLOW_STEPS, steps=100_000, every=100_000, environment=environment) as ranks:
+    # no periodic save comes, and no end, within the ten minutes that a test may take
+    with Ranks(2, run_dir, SLOW_STEPS, steps=12_000, every=12_000, environment=environment) as ranks:
         with watcher_socket(name) as sock:
             _hear_until(sock, ranks, heard, addresses, lambda: len(addresses) == 2 and _step(heard) >= 3)
         ranks.processes[0].send_signal(signal.SIGTERM)

@@ -182,8 +182,9 @@ def become_rank(command: list[str], environment: dict[str, str]) -> None:
     for number in (*ABSORBED, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the last two for itself
         signal.signal(number, signal.SIG_DFL)
     with contextlib.suppress(OSError):  # refused in some containers: training goes on all the same
-        descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        os.write(descriptor, str(OOM_SCORE_ADJ).encode())
+        descriptor = os.open("/proc/self/oom_score_adj", os.O_RDWR)
+        inherited = int(os.read(descriptor, 16))  # a container may have given us more: its watcher has as much
+        os.pwrite(descriptor, str(max(inherited, OOM_SCORE_ADJ)).encode(), 0)
         os.close(descriptor)
     try:
         os.execvpe(command[0], command, environment)  # noqa: S606 - the user's own command

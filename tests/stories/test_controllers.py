@@ -8,8 +8,8 @@ import pytest
 from stepkeeper.core import events as on
 from tests.lab import Lab
 from tests.stories import acts
+from tests.stories.patience import hurry, patient
 from tests.stories.test_campaign import mend, release_urgent_jobs
-from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]

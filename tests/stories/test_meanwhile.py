@@ -10,9 +10,9 @@ from stepkeeper.core.exits import ExitCode
 from tests.lab import JobFacts, Lab, LabError
 from tests.lab.newest import NOT_BUILT, found
 from tests.stories import acts
+from tests.stories.patience import hurry, patient
 from tests.stories.test_campaign import mend, release_urgent_jobs
 from tests.stories.test_sites import NO_REQUEUE, ours
-from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm
@@ -28,6 +28,8 @@ def test_a_job_that_an_admin_requeues_and_holds_is_saved_and_waits_for_him(lab: 
 
     lab.run("scontrol", "requeuehold", str(training.job_id))
     held = lab.wait_job(training.job_id, waits)
+    said = lab.run(training.stepkeeper, "status", training.run_dir, user=training.user).stdout
+    assert f"held state): it waits until somebody does `scontrol release {training.job_id}`" in said, said
     hurry(training)
     saved = training.events(on.CheckpointCommitted)[-1].event
     lab.run("scontrol", "release", str(training.job_id))
@@ -58,6 +60,8 @@ def test_two_requeues_at_one_moment_are_one_and_the_job_may_be_changed_while_it_
     waiting = lab.wait_job(training.job_id, waits)
     hurry(training)
     lab.run("scontrol", "hold", job)
+    said = lab.run(training.stepkeeper, "status", training.run_dir, user=training.user).stdout
+    assert f"job {job} is PENDING (JobHeldAdmin): it waits until an administrator does `scontrol release" in said, said
     release_urgent_jobs(lab)
     lab.run("scontrol", "update", f"JobId={job}", "Partition=urgent", f"ReqNodeList={','.join(others)}", "TimeLimit=30")
     lab.run("scontrol", "release", job)

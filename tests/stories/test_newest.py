@@ -6,8 +6,8 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from tests.lab import Lab
 from tests.lab.newest import NOT_BUILT, found
+from tests.stories.patience import hurry, patient
 from tests.stories.test_campaign import mend, release_urgent_jobs
-from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete
 
 pytestmark = [pytest.mark.slurm, pytest.mark.newest]

@@ -9,7 +9,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.stories import acts
-from tests.stories.test_standby import hurry, patient_line
+from tests.stories.patience import hurry, patient_line
 from tests.training import Training
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]

@@ -11,10 +11,10 @@ from stepkeeper.core import events as on
 from tests.lab import Lab
 from tests.lab.facts import JobFacts
 from tests.stories import acts
+from tests.stories.patience import hurry, patient
 from tests.stories.test_campaign import mend, release_urgent_jobs
 from tests.stories.test_interactive import said
 from tests.stories.test_sites import NO_REQUEUE, ours, successor
-from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete, plain_script
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]

@@ -10,7 +10,7 @@ from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.lab.site import supervisor_python
 from tests.measuring import cpu_s, rss_mib
-from tests.stories.test_standby import hurry, patient, patient_line
+from tests.stories.patience import hurry, patient, patient_line
 from tests.training import SMALL, Training, assert_complete
 
 pytestmark = pytest.mark.slurm

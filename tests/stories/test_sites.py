@@ -6,9 +6,9 @@ from stepkeeper.core import events as on
 from tests.lab import Lab
 from tests.lab.newest import NOT_BUILT, found
 from tests.stories import acts
+from tests.stories.patience import hurry, patient
 from tests.stories.test_campaign import release_urgent_jobs
 from tests.stories.test_first_hour import asked
-from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm

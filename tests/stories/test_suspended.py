@@ -16,8 +16,8 @@ from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.watcher.messages import Lease
 from tests.lab import Lab
+from tests.stories.patience import hurry, patient
 from tests.stories.test_campaign import release_urgent_jobs
-from tests.stories.test_standby import hurry, patient
 from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm

@@ -10,7 +10,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
 from tests.lab import Lab
 from tests.stories.acts import kill_watcher
-from tests.stories.test_standby import hurry, kill_rank, patient
+from tests.stories.patience import hurry, kill_rank, patient
 
 pytestmark = pytest.mark.slurm
 LARGE = ("--width=256", "--layers=3")  # some 35 MB of state

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _PAUSE_S = (0.05, 0.5)  # between looks for reports: the first, and the longest
-_PAUSE_GROWTH = 1.5
+_PAUSE_SHARE = 0.1  # of the time waited so far: a commit is no later than that by our looking too seldom
 GivenUp = Callable[[Collection[int]], str | None]
 """Asked with the ranks that are waited for; a text says why they never will report."""
 
@@ -111,7 +111,7 @@ def gather(
     """
     reports: dict[int, RankReport] = {}
     missing = {report_name(rank): rank for rank in range(world_size)}
-    pause_s = _PAUSE_S[0]
+    began_at = time.monotonic()
     while True:
         for name in sorted(missing.keys() & _names(directory)):  # one listing, however many ranks are missing
             report = _read(directory / name)
@@ -125,8 +125,8 @@ def gather(
             raise SaveError(why)
         if time.time() >= limit_at:
             raise SaveError(f"rank {min(missing.values())} (and perhaps others) did not report in time")
+        pause_s = min(_PAUSE_S[1], max(_PAUSE_S[0], _PAUSE_SHARE * (time.monotonic() - began_at)))
         time.sleep(min(pause_s, max(0.0, limit_at - time.time())))
-        pause_s = min(_PAUSE_GROWTH * pause_s, _PAUSE_S[1])
 
 
 def _names(directory: Path) -> set[str]:

@@ -176,7 +176,7 @@ def uv(lab: Lab) -> Path:
     """The program `uv`, where an ordinary user can run it."""
     place = lab.workdir("games") / "uv"
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place, "uv"],
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place, "uv==0.13.9"],
         capture_output=True, text=True, timeout=INSTALL_S, check=False,
     )  # fmt: skip
     if done.returncode:

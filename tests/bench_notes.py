@@ -61,20 +61,21 @@ NOTES = """## What it costs, and why
   collecting 0.005. It computes all that time; no rank waits for another.
 - **A first save of 4 GiB** blocked 2.75 times its warm copy, later ones 0.89. It computes all that time: on a busy
   machine both cores together 0.55 s, later 0.3 to 0.5, while no page is faulted in, reclaimed or moved (counted). It
-  does not look like this library's: a plain copy of 3 GiB that had lain for a while took the core 0.37 s, then 0.20. A copy
-  into memory just made is as fast the first time as the third, also after 6 GiB more were taken and given back, and
-  of huge pages it is no faster. One thing gave the same picture: with the marks cleared by which the kernel
+  does not look like this library's: a plain copy of 3 GiB that had lain for a while took the core 0.37 s, then 0.20.
+  A copy into memory just made is as fast the first time as the third, also after 6 GiB more were taken and given
+  back, and of huge pages it is no faster. One thing gave the same picture: with the marks cleared by which the kernel
   sees that a page was used, the next copy took three times the core's time, again without a fault that is counted.
   The machine is virtual: such work is its host's. What makes it necessary before a first save is not known. (The
   benchmark used to wait a second for this memory, and fresh pages cost such a machine up to 2.7 s of a core a GiB: it
   now waits until all is there.)
 - **Durable, several ranks on two cores.** A save's threads want the cores that the steps keep busy, and wait for
   their turn; with training paused the same saves were durable 1.7 to 1.9 times as fast as `dd`. What they compute is
-  not it: with two ranks and 100 tensors 0.1 s a rank for CRC, hashes and writes together. Beside other work they spent
-  most of 2.1 s waiting for a core, or, in another save, for the disk to take what was written. Rank 0 looked
-  for the others' reports in pauses that grew to 0.5 s, and was 0.2 to 0.4 s late where it had waited for one and a half;
-  since then a pause is no longer than a tenth of what it has waited. And it is told at the end of a step, as in a training. Compare within a table only: `dd` of as many bytes took
-  3.1 s on one rank, and 0.6 s by two and four at once.
+  not it: with two ranks and 100 tensors 0.1 s a rank for CRC, hashes and writes together. Beside other work they
+  spent most of 2.1 s waiting for a core, or, in another save, for the disk to take what was written. Rank 0 looked
+  for the others' reports in pauses that grew to 0.5 s, and was 0.2 to 0.4 s late where it had waited for one and a
+  half; since then a pause is no longer than a tenth of what it has waited. And it is told at the end of a step, as in
+  a training. Compare within a table only: `dd` of as many bytes took 3.1 s on one rank, and 0.6 s by two and four at
+  once.
 - **Loading, warm.** Bytes of the page cache are read, hashed and copied, in chunks of 16 MiB: about as fast as
   stock's read without a check. More threads than cores made it slower, for they took each other's caches.
 - **Deep verification, many tensors.** A step of 20,000 tensors has 4 MB of `.metadata`, which is read as data, by one

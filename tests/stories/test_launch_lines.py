@@ -16,9 +16,11 @@ from tests.training import SMALL, Training, assert_complete
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
 INSTALL_S = 300.0
 # without what would bring another torch
-ACCELERATE = ("accelerate==1.15.0", "huggingface_hub==2.4.0", "safetensors", "pyyaml", "packaging", "psutil", "tqdm",
-              "filelock", "fsspec", "httpx", "httpcore", "h11", "anyio", "sniffio", "idna", "certifi", "click", "typer", "numpy",
-              "typing_extensions", "hf-xet", "shellingham", "rich", "pygments", "markdown-it-py", "mdurl")  # fmt: skip
+ACCELERATE = (
+    "accelerate==1.15.0", "huggingface_hub==2.4.0", "safetensors", "pyyaml", "packaging", "psutil", "tqdm", "filelock",
+    "fsspec", "httpx", "httpcore", "h11", "anyio", "sniffio", "idna", "certifi", "click", "typer", "numpy",
+    "typing_extensions", "hf-xet", "shellingham", "rich", "pygments", "markdown-it-py", "mdurl",
+)  # fmt: skip
 
 
 SCRIPT = shlex.join(

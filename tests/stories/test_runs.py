@@ -109,6 +109,7 @@ def test_of_two_attempts_at_once_the_newer_one_wins(lab_factory, reference: Trai
     assert_complete(training, reference)
 
 
+@pytest.mark.campaign
 def test_another_world_size_goes_on_within_rounding(lab: Lab, reference: Training) -> None:
     """Two ranks, then one, then two again: the data order is the same, and so are the losses but for rounding."""
     training = Training(lab, name="resharded", steps=40, step_seconds=0.2).submit()

@@ -105,6 +105,7 @@ def two_tasks(lab: Lab, name: str, *options: str) -> tuple[Training, dict[int, T
     return array, tasks
 
 
+@pytest.mark.campaign
 def test_each_task_of_an_array_is_a_run_of_its_own(lab: Lab, reference: Training) -> None:
     """Two tasks; one is preempted and requeued by its own name, and the other hears nothing of it."""
     array, tasks = two_tasks(lab, "array")

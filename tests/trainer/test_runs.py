@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from stepkeeper_trainer.formats import messages, outcome
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
@@ -74,6 +75,7 @@ def test_losses_agree_on_another_world_size_and_back(tmp_path: Path, uninterrupt
         assert abs(float(loss) / float(expected[step]) - 1) < 1e-6, step
 
 
+@pytest.mark.campaign
 def test_sigterm_to_one_rank_alone_stops_both_and_the_run_goes_on_later(
     tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_window_that_cannot_be_read_is_an_error(text: str) -> None:
         read_environment({"STEPKEEPER_SKIP_DATA": text})
 
 
+@pytest.mark.campaign
 def test_ranks_that_are_killed_and_resumed_leave_out_what_they_would_have_left_out(tmp_path: Path) -> None:
     """Two real ranks, bit for bit: killed behind the window and resumed before it."""
     told = {"STEPKEEPER_SKIP_DATA": "12:2"}

@@ -9,8 +9,8 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from stepkeeper_trainer import GlobalSampler
-from stepkeeper_trainer.environment import Window
 from stepkeeper_trainer.errors import UsageError
+from stepkeeper_trainer.formats.lineage import LeftOut
 from stepkeeper_trainer.skipping import Skipping
 
 BATCH, MICRO = 8, 2
@@ -36,7 +36,9 @@ def step(readers: list[Iterator[list[int]]]) -> list[int]:
     return [sample for turn in taken for batch in turn for sample in batch]
 
 
-def trained(data: GlobalSampler, world: int, done: int, last: int, windows: tuple[Window, ...] = ()) -> list[list[int]]:
+def trained(
+    data: GlobalSampler, world: int, done: int, last: int, windows: tuple[LeftOut, ...] = ()
+) -> list[list[int]]:
     """Do the steps up to one, each rank with a loader of its own."""
     skipping = Skipping(data, windows, done)
     readers = [loaded(data, rank, world) for rank in range(world)]
@@ -76,7 +78,7 @@ def test_a_world_that_shrinks_and_grows_goes_on_right_behind_what_was_trained_on
 
 
 def test_data_that_is_left_out_is_not_read_ahead_either() -> None:
-    windows = (Window(1, 1), Window(7, 2), Window(7, 1), Window(12, 3))
+    windows = (LeftOut(1, 1), LeftOut(7, 2), LeftOut(7, 1), LeftOut(12, 3))
     data = sampler()
     expected = []
     skipping = Skipping(data, windows, 0)

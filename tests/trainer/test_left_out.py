@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from stepkeeper_trainer import GlobalSampler
-from stepkeeper_trainer.environment import Window
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.lineage import LeftOut
 from stepkeeper_trainer.formats.manifest import Manifest
@@ -19,7 +18,7 @@ from tests.trainer.test_keeper import Loop, save_at
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
-TOLD = (Window(4, 2),)
+TOLD = (LeftOut(4, 2),)
 
 
 def passed(*steps: int) -> GlobalSampler:
@@ -111,7 +110,7 @@ def test_a_state_from_behind_the_window_has_it_still_though_nobody_tells_the_lau
     ],
 )
 def test_data_that_is_taken_after_all_is_no_longer_said_to_be_left_out(
-    tmp_path: Path, sampler: object, windows: tuple[Window, ...], done: int
+    tmp_path: Path, sampler: object, windows: tuple[LeftOut, ...], done: int
 ) -> None:
     window = LeftOut(step=4, steps=2)
     lineage.append(tmp_path, lineage.Rollback(at=1.0, save_id=None, why="a spike", left_out=(window,)))

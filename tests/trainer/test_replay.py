@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer.environment import Window
 from stepkeeper_trainer.formats import messages
+from stepkeeper_trainer.formats.lineage import LeftOut
 from stepkeeper_trainer.formats.messages import Replayed
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.metrics import HEADER
@@ -94,10 +94,10 @@ def test_what_was_left_out_long_ago_does_not_end_the_comparing(tmp_path: Path) -
     """Steps 31 and later of the first launch were on the data that the second one left out at step 18."""
     rows = [f"{step},9.0,0,,,0,0,0" for step in range(1, 61)] + [f"{step},2.0,0,,,0,0,1" for step in range(11, 31)]
     (tmp_path / "metrics.csv").write_text("\n".join([HEADER, *rows, ""]))
-    window = Window(18, 1)
+    window = LeftOut(18, 1)
 
     assert comparable_losses(tmp_path, 20, (window,)) == dict.fromkeys(range(21, 31), 2.0)
-    assert comparable_losses(tmp_path, 20, (window, Window(24, 1))) == dict.fromkeys(range(21, 24), 2.0)
+    assert comparable_losses(tmp_path, 20, (window, LeftOut(24, 1))) == dict.fromkeys(range(21, 24), 2.0)
     assert comparable_losses(tmp_path, 10, (window,)).keys() == set(range(11, 18))
     assert comparable_losses(tmp_path, 20, ()).keys() == set(range(21, 61))
 

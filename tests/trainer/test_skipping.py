@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from stepkeeper_trainer import GlobalSampler
-from stepkeeper_trainer.environment import Window, read_environment
+from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError
+from stepkeeper_trainer.formats.lineage import LeftOut
 from stepkeeper_trainer.sampler import SKIPPED_MAX
 from stepkeeper_trainer.skipping import Skipping
 from tests.trainer.ranks import Ranks, finish, losses
@@ -38,7 +39,7 @@ def whole(steps: int) -> list[list[int]]:
 
 def test_the_data_of_a_window_is_left_out_and_the_rest_keeps_its_order() -> None:
     data = sampler()
-    found = take(data, Skipping(data, (Window(6, 3),), 0), 1, 12)  # over the end of the epoch
+    found = take(data, Skipping(data, (LeftOut(6, 3),), 0), 1, 12)  # over the end of the epoch
 
     every = whole(15)
     assert found == every[:5] + every[8:]
@@ -49,10 +50,10 @@ def test_a_resume_from_behind_the_window_leaves_out_no_more() -> None:
     """Also right behind: the save at the end of step 5 has it in its state already."""
     for saved_at in (5, 6, 9):
         data, again = sampler(), sampler()
-        take(data, Skipping(data, (Window(6, 3),), 0), 1, saved_at)
+        take(data, Skipping(data, (LeftOut(6, 3),), 0), 1, saved_at)
         again.load_state_dict(data.state_dict())
 
-        found = take(again, Skipping(again, (Window(6, 3),), saved_at), saved_at + 1, 12)
+        found = take(again, Skipping(again, (LeftOut(6, 3),), saved_at), saved_at + 1, 12)
 
         assert found == (whole(5) + whole(15)[8:])[saved_at:], saved_at
 
@@ -63,14 +64,14 @@ def test_a_resume_from_a_state_without_it_leaves_it_out_at_once_or_later() -> No
         take(data, Skipping(data, (), 0), 1, saved_at)
         again.load_state_dict(data.state_dict())
 
-        found = take(again, Skipping(again, (Window(6, 3),), saved_at), saved_at + 1, 12)
+        found = take(again, Skipping(again, (LeftOut(6, 3),), saved_at), saved_at + 1, 12)
 
         assert found == (whole(5) + whole(15)[8:])[saved_at:], saved_at
 
 
 def test_the_same_window_twice_leaves_out_twice_as_much() -> None:
     data = sampler()
-    found = take(data, Skipping(data, (Window(3, 1), Window(3, 1)), 0), 1, 4)
+    found = take(data, Skipping(data, (LeftOut(3, 1), LeftOut(3, 1)), 0), 1, 4)
 
     assert found == whole(2) + whole(6)[4:]
 
@@ -81,17 +82,17 @@ def test_a_state_of_an_older_version_leaves_out_as_soon_as_it_knows_how_much() -
     older = {name: value for name, value in data.state_dict().items() if name not in ("taken", "skipped")}
     again.load_state_dict(older)
 
-    found = take(again, Skipping(again, (Window(6, 2),), 5), 6, 8)
+    found = take(again, Skipping(again, (LeftOut(6, 2),), 5), 6, 8)
 
     assert found == [whole(6)[5], *whole(10)[8:]]
 
 
 def test_what_is_remembered_is_bounded_and_other_samplers_are_left_alone() -> None:
     data = sampler()
-    take(data, Skipping(data, tuple(Window(step, 1) for step in range(2, 200)), 0), 1, 200)
+    take(data, Skipping(data, tuple(LeftOut(step, 1) for step in range(2, 200)), 0), 1, 200)
 
     assert len(data.skipped) == SKIPPED_MAX
-    Skipping(object(), (Window(2, 1),), 0).at(1)
+    Skipping(object(), (LeftOut(2, 1),), 0).at(1)
     Skipping(None, (), 0).at(1)
 
 

@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats.failures import RELIABILITY_VARIABLE
+from stepkeeper_trainer.formats.lineage import LeftOut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _FIRST_NODE = re.compile(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?")
 _PORT_FIRST, _PORT_COUNT = 20000, 10000
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Data that is left out: that of `steps` steps from `step` on."""
-
-    step: int
-    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +38,7 @@ class Environment:
     checkpoint_every: str | None = None  # counts instead of what the script says
     retention: str | None = None  # the same
     load_memory_gib: float | None = None  # the same
-    skip_data: tuple[Window, ...] = ()
+    skip_data: tuple[LeftOut, ...] = ()
     reliability: tuple[float, float] | None = None  # failures of the infrastructure, and node-hours, of the run so far
 
     @property
@@ -146,9 +139,9 @@ def _first_node(environ: Mapping[str, str]) -> str:
     return first_node(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
 
 
-def _windows(text: str) -> tuple[Window, ...]:
+def _windows(text: str) -> tuple[LeftOut, ...]:
     try:
-        windows = tuple(Window(*map(int, part.split(":"))) for part in text.split(",") if part)
+        windows = tuple(LeftOut(*map(int, part.split(":"))) for part in text.split(",") if part)
     except (TypeError, ValueError):
         raise UsageError(f"STEPKEEPER_SKIP_DATA={text!r} is not STEP:STEPS,...: set it right, or unset it") from None
     if any(window.step < 1 or window.steps < 1 for window in windows):

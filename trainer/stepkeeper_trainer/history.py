@@ -13,7 +13,6 @@ from stepkeeper_trainer.skipping import Skips
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stepkeeper_trainer.environment import Window
     from stepkeeper_trainer.formats.manifest import Manifest
 
 
@@ -57,7 +56,7 @@ def record_start(
 
 
 def record_left_out(
-    checkpoints: Path, sampler: object, windows: tuple[Window, ...], *, done: int, attempt: int
+    checkpoints: Path, sampler: object, windows: tuple[lineage.LeftOut, ...], *, done: int, attempt: int
 ) -> None:
     """Record which data this launch leaves out, where the lineage says otherwise: after `record_start`.
 
@@ -78,9 +77,8 @@ def record_left_out(
     recorded = known.left_out if known is not None else ()
     left_out: tuple[lineage.LeftOut, ...] = ()
     if isinstance(sampler, Skips):
-        told = [lineage.LeftOut(step=each.step, steps=each.steps) for each in windows]
-        before = [each for each in recorded if each not in told and sampler.skipped_at(each.step)]
-        left_out = (*before, *(each for each in told if each.step > done or sampler.skipped_at(each.step)))
+        before = [each for each in recorded if each not in windows and sampler.skipped_at(each.step)]
+        left_out = (*before, *(each for each in windows if each.step > done or sampler.skipped_at(each.step)))
     if left_out != recorded:
         lineage.append(
             checkpoints,

@@ -18,7 +18,8 @@ from stepkeeper_trainer.metrics import METRICS_NAME
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stepkeeper_trainer.environment import Environment, Window
+    from stepkeeper_trainer.environment import Environment
+    from stepkeeper_trainer.formats.lineage import LeftOut
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.resuming import Resumed
 
@@ -108,7 +109,7 @@ def begin_replay(
     )
 
 
-def comparable_losses(run_directory: Path, after: int, windows: tuple[Window, ...]) -> dict[int, float]:
+def comparable_losses(run_directory: Path, after: int, windows: tuple[LeftOut, ...]) -> dict[int, float]:
     """Return the recorded losses of steps after one that were, and will be, of the same data.
 
     Where data is left out, steps from there on are others.  What was left out before is in the state already; then

@@ -12,7 +12,7 @@ from stepkeeper_trainer.ahead import MicroBatches
 from stepkeeper_trainer.errors import ResumeError, UsageError
 
 if TYPE_CHECKING:
-    from stepkeeper_trainer.environment import Window
+    from stepkeeper_trainer.formats.lineage import LeftOut
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
@@ -73,7 +73,7 @@ class GlobalSampler:
         self.consumed = 0
         self.skipped: list[list[int]] = []  # [step, epoch, consumed, samples]: what was left out, and where
         self.steps_done = 0  # by the Keeper's count, once it has resumed
-        self.windows: tuple[Window, ...] = ()  # of steps to come, whose data will be left out
+        self.windows: tuple[LeftOut, ...] = ()  # of steps to come, whose data will be left out
         self._taken = 0  # samples of the newest step
         self._orders: dict[int, Permutation] = {}
 
@@ -99,7 +99,7 @@ class GlobalSampler:
         """
         return MicroBatches(self, batch=batch, micro_batch=micro_batch, rank=rank, world_size=world_size)
 
-    def expect(self, windows: tuple[Window, ...], done: int) -> None:
+    def expect(self, windows: tuple[LeftOut, ...], done: int) -> None:
         """Take in what will be left out, and how many steps are completed: reading ahead has to know both."""
         self.windows, self.steps_done = windows, done
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:
-    from stepkeeper_trainer.environment import Window
+    from stepkeeper_trainer.formats.lineage import LeftOut
 
 
 @runtime_checkable
@@ -31,7 +31,7 @@ class Skips(Protocol):
 class Expects(Protocol):
     """A sampler that is read ahead of training, and has to know beforehand."""
 
-    def expect(self, windows: tuple[Window, ...], done: int) -> None:
+    def expect(self, windows: tuple[LeftOut, ...], done: int) -> None:
         """Take in what will be left out from `done` completed steps on."""
         ...
 
@@ -39,7 +39,7 @@ class Expects(Protocol):
 class Skipping:
     """Of one rank."""
 
-    def __init__(self, sampler: object, windows: tuple[Window, ...], done: int, *, quiet: bool = False) -> None:
+    def __init__(self, sampler: object, windows: tuple[LeftOut, ...], done: int, *, quiet: bool = False) -> None:
         """Prepare at `done` completed steps; what begins at or before them is in the state already.
 
         Args:

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from stepkeeper import printing
 from stepkeeper.commands import checkpoints_export, checkpoints_prune, checkpoints_tiers
 from stepkeeper.core.exits import ExitCode
@@ -122,7 +124,7 @@ def list_steps(arguments: argparse.Namespace) -> int:
     rows = _rows(checkpoints, found, lineage)
     left_out = lineage.left_out if lineage is not None else ()
     if arguments.json:
-        told = [{"step": each.step, "steps": each.steps} for each in left_out]
+        told = [msgspec.to_builtins(each) for each in left_out]
         printing.say_json({"checkpoints": str(checkpoints.resolve()), "steps": rows, "left_out": told}, indent=2)
     elif rows:
         _show(rows)

@@ -107,7 +107,7 @@ def _end(run: RunDirectory) -> dict[str, Any] | None:
 
 def _left_out(run: RunDirectory) -> list[dict[str, int]]:
     lineage = lineages.read(run.checkpoints)
-    return [{"step": each.step, "steps": each.steps} for each in lineage.left_out] if lineage is not None else []
+    return [msgspec.to_builtins(each) for each in lineage.left_out] if lineage is not None else []
 
 
 def _nothing(run: RunDirectory, known: list[Launch], attempt: int | None, launch: int | None) -> str:

@@ -18,7 +18,6 @@ from stepkeeper.store.status import Status
 
 WITHIN_S = 10.0
 RECORDS_BACK_MAX = 100  # the answer to a requeue is one of an attempt's last records
-UNKNOWN = "invalid job id"
 
 
 class Queued(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +37,7 @@ def ask(run: RunDirectory, status: Status) -> Queued:
     try:
         said = call(argv, WITHIN_S, what="squeue")
     except SlurmError as error:
-        return Queued(job=job, error="" if UNKNOWN in str(error).lower() else str(error))
+        return Queued(job=job, error="" if error.forgotten else str(error))
     state, expected, reason = (*next(iter(said.splitlines()), "").strip().split("|", 2), "", "")[:3]
     return Queued(
         job=job,

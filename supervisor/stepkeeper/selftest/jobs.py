@@ -12,7 +12,6 @@ from stepkeeper.slurm.client import SlurmError
 
 WITHIN_S = 10.0
 _FOLLOWS = re.compile(r"(?P<job>\d+)\|.*\bstepkeeper:after=(?P<before>\d+)\.")  # what its comment says
-_FORGOTTEN = "invalid job id"
 
 
 class Slurm(Protocol):
@@ -51,7 +50,7 @@ def state(slurm: Slurm, job: int) -> JobState:
     try:
         return slurm.job(str(job)).state
     except SlurmError as error:
-        if error.unreachable or _FORGOTTEN not in str(error).lower():
+        if not error.forgotten:
             raise
         return JobState.ENDED
 

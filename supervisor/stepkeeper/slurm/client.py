@@ -25,6 +25,11 @@ class SlurmError(Exception):
         said = str(self).lower()
         return not self.unreachable and any(words in said for words in _FORBIDDEN)
 
+    @property
+    def forgotten(self) -> bool:
+        """Whether Slurm knows no such job, or none any more."""
+        return not self.unreachable and "invalid job id" in str(self).lower()
+
 
 class Resubmitted(msgspec.Struct, frozen=True, kw_only=True):
     """A job that goes on with the run of another one, which Slurm may not requeue."""

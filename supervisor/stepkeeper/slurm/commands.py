@@ -71,7 +71,7 @@ class SlurmCommands:
         try:
             facts = self.job(job)
         except SlurmError as error:
-            if not error.unreachable and "invalid job id" in str(error).lower():
+            if error.forgotten:
                 return False
             raise
         return facts.state not in (JobState.PENDING, JobState.ENDED)

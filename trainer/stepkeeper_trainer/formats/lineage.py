@@ -42,7 +42,7 @@ class Commit(_Record, frozen=True, kw_only=True, tag="commit"):
     directory: str
 
 
-class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+class LeftOut(msgspec.Struct, frozen=True):
     """Data that training does not take: that of `steps` steps from `step` on."""
 
     step: int

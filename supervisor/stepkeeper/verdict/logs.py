@@ -15,7 +15,8 @@ TEXT_CHARACTERS_MAX = 400
 EVIDENCE_MAX = 200  # of one log; the first of each rule and rank
 END_LINES = 20
 SURVIVED_AFTER_LINES = 5  # of progress behind an error: training went on
-_GENERIC = frozenset({"python-exception", "exception-without-traceback"})
+_GENERIC = frozenset({"python-exception", "exception-without-traceback", "loader-died"})
+_LAST_ERROR = re.compile(r"Last error:\s*(?P<said>\S.*)", re.DOTALL)  # NCCL's own word, in an exception of torch
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
 _TELLING_NUMBER = re.compile(r"(?i)scale|errno|exit|code|signal|xid|status")
 _PROGRESS = re.compile(
@@ -59,7 +60,10 @@ def _inside(raised: list[Raised]) -> set[tuple[int | None, int]]:
 
 
 def _of_exception(one: Raised, table: rules.Rules, node: str) -> Evidence | None:
-    row = table.of_exception(one.statement, [f"{frame.path}:{frame.function}" for frame in one.frames])
+    last = _LAST_ERROR.search(one.statement)
+    row = table.of_line(last["said"], end=False) if last is not None else None
+    if row is None:
+        row = table.of_exception(one.statement, [f"{frame.path}:{frame.function}" for frame in one.frames])
     if row is None:
         return None
     return msgspec.structs.replace(
@@ -90,21 +94,28 @@ def shorten(text: str) -> str:
 def _unchain(found: list[Evidence], raised: list[Raised]) -> list[Evidence]:
     """Of exceptions raised one from another, drop the ones that say less.
 
-    Where the first was named as the cause it is kept; else the last, which is the one that nobody handled.
+    What another process raised again says nothing of its own.  Where a rule knows one of two, it counts; else the one
+    that was named as the cause, else the last, which nobody handled.
     """
-    lines = {one.last_line: one for one in raised}
-    dropped: set[int] = set()
-    before: dict[int | None, Raised] = {}
+    specific = {(each.rank, each.line) for each in found if each.role is Role.ROOT and each.rule not in _GENERIC}
+    generic = {(each.rank, each.line) for each in found if each.rule in _GENERIC}
+    dropped: set[tuple[int | None, int | None]] = set()
+    before: dict[tuple[int | None, str], Raised] = {}
     for one in sorted(raised, key=lambda each: each.last_line):
-        previous = before.get(one.rank)
-        if one.chained and previous is not None:
-            dropped.add(one.last_line if one.direct else previous.last_line)
-        before[one.rank] = one
-    return [
-        each
-        for each in found
-        if not (each.line in dropped and each.rule in _GENERIC and lines[each.line].rank == each.rank)
-    ]
+        writer = (one.rank, one.writer)
+        previous = before.get(writer)
+        before[writer] = one
+        if previous is None or not (one.chained or one.original):
+            continue
+        inner, outer = (previous.rank, previous.last_line), (one.rank, one.last_line)
+        if one.original:
+            dropped.add(inner)
+        elif outer in generic and one.direct:
+            dropped.add(outer)
+            before[writer] = previous
+        elif inner in generic and (outer in specific or outer in generic):
+            dropped.add(inner)
+    return [each for each in found if (each.rank, each.line) not in dropped]
 
 
 def _once(found: list[Evidence]) -> list[Evidence]:

@@ -27,7 +27,8 @@ _LABELS = (
     re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]{1,80}:(?=\S)"),  # Python's logging without a format
     re.compile(r"(?:stdout|stderr): "),
     re.compile(
-        r"(?P<writer>(?!sha256)[a-z0-9][\w.-]{0,100}): (?=\s|Traceback \(|\[rank\d|[\w.]{0,80}(?:Error|Exception)\b)"
+        r"(?P<writer>(?!error:|[\w.]{0,80}(?:Error|Exception|Interrupt|Warning)\b)[a-z0-9][\w.-]{0,100}): "
+        r"(?=\s|[\u256d-\u2570\u2502]|Traceback \(|\[rank\d|[A-Za-z_][\w.]{1,80}(?:Error|Exception|Interrupt)(?::|$))"
     ),  # pdsh, and whatever else puts a host before each line
 )
 _CLOCK = r"\d{1,2}:\d\d:\d\d(?:[.,]\d{1,9})?"

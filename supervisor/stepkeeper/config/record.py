@@ -62,6 +62,24 @@ def write(run_directory: Path, attempt: int, config: Config) -> Path:
     return path
 
 
+def value(run_directory: Path, attempt: int, key: str) -> str:
+    """Return a setting by which an attempt went, as text; empty where nothing tells it."""
+    try:
+        document = msgspec.json.decode(path_of(run_directory, attempt).read_bytes(), type=_Recorded)
+    except (OSError, msgspec.MsgspecError):
+        return ""
+    found = document.settings.get(key)
+    return str(found.value) if found is not None else ""
+
+
+class _Setting(msgspec.Struct, frozen=True):
+    value: Any
+
+
+class _Recorded(msgspec.Struct, frozen=True):
+    settings: dict[str, _Setting]
+
+
 def changes(config: Config) -> dict[str, str]:
     """Return what is not the default, in words: for the log."""
     found = ((key, each) for key, each in config.values.items() if each.origin is not Origin.DEFAULT)

@@ -105,6 +105,7 @@ def _ordered(evidence: Iterable[Evidence]) -> list[Evidence]:
             each.at if each.at is not None else math.inf,
             each.location,
             each.count,
+            (each.log, each.pid or 0, each.gpu),
         )
 
     return sorted(pieces, key=key)

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from stepkeeper.verdict import rules, tracebacks
+from stepkeeper.verdict import rules, tracebacks, who
 from stepkeeper.verdict.causes import Evidence, Role
 from stepkeeper.verdict.reading import Line, Log
 from stepkeeper.verdict.tracebacks import Raised
@@ -25,7 +25,12 @@ _PROGRESS = re.compile(
 
 
 def sight(log: Log, *, node: str = "") -> list[Evidence]:
-    """Return what the rules make of a log, in its order; the same rule for the same rank once, with a count."""
+    """Return what the rules make of a log, in its order; the same rule for the same rank once, with a count.
+
+    Args:
+        log: what was read of it.
+        node: whose log it is; empty: the node is the one that a line names, if it does.
+    """
     table = rules.load()
     raised = tracebacks.find(log.lines)
     inside = _inside(raised)
@@ -42,7 +47,7 @@ def sight(log: Log, *, node: str = "") -> list[Evidence]:
         if row is None and shape:
             progress.add(shape)
         if row is not None:
-            found.append(_evidence(row, line.text, line.rank, node, line.number))
+            found.append(_evidence(row, line, node))
     found = _unchain(sorted(found, key=lambda each: each.line or 0), raised)
     return _survived(_once(found), log.lines, table)
 
@@ -66,22 +71,24 @@ def _of_exception(one: Raised, table: rules.Rules, node: str) -> Evidence | None
         row = table.of_exception(one.statement, [f"{frame.path}:{frame.function}" for frame in one.frames])
     if row is None:
         return None
-    return msgspec.structs.replace(
-        _evidence(row, one.statement, one.rank, node, one.last_line), location=one.location if one.frames else ""
-    )
+    line = Line(one.last_line, one.rank, one.statement, one.writer)
+    return msgspec.structs.replace(_evidence(row, line, node), location=one.location if one.frames else "")
 
 
-def _evidence(row: rules.Row, text: str, rank: int | None, node: str, line: int) -> Evidence:
+def _evidence(row: rules.Row, line: Line, node: str) -> Evidence:
+    about = who.find(line.text, line.writer)
     return Evidence(
         plane=row.plane,
         rule=row.id,
         cause=row.cause,
         role=row.role,
         confidence=row.confidence,
-        text=shorten(text),
-        rank=rank,
-        node=node,
-        line=line,
+        text=shorten(line.text),
+        rank=line.rank if line.rank is not None else about.rank,
+        node=node or about.node,
+        line=line.number,
+        pid=about.pid,
+        gpu=about.gpu,
     )
 
 
@@ -97,9 +104,9 @@ def _unchain(found: list[Evidence], raised: list[Raised]) -> list[Evidence]:
     What another process raised again says nothing of its own.  Where a rule knows one of two, it counts; else the one
     that was named as the cause, else the last, which nobody handled.
     """
-    specific = {(each.rank, each.line) for each in found if each.role is Role.ROOT and each.rule not in _GENERIC}
-    generic = {(each.rank, each.line) for each in found if each.rule in _GENERIC}
-    dropped: set[tuple[int | None, int | None]] = set()
+    specific = {each.line for each in found if each.role is Role.ROOT and each.rule not in _GENERIC}
+    generic = {each.line for each in found if each.rule in _GENERIC}
+    dropped: set[int | None] = set()
     before: dict[tuple[int | None, str], Raised] = {}
     for one in sorted(raised, key=lambda each: each.last_line):
         writer = (one.rank, one.writer)
@@ -107,7 +114,7 @@ def _unchain(found: list[Evidence], raised: list[Raised]) -> list[Evidence]:
         before[writer] = one
         if previous is None or not (one.chained or one.original):
             continue
-        inner, outer = (previous.rank, previous.last_line), (one.rank, one.last_line)
+        inner, outer = previous.last_line, one.last_line
         if one.original:
             dropped.add(inner)
         elif outer in generic and one.direct:
@@ -115,7 +122,7 @@ def _unchain(found: list[Evidence], raised: list[Raised]) -> list[Evidence]:
             before[writer] = previous
         elif inner in generic and (outer in specific or outer in generic):
             dropped.add(inner)
-    return [each for each in found if (each.rank, each.line) not in dropped]
+    return [each for each in found if each.line not in dropped]
 
 
 def _once(found: list[Evidence]) -> list[Evidence]:

@@ -123,8 +123,8 @@ def page() -> str:
     table = rules.load()
     out = ["# Why a launch failed", "", MADE, "", LEAD.strip(), "", "## Causes", ""]
     out += _table(
-        ("cause", "what happened", "what to do"),
-        [(f"`{cause.value}`", table.meanings[cause].happened, table.meanings[cause].todo) for cause in Cause],
+        ("cause", "what happened", "what to do", "how to confirm"),
+        [(f"`{cause.value}`", *_meaning(table.meanings[cause])) for cause in Cause],
     )
     out += ["", "## Training that stands still", "", HANG.strip()]
     out += ["", "## What follows", "", LADDER.strip(), ""]
@@ -149,6 +149,10 @@ def page() -> str:
         ],
     )
     return "\n".join([*out, ""])
+
+
+def _meaning(meaning: rules.Meaning) -> tuple[str, str, str]:
+    return meaning.happened, meaning.todo, "; ".join(f"`{command}`" for command in meaning.confirm)
 
 
 def _row(cause: Cause) -> str:

@@ -105,6 +105,7 @@ def _of_exit(event: RankExited, *, first: bool) -> Evidence | None:
         return None
     if role is Role.ROOT and not first:
         role = Role.CASCADE  # Slurm and torchrun end the others once one has failed
+        cause = Cause.CANCELLED if signal == SIGKILL else cause
     return Evidence(
         plane=Plane.APPLICATION,
         rule=rule,

@@ -14,7 +14,7 @@ _WORDS_MAX = 6  # behind an instant
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 _LABELS = (
-    re.compile(r"\s{0,8}(?P<rank>\d{1,8}): ?(?=\S|\s|$)"),  # srun --label
+    re.compile(r"(?!\d{1,2}:\d\d:\d\d)\s{0,8}(?P<rank>\d{1,8}): ?(?=\S|\s|$)"),  # srun --label
     re.compile(r"\[(?:rank|default)(?P<rank>\d{1,8})\]: ?"),  # torch itself; torchrun --tee
     re.compile(r"\[\d{1,8}\] (?=\[rank\d)"),  # collectors number their lines
     re.compile(r"\[(?P<writer>\d{1,4},(?:mpirank:)?(?P<rank>\d{1,8})(?:,[\w.-]{1,80})?)\]<\w{3,6}>: ?"),  # mpirun
@@ -24,7 +24,7 @@ _LABELS = (
     re.compile(r"\((?P<writer>(?:raylet|gcs_server|autoscaler)(?:,? [^()]{0,60})?)\) ?"),
     re.compile(r"\[(?P<writer>pod/[\w./-]{1,200})\] ?"),  # kubectl logs --prefix
     re.compile(r"(?P<writer>[a-z0-9][a-z0-9.]{0,60}(?:[-_][a-z0-9.]{1,60}){1,8}) {1,40}\| "),  # docker compose
-    re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]{1,80}:(?=\S)"),  # Python's logging without a format
+    re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]{1,80}:"),  # Python's logging without a format
     re.compile(r"(?:stdout|stderr): "),
     re.compile(
         r"(?P<writer>(?!error:|[\w.]{0,80}(?:Error|Exception|Interrupt|Warning)\b)[a-z0-9][\w.-]{0,100}): "

@@ -152,7 +152,7 @@ def test_semaphores_that_do_not_fit_into_shared_memory_are_no_full_disk() -> Non
         (
             (
                 "slurmstepd: error: pyxis: container start failed with error code: 1\n"
-                "slurmstepd: error: pyxis:     enroot-switchroot: failed to execute: /bin/bash: No such file or directory\n"
+                "slurmstepd: error: pyxis:     enroot-switchroot: failed to execute: /bin/bash: No such file\n"
                 "slurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1\n"
                 "srun: error: gpu-33: task 1: Exited with exit code 1"
             ),

@@ -84,6 +84,7 @@ def test_two_writers_tracebacks_are_kept_apart() -> None:
         "step 3 loss 2.5",
         "{'loss': 1.4, 'grad_norm': nan}",
         "train_step loss=nan lr=0.1",
+        "[info     ] step_done                      loss=nan step=7",
         "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0",
         "srun: error: n2: task 1: Killed",
         "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",

@@ -57,7 +57,8 @@ _SAYS_RANK = re.compile(r"\[rank(\d{1,8})\]|\[(?:[Gg]lobal )?[Rr]ank[ :]?\s?(\d{
 # Stepkeeper's own: JSON with the keys of every line of a supervisor, a console line of structlog, a line of the library
 _OWN = re.compile(
     r'\{"timestamp": ?"[^"]{1,40}", ?"level": ?"[a-z]+", ?"event": ?"[a-z_]+", ?"(?:job|attempt|node)": ?'
-    r"|(?:[\d:TZ.+-]{5,40} )?\[(?:debug|info|warning|error|critical) *\] ?[a-z]+(?:_[a-z]+)*(?:\s+[a-z_]+=|\s*$)"
+    r"|(?:[\d:TZ.+-]{5,40} )?\[(?:debug|info|warning|error|critical) *\] ?[a-z]+(?:_[a-z]+)*\s+"
+    r"(?:[a-z_]+=\S+\s+){0,8}(?:why|reason|error|effects|said|node|code)="
     r"|[a-z]+(?:_[a-z]+)+ (?:[a-z_]+=[^ =\"]+ )*[a-z_]+=(?![-+]?(?:\d|nan\b|inf\b))\S"
 )
 _OWN_LOGGER = re.compile(r"\bstepkeeper_trainer\b(?!/).{0,40}?[a-z]+(?:_[a-z]+)* [a-z_]+=")

@@ -54,9 +54,10 @@ _WORD = re.compile(
 )
 _REPEATED = re.compile(r" \[repeated \d+x across \w+(?: \w+)?\].{0,200}$")  # Ray says so of lines of several processes
 _SAYS_RANK = re.compile(r"\[rank(\d{1,8})\]|\[(?:[Gg]lobal )?[Rr]ank[ :]?\s?(\d{1,8})\]|\bRank (\d{1,8})\] ")
-# Stepkeeper's own: JSON with the keys of every line of a supervisor, a console line of structlog, a line of the library
+# Stepkeeper's own, in each form that a log of it has had: text, JSON, a console line, a line of the library
 _OWN = re.compile(
-    r'\{"timestamp": ?"[^"]{1,40}", ?"level": ?"[a-z]+", ?"event": ?"[a-z_]+", ?"(?:job|attempt|node)": ?'
+    r"\[stepkeeper \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] [\w ]+:"
+    r'|\{"timestamp": ?"[\dT:.Z+-]{19,40}", ?"level": ?"[a-z]+", ?"event": ?"\w+"'
     r"|(?:[\d:TZ.+-]{5,40} )?\[(?:debug|info|warning|error|critical) *\] ?[a-z]+(?:_[a-z]+)*\s+"
     r"(?:[a-z_]+=\S+\s+){0,8}(?:why|reason|error|effects|said|node|code)="
     r"|[a-z]+(?:_[a-z]+)+ (?:[a-z_]+=[^ =\"]+ )*[a-z_]+=(?![-+]?(?:\d|nan\b|inf\b))\S"

@@ -199,3 +199,13 @@ def test_a_tracker_whose_process_is_gone_is_told_from_a_peer() -> None:
     log = raised("BrokenPipeError: [Errno 32] Broken pipe", "/env/lib/python3.11/site-packages/wandb/sdk/interface.py")
 
     assert verdict(log).rule == "tracker-gone"
+
+
+def test_a_warning_gives_way_to_whatever_failed() -> None:
+    warning = "[W1122 10:00:00.1 socket.cpp:697] [c10d] The client socket has failed to connect to [::1]:29500\n"
+    fallback = "[W1122 10:00:00.1 ProcessGroupGloo.cpp:524] Warning: Unable to resolve hostname to a (local) address. "
+    fallback += "Using the loopback address as fallback.\n"
+
+    assert verdict(warning + raised("ValueError: bad")).cause is Cause.EXCEPTION
+    assert verdict(fallback + ELASTIC + FAILED.format(-9)).cause is Cause.HOST_MEMORY
+    assert verdict(fallback + "step 1 loss 2.5\n").cause is Cause.UNKNOWN

@@ -17,6 +17,8 @@ END_LINES = 20
 SURVIVED_AFTER_LINES = 5  # of progress behind an error: training went on
 _GENERIC = frozenset({"python-exception", "exception-without-traceback", "loader-died"})
 _LAST_ERROR = re.compile(r"Last error:\s*(?P<said>\S.*)", re.DOTALL)  # NCCL's own word, in an exception of torch
+_WARNING = re.compile(r"(?:\[rank\d+\]:)?\[W\d{0,4}[ :]|.{0,200}\b\w*Warning: ")  # of torch's C++ and of Python
+WARNING_SHARE = 0.6  # of a rule's confidence that is left where the program only warns
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
 _TELLING_NUMBER = re.compile(r"(?i)scale|errno|exit|code|signal|xid|status")
 _PROGRESS = re.compile(
@@ -77,12 +79,13 @@ def _of_exception(one: Raised, table: rules.Rules, node: str) -> Evidence | None
 
 def _evidence(row: rules.Row, line: Line, node: str) -> Evidence:
     about = who.find(line.text, line.writer)
+    warns = row.role is Role.ROOT and _WARNING.match(line.text) is not None
     return Evidence(
         plane=row.plane,
         rule=row.id,
         cause=row.cause,
-        role=row.role,
-        confidence=row.confidence,
+        role=Role.CASCADE if warns else row.role,
+        confidence=round(WARNING_SHARE * row.confidence, 3) if warns else row.confidence,
         text=shorten(line.text),
         rank=line.rank if line.rank is not None else about.rank,
         node=node or about.node,

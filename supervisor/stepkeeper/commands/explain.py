@@ -103,23 +103,20 @@ def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, 
         "left_out": _left_out(run),
         "last_lines": [],
     }
-    path = gathering.log_of(run.logs(chosen.attempt, chosen.launch), verdict.node)
-    if path is not None:
-        about["last_lines"] = _last_lines(str(path), _read(str(path)), verdict.rank)
-    node = explain_text.who(verdict).get("node", "")
-    row = _row(record.value(run.path, chosen.attempt, f"policy.on_{verdict.cause.value}"), verdict)
+    said = next((each.log for each in verdict.evidence if each.log), "")
+    path = said or str(gathering.log_of(run.logs(chosen.attempt, chosen.launch), verdict.node) or "")
+    if path:
+        about["last_lines"] = _last_lines(path, _read(path), verdict.rank)
+    names = {"RUN": str(run.path), "JOB": str(chosen.job_id or ""), "NODE": explain_text.who(verdict).get("node", "")}
+    about["confirm"] = explain_text.commands(verdict.cause, names)
+    row = _row(verdict, record.policy(run.path, chosen.attempt))
     about["next"] = explain_text.following(verdict.cause, row, about)
-    about["confirm"] = explain_text.commands(
-        verdict.cause, {"RUN": str(run.path), "JOB": str(chosen.job_id or ""), "NODE": node}
-    )
     return verdict, about
 
 
-def _row(text: str, verdict: Verdict) -> tuple[ladder.Try, ...]:
-    """Return the row of the ladder by which a verdict is decided: of the run's own settings where it has any."""
-    policy = Policy()
-    sure = verdict.confidence >= policy.judged_from
-    return ladder.parse(text) if text and sure else policy.row(verdict.cause if sure else Cause.UNKNOWN)
+def _row(verdict: Verdict, policy: Policy) -> tuple[ladder.Try, ...]:
+    """Return the row of the ladder by which a verdict is decided."""
+    return policy.row(verdict.cause if verdict.confidence >= policy.judged_from else Cause.UNKNOWN)
 
 
 def _last_lines(name: str, log: reading.Log, rank: int | None) -> list[dict[str, Any]]:
@@ -168,7 +165,7 @@ def _of_files(names: list[str]) -> tuple[Verdict, dict[str, Any]]:
         "last_lines": _last_lines(by, read[by], verdict.rank) if by else [],
         "confirm": explain_text.commands(verdict.cause, {"NODE": explain_text.who(verdict).get("node", "")}),
     }
-    return verdict, {**about, "next": explain_text.following(verdict.cause, _row("", verdict), about)}
+    return verdict, {**about, "next": explain_text.following(verdict.cause, _row(verdict, Policy()), about)}
 
 
 def _read(name: str) -> reading.Log:

@@ -15,6 +15,7 @@ from stepkeeper.redaction import redact
 from stepkeeper.seeing.model import left_out_in_words
 from stepkeeper.verdict import rules
 from stepkeeper.verdict.causes import Evidence, Role, Verdict
+from stepkeeper.verdict.joining import NO_EVIDENCE
 
 SHOWN_MAX = 6  # pieces of evidence
 SURE, LIKELY = 0.85, 0.6
@@ -30,14 +31,13 @@ _PLACES = re.compile(r"\b(?:RUN|JOB|NODE)\b")
 
 
 def message(verdict: Verdict) -> str:
-    """Return what the program or Slurm itself said; of an exit alone, what the same rank said besides."""
+    """Return what the program or Slurm itself said; of an exit, what the same rank said besides."""
     if not verdict.evidence:
         return ""
     first = verdict.evidence[0]
-    if first.line is not None:
+    if not first.rule.startswith("exit-"):
         return first.text
-    said = (each.text for each in verdict.evidence if each.location and each.rank in (None, first.rank))
-    return next(said, first.text)
+    return next((each.text for each in verdict.evidence if each.location and each.rank in (None, first.rank)), "")
 
 
 def who(verdict: Verdict) -> dict[str, Any]:
@@ -94,7 +94,8 @@ def lines(verdict: Verdict, about: Mapping[str, Any]) -> Iterator[tuple[str, str
     if "attempt" in about:
         yield "launch", f"{about['attempt']}.{about['launch']} of {about['run']} (job {about['job_id']})"
     yield "cause", f"{verdict.cause.value} ({_how_sure(verdict)}; rule {verdict.rule})"
-    yield "", table.meanings[verdict.cause].happened
+    if verdict.cause is not Cause.UNKNOWN or verdict.rule == NO_EVIDENCE:
+        yield "", table.meanings[verdict.cause].happened
     said = redact(message(verdict))
     found = who(verdict)
     for label, text in (("message", said), ("where", verdict.location), ("who", _who(found))):

@@ -49,7 +49,8 @@ def sight(log: Log, *, node: str = "") -> list[Evidence]:
         if row is None and shape:
             progress.add(shape)
         if row is not None:
-            found.append(_evidence(row, line, node))
+            said = _evidence(row, line, node)
+            found.append(_weakened(said) if _WARNING.match(line.text) else said)
     found = _unchain(sorted(found, key=lambda each: each.line or 0), raised)
     return _survived(_once(found), log.lines, table)
 
@@ -79,13 +80,12 @@ def _of_exception(one: Raised, table: rules.Rules, node: str) -> Evidence | None
 
 def _evidence(row: rules.Row, line: Line, node: str) -> Evidence:
     about = who.find(line.text, line.writer)
-    warns = row.role is Role.ROOT and _WARNING.match(line.text) is not None
     return Evidence(
         plane=row.plane,
         rule=row.id,
         cause=row.cause,
-        role=Role.CASCADE if warns else row.role,
-        confidence=round(WARNING_SHARE * row.confidence, 3) if warns else row.confidence,
+        role=row.role,
+        confidence=row.confidence,
         text=shorten(line.text),
         rank=line.rank if line.rank is not None else about.rank,
         node=node or about.node,
@@ -93,6 +93,13 @@ def _evidence(row: rules.Row, line: Line, node: str) -> Evidence:
         pid=about.pid,
         gpu=about.gpu,
     )
+
+
+def _weakened(said: Evidence) -> Evidence:
+    """Return what a warning is worth: the program goes on after it."""
+    if said.role is not Role.ROOT:
+        return said
+    return msgspec.structs.replace(said, role=Role.CASCADE, confidence=round(WARNING_SHARE * said.confidence, 3))
 
 
 def shorten(text: str) -> str:

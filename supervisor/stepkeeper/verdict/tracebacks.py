@@ -12,7 +12,6 @@ MESSAGE_LINES_MAX = 12  # of an exception
 FRAMES_MAX = 400
 LEAD_CHARACTERS_MAX = 300  # before the first line of a traceback
 MESSAGE_CHARACTERS_MAX = 2000
-
 FOREIGN_LINES_MAX = 12  # of others, one after the other, between the lines of a traceback
 
 _BEGIN = re.compile(r"(?P<lead>.*?)(?P<original>Original )?Traceback \(most recent call last\)")

@@ -20,6 +20,7 @@ from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
 from stepkeeper.node.core.decide import decide
 from stepkeeper.node.core.plan import due_at
+from stepkeeper.node.core.policy import Mode
 from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.inbox import Do, Inbox, Item, Stop
 from stepkeeper.node.notify import Systemd
@@ -30,6 +31,7 @@ from stepkeeper.node.socket.requests import LookRequest
 from stepkeeper.node.sources import Sources
 from stepkeeper.node.xid.catalogue import Catalogue
 from stepkeeper.node.xid.health import LISTED_AGAIN_AFTER_S
+from stepkeeper.node.xid.model import Action
 from stepkeeper.sources.clock import Clock
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)
@@ -115,7 +117,7 @@ class Agent:
     def seen(self) -> list[protocol.Seen]:
         """Return the open incidents of this boot: what a job hears when it joins.  Safe on any thread."""
         state = self.state  # a frozen record: one look at it is consistent
-        return [_seen(each) for each in state.incidents if _is_open(each, state)]
+        return [_seen(each, self.policy.mode) for each in state.incidents if _is_open(each, state)]
 
     def look(self, request: LookRequest) -> None:
         """Have a fresh look taken, and answered with the number of faults to leave the node for.
@@ -145,8 +147,10 @@ class Agent:
             self.inbox.put(Do(functools.partial(self._answer_looks, asked)))
 
     def _answer_looks(self, asked: Sequence[LookRequest]) -> None:
+        faults = [_seen(each, self.policy.mode) for each in _to_leave_for(self.state)]
+        found = sum(fault.action.drains for fault in faults)
         for request in asked:
-            self._sources.answer_look(request, len(_to_leave_for(self.state)))
+            self._sources.answer_look(request, found)
 
     # --- one item ---------------------------------------------------------------------------------
 
@@ -219,7 +223,7 @@ class Agent:
             case do.RecordDrain():
                 self._book.append(ledger.DrainLine(drain=effect.drain))
             case do.Tell():
-                self._sources.publish(_seen(effect.incident, drained=effect.drained))
+                self._sources.publish(_seen(effect.incident, self.policy.mode, drained=effect.drained))
             case do.Alarm():
                 self.log.error("alarm", text=effect.text, incident=effect.incident)
             case do.ListJobs():
@@ -332,7 +336,7 @@ def _is_open(incident: Incident, state: State) -> bool:
 
 
 def _to_leave_for(state: State) -> list[Incident]:
-    """Return the faults that a job should leave the node for: settled or not, drained or only observed."""
+    """Return the faults that ask for a drain and are not over: settled or not, drained or only observed."""
     return [
         each
         for each in state.incidents
@@ -340,15 +344,25 @@ def _to_leave_for(state: State) -> list[Incident]:
     ]
 
 
-def _seen(incident: Incident, *, drained: bool | None = None) -> protocol.Seen:
+def _seen(incident: Incident, mode: Mode, *, drained: bool | None = None) -> protocol.Seen:
+    """Return what jobs hear of an incident.
+
+    An agent that only observes tells and changes nothing: no watcher, of an older version either, may leave the node.
+    """
+    why = incident.escalated or incident.why
+    action, observed = incident.action, None
+    if action.drains and (mode is Mode.OBSERVE or incident.outcome is Outcome.OBSERVED):
+        action, observed = Action.LOG, action
+        why = f"the node agent only observes, else it would ask for {observed.value}: {why}"
     return protocol.Seen(
         incident=incident.id,
         at=incident.first_at,
-        action=incident.action,
+        action=action,
         domain=incident.domain,
         name=incident.name,
         pci=incident.pci,
         gpu=incident.gpu,
-        why=(incident.escalated or incident.why)[:500],
+        why=why[:500],
         drained=incident.outcome is Outcome.DRAINED if drained is None else drained,
+        observed=observed,
     )

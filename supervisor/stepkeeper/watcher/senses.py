@@ -189,7 +189,7 @@ class Senses:
                         node=self._node,
                         incident=message.incident,
                         name=shorten(message.name),
-                        action=message.action.value,
+                        action=(message.observed or message.action).value,
                         leave=message.action.drains,
                         why=shorten(message.why),
                         gpu=shorten(gpu),

@@ -13,7 +13,7 @@ from typing import assert_never
 
 import structlog
 
-from stepkeeper.node import fitness, judging, ledger, protocol, verdict
+from stepkeeper.node import fitness, identity, judging, ledger, protocol, verdict
 from stepkeeper.node.acts import Acts, LocalClient, reset_gpus
 from stepkeeper.node.config import NodeConfig
 from stepkeeper.node.core import effects as do
@@ -71,7 +71,9 @@ class Agent:
         self._judging = judging.Judging(
             catalogue, expected_gpus=config.expected_gpus, only_pci_prefix=config.test.only_pci_prefix
         )
-        self._acts = Acts(config.name, client, self.inbox, check=self._check, reset=self._reset)
+        self._acts = Acts(
+            config.name, client, self.inbox, check=self._check, reset=self._reset, mistaken=identity.mistaken
+        )
         self._sources = Sources(config, state, client=client, jobs=self, inbox=self.inbox, log=log)
         self._sight = Sight()
         self._looking = threading.Lock()  # of the two that follow

@@ -19,6 +19,16 @@ _SIGNS = "*~#!%$@^-"
 _OWNER = re.compile(r" UserId=[^=]*\((\d+)\) GroupId=")
 _REASON = re.compile(r" Reason=(.*?) \[[^\[\]@\s]*@([^\]\s]*)\](?= [A-Z][A-Za-z]*=|\s*$)")
 _REASON_ALONE = re.compile(r" Reason=(.*?)(?= [A-Z][A-Za-z]*=|\s*$)")
+_GPUS = re.compile(r"(?:^|,)gpu(?::[^,:(]+)?:(\d+)")
+COLUMNS = {
+    "NodeHost": 256,
+    "NodeAddr": 256,
+    "StateComplete": 256,
+    "Partition": 256,
+    "Gres": 512,
+    "Timestamp": 64,
+    "Reason": 1024,
+}
 _HOSTLIST = re.compile(r"((?:[^,\[\]]|\[[^\]]*\])+)")
 
 
@@ -31,10 +41,12 @@ class NodeCommands:
 
     def node(self, name: str) -> NodeFacts:
         """See `NodeClient`."""
-        found = parse_nodes(self._call("-a", "-o", "show", "node", name))
-        if len(found) != 1:
-            raise SlurmError(f"scontrol show node {name}: {len(found)} nodes in the answer")
-        return found[0]
+        # `scontrol show node NAME` has the controller send all nodes, and picks one of them
+        columns = ",".join(f"{column}:{width}" for column, width in COLUMNS.items())
+        words = ["sinfo", "-a", "-h", "-N", "-n", name, "-O", columns]
+        return parse_node(
+            call(words, self.call_within_s, what=f"sinfo -n {name}", delays=DELAYS, environment=self.environment), name
+        )
 
     def peers(self, name: str) -> tuple[NodeFacts, ...]:
         """See `NodeClient`.  One call, for all nodes: Slurm cannot be asked for those of some partitions."""
@@ -118,8 +130,52 @@ def _node(line: str) -> NodeFacts:
         states=frozenset(word.strip(_SIGNS) for word in states.group(1).upper().split("+")),
         reason=reason,
         reason_at=reason_at,
-        partitions=tuple(partitions.group(1).split(",")) if partitions else (),
+        partitions=tuple(sorted(partitions.group(1).split(","))) if partitions else (),
+        host=_field(head, "NodeHostName"),
+        address=_field(head, "NodeAddr"),
+        gpus=count_gpus(_field(head, "Gres")),
     )
+
+
+def parse_node(text: str, name: str) -> NodeFacts:
+    """Parse what `sinfo -N -n NAME -O ...` prints: a line for each partition of the node.
+
+    Raises:
+        SlurmError: Slurm does not know the node.
+    """
+    rows = [_cells(line) for line in text.splitlines() if line.strip()]
+    if not rows:
+        raise SlurmError(f"Slurm knows no node {name}; is `node_name` right?")
+    first = rows[0]
+    since, reason = first["Timestamp"], first["Reason"]
+    return NodeFacts(
+        name=name,
+        states=frozenset(word.strip(_SIGNS) for word in first["StateComplete"].upper().split("+")),
+        reason="" if reason == "none" and not since.isdigit() else reason,
+        reason_at=float(since) if since.isdigit() else None,
+        partitions=tuple(sorted(row["Partition"].rstrip("*") for row in rows if row["Partition"])),
+        host=first["NodeHost"],
+        address=first["NodeAddr"],
+        gpus=count_gpus(first["Gres"]),
+    )
+
+
+def _cells(line: str) -> dict[str, str]:
+    """Cut a line into its columns, all of a fixed width; the reason, which may hold anything, is the last one."""
+    cells, at = {}, 0
+    for column, width in COLUMNS.items():
+        cells[column] = line[at : at + width].strip()
+        at += width
+    return cells
+
+
+def count_gpus(gres: str) -> int:
+    """Return how many GPUs a node has by its Gres.
+
+    >>> count_gpus("gpu:h100:8(S:0-1),shard:32"), count_gpus("gpu:2"), count_gpus("(null)")
+    (8, 2, 0)
+    """
+    return sum(int(count) for count in _GPUS.findall(re.sub(r"\([^)]*\)", "", gres)))
 
 
 def _reason(line: str) -> tuple[str, float | None]:

@@ -19,6 +19,7 @@ _SIGNS = "*~#!%$@^-"
 _OWNER = re.compile(r" UserId=[^=]*\((\d+)\) GroupId=")
 _REASON = re.compile(r" Reason=(.*?) \[[^\[\]@\s]*@([^\]\s]*)\](?= [A-Z][A-Za-z]*=|\s*$)")
 _REASON_ALONE = re.compile(r" Reason=(.*?)(?= [A-Z][A-Za-z]*=|\s*$)")
+_TASK = re.compile(r"JobId=\d+ ArrayJobId=(\d+) ArrayTaskId=(\d+)\s")  # before the name, which is its user's
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^,:(]+)?:(\d+)")
 COLUMNS = {
     "NodeHost": 256,
@@ -73,14 +74,14 @@ class NodeCommands:
         """See `NodeClient`."""
         return parse_owned_job(self._call("-o", "show", "job", str(job_id)), job_id)
 
-    def hasten(self, job_id: int, exclude: str | None, after_s: int) -> None:
+    def hasten(self, job: OwnedJob, exclude: str | None, after_s: int) -> None:
         """See `NodeClient`."""
         listed = [] if exclude is None else [f"ExcNodeList={exclude}"]
-        self._call("update", f"JobId={job_id}", *listed, f"StartTime=now+{after_s}")
+        self._call("update", f"JobId={job.address}", *listed, f"StartTime=now+{after_s}")
 
-    def requeue(self, job_id: int) -> None:
+    def requeue(self, job: OwnedJob) -> None:
         """See `NodeClient`."""
-        self._call("requeue", str(job_id))
+        self._call("requeue", job.address)
 
     def jobs_here(self, name: str) -> JobsHere:
         """Return the jobs that run on this node and their owners, asked of the node's own slurmstepds.
@@ -225,6 +226,7 @@ def parse_owned_job(text: str, job_id: int) -> OwnedJob:
         reason=reason,
         exit_code=_field(rest, "ExitCode"),
         ran_s=_ran_s(_field(rest, "StartTime"), _field(rest, "EndTime")),
+        task="_".join(task.groups()) if (task := _TASK.match(line)) else "",
     )
 
 

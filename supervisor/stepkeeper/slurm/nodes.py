@@ -53,6 +53,12 @@ class OwnedJob(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why it waits or failed, as Slurm prints it: Resources, JobLaunchFailure, ...
     exit_code: str = ""  # of an attempt that is over, as Slurm prints it: 1:0
     ran_s: float | None = None  # how long an attempt that is over ran
+    task: str = ""  # `12_3`: an array's last task has the array's own job id, which stands for all its tasks
+
+    @property
+    def address(self) -> str:
+        """Return how Slurm's commands are told of this job and of no other."""
+        return self.task or str(self.job_id)
 
 
 class NodeClient(Protocol):
@@ -85,10 +91,10 @@ class NodeClient(Protocol):
         """Return whose job it is and where it runs."""
         ...
 
-    def hasten(self, job_id: int, exclude: str | None, after_s: int) -> None:
+    def hasten(self, job: OwnedJob, exclude: str | None, after_s: int) -> None:
         """Set StartTime of a pending job and, unless it is None, ExcNodeList, in one call."""
         ...
 
-    def requeue(self, job_id: int) -> None:
+    def requeue(self, job: OwnedJob) -> None:
         """Requeue a job whose hastened attempt Slurm failed before it began."""
         ...

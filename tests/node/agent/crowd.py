@@ -180,7 +180,7 @@ def main() -> int:
     for agents in map(int, sys.argv[1:] or ["10000"]):
         for name, policy in (("spread", None), ("all at once", Policy(mode=Mode.ACT, crowded_s=1e9))):
             load = switch_fails(agents, policy)
-            print(name, msgspec.json.format(msgspec.json.encode(load)).decode())  # noqa: T201 - a program for people
+            print(name, msgspec.json.format(msgspec.json.encode(load)).decode())
     return 0
 
 

@@ -214,3 +214,21 @@ def test_the_jobs_of_one_node_are_told_without_the_controller(lab: Lab, client: 
     lab.wait_ended(job, 120)
 
     assert (owned.state, owned.nodes) == ("RUNNING", (mine,))
+
+
+@pytest.mark.slurm
+def test_an_arrays_last_task_is_addressed_and_not_the_array(lab: Lab, client: NodeCommands) -> None:
+    """Its job id is the array's own: Slurm would take that for all tasks."""
+    array = lab.submit("sleep 600", sbatch_args=["--array=0-2", "--begin=now+1hour"], user=USERS[0])
+    for task in (0, 1):
+        lab.run("scontrol", "update", f"JobId={array}_{task}", "Nice=1")
+    last = client.owned_job(array)
+
+    client.hasten(last, None, 1800)
+
+    begins = [client.owned_job(number).eligible_at for number in (array, array + 1, array + 2)]
+    lab.run("scancel", str(array))
+    assert last.address == f"{array}_2"
+    assert begins[0] is not None
+    assert begins[0] < time.time() + 1900
+    assert all(at is not None and at > time.time() + 3000 for at in begins[1:]), begins

@@ -184,7 +184,7 @@ def _trust(name: str, path: Path) -> None:
     try:
         _refuse_changeable(path.parent, path)
         if path.is_dir():
-            _refuse_changeable(*(each for each in (path / "scontrol",) if each.exists()))
+            _refuse_changeable(*(each for each in (path / "scontrol", path / "sinfo") if each.exists()))
     except OSError as error:
         raise StepkeeperError(f"{name}: {path}: {error.strerror}", ExitCode.USAGE) from error
 

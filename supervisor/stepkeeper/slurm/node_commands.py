@@ -20,7 +20,8 @@ _OWNER = re.compile(r" UserId=[^=]*\((\d+)\) GroupId=")
 _REASON = re.compile(r" Reason=(.*?) \[[^\[\]@\s]*@([^\]\s]*)\](?= [A-Z][A-Za-z]*=|\s*$)")
 _REASON_ALONE = re.compile(r" Reason=(.*?)(?= [A-Z][A-Za-z]*=|\s*$)")
 _TASK = re.compile(r"JobId=\d+ ArrayJobId=(\d+) ArrayTaskId=(\d+)\s")  # before the name, which is its user's
-_GPUS = re.compile(r"(?:^|,)gpu(?::[^,:(]+)?:(\d+)")
+_GPUS = re.compile(r"(?:^|,)gpu(:[^,:(]+)?:(\d+)")
+_MIG = re.compile(r"\dg\.\d+gb")
 COLUMNS = {
     "NodeHost": 256,
     "NodeAddr": 256,
@@ -173,10 +174,13 @@ def _cells(line: str) -> dict[str, str]:
 def count_gpus(gres: str) -> int:
     """Return how many GPUs a node has by its Gres.
 
-    >>> count_gpus("gpu:h100:8(S:0-1),shard:32"), count_gpus("gpu:2"), count_gpus("(null)")
-    (8, 2, 0)
+    Slices of MIG do not count: one GPU has up to seven.
+
+    >>> count_gpus("gpu:h100:8(S:0-1),shard:32"), count_gpus("gpu:2"), count_gpus("gpu:a100_1g.5gb:7,gpu:a100:1")
+    (8, 2, 1)
     """
-    return sum(int(count) for count in _GPUS.findall(re.sub(r"\([^)]*\)", "", gres)))
+    whole = re.sub(r"\([^)]*\)", "", gres)
+    return sum(int(count) for kind, count in _GPUS.findall(whole) if not _MIG.search(kind))
 
 
 def _reason(line: str) -> tuple[str, float | None]:

@@ -19,7 +19,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     partitions: tuple[str, ...] = ()
     host: str = ""  # NodeHostName
     address: str = ""  # NodeAddr: a name or an IP address
-    gpus: int = 0  # of Gres; slices of MIG count as GPUs there
+    gpus: int = 0  # of Gres, without slices of MIG
 
     @property
     def drained(self) -> bool:

@@ -101,23 +101,15 @@ class BoundedLog:
         self._each = Buckets(limits.log_lines_per_uid_per_s, limits.log_lines_per_uid_burst, limits.uids_max)
         self._left_out = 0
 
-    def refused(self, now: float, *, uid: int, what: str, why: str, **more: object) -> None:
-        """Log one refusal, or count it."""
-        if self._has_room(now, uid):
-            self._log.warning("socket_refused", what=what, uid=uid, why=why, left_out=self._taken(), **more)
-
-    def granted(self, now: float, event: str, *, uid: int, **more: object) -> None:
-        """Log what a user was granted, or count it."""
-        if self._has_room(now, uid):
-            left_out = self._taken()
-            more |= {"left_out": left_out} if left_out else {}
-            self._log.info(event, uid=uid, **more)
-
-    def _has_room(self, now: float, uid: int) -> bool:
-        fits = self._each.take(uid, now) and self._all.take(now)
-        self._left_out += not fits
-        return fits
-
-    def _taken(self) -> int:
+    def room(self, now: float, uid: int) -> int | None:
+        """Return how many lines were left out before this one; None where this one is left out too."""
+        if not self._each.take(uid, now) or not self._all.take(now):
+            self._left_out += 1
+            return None
         left_out, self._left_out = self._left_out, 0
         return left_out
+
+    def refused(self, now: float, *, uid: int, what: str, why: str, **more: object) -> None:
+        """Log one refusal, or count it."""
+        if (left_out := self.room(now, uid)) is not None:
+            self._log.warning("socket_refused", what=what, uid=uid, why=why, left_out=left_out, **more)

@@ -150,9 +150,15 @@ class Requests:
         again = connection.job_id == join.job_id
         connection.job_id = join.job_id
         self.jobs.add(join.job_id, connection.peer.uid, join.restart_count)
-        if not again:
-            uid = connection.peer.uid
-            self._granted.granted(now, "job_joined", uid=uid, job=join.job_id, by=by, restart=join.restart_count)
+        if not again and (left_out := self._granted.room(now, connection.peer.uid)) is not None:
+            self._log.info(
+                "job_joined",
+                job=join.job_id,
+                uid=connection.peer.uid,
+                by=by,
+                restart=join.restart_count,
+                left_out=left_out,
+            )
         self._hastener.joined(join.job_id, join.restart_count)
         self._server.send(connection.number, self._joined)
         for seen in self._open_incidents():
@@ -230,7 +236,8 @@ class Requests:
             if not self._hastener.add(wish):
                 self._refuse(connection, "hasten", "busy with other jobs", now)
                 return
-            self._granted.granted(now, "hasten_accepted", uid=uid, job=hasten.job_id, exclude=wish.exclude)
+            if (left_out := self._granted.room(now, uid)) is not None:
+                self._log.info("hasten_accepted", job=hasten.job_id, uid=uid, exclude=wish.exclude, left_out=left_out)
             self._server.send(connection.number, Accepted())
 
     def _refuse(self, connection: Connection, what: str, why: str, now: float) -> None:

@@ -75,7 +75,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Slurm takes this long to tell of our own node alone: many agents ask, or it is busy.  Then the count of all
     nodes, which costs slurmctld a thousand times as much on a large cluster, waits."""
 
-    crowd_spread: float = 600.0
+    crowd_spread: float = 1800.0
     """That wait is spread by node over so many times as long as Slurm took."""
 
     crowd_spread_max_s: float = 3600.0

@@ -95,6 +95,8 @@ def _news(health: GpuHealth, before: GpuHealth | None) -> Iterator[Decoded]:
         yield Decoded(action=Action.DRAIN_RMA, why=why, certain=True)
     if health.rows_pending and not (before is not None and before.rows_pending):
         yield Decoded(action=Action.DEFER_RESET, why="NVML: a memory row waits for a reset to be remapped")
+    if health.pages_pending and not (before is not None and before.pages_pending):
+        yield Decoded(action=Action.DEFER_RESET, why="NVML: a memory page waits for a reset to be retired")
     errors = health.ecc_uncorrected or 0
     errors_before = before.ecc_uncorrected or 0 if before is not None else 0
     if errors > errors_before:  # a smaller number means that the GPU was reset

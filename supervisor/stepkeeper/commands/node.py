@@ -1,4 +1,4 @@
-"""`stepkeeper node agent|check|incidents`: what an administrator runs on a compute node."""
+"""`stepkeeper node agent|check|incidents|install|uninstall`: what an administrator runs on a compute node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TextIO, cast
 import msgspec
 
 from stepkeeper import __version__, printing
-from stepkeeper.commands import node_check
+from stepkeeper.commands import node_check, node_install
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.log import PatientStream
@@ -33,6 +33,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     actions = node.add_subparsers(dest="action", metavar="ACTION", required=True)
     node_check.add(actions)
+    node_install.add(actions)
 
     agent = actions.add_parser(
         "agent",

@@ -73,7 +73,10 @@ class Agent:
         self._systemd = systemd
         self._catalogue = catalogue
         self._judging = judging.Judging(
-            catalogue, expected_gpus=config.expected_gpus, only_pci_prefix=config.test.only_pci_prefix
+            catalogue,
+            expected_gpus=config.expected_gpus,
+            only_pci_prefix=config.test.only_pci_prefix,
+            gpus=[*((pci, "") for pci in setup.gpus_on_the_bus()), *state.gpus],
         )
         self._acts = Acts(
             config.name, client, self.inbox, check=self._check, reset=self._reset, mistaken=identity.mistaken
@@ -95,6 +98,7 @@ class Agent:
         self._verdict_at = 0.0
         self._ledger_failed = ""
         self._said_gpus = (state.gpus, state.driver)
+        self._recorded = {each.id: each.count for each in state.incidents}  # sightings that the ledger tells of
         self._client = client
         self._wrong_setup: tuple[str, ...] = ()
 
@@ -117,6 +121,7 @@ class Agent:
             self._systemd.say(STOPPING="1")
             self._stopped.set()
             self._sources.stop()
+            self._record_counts()
             if not self._book.flush(LEDGER_WITHIN_S):
                 self.log.warning("ledger_late", error=self._book.failed)
         self.log.info("agent_stopped", why=self._stopping)
@@ -227,7 +232,7 @@ class Agent:
     def _perform(self, effect: do.Effect) -> None:  # noqa: C901 - one case an effect
         match effect:
             case do.Record():
-                self._book.append(ledger.IncidentLine(incident=effect.incident))
+                self._record(effect.incident)
                 self._log_incident(effect.incident)
             case do.RecordDrain():
                 self._book.append(ledger.DrainLine(drain=effect.drain))
@@ -251,6 +256,17 @@ class Agent:
                 self._acts.check_node(effect)
             case _:
                 assert_never(effect)
+
+    def _record(self, incident: Incident) -> None:
+        self._book.append(ledger.IncidentLine(incident=incident))
+        self._recorded[incident.id] = incident.count
+
+    def _record_counts(self) -> None:
+        """Bring the ledger's counts up to date: that an incident was seen again is recorded now and then only."""
+        for incident in self.state.incidents:
+            if self._recorded.get(incident.id) != incident.count:
+                self._record(incident)
+        self._recorded = {each.id: each.count for each in self.state.incidents}
 
     def _log_incident(self, incident: Incident) -> None:
         say = self.log.warning if incident.action.drains else self.log.info
@@ -353,6 +369,7 @@ class Agent:
             return
         self._verdict_at = now
         self._verdicts.show(new)
+        self._record_counts()
         if not same:
             self.log.info("verdict", fit=new.fit, why=new.why)
             self._systemd.say(STATUS=self._status())

@@ -288,6 +288,18 @@ def test_an_agent_that_cannot_read_the_kernel_log_says_so_aloud(agent: Process) 
     assert "kernel log: cannot read" in str(alarm[1]["text"])
 
 
+def test_a_stopped_agent_has_written_how_often_a_fault_was_seen(agent: Process) -> None:
+    agent.start()
+    for _ in range(5):
+        agent.say(f"NVRM: Xid (PCI:{PCI}): 79, pid=1, GPU has fallen off the bus.")
+    agent.until(agent.reason, "the drain")
+    agent.stop()
+
+    lines = (agent.directory / "state" / "incidents.jsonl").read_text().splitlines()
+    *_, last = (json.loads(line)["incident"] for line in lines if json.loads(line)["kind"] == "incident")
+    assert last["count"] == 5
+
+
 def test_a_list_that_is_too_short_is_made_again_before_it_counts(curing: Process) -> None:
     curing.settings = curing.settings.replace("expected_gpus = 1", "expected_gpus = 2")
     curing.tables = curing.tables.partition("[remedies]")[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from stepkeeper.node.sensors.readings import GpuHealth, NvmlState, NvmlStatus
@@ -44,14 +44,17 @@ def silent(health: GpuHealth, *, standing: bool, catalogue: Catalogue) -> Fault:
     return _fault(health, Kind.LOST, decided, standing=standing)
 
 
-def missing(expected: int, found: int, *, at: float, catalogue: Catalogue) -> Fault | None:
+def missing(expected: int, found: int, *, at: float, catalogue: Catalogue, gone: Iterable[str] = ()) -> Fault | None:
     """Return the fault of a node that shows fewer GPUs than it should; None where none is missing.
+
+    `gone`: the names of GPUs that were there, or are on the PCI bus, and do not show.
 
     A GPU can be gone without a line in the log: it may never have come up.
     """
     if found >= expected:
         return None
-    decided = lost(catalogue, f"{found} of {expected} GPUs are there")
+    which = ", ".join(gone)
+    decided = lost(catalogue, f"{found} of {expected} GPUs are there" + (f"; missing: {which}" if which else ""))
     return Fault(
         at=at,
         source=Source.NVML,

@@ -13,20 +13,20 @@ from typing import assert_never
 
 import structlog
 
-from stepkeeper.doctor.finding import Finding, Level
 from stepkeeper.node import fitness, identity, judging, ledger, protocol, setup, verdict
 from stepkeeper.node.acts import Acts, LocalClient, reset_gpus
 from stepkeeper.node.config import NodeConfig
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
 from stepkeeper.node.core.decide import decide
-from stepkeeper.node.core.plan import due_at, fraction
+from stepkeeper.node.core.plan import due_at
 from stepkeeper.node.core.policy import Mode
 from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.inbox import Do, Inbox, Item, Stop
 from stepkeeper.node.notify import Systemd
 from stepkeeper.node.sensors import nvml
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid, Reading
+from stepkeeper.node.setup_watch import SetupWatch
 from stepkeeper.node.sight import KERNEL_LOG, Sight
 from stepkeeper.node.socket.requests import LookRequest
 from stepkeeper.node.sources import Sources
@@ -42,9 +42,6 @@ LEDGER_WITHIN_S = 3.0
 LOOK_WITHIN_S = 8.0
 LISTED_AGAIN_MARGIN_S = 0.5  # the two listings are timed by their own processes
 IDLE_S = 60.0
-SETUP_SPREAD_S = 10.0
-SETUP_AGAIN_S = 15.0
-SETUP_AGAIN_MAX_S = 300.0
 OVER = (Outcome.RESOLVED, Outcome.NOTED, Outcome.PASSED)
 
 
@@ -99,8 +96,14 @@ class Agent:
         self._ledger_failed = ""
         self._said_gpus = (state.gpus, state.driver)
         self._recorded = {each.id: each.count for each in state.incidents}  # sightings that the ledger tells of
-        self._client = client
-        self._wrong_setup: tuple[str, ...] = ()
+        self._setup = SetupWatch(
+            config,
+            client,
+            inbox=self.inbox,
+            log=log,
+            stopped=self._stopped,
+            on_change=lambda: self._systemd.say(STATUS=self._status()),
+        )
 
     def run(self) -> None:
         """Take items until told to stop."""
@@ -109,7 +112,7 @@ class Agent:
         self._sources.start()
         self._on_clock()
         self._systemd.say(READY="1", STATUS=self._status())
-        self.inbox.run_thread("setup", self._look_at_setup)
+        self._setup.start()
         self.log.info("agent_ready", mode=self.policy.mode.value, incidents=len(self.state.incidents))
         try:
             while not self._stopping:
@@ -298,32 +301,6 @@ class Agent:
 
     # --- on threads -------------------------------------------------------------------------------
 
-    def _look_at_setup(self) -> None:
-        """See what is wrong with the agent's own setup; as long as something is, look again."""
-        self._stopped.wait(SETUP_SPREAD_S * fraction(self.config.name))  # all nodes may start at once
-        pause_s, patient = SETUP_AGAIN_S, True
-        while not self._stopped.is_set():
-            facts = setup.gather(self.config, self._client)
-            found = setup.examine(self.config, facts)
-            if not (facts.may_come_later and patient):  # at boot driver and Slurm come after us
-                self.inbox.put(Do(functools.partial(self._note_setup, found)))
-            if not facts.may_come_later and all(each.level is not Level.PROBLEM for each in found):
-                return
-            self._stopped.wait(pause_s)
-            pause_s, patient = min(2 * pause_s, SETUP_AGAIN_MAX_S), False
-
-    def _note_setup(self, found: Sequence[Finding]) -> None:
-        wrong = tuple(each.subject for each in found if each.level is Level.PROBLEM)
-        if not wrong or wrong != self._wrong_setup:
-            for each in found:
-                said = {"subject": each.subject, "found": each.found, "means": each.means, "remedy": each.remedy}
-                if each.level is Level.PROBLEM:
-                    self.log.error("setup_problem", **said)
-                elif each.level is Level.WARNING:
-                    self.log.warning("setup_warning", **said)
-        self._wrong_setup = wrong
-        self._systemd.say(STATUS=self._status())
-
     def _check(self) -> str:
         if not self.config.nvml:
             return "NVML is switched off in the configuration: nothing can be checked"
@@ -379,7 +356,7 @@ class Agent:
         bad = len(_to_leave_for(self.state))
         drained = f"; drained: {self.state.drain.reason}" if self.state.drain is not None else ""
         blind = "".join(f"; BLIND: {why}" for why in self._sight.blind.values())
-        wrong = f"; WRONG SETUP: {', '.join(self._wrong_setup)}" if self._wrong_setup else ""
+        wrong = f"; WRONG SETUP: {', '.join(self._setup.wrong)}" if self._setup.wrong else ""
         return f"{self.policy.mode.value}: {bad} open faults{blind}{wrong}{drained}"
 
 

@@ -268,7 +268,7 @@ class Hastener:
 
     def _turn_at(self, entry: _Entry) -> float:
         """Return when a wish may be seen to: all wishes of one user together are seen to once in `poll_s`."""
-        return max(entry.next_at, self._turns.get(entry.wish.uid, 0.0))
+        return max(entry.next_at, 0.0 if entry.wish.uid is None else self._turns.get(entry.wish.uid, 0.0))
 
     def _see_to(self, entry: _Entry) -> None:
         quick = time.monotonic() - entry.began_at < POLL_QUICK_FOR_S or entry.progress.sent_at is not None

@@ -35,7 +35,7 @@ def is_local(address: str) -> bool:
     """Tell whether an address is one of this machine's: only such a one can be bound.  True where nobody can tell."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return True
     for family, kind, protocol, _, place in found:
         try:

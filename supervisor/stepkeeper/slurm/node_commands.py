@@ -46,18 +46,25 @@ class NodeCommands:
         # `scontrol show node NAME` has the controller send all nodes, and picks one of them
         columns = ",".join(f"{column}:{width}" for column, width in COLUMNS.items())
         words = ["sinfo", "-a", "-h", "-N", "-n", name, "-O", columns]
-        return parse_node(
-            call(words, self.call_within_s, what=f"sinfo -n {name}", delays=DELAYS, environment=self.environment), name
-        )
+        text = call(words, self.call_within_s, what=f"sinfo -n {name}", delays=DELAYS, environment=self.environment)
+        if text.strip():
+            return parse_node(text, name)
+        # sinfo shows no node that is in no partition
+        return self._own(parse_nodes(self._call("-a", "-o", "show", "nodes")), name)
 
     def peers(self, name: str) -> tuple[NodeFacts, ...]:
         """See `NodeClient`.  One call, for all nodes: Slurm cannot be asked for those of some partitions."""
         found = parse_nodes(self._call("-a", "-o", "show", "nodes"))
-        own = next((each for each in found if each.name == name), None)
-        if own is None:
-            raise SlurmError(f"scontrol show nodes: no node {name}; is `node_name` right?")
+        own = self._own(found, name)
         ours = set(own.partitions)
         return tuple(each for each in found if each is own or ours & set(each.partitions))
+
+    @staticmethod
+    def _own(nodes: tuple[NodeFacts, ...], name: str) -> NodeFacts:
+        own = next((each for each in nodes if each.name == name), None)
+        if own is None:
+            raise SlurmError(f"Slurm knows no node {name}; is `node_name` right?")
+        return own
 
     def drain(self, name: str, reason: str) -> None:
         """See `NodeClient`."""
@@ -140,14 +147,8 @@ def _node(line: str) -> NodeFacts:
 
 
 def parse_node(text: str, name: str) -> NodeFacts:
-    """Parse what `sinfo -N -n NAME -O ...` prints: a line for each partition of the node.
-
-    Raises:
-        SlurmError: Slurm does not know the node.
-    """
+    """Parse what `sinfo -N -n NAME -O ...` prints: a line for each partition of the node, and one at least."""
     rows = [_cells(line) for line in text.splitlines() if line.strip()]
-    if not rows:
-        raise SlurmError(f"Slurm knows no node {name}; is `node_name` right?")
     first = rows[0]
     since, reason = first["Timestamp"], first["Reason"]
     return NodeFacts(

@@ -20,8 +20,6 @@ _OWNER = re.compile(r" UserId=[^=]*\((\d+)\) GroupId=")
 _REASON = re.compile(r" Reason=(.*?) \[[^\[\]@\s]*@([^\]\s]*)\](?= [A-Z][A-Za-z]*=|\s*$)")
 _REASON_ALONE = re.compile(r" Reason=(.*?)(?= [A-Z][A-Za-z]*=|\s*$)")
 _TASK = re.compile(r"JobId=\d+ ArrayJobId=(\d+) ArrayTaskId=(\d+)\s")  # before the name, which is its user's
-_GPUS = re.compile(r"(?:^|,)gpu(:[^,:(]+)?:(\d+)")
-_MIG = re.compile(r"\dg\.\d+gb")
 COLUMNS = {
     "NodeHost": 256,
     "NodeAddr": 256,
@@ -142,7 +140,7 @@ def _node(line: str) -> NodeFacts:
         partitions=tuple(sorted(partitions.group(1).split(","))) if partitions else (),
         host=_field(head, "NodeHostName"),
         address=_field(head, "NodeAddr"),
-        gpus=count_gpus(_field(head, "Gres")),
+        gres=_field(head, "Gres").removeprefix("(null)"),
     )
 
 
@@ -159,7 +157,7 @@ def parse_node(text: str, name: str) -> NodeFacts:
         partitions=tuple(sorted(row["Partition"].rstrip("*") for row in rows if row["Partition"])),
         host=first["NodeHost"],
         address=first["NodeAddr"],
-        gpus=count_gpus(first["Gres"]),
+        gres=first["Gres"].removeprefix("(null)"),
     )
 
 
@@ -170,18 +168,6 @@ def _cells(line: str) -> dict[str, str]:
         cells[column] = line[at : at + width].strip()
         at += width
     return cells
-
-
-def count_gpus(gres: str) -> int:
-    """Return how many GPUs a node has by its Gres.
-
-    Slices of MIG do not count: one GPU has up to seven.
-
-    >>> count_gpus("gpu:h100:8(S:0-1),shard:32"), count_gpus("gpu:2"), count_gpus("gpu:a100_1g.5gb:7,gpu:a100:1")
-    (8, 2, 1)
-    """
-    whole = re.sub(r"\([^)]*\)", "", gres)
-    return sum(int(count) for kind, count in _GPUS.findall(whole) if not _MIG.search(kind))
 
 
 def _reason(line: str) -> tuple[str, float | None]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 import msgspec
 
 REASON_PREFIX = "stepkeeper:"
+_GPUS = re.compile(r"(?:^|,)gpu(:[^,:(]+)?:(\d+)")
+_MIG = re.compile(r"\dg\.\d+gb")
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,9 +20,9 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     reason_at: float | None = None  # Unix seconds
     partitions: tuple[str, ...] = ()
+    gres: str = ""  # what Slurm counts here, such as `gpu:h100:8(S:0-1)`
     host: str = ""  # NodeHostName
     address: str = ""  # NodeAddr: a name or an IP address
-    gpus: int = 0  # of Gres, without slices of MIG
 
     @property
     def drained(self) -> bool:
@@ -30,6 +33,16 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     def ours(self) -> bool:
         """Whether the reason is Stepkeeper's."""
         return self.reason.startswith(REASON_PREFIX)
+
+    @property
+    def gpus(self) -> int:
+        """Return how many GPUs `gres` names, without slices of MIG: one GPU has up to seven.
+
+        >>> NodeFacts(name="n", states=frozenset(), gres="gpu:h100:8(S:0-1),gpu:a100_1g.5gb:7,shard:32").gpus
+        8
+        """
+        whole = re.sub(r"\([^)]*\)", "", self.gres)
+        return sum(int(count) for kind, count in _GPUS.findall(whole) if not _MIG.search(kind))
 
 
 class JobsHere(msgspec.Struct, frozen=True, kw_only=True):

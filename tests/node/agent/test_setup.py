@@ -22,7 +22,7 @@ from tests.lab import Lab
 from tests.lab.agents import Agents
 
 PCI = ("0000:3b:00.0", "0000:86:00.0")
-NODE = NodeFacts(name="gpu17", states=frozenset(("IDLE",)), host="gpu17", address="10.0.0.17", gpus=2)
+NODE = NodeFacts(name="gpu17", states=frozenset(("IDLE",)), host="gpu17", address="10.0.0.17", gres="gpu:2")
 READY = NvmlStatus(
     at=0.0, state=NvmlState.READY, driver="570", gpus=tuple(Gpu(index=i, pci=pci) for i, pci in enumerate(PCI))
 )
@@ -49,7 +49,11 @@ def test_a_node_as_it_should_be_has_nothing_to_say() -> None:
         (setup.Facts(node=NODE, pci=PCI, nvml=None), "NVML", "nvml = false"),
         (setup.Facts(node=NODE, nvml=ABSENT), "NVML", "NVML is absent"),
         (setup.Facts(node=NODE, pci=(*PCI, "0000:af:00.0"), nvml=READY), "GPUs", "0000:af:00.0"),
-        (setup.Facts(node=NodeFacts(name="x", states=frozenset(), gpus=4), pci=PCI, nvml=READY), "Gres", "4 GPUs"),
+        (
+            setup.Facts(node=NodeFacts(name="x", states=frozenset(), gres="gpu:4"), pci=PCI, nvml=READY),
+            "Gres",
+            "4 GPUs",
+        ),
         (setup.Facts(slurm_error="Could not establish a configuration source"), "node_name = gpu17", "configuration"),
         (setup.Facts(slurm_error="Slurm knows no node gpu17"), "node_name = gpu17", "knows no node"),
         (setup.Facts(node=NODE, nvml=READY, pci=PCI, kernel_log_error="/dev/kmsg: denied"), "kernel_log", "denied"),

@@ -77,6 +77,8 @@ MEANINGS = {
     "look_asked": "a job asks the agent to look at a GPU; only what the agent then sees counts",
     "nvml": "the state of NVML",
     "sensor_sees_again": "a sensor that was blind works again",
+    "setup_problem": "the agent's own setup is wrong: what was found, what it means, what to do",
+    "setup_warning": "the agent's own setup could be better: the same",
     "socket_failed": "a mistake in the socket's loop; it goes on",
     "socket_listening": "where jobs can ask",
     "socket_refused": "a request was refused, by whom and why",

@@ -10,18 +10,23 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+import msgspec
+
 from stepkeeper import printing
-from stepkeeper.seeing import reading
-from stepkeeper.seeing.glance import Glance, changed_at, glance, is_over
+from stepkeeper.seeing import queue, reading
+from stepkeeper.seeing.glance import Glance, asks_slurm, changed_at, glance, is_over
 from stepkeeper.seeing.model import Accounts
+from stepkeeper.seeing.queue import Queued
 from stepkeeper.seeing.screen import line, screen
 from stepkeeper.store.journal import Record
 from stepkeeper.store.rundir import RunDirectory
 
 EVERY_S = 1.0
 PROGRESS_EVERY_S = 10.0  # a line of progress at most, where there is no terminal
-ACCOUNTS_EVERY_S = 60.0
+ACCOUNTS_EVERY_S = 2.0
 ACCOUNTS_TIMES = 30  # and never more than a thirtieth of the time is spent on them
+SLURM_EVERY_S = 20.0  # of a job that waits: many people may follow runs
+SLURM_WITHIN_S = 5.0
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen without a cursor, and back
 TOP, REST, BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -61,12 +66,24 @@ class _Look:
         self._run = run
         self._changed_at: object = None
         self._seen = Glance(status=None)
+        self._queued: Queued | None = None
+        self._ask_at = 0.0
 
     def look(self) -> Glance:
         changed = changed_at(self._run)
         if changed != self._changed_at:
             self._seen, self._changed_at = glance(self._run), changed
-        return self._seen
+        return msgspec.structs.replace(self._seen, queued=self._ask(asks_slurm(self._seen, time.time())))
+
+    def _ask(self, job: str | None) -> Queued | None:
+        """Return what Slurm said last of a job; it is asked now and then."""
+        if job is None:
+            return None
+        known = self._queued is not None and self._queued.job == job
+        if not known or time.monotonic() >= self._ask_at:
+            self._queued = queue.ask(job, SLURM_WITHIN_S)
+            self._ask_at = time.monotonic() + SLURM_EVERY_S
+        return self._queued
 
 
 class _Accounts:
@@ -141,7 +158,11 @@ def _tell(run: RunDirectory, sleep: Callable[[float], None]) -> None:
             printing.say(f"{at}  {where:<6} {record.phase.value:<10}  {record.why}")
             told = record
         now = time.time()
-        newest = (seen.status.attempt, seen.status.launch, seen.status.step) if seen.status is not None else None
+        status, queued = seen.status, seen.queued
+        newest = (
+            (status.attempt, status.launch, status.step) if status is not None else None,
+            (queued.job, queued.state, queued.reason) if queued is not None else None,
+        )
         if newest != step and time.monotonic() >= progress_due_at:
             printing.say(line(seen, now))
             step, progress_due_at = newest, time.monotonic() + PROGRESS_EVERY_S

@@ -1,0 +1,84 @@
+"""`submission.json` of the run directory: how the newest job of a run was submitted.
+
+`submit` and `resume` write it as soon as Slurm has taken the job: from then on the job's number finds the run.  Where the
+user's own sbatch has submitted the job, its supervisor writes it when it starts.  `resume` submits by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper.redaction import redact
+from stepkeeper.store import lines
+from stepkeeper_trainer.formats.durable import write_atomically
+
+NAME = "submission.json"
+BYTES_MAX = 8 * 1024 * 1024  # Slurm's own bound on a batch script is 4 MiB
+# settings of ours, and what sbatch reads; nothing else of an environment is ever written
+_PREFIXES = ("STEPKEEPER_", "SBATCH_")
+_OF_A_PROCESS = ("STEPKEEPER_CONTINUES", "STEPKEEPER_WATCHER", "STEPKEEPER_SOCKET", "STEPKEEPER_RUN_ID")
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job was submitted."""
+
+    format: int = 1
+    job: str  # as Slurm's commands name it: its number, or `ARRAY_TASK`
+    at: float  # Unix seconds
+    directory: str  # in which sbatch was called
+    log: str = ""  # of the batch script, as Slurm tells it
+    script: str = ""  # the batch script; empty where it holds what looks like a secret
+    secret: bool = False  # it does: no copy was kept
+    path: str = ""  # of the script; empty where sbatch read it from its standard input
+    options: tuple[str, ...] = ()  # of sbatch, besides the script's directives
+    arguments: tuple[str, ...] = ()  # of the script
+    environment: dict[str, str] = msgspec.field(default_factory=dict)  # settings that were variables
+    unknown: tuple[str, ...] = ()  # what Slurm did not show, in words
+
+    @property
+    def number(self) -> int:
+        """The job's number, without the task of an array."""
+        return int(self.job.partition("_")[0])
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a submission is repeated with: settings of Stepkeeper's and sbatch's, no secret."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_PREFIXES) and name not in _OF_A_PROCESS and redact(f"{name}={value}") == f"{name}={value}"
+    }
+
+
+def without_secrets(submission: Submission) -> Submission:
+    """Return a submission that may be written: a script, an option or an argument with a secret is left out whole."""
+    words = (*submission.options, *submission.arguments)
+    hidden = redact(submission.script) != submission.script or any(redact(word) != word for word in words)
+    return msgspec.structs.replace(submission, script="", arguments=(), secret=True) if hidden else submission
+
+
+def write(run: Path, submission: Submission) -> None:
+    """Write it; only its owner may read it, whoever may read the run directory.
+
+    Raises:
+        OSError: it was not written.
+    """
+    write_atomically(run / NAME, lines.encode(without_secrets(submission)), mode=0o600)
+
+
+def read(run: Path) -> Submission | None:
+    """Return how the newest job of a run was submitted; None where that is not known, or is not ours to read.
+
+    Raises:
+        OSError: it cannot be read, or is no plain file.
+    """
+    try:
+        found = msgspec.json.decode(lines.read_small(run / NAME, BYTES_MAX), type=Submission)
+    except (FileNotFoundError, PermissionError):
+        return None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None  # of a newer version, or torn: it tells nothing
+    return found if found.job.replace("_", "", 1).isdigit() else None

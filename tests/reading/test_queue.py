@@ -42,8 +42,8 @@ def requeued(run: RunDirectory) -> RunDirectory:
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        ("12|PENDING|N/A|Resources", "job 12 is PENDING (Resources)\n"),
-        ("12|PENDING|1|Priority", "job 12 is PENDING (Priority)\n"),
+        ("12|PENDING|N/A|Resources", "job 12 is PENDING (Resources): Slurm tells no expected start yet"),
+        ("12|PENDING|1|Priority", "job 12 is PENDING (Priority): Slurm tells no expected start yet"),
         ("12|PENDING|N/A|JobHeldUser", "(JobHeldUser): it waits until somebody does `scontrol release 12`"),
         ("12|PENDING|N/A|JobHeldAdmin", "(JobHeldAdmin): it waits until an administrator does `scontrol release 12`"),
         ("12|PENDING|N/A|launch failed requeued held", "held): it waits until somebody does `scontrol release 12`"),
@@ -65,9 +65,7 @@ def test_a_run_that_was_requeued_shows_what_its_job_waits_for(
 def test_when_slurm_plans_to_start_it_is_said(command: Command, squeue: Squeue, requeued: RunDirectory) -> None:
     squeue(f"echo '12|PENDING|{time.time() + 2 * 3600 + 115:.0f}|Resources'")
 
-    assert "job 12 is PENDING (Resources): to start in 2 h 01 min, as Slurm plans now" in (
-        command("status", requeued.path).out
-    )
+    assert "job 12 is PENDING (Resources): expected to start in 2 h 01 min (" in command("status", requeued.path).out
 
 
 @pytest.mark.parametrize(
@@ -86,7 +84,7 @@ def test_a_job_that_nobody_will_see_again_is_said_and_how_to_go_on(
     said = command("status", requeued.path).out
 
     assert told in said
-    assert f"to go on: submit it again with --run-dir {requeued.path}" in said
+    assert f"to go on: stepkeeper resume {requeued.path}" in said
 
 
 def test_where_slurm_does_not_answer_nothing_is_concluded(

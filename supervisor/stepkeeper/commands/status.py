@@ -170,7 +170,8 @@ def _show(
     restarts = f" (restart {status.restart_count})" if status.restart_count else ""
     earlier = f"; job {asked_for} worked on this run before" if _is_earlier_job(asked_for, status, waiting) else ""
     silent = seen["silent"]
-    rows = [("run", str(run.path)), *_phases(status, seen, waiting, now)]
+    gone = waiting is not None and queued is not None and queue.is_over(queued)
+    rows = [("run", str(run.path)), *_phases(status, seen, waiting, now, gone=gone)]
     if queued is not None:
         rows.append(("Slurm says", queue.words(queued, now)))
     launch = f"launch {status.launch}" if status.launched else "no launch yet"
@@ -204,10 +205,13 @@ def _show(
         printing.say(f"to stop: stepkeeper stop {run.path} (saves first), or scancel {status.job_id}")
 
 
-def _phases(status: Status, seen: dict[str, Any], waiting: Waiting | None, now: float) -> list[tuple[str, str]]:
+def _phases(
+    status: Status, seen: dict[str, Any], waiting: Waiting | None, now: float, *, gone: bool
+) -> list[tuple[str, str]]:
     """Return what the run does now; where nobody writes, what it did when somebody did."""
     if waiting is not None:
-        rows = [("phase", f"waiting for job {waiting.job}, {pending.since(waiting, now)}")]
+        doing = "ended without job" if gone else "waiting for job"
+        rows = [("phase", f"{doing} {waiting.job}, {pending.since(waiting, now)}")]
         if status.exit_code is not None:
             rows.append(("before", f"{seen['exit_meaning']} (exit code {status.exit_code})"))
         return rows

@@ -1,7 +1,7 @@
 """`submission.json` of the run directory: how the newest job of a run was submitted.
 
-`submit` and `resume` write it as soon as Slurm has taken the job: from then on the job's number finds the run.  Where the
-user's own sbatch has submitted the job, its supervisor writes it when it starts.  `resume` submits by it.
+`submit` and `resume` write it as soon as Slurm has taken the job: from then on the job's number finds the run.  Where
+the user's own sbatch has submitted the job, its supervisor writes it when it starts.  `resume` submits by it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.redaction import redact
+from stepkeeper.redaction import redact, redact_words
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
 
@@ -30,8 +30,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # Unix seconds
     directory: str  # in which sbatch was called
     log: str = ""  # of the batch script, as Slurm tells it
-    script: str = ""  # the batch script; empty where it holds what looks like a secret
-    secret: bool = False  # it does: no copy was kept
+    script: str = ""  # the batch script
+    secret: bool = False  # script, options or arguments hold what looks like a secret: no copy of them was kept
     path: str = ""  # of the script; empty where sbatch read it from its standard input
     options: tuple[str, ...] = ()  # of sbatch, besides the script's directives
     arguments: tuple[str, ...] = ()  # of the script
@@ -54,10 +54,16 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_secrets(submission: Submission) -> Submission:
-    """Return a submission that may be written: a script, an option or an argument with a secret is left out whole."""
-    words = (*submission.options, *submission.arguments)
-    hidden = redact(submission.script) != submission.script or any(redact(word) != word for word in words)
-    return msgspec.structs.replace(submission, script="", arguments=(), secret=True) if hidden else submission
+    """Return a submission that may be written: what holds a secret is left out whole.
+
+    The user's own script file may still be there; options and arguments stand nowhere else.
+    """
+    words = [*submission.options, *submission.arguments]
+    if redact_words(words) != words:
+        return msgspec.structs.replace(submission, script="", path="", options=(), arguments=(), secret=True)
+    if redact(submission.script) != submission.script:
+        return msgspec.structs.replace(submission, script="", secret=True)
+    return submission
 
 
 def write(run: Path, submission: Submission) -> None:

@@ -14,11 +14,18 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import duration, instant
 from stepkeeper.seeing import queue
 from stepkeeper.seeing.queue import Queued, Waiting
+from stepkeeper.slurm import repeating
+from stepkeeper.slurm.client import SlurmError
 from stepkeeper.store import find
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
 
-ANSWERED_BY_THE_QUEUE = ("events", "explain", "logs")  # commands for which the wait is all that there is to tell
+ANSWERED_BY_THE_QUEUE = (
+    "status",
+    "events",
+    "explain",
+    "logs",
+)  # commands for which the wait is all that there is to tell
 
 
 def show(run: RunDirectory, waiting: Waiting, queued: Queued | None, *, as_json: bool) -> int:
@@ -66,13 +73,38 @@ def answers(arguments: argparse.Namespace) -> int | None:
     wanted = getattr(arguments, "run", None)
     if not isinstance(wanted, str) or arguments.command not in ANSWERED_BY_THE_QUEUE:
         return None
+    as_json = getattr(arguments, "json", False)
     try:
         run = find.find(wanted, os.environ)
+    except (StepkeeperError, OSError):
+        return _of_slurm(wanted, as_json=as_json) if find.is_job(wanted) else None
+    try:
         if status_file.read(run.status) is not None:
             return None
         waiting = queue.waiting(run, None)
-    except (StepkeeperError, OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError):
         return None  # the command's own words tell more
-    if waiting is None:
+    return show(run, waiting, queue.ask(waiting.job), as_json=as_json) if waiting is not None else None
+
+
+def _of_slurm(job: str, *, as_json: bool) -> int | None:
+    """Print what Slurm says of a job that waits, and that sbatch itself has submitted; None where it knows none."""
+    queued = queue.ask(job)
+    if not queue.is_pending(queued):
         return None
-    return show(run, waiting, queue.ask(waiting.job), as_json=getattr(arguments, "json", False))
+    if as_json:
+        document = {"run_directory": None, "phase": "pending", "done": False, "queue": msgspec.to_builtins(queued)}
+        printing.say_json(document, indent=2)
+        return ExitCode.FINISHED
+    try:
+        log = repeating.log_of(job)
+    except SlurmError:
+        log = ""
+    rows = [
+        ("phase", "pending"),
+        ("Slurm says", queue.words(queued, time.time())),
+        ("run", "not known yet: `stepkeeper run` makes its directory when the job starts"),
+        ("log", log or "not known"),
+    ]
+    printing.say_table(rows)
+    return ExitCode.FINISHED

@@ -46,6 +46,11 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
     raise StepkeeperError(f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND)
 
 
+def is_job(wanted: str) -> bool:
+    """Tell whether RUN is the number of a job, and no directory of that name."""
+    return _JOB.fullmatch(wanted) is not None and not Path(wanted).is_dir()
+
+
 def every(environment: Mapping[str, str]) -> list[RunDirectory]:
     """Return all runs that can be found: below `runs/`, and those that this account has started; the newest first.
 

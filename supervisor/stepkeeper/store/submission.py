@@ -11,15 +11,16 @@ from pathlib import Path
 
 import msgspec
 
+from stepkeeper.config.environment import TOLD
+from stepkeeper.config.settings import VARIABLE_PREFIX
 from stepkeeper.redaction import redact, redact_words
+from stepkeeper.slurm.environment import KEPT
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
 
 NAME = "submission.json"
 BYTES_MAX = 8 * 1024 * 1024  # Slurm's own bound on a batch script is 4 MiB
-# settings of ours, and what sbatch reads; nothing else of an environment is ever written
-_PREFIXES = ("STEPKEEPER_", "SBATCH_")
-_OF_A_PROCESS = ("STEPKEEPER_CONTINUES", "STEPKEEPER_WATCHER", "STEPKEEPER_SOCKET", "STEPKEEPER_RUN_ID")
+PROGRAM_VARIABLE = "STEPKEEPER"  # in our batch script: the program
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +50,9 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(_PREFIXES) and name not in _OF_A_PROCESS and redact(f"{name}={value}") == f"{name}={value}"
+        if (name.startswith((VARIABLE_PREFIX, "SBATCH_")) or name == PROGRAM_VARIABLE)
+        and not (name in TOLD or name.startswith(KEPT))
+        and redact(f"{name}={value}") == f"{name}={value}"
     }
 
 

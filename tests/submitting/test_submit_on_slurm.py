@@ -149,8 +149,7 @@ def test_a_run_is_known_while_its_job_waits_can_be_stopped_there_and_is_submitte
     again = int(json.loads(resumed)["job"])
     lab.until(lambda: lab.job(again).state in ENDED, "the end of the job", 240.0)
     assert lab.job(again).state == "COMPLETED", (lab.workdir(USER) / f"waits-{again}.log").read_text()
-    assert [record.job_id for record in journal.read(run_dir / "journal.jsonl")][0] == again, (
-        "in the same run directory"
-    )
+    workers = {record.job_id for record in journal.read(run_dir / "journal.jsonl")}
+    assert workers == {again}, "it works in the same run directory"
     assert not (lab.workdir(USER) / "runs" / f"waits-{again}").exists()
     assert json.loads(ask(lab, "status", again, "--json").stdout)["total_steps"] == 4

@@ -20,12 +20,7 @@ from stepkeeper.store import find
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
 
-ANSWERED_BY_THE_QUEUE = (
-    "status",
-    "events",
-    "explain",
-    "logs",
-)  # commands for which the wait is all that there is to tell
+ANSWERED_BY_THE_QUEUE = ("status", "events", "explain", "logs")  # the wait is all that there is to tell
 
 
 def show(run: RunDirectory, waiting: Waiting, queued: Queued | None, *, as_json: bool) -> int:

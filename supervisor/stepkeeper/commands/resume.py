@@ -187,6 +187,9 @@ def _submit(run: RunDirectory, submission: Submission, more: list[str]) -> str:
         log = repeating.log_of(job)
     except SlurmError:
         log = ""  # a help for people
-    submissions.write(run.path, msgspec.structs.replace(submission, job=job, at=time.time(), log=log))
-    known.remember(Path(run.path), os.environ)
+    try:
+        submissions.write(run.path, msgspec.structs.replace(submission, job=job, at=time.time(), log=log))
+        known.remember(run.path, os.environ)
+    except OSError as error:
+        printing.warn(f"warning: job {job} is submitted, and not noted in the run directory: {error}")
     return job

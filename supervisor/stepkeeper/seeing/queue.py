@@ -19,7 +19,7 @@ from stepkeeper.slurm.commands import job_state
 from stepkeeper.store import journal
 from stepkeeper.store import submission as submissions
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.store.status import Status
+from stepkeeper.store.status import Status, heard_at
 from stepkeeper.store.submission import Submission
 
 WITHIN_S = 10.0
@@ -74,8 +74,11 @@ def waiting(run: RunDirectory, status: Status | None) -> Waiting | None:
 def _is_newer(submitted: Submission, status: Status | None) -> bool:
     if status is None:
         return True
-    works_already = str(submitted.number) == str(status.job_id) or submitted.job == status.slurm_name
-    return not works_already and submitted.at > status.started_at and status.phase == Phase.DONE
+    if submitted.job in (str(status.job_id), status.slurm_name):
+        return False  # it works on the run already, or has
+    if status.phase == Phase.DONE and status.exit_code != ExitCode.REQUEUED:
+        return submitted.at > status.started_at
+    return submitted.at > heard_at(status)  # else the job that works on the run, or will again, counts
 
 
 def name(status: Status) -> str:

@@ -17,7 +17,7 @@ from stepkeeper.seeing import queue, reading
 from stepkeeper.seeing.glance import Glance, asks_slurm, changed_at, glance, is_over
 from stepkeeper.seeing.model import Accounts
 from stepkeeper.seeing.queue import Queued
-from stepkeeper.seeing.screen import line, screen
+from stepkeeper.seeing.screen import line, place, screen
 from stepkeeper.store.journal import Record
 from stepkeeper.store.rundir import RunDirectory
 
@@ -153,9 +153,8 @@ def _tell(run: RunDirectory, sleep: Callable[[float], None]) -> None:
     while True:
         seen = look.look()
         for record in _new(seen, told):
-            where = f"{record.attempt}.{record.launch}"
             at = printing.instant(record.event.at)
-            printing.say(f"{at}  {where:<6} {record.phase.value:<10}  {record.why}")
+            printing.say(f"{at}  {place(record):<6} {record.phase.value:<10}  {record.why}")
             told = record
         now = time.time()
         status, queued = seen.status, seen.queued

@@ -205,7 +205,13 @@ def _time(accounts: Accounts, width: int, *, plain: bool) -> list[str]:
 
 def _told(record: Record) -> list[str]:
     at = time.strftime("%H:%M:%S", time.localtime(record.event.at))
-    return [f"{at} {record.attempt}.{record.launch} {record.phase.value:<10} {record.why}"]
+    return [f"{at} {place(record):<3} {record.phase.value:<10} {record.why}"]
+
+
+def place(record: Record) -> str:
+    """Return the attempt of a decision, and its launch where one ran: before, the number is nobody's yet."""
+    ran = record.phase in (Phase.TRAINING, Phase.SAVING, Phase.STOPPING)
+    return f"{record.attempt}.{record.launch}" if ran else str(record.attempt)
 
 
 def line(seen: Glance, now: float) -> str:

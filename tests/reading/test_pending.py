@@ -182,7 +182,16 @@ def test_no_secret_is_ever_written(run: RunDirectory, secret: dict[str, object])
     found = submission.read(run.path)
     assert found is not None
     assert found.secret
-    assert (run.path / submission.NAME).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("directory", "file"), [(0o700, 0o600), (0o750, 0o640)])
+def test_who_may_read_the_run_directory_may_read_how_it_was_submitted(
+    run: RunDirectory, directory: int, file: int
+) -> None:
+    run.path.chmod(directory)
+    submitted(run)
+
+    assert (run.path / submission.NAME).stat().st_mode & 0o777 == file
 
 
 def test_of_an_environment_only_settings_are_kept() -> None:

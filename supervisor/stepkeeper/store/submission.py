@@ -6,6 +6,7 @@ the user's own sbatch has submitted the job, its supervisor writes it when it st
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -70,12 +71,13 @@ def without_secrets(submission: Submission) -> Submission:
 
 
 def write(run: Path, submission: Submission) -> None:
-    """Write it; only its owner may read it, whoever may read the run directory.
+    """Write it; the group may read it where it may read the run directory.
 
     Raises:
         OSError: it was not written.
     """
-    write_atomically(run / NAME, lines.encode(without_secrets(submission)), mode=0o600)
+    group = run.stat().st_mode & stat.S_IRGRP
+    write_atomically(run / NAME, lines.encode(without_secrets(submission)), mode=0o600 | group)
 
 
 def read(run: Path) -> Submission | None:

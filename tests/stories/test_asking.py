@@ -42,7 +42,10 @@ def test_saved_on_request_then_stopped_and_gone_on_by_another_job(lab: Lab, refe
     assert [launch["ending"] for launch in report["launches"]] == ["stopped"], report["launches"]
 
     (training.run_dir / "submission.json").unlink()  # as if an older version had started it: Slurm still knows
-    resumed = json.loads(asked(training, "resume", str(training.run_dir), "--json"))
-    training.job_id = int(resumed["job"])
+    words = (training.stepkeeper, "resume", training.run_dir, "--json")
+    shell = {"STEPKEEPER": str(training.stepkeeper)}
+    resumed = lab.run(*words, user=training.user, env=shell, check=False, timeout_s=90.0)
+    assert resumed.returncode == 0, (resumed.stderr, training.story())
+    training.job_id = int(json.loads(resumed.stdout)["job"])
     training.wait_end()
     assert_complete(training, reference)

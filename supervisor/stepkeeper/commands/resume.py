@@ -50,13 +50,13 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 @printing.reading
 def execute(arguments: argparse.Namespace) -> int:
     """Submit a run again."""
-    run = find.find(arguments.run, os.environ)
-    standing.require_open(run.path)
-    newest = _newest_job(run)
-    more = [*_after(run), *arguments.sbatch]
     wrong = next((option for option in arguments.sbatch if not option.startswith("-")), None)
     if wrong is not None:
         raise StepkeeperError(f"--sbatch {wrong!r}: write the option with its dashes", ExitCode.USAGE)
+    run = find.find(arguments.run, os.environ)
+    standing.require_open(run.path)
+    newest = _newest_job(run)
+    more = [*_after(run, newest), *arguments.sbatch]
     submission = _submission(run, newest)
     if not arguments.json:
         _show(submission, more)
@@ -93,13 +93,12 @@ def _newest_job(run: RunDirectory) -> str:
     raise StepkeeperError(f"{run.path}: no job of this run is known: submit it with --run-dir", ExitCode.NOTHING_FOUND)
 
 
-def _after(run: RunDirectory) -> list[str]:
+def _after(run: RunDirectory, job: str) -> list[str]:
     """Return what makes the new job wait for the end of the run's newest one, where that is ending.
 
     Raises:
         StepkeeperError: that one works on the run, or waits to do so; or Slurm does not answer.
     """
-    job = _newest_job(run)
     queued = queue.ask(job)
     if queued.error:
         raise StepkeeperError(f"job {job} may still be there: {queued.error}", ExitCode.NO_SLURM)
@@ -150,8 +149,9 @@ def _own(path: Path) -> str:
 def _line(submission: Submission, more: list[str]) -> str:
     """Return the command line of sbatch, as a person reads it."""
     script = submission.path or "(its batch script)"
-    words = redact_words(["sbatch", *repeating.options(submission, more)])
-    return " ".join([shlex.join(words), shlex.quote(script) if submission.path else script, *submission.arguments])
+    options = shlex.join(redact_words(["sbatch", *repeating.options(submission, more)]))
+    arguments = shlex.join(redact_words(submission.arguments))
+    return f"{options} {shlex.quote(script) if submission.path else script} {arguments}".rstrip()
 
 
 def _show(submission: Submission, more: list[str]) -> None:

@@ -60,7 +60,7 @@ def find_out(
         options=tuple(option for option in planned.options if not option.startswith(_OF_THAT_TIME)),
         arguments=planned.arguments,
         environment=submissions.settings(as_submitted(environment)),
-        unknown=planned.unknown,
+        unknown=planned.unknown if environment else (*planned.unknown, "settings that were variables of its shell"),
     )
 
 

@@ -13,8 +13,9 @@ from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
-from stepkeeper.seeing import progress
+from stepkeeper.seeing import follow, progress
 from stepkeeper.seeing.glance import Glance, asks_slurm, glance, is_over
+from stepkeeper.seeing.model import Use
 from stepkeeper.seeing.progress import Row
 from stepkeeper.seeing.queue import Queued
 from stepkeeper.seeing.screen import line, screen
@@ -214,3 +215,16 @@ def test_a_status_of_an_older_version_is_read(run: RunDirectory) -> None:
     assert "TRAINING for" in drawn(run)
     assert glance(run).status is not None
     assert not is_over(glance(run)), Glance
+
+
+def test_the_time_in_the_queue_counts_while_it_passes(run: RunDirectory) -> None:
+    build.write_status(run, phase="done", exit_code=10, updated_at=build.START + 40)
+    accounts = follow._Accounts(run)
+    accounts.look()
+    seen = glance(run)
+    shown = [accounts.as_of(seen, build.START + after) for after in (100, 152)]
+
+    assert [each.wall[Use.QUEUE] for each in shown if each is not None] == [*range(71_000_000, 124_000_000, 52_000_000)]
+    assert all(each is not None and sum(each.wall.values()) == each.wall_total for each in shown)
+    gone = msgspec.structs.replace(seen, queued=Queued(job="12", state="CANCELLED"))
+    assert accounts.as_of(gone, build.START + 152) is accounts.newest

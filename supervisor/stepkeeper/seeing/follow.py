@@ -15,7 +15,7 @@ import msgspec
 from stepkeeper import printing
 from stepkeeper.seeing import queue, reading
 from stepkeeper.seeing.glance import Glance, asks_slurm, changed_at, glance, is_over
-from stepkeeper.seeing.model import Accounts
+from stepkeeper.seeing.model import Accounts, micro
 from stepkeeper.seeing.queue import Queued
 from stepkeeper.seeing.screen import line, place, screen
 from stepkeeper.store.journal import Record
@@ -92,15 +92,24 @@ class _Accounts:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._due_at = 0.0
+        self._until = 0  # of the newest, microseconds
         self.newest: Accounts | None = None
 
     def look(self) -> Accounts | None:
         began = time.monotonic()
         if began >= self._due_at:
-            self.newest = reading.see(self._run).accounts
+            seen = reading.see(self._run)
+            self.newest, self._until = seen.accounts, seen.until
             took = time.monotonic() - began
             self._due_at = began + max(ACCOUNTS_EVERY_S, ACCOUNTS_TIMES * took)
         return self.newest
+
+    def as_of(self, seen: Glance, now: float) -> Accounts | None:
+        """Return the newest ones; while a job waits in the queue that time counts, though nobody writes of it."""
+        waits = seen.waiting is not None and not is_over(seen)
+        if self.newest is None or not waits or not self.newest.wall_total:
+            return self.newest
+        return self.newest.with_queue(max(0, micro(now) - self._until))
 
     def look_again(self) -> None:
         """Read them now: the run is over, and these are the last ones."""
@@ -117,12 +126,12 @@ def _draw(run: RunDirectory, sleep: Callable[[float], None]) -> None:
     try:
         while True:
             seen = look.look()
-            size = shutil.get_terminal_size((80, 24))
+            now, size = time.time(), shutil.get_terminal_size((80, 24))
             last = screen(
                 str(run.path),
                 seen,
-                accounts.newest,
-                now=time.time(),
+                accounts.as_of(seen, now),
+                now=now,
                 width=size.columns,
                 height=size.lines,
                 plain=plain,

@@ -27,6 +27,7 @@ MEANINGS = {
     "decision": "one decision, why, and what was ordered",
     "exit": "the last line: exit code (docs/exit-codes.md) and reason",
     "fewer_cpus_than_ranks": "the job has fewer CPUs than ranks on a node",
+    "submission_not_recorded": "how the job was submitted is not kept: `stepkeeper resume` has to ask Slurm",
     "no_batch_script": "in an allocation of `salloc` or a bare `srun`: nothing can be requeued",
     "no_place_for_resume": "CMD is a shell's script, in the line or in a file, with no place for the resume argument",
     "job_comment_not_set": "Slurm did not take the reason code as the job's comment",

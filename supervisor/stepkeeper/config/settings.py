@@ -19,7 +19,7 @@ import msgspec
 from stepkeeper.core import replays, slow_nodes
 from stepkeeper.core.anomalies import WATCH
 from stepkeeper.core.growing import GROW_BACK
-from stepkeeper.core.policy import Policy
+from stepkeeper.core.policy import STOP_SIGNALS, Policy
 from stepkeeper.store import rundir
 
 GROUP = "policy"
@@ -170,6 +170,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 _POLICY = {
     "save_margin_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S),
     "time_limit_notice_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
+    "stop_signal": About(metavar="SIGNAL", choices=tuple(STOP_SIGNALS)),
     "time_limit_margin": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S),
     "commit_grace_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "exclude_for_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),

@@ -87,6 +87,8 @@ def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
     assert plan is not None, "STOPPING is entered with a plan"
     if not state.running and state.slurm_away_since is not None:
         return _on_slurm_still_away(state, at, plan, policy)
+    if not state.running and plan.next is Next.END:
+        return close(state, at, plan, policy)
     if not state.running:
         return relaunch(state, at, f"{plan.why}; Slurm did not say why in time", policy)
     if not state.killed:

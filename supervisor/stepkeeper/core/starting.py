@@ -193,6 +193,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         begun=False,
         heard=False,
         bus_restarted_in_launch=False,
+        slurm_sent="",
         told=False,
         doubt=Doubt.NONE,
         step=None,

@@ -54,9 +54,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     torchrun: Annotated[bool, About()] = False
     """Start one torchrun a node, with c10d rendezvous."""
 
-    resume_argument: Annotated[bool, About()] = True
-    """Append `--resume-from DIR` to CMD on a resume, where it says no `{resume}`; without it only the variable
-    `STEPKEEPER_RESUME_FROM` tells, which the trainer library reads by itself."""
+    resume_argument: Annotated[bool | None, About()] = None
+    """Append `--resume-from DIR` to CMD on a resume, where it says no `{resume}`; where not set, only if the script
+    declares that option and no trainer library has answered, which reads `STEPKEEPER_RESUME_FROM` by itself."""
 
     tasks_per_node: Annotated[
         int | None,

@@ -104,7 +104,7 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
     return Decision(more.state, (*decision.effects, *more.effects), decision.why)
 
 
-def _act(  # noqa: C901 - one case a notice
+def _act(  # noqa: C901, PLR0912 - one case a notice
     state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Policy, *, final: bool
 ) -> Decision:
     """Act on why Slurm signaled; if not `final`, a newer signal is still to be asked about."""

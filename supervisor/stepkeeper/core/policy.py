@@ -7,7 +7,6 @@ import msgspec
 from stepkeeper.core import ladder
 from stepkeeper.core.causes import Cause
 
-
 STOP_SIGNALS = {"TERM": 15, "INT": 2, "HUP": 1, "QUIT": 3, "USR1": 10, "USR2": 12}  # and their numbers on Linux
 
 

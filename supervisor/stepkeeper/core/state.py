@@ -223,6 +223,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     requeue_tries: int = 0
 
     @property
+    def has_library(self) -> bool:
+        """Whether the trainer library has answered in this run, in this launch or an earlier one."""
+        return self.heard or self.usual.start_s > 0.0
+
+    @property
     def wake_at(self) -> float | None:
         """When the next `Tick` must come."""
         hang_at = self.hang_at if self.phase is Phase.TRAINING else None

@@ -188,16 +188,21 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
         return Decision(state)
     if not state.heard and state.wrapped:
         state = _begun(state, event.at, policy)
-    if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
-        return _on_rank_left(state, event, policy)
     how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.code}"
-    if _ends_as_asked(state, event, policy):
-        return Decision(state, (), f"rank {event.rank} on {event.node} ended with {how}, as it was asked to end")
     hint = ", ".join(fault for node, fault in state.hints if node == event.node)
     why = f"rank {event.rank} on {event.node} ended with {how}{f' ({hint})' if hint else ''}"
-    first = state.first_failure or why
     if _slurm_may_have_ended_it(state, event):
+        first = state.first_failure or why
         return Decision(replace(state, first_failure=first), (), f"{why}: wait for what Slurm says of its signal")
+    if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
+        return _on_rank_left(state, event, policy)
+    if _ends_as_asked(state, event, policy):
+        return Decision(state, (), f"{why}, after it was asked to end")
+    return _on_rank_failed(state, event, policy, why)
+
+
+def _on_rank_failed(state: State, event: on.RankExited, policy: Policy, why: str) -> Decision:
+    first = state.first_failure or why
     ours = state.killed or state.phase is not Phase.TRAINING  # it was told to end, or dies of another's death
     look = () if ours else (do.Look(node=event.node, why=why),)
     state = replace(state, first_failure=first)
@@ -228,7 +233,7 @@ def _ends_as_asked(state: State, event: on.RankExited, policy: Policy) -> bool:
 
 def _slurm_may_have_ended_it(state: State, event: on.RankExited) -> bool:
     """Tell whether Slurm's own signal may have ended a rank that no wrapper shields: others may be saving for it."""
-    unasked = state.phase is Phase.TRAINING and state.asking and event.code != EXIT_GAVE_UP
+    unasked = state.phase is Phase.TRAINING and state.asking and event.code not in (EXIT_FINISHED, EXIT_GAVE_UP)
     return unasked and bool(state.slurm_sent) and not state.heard
 
 

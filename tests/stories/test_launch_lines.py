@@ -120,7 +120,7 @@ def test_a_script_that_bears_no_argument_resumes_by_the_variable(lab: Lab, refer
     )
     script.chmod(0o644)
 
-    play(training, f"python {script}", *TWO_NODES, STEPKEEPER_RESUME_ARGUMENT="false")
+    play(training, f"python {script}", *TWO_NODES)
 
     assert_complete(training, reference)
     assert "resume_argument_unknown" not in training.output()
@@ -132,10 +132,11 @@ def test_a_script_that_would_end_on_the_argument_is_told_so_at_its_first_launch(
     script.write_text("import argparse\n\nargparse.ArgumentParser().parse_args()\n")
     script.chmod(0o644)
     training.command = ("python3", str(script))
+    training.run_args = ("--resume-argument",)
     training.submit().wait_end()
 
     assert "resume_argument_unknown" in training.output()
-    assert "--no-resume-argument" in training.output()
+    assert "leave out --resume-argument" in training.output()
 
 
 @pytest.fixture(scope="module")

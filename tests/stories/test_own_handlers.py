@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -115,24 +114,13 @@ def test_a_handler_has_the_grace_time_to_save_and_the_job_goes_on(lab: Lab) -> N
     assert "no trainer library there" in story.training.output()
 
 
-def test_torchruns_ranks_get_the_signal_that_they_expect(lab: Lab) -> None:
-    """It swallows SIGUSR1, and would kill its ranks after SIGTERM: they get it, and it does not."""
+def test_torchruns_ranks_get_the_signal_that_they_expect_and_requeue_the_job_themselves(lab: Lab) -> None:
+    """It swallows SIGUSR1, and would kill its ranks after SIGTERM: they get it, and it does not.
+
+    Their handler requeues the job, as those of Lightning and submitit do: it is requeued once.
+    """
     line = "{python} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d {words}"
-    story = begin(lab, "own-torchrun", signal="USR1", run_args=("--stop-signal", "USR1"), line=line)
-    story.wait_counting()
-
-    lab.preempt(story.training.job_id)
-    story.training.wait_event(on.RequeueAnswered)
-    release_urgent_jobs(lab)
-    story.training.wait_end(120.0)
-
-    assert story.lines("handled") == ["0 SIGUSR1", "1 SIGUSR1"]
-    story.assert_went_on(0, 1)
-
-
-def test_a_handler_that_requeues_the_job_itself_requeues_it_once(lab: Lab) -> None:
-    """As those of Lightning and submitit do."""
-    story = begin(lab, "own-requeue", signal="USR2", how="requeues", run_args=("--stop-signal", "USR2"))
+    story = begin(lab, "own-torchrun", signal="USR1", how="requeues", run_args=("--stop-signal", "USR1"), line=line)
     story.wait_counting()
 
     lab.preempt(story.training.job_id)
@@ -140,11 +128,12 @@ def test_a_handler_that_requeues_the_job_itself_requeues_it_once(lab: Lab) -> No
     release_urgent_jobs(lab)
     story.training.wait_end(120.0)
 
-    assert story.lines("handled") == ["0 SIGUSR2", "1 SIGUSR2"]
+    assert story.lines("handled") == ["0 SIGUSR1", "1 SIGUSR1"]
     story.assert_went_on(0, 1)
     assert not [r for r in story.training.records() if any(isinstance(e, do.Requeue) for e in r.effects)]
 
 
+@pytest.mark.campaign
 def test_an_own_srun_line_has_slurms_signal_once(lab: Lab) -> None:
     """Its ranks have no wrapper: Slurm's own SIGTERM reaches them, and they end before we know why."""
     story = begin(lab, "own-srun", signal="TERM", how="fails", line="srun -n2 {python} {words}")
@@ -182,17 +171,16 @@ def test_a_shell_script_saves_in_its_trap_when_the_run_is_stopped(lab: Lab) -> N
     training.wait_attempt(1)
     training.wait_event(on.LaunchBegan, count=2)
     training.until(lambda: all(log.read_text().split().count("begun") == 2 for log in logs), "both ranks again")
-    said = subprocess.run(
-        [training.stepkeeper, "stop", str(training.run_dir)],
-        env=lab.environment(training.user), capture_output=True, text=True, timeout=120, check=True,
-        **lab.identity(training.user),
-    ).stdout  # fmt: skip
+    status = lab.run(training.stepkeeper, "status", training.run_dir, user=training.user).stdout
+    said = lab.run(training.stepkeeper, "stop", training.run_dir, user=training.user).stdout
     training.wait_end(120.0)
 
     assert [log.read_text().split() for log in logs] == [["begun", "saved"] * 2] * 2, training.story()
     assert training.exits() == [ExitCode.REQUEUED, ExitCode.STOPPED], training.story()
-    assert "None" not in said
-    assert "no rank has the trainer library" in said
+    for text in (status, said):
+        assert "no trainer library has answered" in text
+        assert "none" not in text.lower(), text
+        assert "resumed from" not in text, text
 
 
 @pytest.mark.campaign  # Slurm's shortest limit is a minute

@@ -218,9 +218,7 @@ def _show(
     rows += [
         ("job", f"{status.job_id}{restarts}; attempt {status.attempt}, launch {status.launch}{earlier}"),
         ("nodes", f"{len(status.nodes)}: {' '.join(status.nodes)}"),
-        ("step", _progress(status)),
-        ("checkpoint", _newest(status, seen)),
-        ("resumed from", status.resumed_from or "nothing: this attempt started from the beginning"),
+        *_training(status, seen),
         ("last decision", status.why or "none yet"),
         ("updated", f"{duration(seen['updated_ago_s'])} ago ({instant(status.updated_at)})"),
     ]
@@ -245,6 +243,17 @@ def _show(
 def _is_earlier_job(asked_for: str, status: Status) -> bool:
     """Tell whether a run was asked for by a job of its chain that another one has followed."""
     return asked_for.isdigit() and not os.path.isdir(asked_for) and asked_for != str(status.job_id)
+
+
+def _training(status: Status, seen: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows that only the trainer library can fill, or why they are missing."""
+    if status.library is False and status.checkpoint_step is None:
+        return [("library", status_file.NO_LIBRARY)]
+    return [
+        ("step", _progress(status)),
+        ("checkpoint", _newest(status, seen)),
+        ("resumed from", status.resumed_from or "no step directory: this attempt started from the beginning"),
+    ]
 
 
 def _progress(status: Status) -> str:

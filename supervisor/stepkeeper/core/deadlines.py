@@ -34,8 +34,8 @@ from stepkeeper.core.storage import on_storage_late
 
 replace = msgspec.structs.replace
 NOT_ANNOUNCED = (
-    "no word of the trainer library from any rank: this script can neither save on request nor, as far as "
-    "is known, resume; see `Adopting the trainer library` in the README"
+    "no rank has the trainer library: a notice reaches this script as the stop signal, its steps and checkpoints are "
+    "not known, and it must resume by itself; see `Adopting the trainer library` in the README"
 )
 
 

@@ -12,6 +12,7 @@ from stepkeeper.printing import clean, duration
 from stepkeeper.seeing.glance import Glance, is_over
 from stepkeeper.seeing.model import SECOND, Accounts, Use, micro, patience
 from stepkeeper.store.journal import Record
+from stepkeeper.store.status import NO_LIBRARY
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=*#%@"
@@ -72,7 +73,10 @@ def _facts(seen: Glance, now: float, width: int, *, plain: bool) -> list[str]:
         phase = f"ENDED ({status.exit_code}): {meaning}"
     restarts = f" (restart {status.restart_count})" if status.restart_count else ""
     rows = [_row(phase + "  ", f"job {status.job_id}{restarts}, attempt {status.attempt}, launch {status.launch}")]
-    rows += [_row("step", _step(seen, now)), _row("saved", _saved(seen, now))]
+    if status.library is False and status.checkpoint_step is None:
+        rows += _wrapped("library", NO_LIBRARY, width)
+    else:
+        rows += [_row("step", _step(seen, now)), _row("saved", _saved(seen, now))]
     if seen.losses or seen.loss_not_finite:
         wrong = "no finite number now" if seen.loss_not_finite else ""
         drawn = _curve(seen.losses, width - LABEL - 24 - len(wrong), plain=plain) if seen.losses else ""
@@ -82,12 +86,16 @@ def _facts(seen: Glance, now: float, width: int, *, plain: bool) -> list[str]:
         count = f" {len(seen.left)}" if len(seen.left) > 1 else ""
         nodes += f"; left{count}: " + ", ".join(f"{node} ({why})" for node, why in seen.left)
     rows.append(_row("nodes", nodes))
-    why = textwrap.wrap(status.why or "no decision yet", max(1, width - LABEL), max_lines=WHY_LINES, placeholder=" ~")
-    rows += [_row("" if index else "why", part) for index, part in enumerate(why)]
+    rows += _wrapped("why", status.why or "no decision yet", width)
     age = now - status.updated_at
     if status.phase != Phase.DONE and age * SECOND > patience(micro(status.step_seconds or 0.0)):
         rows.append(_row("SILENT", f"for {duration(age)}: is the job there, or suspended? squeue -j {status.job_id}"))
     return rows
+
+
+def _wrapped(label: str, text: str, width: int) -> list[str]:
+    parts = textwrap.wrap(text, max(1, width - LABEL), max_lines=WHY_LINES, placeholder=" ~")
+    return [_row("" if index else label, part) for index, part in enumerate(parts)]
 
 
 def _step(seen: Glance, now: float) -> str:
@@ -151,5 +159,7 @@ def line(seen: Glance, now: float) -> str:
         return f"{at}  no status yet"
     where = f"{status.attempt}.{status.launch}"
     step = f"step {status.step}" if status.step is not None else "no step yet"
+    if status.step is None and status.library is False:
+        step = "no trainer library"
     loss = f" loss {status.loss:.5g}" if status.loss is not None else ""
     return clean(f"{at}  {where:<6} {status.phase:<10}  {step}{loss}")

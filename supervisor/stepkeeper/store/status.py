@@ -33,11 +33,18 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float | None = None
     checkpoint_step: int | None = None  # newest committed one that we heard of
     resumed_from: str | None = None
+    library: bool | None = None  # the trainer library has answered; False: ranks run, and it has not; None: none runs
     why: str = ""  # the newest decision
     exit_code: int | None = None
     suspended_seconds: float = 0.0  # of this attempt: its supervisor did not run
     started_at: float
     updated_at: float
+
+
+NO_LIBRARY = (
+    "no trainer library has answered: steps, losses and checkpoints of this script are not known to Stepkeeper, which "
+    "has it save by a signal and starts it again; what it goes on from is its own"
+)
 
 
 def is_over(path: Path) -> bool:
@@ -56,6 +63,8 @@ def is_over(path: Path) -> bool:
 def changes(status: Status, event: on.Event, before: State, state: State) -> dict[str, object]:
     """Return what one event, and the state after it, change in a status."""
     found: dict[str, object] = {"phase": state.phase.value, "launch": state.launch}
+    if state.has_library or state.begun or (state.running and not state.wrapped):
+        found["library"] = state.has_library
     if isinstance(event, on.Progressed):
         found |= {name: getattr(event, name) for name in ("step", "tokens", "loss", "step_seconds")}
     if isinstance(event, on.StoodStill):

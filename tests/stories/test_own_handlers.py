@@ -1,4 +1,4 @@
-"""Scripts that save by a signal handler of their own, as under plain `sbatch --requeue`: none has the trainer library."""
+"""Scripts without the trainer library that save by a signal handler of their own, as under plain `sbatch --requeue`."""
 
 from __future__ import annotations
 

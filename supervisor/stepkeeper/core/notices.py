@@ -207,7 +207,7 @@ def _save_if_it_can(state: State, at: float, deadline: float, plan: Plan, policy
     """
     least_s = least_save_s(state.pace)
     left_s = max(0.0, deadline - at)
-    if state.saving is not None or left_s >= least_s:
+    if not state.heard or state.saving is not None or left_s >= least_s:
         return save(state, deadline, plan)
     why = (
         f"{plan.why}; {left_s:.1f} s are left, and no save took less than {state.pace.quickest:.1f} s: none is begun, "

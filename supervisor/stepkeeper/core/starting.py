@@ -146,10 +146,7 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
         tried=past(state.tried, event.step) if progressed else state.tried,
     )
     if event.directory is None and (state.attempt or state.launch) and not state.has_library:
-        why = (
-            "no verified step directory, and no trainer library has answered so far: the script resumes by itself, or "
-        )
-        why += "starts from the beginning"
+        why = "no verified step directory, and no trainer library has answered so far: the script resumes by itself"
     elif event.directory is None:
         why = "no verified step directory: the training starts from the beginning"
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
+from tests.stories import acts
 from tests.stories.test_campaign import release_urgent_jobs
 from tests.training import Training
 
@@ -31,7 +34,7 @@ last = count + 20 if list(place.glob("saved-*")) else 10**6
 def save(number, frame):
     with open(place / "handled", "a") as file:
         file.write(f"{rank} {signal.Signals(number).name}\\n")
-    time.sleep(%(seconds)d)
+    time.sleep(2 if how == "quick" else %(seconds)d)
     saved.write_text(str(count))
     if how == "requeues" and rank == "0":
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
@@ -193,3 +196,81 @@ def test_the_time_limit_is_told_by_the_signal_as_well(lab: Lab) -> None:
 
     assert story.lines("handled") == ["0 SIGTERM", "1 SIGTERM"]
     story.assert_went_on(0, 1)
+
+
+@pytest.mark.campaign
+def test_a_killed_supervisors_ranks_save_once_their_job_is_requeued(lab: Lab) -> None:
+    """The first watcher requeues the job, and each watcher passes the notice on: KillWait is left."""
+    story = begin(lab, "own-killed", signal="TERM", how="quick")
+    story.wait_counting()
+
+    acts.kill_supervisor(story.training)
+    story.training.wait_attempt(1)
+    story.training.wait_end(120.0)
+
+    assert story.lines("handled") == ["0 SIGTERM", "1 SIGTERM"]
+    assert all(f"{rank} {story.count(rank, 'saved') + 20}" in story.lines("finished") for rank in (0, 1))
+
+
+SUBMITIT = ("submitit==1.5.4", "cloudpickle", "typing_extensions")
+INSTALL_S = 300.0
+COUNTER = """\
+import time
+from pathlib import Path
+
+from submitit.helpers import DelayedSubmission
+
+
+class Counter:
+    def __init__(self, place, count=0):
+        self.place, self.count = Path(place), count
+
+    def __call__(self):
+        first = self.count
+        while self.count < (first + 20 if first else 10**6):
+            self.count += 1
+            (self.place / "counted-0").write_text(str(self.count))
+            time.sleep(0.1)
+        (self.place / "finished").write_text(f"{first} {self.count}")
+
+    def checkpoint(self):
+        return DelayedSubmission(Counter(self.place, self.count))
+"""
+
+
+@pytest.mark.campaign
+def test_submitits_own_handler_checkpoints_and_requeues(lab: Lab) -> None:
+    """The real one: it saves on SIGUSR2, bypasses SIGTERM, and calls `scontrol requeue`."""
+    training = Training(lab, name="submitit", nodes=1, run_args=("--stop-signal", "USR2"))
+    place = training.work / "place-submitit"
+    place.mkdir(mode=0o777)
+    place.chmod(0o777)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place / "packages", *SUBMITIT],
+        capture_output=True, text=True, timeout=INSTALL_S, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.skip(f"submitit cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    (place / "packages" / "counter.py").write_text(COUNTER)
+    path = {"PYTHONPATH": str(place / "packages")}
+    training.env = {**path, "SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_PREEMPT_SIGNAL": "USR2"}
+    training.command = (str(training.python), "-u", "-m", "submitit.core._submit", str(place))
+    training.submit()
+    dump = (
+        "import sys; from counter import Counter; from submitit.helpers import DelayedSubmission; "
+        "job = DelayedSubmission(Counter(sys.argv[1])); job.set_timeout(600, 3); job.dump(sys.argv[2])"
+    )
+    written = place / f"{training.job_id}_submitted.pkl"
+    lab.run("env", f"PYTHONPATH={path['PYTHONPATH']}", training.python, "-c", dump, place, written, user=training.user)
+    story = Story(training, place)
+    training.until(lambda: story.count(0) > 5, "the count")
+
+    lab.preempt(training.job_id)
+    training.wait_attempt(1)
+    release_urgent_jobs(lab)
+    training.wait_end(120.0)
+
+    first, last = map(int, (place / "finished").read_text().split())
+    assert first > 5
+    assert last == first + 20
+    story.assert_went_on()

@@ -216,6 +216,17 @@ def test_a_script_in_which_a_launcher_stands_is_started_once_a_node() -> None:
     assert launch_environment(given, meeting(), {})["PET_RDZV_ENDPOINT"] == "n1:29501"
 
 
+@pytest.mark.parametrize("said", ["--resume-from /old/step_00000060", "--resume-from=/old/step_00000060"])
+def test_a_resume_argument_of_the_first_start_is_superseded(said: str) -> None:
+    """The trainer library would go on from it each time: what a script is given counts more than the variable."""
+    given = msgspec.structs.replace(job("python", "t.py", *said.split(), "--lr", "1"), takes_resume=False)
+    resumed = msgspec.structs.replace(meeting("/run/checkpoints/step_00000100"), answered=True)
+
+    words = launch_argv(given, resumed, Path("/run/logs"))
+
+    assert words == [*argv_of(given), "--resume-from", "/run/checkpoints/step_00000100"]
+
+
 @pytest.mark.parametrize("line", ["python t.py", "torchrun t.py", "srun python t.py"])
 @pytest.mark.parametrize(
     ("asked", "takes", "answered", "appended"),

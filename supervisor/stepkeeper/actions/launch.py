@@ -85,7 +85,8 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 
 def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
     """Return the command line of a launch, by the one rule for CMD."""
-    may = job.takes_resume and not meeting.answered
+    # where CMD gives one for the first start, as for a run that goes on with another one's step, ours is the later word
+    may = cmd.says_resume(job.command) or (job.takes_resume and not meeting.answered)
     append = job.resume_argument if job.resume_argument is not None else may
     resumed = cmd.with_resume(job.command, meeting.resume_from, append=append)
     command = cmd.with_nodes(resumed, len(meeting.nodes))

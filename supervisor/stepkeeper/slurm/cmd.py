@@ -211,6 +211,15 @@ def with_resume(command: Sequence[str], resume_from: str | None, *, append: bool
     return result
 
 
+def says_resume(command: Sequence[str]) -> bool:
+    """Return whether CMD itself gives the resume option: its script takes it.
+
+    >>> says_resume(["python", "train.py", "--resume-from=/old/step_00000100"])
+    True
+    """
+    return any(word.partition("=")[0] == RESUME_OPTION for word in command)
+
+
 def nodes_range(command: Sequence[str]) -> tuple[int, int] | None:
     """Return the bounds of an elastic torchrun's line, `--nnodes=MIN:MAX`; None where CMD says no range.
 

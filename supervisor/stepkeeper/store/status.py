@@ -42,8 +42,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_LIBRARY = (
-    "no trainer library has answered: steps, losses and checkpoints of this script are not known to Stepkeeper, which "
-    "has it save by a signal and starts it again; what it goes on from is its own"
+    "no trainer library has answered so far: steps, losses and checkpoints are not known to Stepkeeper, which "
+    "has the script save by a signal and starts it again; what it goes on from is its own"
 )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stepkeeper.seeing.glance import glance
+from stepkeeper.seeing.screen import line, screen
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lease
 from tests.reading import build
@@ -103,6 +105,23 @@ def test_a_run_that_has_done_nothing_yet(command: Command, run: RunDirectory) ->
 
     assert said.code == 0
     assert "none yet" in said.out
+
+
+def test_a_script_without_the_library_is_not_said_to_have_done_no_step(command: Command, run: RunDirectory) -> None:
+    unknown = {"step": None, "loss": None, "tokens": None, "step_seconds": None, "checkpoint_step": None}
+    build.write_status(run, library=False, resumed_from=None, **unknown)
+
+    shown = command("status", str(run.path))
+    followed = screen("my-run", glance(run), None, now=time.time(), width=100, height=30)
+    one_line = line(glance(run), time.time())
+
+    assert "no trainer library has answered" in shown.out
+    assert "no trainer library has answered" in "\n".join(followed)
+    assert one_line.endswith("no trainer library")
+    for text in (shown.out, "\n".join(followed), one_line):
+        assert "none" not in text, text
+        assert "resumed" not in text, text
+        assert "no checkpoint yet" not in text, text
 
 
 def test_escape_sequences_do_not_reach_the_terminal(command: Command, run: RunDirectory) -> None:

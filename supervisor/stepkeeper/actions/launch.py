@@ -52,7 +52,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     socket: str  # with %N for the node
     told: dict[str, str] = {}  # further variables for the ranks: those of tiers
     starts_ranks: bool = False  # CMD is a script in which a launcher stands
-    resume_argument: bool = True  # appended on a resume, where CMD does not say where it goes
+    resume_argument: bool | None = None  # appended on a resume, where CMD does not say where it goes; None: if it may
+    takes_resume: bool = False  # the script declares the option
 
     @property
     def wrapped(self) -> bool:
@@ -78,12 +79,16 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     resume_from: str | None
     skip_data: str = ""  # `STEP:STEPS,...`: data that the ranks do not take
+    answered: bool = False  # the trainer library has, in this run: it needs no resume argument
     newest: bool = True  # false: the run goes back on purpose, and what a tier has newer must not be taken
 
 
 def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
     """Return the command line of a launch, by the one rule for CMD."""
-    resumed = cmd.with_resume(job.command, meeting.resume_from, append=job.resume_argument)
+    # where CMD gives one for the first start, as for a run that goes on with another one's step, ours is the later word
+    may = cmd.says_resume(job.command) or (job.takes_resume and not meeting.answered)
+    append = job.resume_argument if job.resume_argument is not None else may
+    resumed = cmd.with_resume(job.command, meeting.resume_from, append=append)
     command = cmd.with_nodes(resumed, len(meeting.nodes))
     pattern = str(directory).replace("%", "%%") + "/%N.log"
     if not job.wrapped:

@@ -169,7 +169,7 @@ def _ended(run: RunDirectory, asked: Status, give_up_at: float) -> dict[str, obj
     status = _until(over, give_up_at)
     if status is None:
         raise StepkeeperError(f"job {asked.job_id} has not ended yet", ExitCode.NOTHING_FOUND)
-    return {"checkpoint_step": status.checkpoint_step, "exit_code": status.exit_code}
+    return {"checkpoint_step": status.checkpoint_step, "exit_code": status.exit_code, "library": status.library}
 
 
 def _tell(arguments: argparse.Namespace, run: RunDirectory, found: dict[str, object]) -> int:
@@ -179,12 +179,18 @@ def _tell(arguments: argparse.Namespace, run: RunDirectory, found: dict[str, obj
     if "directory" in found:
         printing.say(f"step {found['step']} is saved: {found['directory']}")
     if "exit_code" in found:
-        printing.say(f"ended with the checkpoint of step {found['checkpoint_step']}")
+        printing.say(_end_in_words(found))
     if "cancelled" in found:
         printing.say(str(found["said"]))
     if "cancelled" in found or "exit_code" in found:
         printing.say(f"to go on: stepkeeper resume {run.path}")
     return ExitCode.FINISHED
+
+
+def _end_in_words(found: dict[str, object]) -> str:
+    if found["checkpoint_step"] is not None:
+        return f"ended with the checkpoint of step {found['checkpoint_step']}"
+    return "ended without a checkpoint" if found["library"] is not False else f"ended; {status_file.NO_LIBRARY}"
 
 
 def _until(look: Callable[[], T | None], give_up_at: float, *, or_when: Callable[[], bool] = lambda: False) -> T | None:

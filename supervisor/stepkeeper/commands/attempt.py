@@ -89,4 +89,5 @@ def job(
         told={**tiers.variables(settings), **keeping.variables(settings)},
         starts_ranks=bool(script.starts_ranks),
         resume_argument=settings.resume_argument,
+        takes_resume=script.takes,
     )

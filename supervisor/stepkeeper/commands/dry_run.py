@@ -110,7 +110,8 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     if script.starts_ranks:
         assumed.append(script.starts_ranks)
     doubts = own_script.doubts(command, script, append=config.settings.resume_argument)
-    meeting = Meeting(launch=0, nodes=nodes, address=nodes[0], port=0, resume_from=resume_from)
+    answered = carried.usual.start_s > 0.0
+    meeting = Meeting(launch=0, nodes=nodes, address=nodes[0], port=0, resume_from=resume_from, answered=answered)
     training = launch_argv(job, meeting, directory.logs(carried.attempt, meeting.launch))
     return Plan(
         run_directory=str(directory.path),
@@ -124,7 +125,7 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
         watchers=tuple(watcher_argv(allocation.nodes, watcher_program())),
         training=tuple(redact_words(training)),
         assumed=tuple(assumed),
-        doubts=tuple(filter(None, (doubts.no_place, doubts.unknown))),
+        doubts=tuple(filter(None, (doubts.no_place, doubts.unknown, doubts.no_way))),
     )
 
 

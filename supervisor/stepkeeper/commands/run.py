@@ -136,6 +136,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
         nonce=secrets.token_hex(8),
         started_at=clock.now(),
         resubmit=settings.policy.resubmit == "auto",
+        stop_signal=settings.policy.stop_signal,
         words=tuple(sys.argv[1:]),
         batch=batch,
     )
@@ -253,6 +254,8 @@ def _say_doubts(log: structlog.typing.FilteringBoundLogger, doubts: own_script.D
         log.warning("no_place_for_resume", why=doubts.no_place)
     if doubts.unknown:
         log.warning("resume_argument_unknown", why=doubts.unknown)
+    if doubts.no_way:
+        log.warning("no_way_to_resume", why=doubts.no_way)
 
 
 def _command(words: list[str]) -> tuple[str, ...]:

@@ -178,10 +178,7 @@ def _show(
     rows += [
         ("job", f"{status.job_id}{restarts}; attempt {status.attempt}, {launch}{earlier}"),
         ("nodes", f"{len(status.nodes)}: {' '.join(status.nodes)}"),
-        ("step", _progress(status, seen)),
-        *_done(status, seen, now),
-        ("checkpoint", _newest(status, seen)),
-        ("resumed from", status.resumed_from or "nothing: this attempt started from the beginning"),
+        *_training(status, seen, now),
         ("last decision", status.why or "none yet"),
         ("updated", _age(status, seen)),
     ]
@@ -250,6 +247,18 @@ def _is_earlier_job(asked_for: str, status: Status, waiting: Waiting | None) -> 
     """Tell whether a run was asked for by a job of its chain that another one has followed."""
     newest = waiting.job if waiting is not None else str(status.job_id)
     return asked_for.isdigit() and not os.path.isdir(asked_for) and asked_for != newest
+
+
+def _training(status: Status, seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
+    """Return the rows that only the trainer library can fill, or why they are missing."""
+    if status.library is False and status.checkpoint_step is None:
+        return [("library", status_file.NO_LIBRARY)]
+    return [
+        ("step", _progress(status, seen)),
+        *_done(status, seen, now),
+        ("checkpoint", _newest(status, seen)),
+        ("resumed from", status.resumed_from or "no step directory: this attempt started from the beginning"),
+    ]
 
 
 def _progress(status: Status, seen: dict[str, Any]) -> str:

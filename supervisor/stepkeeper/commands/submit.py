@@ -167,7 +167,7 @@ def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
         printing.warn(f"warning: {script.missing}: mistyped? (a path in a container is fine)")
     if script.starts_ranks:
         printing.warn(f"note: {script.starts_ranks}")
-    for doubt in filter(None, (doubts.no_place, doubts.unknown)):
+    for doubt in filter(None, (doubts.no_place, doubts.unknown, doubts.no_way)):
         printing.warn(f"warning: {doubt}")
     return config
 

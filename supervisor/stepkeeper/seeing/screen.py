@@ -15,7 +15,7 @@ from stepkeeper.seeing.model import Accounts, Use
 from stepkeeper.seeing.queue import Waits, is_pending, name, words
 from stepkeeper.seeing.queue import is_over as is_gone
 from stepkeeper.store.journal import Record
-from stepkeeper.store.status import Status, heard_at, is_silent
+from stepkeeper.store.status import NO_LIBRARY, Status, heard_at, is_silent
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=*#%@"
@@ -73,8 +73,10 @@ def _facts(seen: Glance, now: float, width: int, *, plain: bool) -> list[str]:
     rows = _standing(seen, now, width)
     if status is None:
         return rows
-    rows += _step(seen, now, width, plain=plain)
-    rows.append(_row("saved", _saved(seen, now)))
+    if status.library is False and status.checkpoint_step is None:
+        rows += _wrapped("library", NO_LIBRARY, width)
+    else:
+        rows += [*_step(seen, now, width, plain=plain), _row("saved", _saved(seen, now))]
     if seen.losses or seen.loss_not_finite:
         wrong = "NaN or infinite now" if seen.loss_not_finite else ""
         drawn = _curve(seen.losses, width - LABEL - 24 - len(wrong), plain=plain) if seen.losses else ""
@@ -224,7 +226,10 @@ def line(seen: Glance, now: float) -> str:
     if status is None:
         return f"{at}  no status yet"
     where = f"{status.attempt}.{status.launch}" if status.launched else f"{status.attempt}"
-    parts = [f"step {progress.steps(status)}" if status.step is not None else "no step yet", progress.loss(status)]
+    step = f"step {progress.steps(status)}" if status.step is not None else "no step yet"
+    if status.step is None and status.library is False:
+        step = "no trainer library"
+    parts = [step, progress.loss(status)]
     if is_silent(status, now):
         parts.append(f"no word for {duration(now - heard_at(status))}")
     elif status.phase == Phase.TRAINING:

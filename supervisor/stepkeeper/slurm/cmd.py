@@ -17,6 +17,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 
 RESUME_PLACEHOLDER = "{resume}"
+RESUME_OPTION = "--resume-from"
 RESUME_VARIABLE = "STEPKEEPER_RESUME_FROM"
 _SHELLS = frozenset(("sh", "bash", "dash", "zsh", "ksh"))
 _LAUNCHERS = frozenset(("torchrun", "ft_launcher", "deepspeed"))  # besides `accelerate launch`
@@ -94,6 +95,11 @@ def _starts_ranks(words: Sequence[str]) -> bool:
         if name.endswith(".py"):
             return False
     return False
+
+
+def is_launcher_module(names: Sequence[str]) -> bool:
+    """Return whether `python -m` starts a launcher, behind whose options the script stands."""
+    return any(name in _LAUNCHER_MODULES for name in names)
 
 
 def _before_script(command: Sequence[str]) -> list[str]:
@@ -192,7 +198,7 @@ def with_resume(command: Sequence[str], resume_from: str | None, *, append: bool
     >>> with_resume(["bash", "-c", "python train.py"], "/r/s1")
     ['bash', '-c', 'python train.py']
     """
-    argument = ["--resume-from", resume_from] if resume_from is not None else []
+    argument = [RESUME_OPTION, resume_from] if resume_from is not None else []
     if not any(RESUME_PLACEHOLDER in word for word in command):
         has_end = append and _script_place(command) != len(command) - 1
         return [*command, *argument] if has_end else [*command]
@@ -203,6 +209,15 @@ def with_resume(command: Sequence[str], resume_from: str | None, *, append: bool
         else:
             result.append(word.replace(RESUME_PLACEHOLDER, shlex.join(argument)))
     return result
+
+
+def says_resume(command: Sequence[str]) -> bool:
+    """Return whether CMD itself gives the resume option: its script takes it.
+
+    >>> says_resume(["python", "train.py", "--resume-from=/old/step_00000100"])
+    True
+    """
+    return any(word.partition("=")[0] == RESUME_OPTION for word in command)
 
 
 def nodes_range(command: Sequence[str]) -> tuple[int, int] | None:

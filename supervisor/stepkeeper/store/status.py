@@ -41,12 +41,19 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float | None = None
     checkpoint_step: int | None = None  # newest committed one that we heard of
     resumed_from: str | None = None
+    library: bool | None = None  # the trainer library has answered; False: ranks run, and it has not; None: none runs
     why: str = ""  # the newest decision
     exit_code: int | None = None
     suspended_seconds: float = 0.0  # of this attempt: its supervisor did not run
     started_at: float
     updated_at: float  # the newest event
     alive_at: float | None = None  # the supervisor's loop ran; None: of a version that did not tell
+
+
+NO_LIBRARY = (
+    "no trainer library has answered so far: steps, losses and checkpoints are not known to Stepkeeper, which "
+    "has the script save by a signal and starts it again; what it goes on from is its own"
+)
 
 
 def is_over(path: Path) -> bool:
@@ -82,6 +89,8 @@ def changes(status: Status, event: on.Event, before: State, state: State) -> dic
     found: dict[str, object] = {"phase": state.phase.value}
     if state.running:  # else the number is that of a launch that is being prepared, and may never be started
         found |= {"launch": state.launch, "launched": True}
+    if state.has_library or state.begun or (state.running and not state.wrapped):
+        found["library"] = state.has_library
     if isinstance(event, on.Progressed):
         found |= {name: getattr(event, name) for name in ("step", "tokens", "loss", "step_seconds")}
         found["loss_not_finite"] = event.not_finite

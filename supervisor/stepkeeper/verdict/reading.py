@@ -1,7 +1,7 @@
 """Logs of any size and content, as lines with their rank.
 
 A log is read at both ends only: how it began, and how it ended.  Colours, progress bars and the prefixes of srun,
-torchrun and log collectors are taken off.
+torchrun and log collectors are taken off.  The supervisor's own lines in a job's log are passed over: they quote.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
+
+from stepkeeper.logtext import is_own
 
 HEAD_BYTES_MAX = 512 * 1024
 TAIL_BYTES_MAX = 4 * 1024 * 1024
@@ -68,7 +70,7 @@ def read(file: BinaryIO, ends: Ends = THOROUGH) -> Log:
     pieces = list(_lines(head, 1))
     if tail:
         _, _, tail = tail.partition(b"\n")  # the first one is torn
-        pieces += _lines(tail, pieces[-1].number + 2)
+        pieces += _lines(tail, head.count(b"\n") + 3)
     return Log(tuple(pieces), skipped)
 
 
@@ -98,7 +100,8 @@ def _lines(data: bytes, first: int) -> Iterator[Line]:
         states = [state for state in raw.split(b"\r") if state.strip()]
         for state in states[-STATES_MAX:]:
             rank, text = parse(state)
-            yield Line(number, rank, text)
+            if not is_own(text):
+                yield Line(number, rank, text)
 
 
 def parse(raw: bytes) -> tuple[int | None, str]:

@@ -19,7 +19,7 @@ MEANINGS = {
     # supervisor
     "ask_not_answered": "a request such as `stepkeeper save` was taken, and its answer could not be written",
     "asks_unreadable": "what people ask of the run (`stepkeeper save`, `stop`) cannot be read; the run goes on",
-    "attempt_started": "the first line: where the ranks print to, what runs where, how the last attempt ended, what to type",
+    "attempt_started": "the first line: where the ranks print, what runs where, how the attempt before ended",
     "code_changed": "this attempt runs other code than the one before",
     "code_not_recorded": "the run directory did not take the record of the code",
     "config_not_recorded": "the run directory did not take the record of the settings",

@@ -39,7 +39,7 @@ def as_text(event: Mapping[str, object], at: float, *, colour: bool = False) -> 
     rest = " ".join(
         f"{key}={_value(value)}"
         for key, value in event.items()
-        if key not in ("event", "level", "why", "timestamp") and value is not None
+        if key not in ("event", "level", "why", "timestamp") and value not in (None, [], ())
     )
     said = rest if not why else f"{clean(str(why))} ({rest})" if rest else clean(str(why))
     loud = level.upper() + " " if level in _LOUD else ""

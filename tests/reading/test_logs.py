@@ -205,14 +205,14 @@ def test_where_no_rank_failed_by_itself_the_last_words_of_every_node_are_shown(
 def test_a_launchers_ranks_share_one_label_and_their_node_is_shown(command: Command, run: RunDirectory) -> None:
     """torchrun's rank 11 prints as task 1; what Slurm says of the memory of its node stands there too."""
     build.write_log(run, "n1", b"0: [default3]:fine\n", attempt=0, launch=1)
-    told = b"slurmstepd: error: Detected 1 oom_kill event in StepId=7.2. Some of the step tasks have been killed.\n"
-    build.write_log(run, "n2", b"1: [default3]:RuntimeError: no\n" + told, attempt=0, launch=1)
+    killed = b"slurmstepd: error: Detected 1 oom_kill event in StepId=7.2. Some of the step tasks have been killed.\n"
+    build.write_log(run, "n2", b"1: [default3]:RuntimeError: no\n" + killed, attempt=0, launch=1)
     logs.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "srun ended with 1")
     said = {"cause": Cause.EXCEPTION, "rule": "python-exception", "confidence": 0.8, "text": "RuntimeError: no"}
     told = [on.LaunchBegan(at=build.START, launch=1), on.Judged(at=build.START, launch=1, rank=11, node="n2", **said)]
     build.write_journal(run, [build.record(event, attempt=0, launch=1) for event in told])
 
-    assert command("logs", run.path, "--failed").out == "1: [default3]:RuntimeError: no\n" + told.decode()
+    assert command("logs", run.path, "--failed").out == "1: [default3]:RuntimeError: no\n" + killed.decode()
 
 
 def test_where_slurm_started_nothing_its_own_words_are_the_reason(command: Command, run: RunDirectory) -> None:

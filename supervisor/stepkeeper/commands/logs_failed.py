@@ -50,7 +50,7 @@ def show_failed(run: RunDirectory, directory: Path, arguments: argparse.Namespac
         files = {first.node: files[first.node]}
     tail = arguments.tail or TAIL
     shown = _newest(files, rank, tail + 1)
-    if not named and not shown:
+    if not named and all(said.rank is None for each in shown.values() for said in each):
         shown = _newest(files, None, tail + 1)  # a launcher's ranks share one label: what their node printed is shown
     if arguments.node is None and len(shown) > 1:
         shown.pop(SRUN, None)  # the ranks say more

@@ -76,8 +76,11 @@ class Ending(StrEnum):
     REQUEUED = "requeued"
     CANCELLED = "cancelled"
     NODE = "node"
+    HANG = "hang"
+    LOSS = "loss"
     FAILURE = "failure"
-    STOPPED = "stopped"
+    STOPPED = "stopped"  # a person or the training asked for it
+    RESTARTED = "restarted"  # Stepkeeper ended it to go on otherwise: without a slow node, on more nodes
     SUPERSEDED = "superseded"
     NO_WORD = "no word"
 

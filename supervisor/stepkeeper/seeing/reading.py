@@ -59,7 +59,7 @@ def _tell_rescues(run: RunDirectory, told: history.Told) -> None:
         decided = f"requeued by the watcher on {rescue.node}"
         launch = attempt.launches[-1] if attempt.launches else None
         if launch is not None:
-            launch.decided = launch.decided or decided
+            launch.decided = decided  # whatever was decided before, nobody was left to do it
         told.incidents.found.append(
             Incident(
                 at=micro(rescue.at),

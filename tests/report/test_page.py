@@ -143,7 +143,7 @@ def test_every_column_keeps_its_spike() -> None:
     found = losses.curve(told.see())
 
     assert found is not None
-    points = found.kept[0]
+    points = found.kept
     assert len(points) <= 4 * losses.COLUMNS + 4
     assert (123_457, 90.0) in points
     assert found.strange == [(77_777, 77_777)]
@@ -234,12 +234,12 @@ def test_states_of_step_directories() -> None:
 
     found = {each.step: each for each in checkpoints.checkpoints(history.tell(told.records), lineage, disk)}
 
-    assert found[5].states == ("committed", "verified")
+    assert found[5].states == ("verified",)
     assert found[5].resumed == 1
-    assert found[10].states == ("committed", "pruned", "rolled back")
-    assert found[20].states == ("committed", "pinned", "suspect")
-    assert found[30].states == ("committed", "gone", "rolled back")
-    assert found[99].states == ("committed", "damaged")
+    assert found[10].states == ("committed, not yet verified", "pruned", "rolled back")
+    assert found[20].states == ("committed, not yet verified", "pinned", "suspect")
+    assert found[30].states == ("committed, not yet verified", "gone", "rolled back")
+    assert found[99].states == ("damaged",)
     assert found[20].bytes == 10**9
     assert found[20].seconds == 1.0
 

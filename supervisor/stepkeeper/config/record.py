@@ -13,6 +13,7 @@ from stepkeeper.config.resolve import Config, Origin
 from stepkeeper.config.settings import SETTINGS
 from stepkeeper.config.values import shown
 from stepkeeper.redaction import redact
+from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
 
 FORMAT = 1
@@ -60,6 +61,26 @@ def write(run_directory: Path, attempt: int, config: Config) -> Path:
     data = msgspec.json.format(msgspec.json.encode(document(config)), indent=1) + b"\n"
     write_atomically(path, data, mode=0o600 | (group & stat.S_IRGRP))
     return path
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader wants to know of such a record."""
+
+    stepkeeper: str = ""  # its version
+    settings: dict[str, dict[str, Any]] = {}
+
+    def chosen(self) -> dict[str, str]:
+        """Return the settings that are not the defaults, each with where it came from."""
+        found = ((key, each) for key, each in self.settings.items() if each.get("origin") != Origin.DEFAULT.value)
+        return {key: f"{each.get('value')} ({each.get('where', '')})" for key, each in found}
+
+
+def read(run_directory: Path, attempt: int) -> Recorded:
+    """Return what an attempt went by; nothing where it never got so far, or the record cannot be read."""
+    try:
+        return msgspec.json.decode(lines.read_small(path_of(run_directory, attempt)), type=Recorded)
+    except (OSError, msgspec.MsgspecError):
+        return Recorded()
 
 
 def changes(config: Config) -> dict[str, str]:

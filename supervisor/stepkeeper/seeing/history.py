@@ -23,7 +23,8 @@ class Told(msgspec.Struct, kw_only=True):
     attempts: list[Attempt] = msgspec.field(default_factory=list)
     incidents: Incidents = msgspec.field(default_factory=Incidents)
     progress: dict[Key, Rows] = msgspec.field(default_factory=dict)  # coarse, for launches without rows
-    verified: dict[str, str] = msgspec.field(default_factory=dict)  # directory -> problem; empty: it is whole
+    verified: dict[str, str] = msgspec.field(default_factory=dict)  # directory -> problem; empty: it is verified
+    verified_at: dict[str, float] = msgspec.field(default_factory=dict)  # when that was found out
     chosen: dict[str, int] = msgspec.field(default_factory=dict)  # directory -> launches that started from it
     records: int = 0
 
@@ -105,11 +106,15 @@ class _Teller:
         if isinstance(event, on.CheckpointChosen):
             self.resume[key] = (event.step or 0, event.directory or "")
             if event.directory:
-                self.seen.verified[name_of(event.directory)] = ""
+                self._found_out(event.directory, "", event.at)
             for skipped in event.skipped:
-                self.seen.verified[name_of(skipped.directory)] = skipped.problem
+                self._found_out(skipped.directory, skipped.problem, event.at)
         if isinstance(event, on.CheckpointVerified):
-            self.seen.verified[name_of(event.directory)] = "" if event.ok else event.problem or "damaged"
+            self._found_out(event.directory, "" if event.ok else event.problem or "damaged", event.at)
+
+    def _found_out(self, directory: str, problem: str, at: float) -> None:
+        self.seen.verified[name_of(directory)] = problem
+        self.seen.verified_at[name_of(directory)] = at
 
     def _launches(self, key: tuple[int, int, int], attempt: Attempt, record: Record, at: int) -> None:
         for effect in record.effects:

@@ -57,7 +57,9 @@ def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     copy.add_argument("where", metavar="RUN", help="run directory, its checkpoints/, or job id")
     way = copy.add_mutually_exclusive_group(required=True)
     way.add_argument("--to", metavar="URL", help="a directory, or the URL of an object store")
-    way.add_argument("--from", dest="source", metavar="URL", help="bring the newest undamaged step of the run from there")
+    way.add_argument(
+        "--from", dest="source", metavar="URL", help="bring the newest undamaged step of the run from there"
+    )
     which = copy.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="this step (default: the newest verified one)")
     which.add_argument("--all", action="store_true", help="all steps of the current lineage, newest first")

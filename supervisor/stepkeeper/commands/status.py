@@ -6,6 +6,7 @@ import argparse
 import itertools
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import duration, instant
-from stepkeeper.seeing import queue
+from stepkeeper.seeing import queue, reading
 from stepkeeper.store import find, journal
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
@@ -151,6 +152,7 @@ def _computed(run: RunDirectory, status: Status, now: float) -> dict[str, Any]:
     """Return what `--json` adds to the status document."""
     done = status.phase == Phase.DONE
     age_s = max(0.0, now - status.updated_at)
+    newest = _checkpoint(run, status.checkpoint_step)
     return {
         "run_directory": str(run.path),
         "done": done,
@@ -158,7 +160,8 @@ def _computed(run: RunDirectory, status: Status, now: float) -> dict[str, Any]:
         "updated_ago_s": round(age_s, 3),
         "silent": _silent(status, now),
         "exit_meaning": _meaning(status.exit_code),
-        "checkpoint_directory": _checkpoint(run, status.checkpoint_step),
+        "checkpoint_directory": newest,
+        "checkpoint_state": reading.condition_of(Path(newest), run) if newest else None,
     }
 
 
@@ -264,4 +267,5 @@ def _newest(status: Status, seen: dict[str, Any]) -> str:
     if status.checkpoint_step is None:
         return "none yet"
     where = seen["checkpoint_directory"]
-    return f"step {status.checkpoint_step}" + (f" ({os.path.basename(where)})" if where else "")
+    there = f" ({os.path.basename(where)}): {seen['checkpoint_state']}" if where else ""
+    return f"step {status.checkpoint_step}{there}"

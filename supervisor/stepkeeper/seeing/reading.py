@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
 
 METRICS_NAME = "metrics.csv"
+LINES_BACK_MAX = 1_500  # of the journal, for a quick look
 
 
 def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
@@ -68,6 +70,23 @@ def look(entry: steps.StepDirectory, cache: Cache) -> tuple[OnDisk, tuple[str, .
         changed_at=_changed_at(entry.path),
     )
     return found, problems
+
+
+def condition_of(directory: Path, run: RunDirectory) -> str:
+    """Return one of the three words for a step directory of a run, by a look at it and the end of the journal.
+
+    One that is not there any more is `gone`.
+
+    Raises:
+        OSError: the journal is there and cannot be read.
+    """
+    if not directory.is_dir():
+        return "gone"
+    newest = journal.read_lines(run.journal, newest_first=True)
+    records = [line.record for line in itertools.islice(newest, LINES_BACK_MAX) if line.record is not None]
+    there, _ = look(steps.open_step(directory), Cache(directory.parent))
+    problem, verified = checkpoints.judged(directory.name, history.tell(reversed(records)), there)
+    return checkpoints.condition(problem, verified=verified)
 
 
 def _changed_at(directory: Path) -> float:

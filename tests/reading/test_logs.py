@@ -162,7 +162,8 @@ def test_of_a_failed_launch_the_rank_that_failed_first_is_shown(command: Command
     ]
     assert said.err == "attempt 0, launch 1: rank 1 on n1 failed first (exit code 1: an error of the program)\n"
     assert command("logs", run.path, "--failed", "--tail", 1).out.endswith("vocabulary\n")
-    assert rows(command("logs", run.path, "--failed", "--json").out)[2][:2] == ("n1", 1)
+    document = json.loads(command("logs", run.path, "--failed", "--json").out.splitlines()[-1])
+    assert [document[key] for key in ("attempt", "launch", "node", "rank")] == [0, 1, "n1", 1]
     assert command("logs", run.path, "--failed", "--rank", 0).out == "0: fine\n"
     assert "no line of rank 7" in command("logs", run.path, "--failed", "--rank", 7).err
     assert command("logs", run.path, "--failed", "--follow").code == 2

@@ -59,7 +59,10 @@ def show_failed(run: RunDirectory, directory: Path, arguments: argparse.Namespac
         printing.warn(f"the last {tail} lines of each node follow; --tail N shows more")
     for node, each in shown.items():
         for said in each[-tail:]:
-            show(said, node if len(shown) > 1 else None, node, as_json=arguments.json)
+            if arguments.json:
+                printing.say_json({"attempt": attempt, "launch": launch, "node": node, **said._asdict()})
+            else:
+                show(said, node if len(shown) > 1 else None, node, as_json=False)
     if named and not shown:
         whose = f"rank {rank}" if rank is not None else "a rank"
         raise StepkeeperError(f"{directory}: no line of {whose} in {', '.join(files)}", ExitCode.NOTHING_FOUND)

@@ -76,7 +76,7 @@ def said(training: Training, event: str) -> list[tuple[int, str]]:
     for line in filter(is_own, text.splitlines()):
         name, _, rest = line.partition("] ")[2].removeprefix("WARNING ").partition(":")
         if name == "attempt_started":
-            where = re.search(r"ranks_print_to=\S*/attempt-(\d+)/", rest)
+            where = re.search(r"ranks_print_to=.*?/attempt-(\d+)/launch", rest)
             assert where is not None, line
             attempt = int(where[1])
         if name == event:

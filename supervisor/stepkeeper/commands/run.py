@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -162,18 +163,19 @@ def _supervise(arguments: argparse.Namespace) -> int:
         standby_imports=attempt.standby_imports(settings),
         reading=Limits(mib_per_s=settings.verify_mib_per_s, shared_mib_min=settings.verify_shared_mib_min),
     )
+    typed = shlex.quote(str(directory.path))
     log.info(
         "attempt_started",
         ranks_print_to=cmd.own_output(command) or f"{attempt_logs}/launch-*/NODE.log",
-        see_logs=f"stepkeeper logs {directory.path} --follow",
+        see_logs=f"stepkeeper logs {typed} --follow",
         version=__version__,
         run_dir=str(directory.path),
         nodes=",".join(allocation.nodes),
         slurm=cluster.version,
         slurm_client=slurm.why,
         previous=carried.previous or "none",
-        see_status=f"stepkeeper status {directory.path}",
-        to_stop=f"stepkeeper stop {directory.path}",
+        see_status=f"stepkeeper status {typed}",
+        to_stop=f"stepkeeper stop {typed}",
     )
     noting.note(config, directory, lease.attempt, command, log)
     _say_what_surprises(log, batch=batch, emptied=emptied, kept=directory.path / "logs")

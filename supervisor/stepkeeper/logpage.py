@@ -19,7 +19,7 @@ MEANINGS = {
     # supervisor
     "ask_not_answered": "a request such as `stepkeeper save` was taken, and its answer could not be written",
     "asks_unreadable": "what people ask of the run (`stepkeeper save`, `stop`) cannot be read; the run goes on",
-    "attempt_started": "the first line: what runs where, how the attempt before ended, and what to type",
+    "attempt_started": "the first line: where the ranks print, what runs where, how the attempt before ended",
     "code_changed": "this attempt runs other code than the one before",
     "code_not_recorded": "the run directory did not take the record of the code",
     "config_not_recorded": "the run directory did not take the record of the settings",
@@ -88,6 +88,23 @@ MEANINGS = {
     "verdict_not_written": "the verdict's file could not be written",
 }
 
+PREAMBLE = """\
+The supervisor writes text for people into the job's log (the file of `sbatch --output`), or to the terminal:
+
+    [stepkeeper 2026-09-21 10:00:00] decision: the nodes are clear and fit (phase=training effects=start_launch)
+
+The instant is in the time zone of the node; `WARNING` stands before the name of what somebody should look at.
+`--log-format json` (`STEPKEEPER_LOG_FORMAT=json`) writes JSON lines there instead. Programs need not ask for that:
+the same lines are always in `logs/attempt-000/supervisor.jsonl` of the run directory, a file for each attempt. The
+node agent writes JSON lines only. Every JSON line has `timestamp` (ISO 8601, UTC), `level` and `event`; a
+supervisor's also `job` and `attempt`. `...` stands for keys that depend on what is told. What looks like a token, a
+key or a secret is replaced. The journal is in [events.md](events.md).
+
+What the ranks print is not in the job's log: each node has a file `logs/attempt-000/launch-000/NODE.log` in the run
+directory, as the first line of the job's log says. `stepkeeper logs RUN --follow` shows it, over relaunches and
+requeues; `stepkeeper logs RUN --failed` shows what the rank that failed first printed last.
+"""
+
 
 class Line(msgspec.Struct, frozen=True, order=True):
     """One event name of a program's log."""
@@ -136,9 +153,7 @@ def page(made: str) -> str:
         "",
         made,
         "",
-        "JSON lines on stdout, or coloured text where that is a terminal. Every line has `timestamp` (ISO 8601, UTC),",
-        "`level` and `event`; a supervisor's also `job` and `attempt`. `...` stands for keys that depend on what is",
-        "told. What looks like a token, a key or a secret is replaced. The journal is in [events.md](events.md).",
+        *PREAMBLE.splitlines(),
         "",
     ]
     for program in (SUPERVISOR, AGENT):

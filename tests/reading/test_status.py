@@ -50,6 +50,9 @@ def test_json_is_the_status_document_with_computed_fields(command: Command, run:
     assert document["nodes"] == ["n1", "n2"]
     assert document["phase_since"] == build.START + 30
     assert document["checkpoint_directory"] == str(run.checkpoints / "step_00000200")
+    assert document["checkpoint_state"] == "gone"
+    build.make_steps(run)
+    assert "step 200 (step_00000200): committed, not yet verified" in command("status", run.path).out
     assert document["run_directory"] == str(run.path)
     assert document["silent"] is True
     assert document["done"] is False

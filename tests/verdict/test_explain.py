@@ -10,6 +10,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause, Finding
 from stepkeeper.core.state import Phase
+from stepkeeper.logtext import as_text
 from stepkeeper.printing import instant
 from stepkeeper.store import journal
 from stepkeeper.store.rundir import RunDirectory
@@ -390,3 +391,23 @@ def test_of_a_chain_of_jobs_the_one_that_is_named_is_explained(command: Command,
     assert explained(command, 15)["cause"] == "storage"
     assert explained(command, 12)["cause"] == "gpu_memory"
     assert explained(command, run.path)["cause"] == "storage"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_supervisors_own_lines_in_a_jobs_log_are_no_evidence(
+    command: Command, tmp_path: Path, *, as_json: bool
+) -> None:
+    """They quote what failed in an earlier launch, and name signals and exit codes that were our own doing."""
+    event = {"event": "decision", "level": "info", "why": "rank 1 on n2: CUDA out of memory. Tried to allocate 2 GiB"}
+    stamped = {"timestamp": "2026-09-21T10:00:00.000000Z", "level": "info", **event}
+    own = json.dumps(stamped) if as_json else as_text(event, START)
+    log = tmp_path / "job.log"
+    log.write_text(
+        f"{own}\nslurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-09-21T10:00:01 DUE TO TIME LIMIT ***\n"
+    )
+
+    document = explained(command, "--log", log)
+
+    assert document["cause"] == "time_limit"
+    log.write_text(f"{own}\n")
+    assert explained(command, "--log", log)["rule"] == "no-evidence"

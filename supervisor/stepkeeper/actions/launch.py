@@ -20,7 +20,7 @@ from stepkeeper.core import events as on
 from stepkeeper.log import PatientStream
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import argv as lines
-from stepkeeper.slurm import cmd, shepherd
+from stepkeeper.slurm import chatter, cmd, shepherd
 from stepkeeper.slurm.environment import scrub_geometry
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import logs
@@ -272,21 +272,21 @@ class Launch:
         )
         with contextlib.suppress(OSError):  # housekeeping: the next launch tries again
             if not said:
-                logs.mark_failed(self._logs, f"srun ended with {code}; {error}")
+                logs.mark_failed(self._logs, f"srun ended with {code}{f'; {error}' if error else ''}")
             logs.prune(self._job.run_directory / "logs")
 
     def _listen(self, process: subprocess.Popen[bytes]) -> str:
         """Keep what srun itself says (the ranks write to their own files); return its last word."""
         assert process.stdout is not None, "Popen was given a pipe"
         log = PatientStream(lambda: (self._logs / SRUN_LOG).open("a", encoding="utf-8"))
-        error = telling = ""  # the last line, and one that says more: Slurm itself was away
+        error = telling = ""  # the last line that may be a reason, and one that says more: Slurm itself was away
         for line in process.stdout:
             text = redact(line.decode(errors="replace").strip())
             if shepherd.NOISE in text:
                 continue
             log.write(text + "\n")
             telling = telling or (text[:ERROR_CHARACTERS_MAX] if UNREACHABLE in text.lower() else "")
-            error = text[:ERROR_CHARACTERS_MAX] or error
+            error = error if chatter.follows(text) else text[:ERROR_CHARACTERS_MAX] or error
             for rank, code, number in deaths(text):
                 # the wrapper's own word may have been lost, and a user's own srun line has no wrapper
                 self._inbox.put(

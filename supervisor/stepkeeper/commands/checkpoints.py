@@ -16,8 +16,11 @@ from stepkeeper import printing
 from stepkeeper.commands import checkpoints_export, checkpoints_prune, checkpoints_tiers
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.seeing import history, reading
+from stepkeeper.seeing.checkpoints import condition, judged
 from stepkeeper.seeing.model import left_out_in_words
-from stepkeeper.store import find
+from stepkeeper.store import find, journal
+from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer import space
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
@@ -141,11 +144,12 @@ def _rows(
     current = {step.path for step in steps.current_lineage(found, lineage)}
     rows = []
     cache = Cache(checkpoints)
+    told = history.tell(journal.read(RunDirectory(checkpoints.parent).journal))
     for step in found:
         manifest = step.manifest
-        problems = [step.problem or "no manifest"]
-        if manifest is not None:
-            problems = list(steps.verify(step.path, deep=False, cache=cache).problems)
+        there, seen = reading.look(step, cache)
+        known, verified = judged(step.path.name, told, there)
+        problems = list(seen) or ([known] if known else [])
         marks = lineage.marks.get(manifest.save_id, frozenset()) if lineage and manifest else frozenset()
         rows.append(
             {
@@ -159,6 +163,7 @@ def _rows(
                 "save_id": manifest.save_id if manifest else None,
                 "parent": manifest.parent if manifest else None,
                 "complete": not problems,
+                "state": condition(known, verified=verified),
                 "current": step.path in current,
                 "marks": sorted(marks),
                 "left_out": _never_seen(step),
@@ -199,14 +204,14 @@ def _or_dash(value: object) -> str:
 
 def _state(row: dict[str, Any]) -> str:
     """Say in words what a row's fields mean; paths are shortened to what is below `checkpoints/`."""
-    words = ["complete"]
+    words = [row["state"]]
     if row["problems"]:
         first, *others = row["problems"]
         more = f" (and {len(others)} more)" if others else ""
-        words = [f"torn: {_shorten(first, row['directory'])}{more}"]
+        words = [f"{row['state']}: {_shorten(first, row['directory'])}{more}"]
     if not row["current"]:
         words.append("not on the current lineage")
-    return ", ".join([*words, *row["marks"]])
+    return "; ".join([*words, *row["marks"]])
 
 
 def _shorten(problem: str, directory: str) -> str:
@@ -241,6 +246,7 @@ def verify_step(arguments: argparse.Namespace) -> int:
         document = {
             "directory": str(directory),
             "ok": not problems,
+            "state": condition(problems[0] if problems else "", verified=not arguments.shallow),
             "deep": not arguments.shallow,
             "bytes_read": verdict.bytes_read,
             "bytes_known": verdict.bytes_known,
@@ -249,18 +255,19 @@ def verify_step(arguments: argparse.Namespace) -> int:
         }
         printing.say_json(document, indent=2)
     elif problems:
+        printing.say(f"{directory}: {steps.DAMAGED}")
         for problem in problems:
             printing.say(problem)
     elif arguments.shallow:
-        printing.say(f"{directory}: names, sizes and coverage are right (not read: leave out --shallow for that)")
+        printing.say(f"{directory}: {steps.COMMITTED}: names, sizes and coverage are right (--shallow reads no data)")
     elif verdict.bytes_known:
         known = printing.size(verdict.bytes_known)
         printing.say(
-            f"{directory}: every byte is right ({printing.size(verdict.bytes_read)} read, "
+            f"{directory}: {steps.VERIFIED}: every byte is right ({printing.size(verdict.bytes_read)} read, "
             f"{known} unchanged since they were read before: leave out --cached to read them)"
         )
     else:
-        printing.say(f"{directory}: every byte is right ({printing.size(verdict.bytes_read)} read)")
+        printing.say(f"{directory}: {steps.VERIFIED}: every byte is right ({printing.size(verdict.bytes_read)} read)")
     return ExitCode.NOT_VERIFIED if problems else ExitCode.FINISHED
 
 

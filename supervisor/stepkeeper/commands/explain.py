@@ -109,7 +109,7 @@ def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, 
         about["last_lines"] = _last_lines(path, _read(path), verdict.rank)
     names = {"RUN": str(run.path), "JOB": str(chosen.job_id or ""), "NODE": explain_text.who(verdict).get("node", "")}
     about["confirm"] = explain_text.commands(verdict.cause, names)
-    row = _row(verdict, record.policy(run.path, chosen.attempt))
+    row = _row(verdict, record.read(run.path, chosen.attempt).policy())
     about["next"] = explain_text.following(verdict.cause, row, about)
     return verdict, about
 

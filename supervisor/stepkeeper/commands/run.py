@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,8 @@ from stepkeeper.config.resolve import Config, Origin, Sources
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.log import PatientStream, configure, is_empty
+from stepkeeper.log import Form, PatientStream, configure, is_empty
+from stepkeeper.slurm import cmd
 from stepkeeper.slurm.allocation import Allocation, is_batch_process, read_allocation, require_no_batch_script
 from stepkeeper.slurm.choose import ClientKind, choose
 from stepkeeper.slurm.client import SlurmClient, SlurmError
@@ -122,8 +124,14 @@ def _supervise(arguments: argparse.Namespace) -> int:
     client = slurm.client
     lease = _lease(directory, allocation, carried, clock, client)
     emptied = batch and allocation.restart_count > 0 and is_empty(sys.stdout)
-    out.copy_to(PatientStream(lambda: logs.open_supervisors(directory.attempt_logs(lease.attempt))))
-    log = configure(out, job=allocation.job_id, attempt=lease.attempt)
+    attempt_logs = directory.attempt_logs(lease.attempt)
+    log = configure(
+        out,
+        PatientStream(lambda: logs.open_supervisors(attempt_logs)),
+        form=Form(settings.log_format),
+        job=allocation.job_id,
+        attempt=lease.attempt,
+    )
     assignment = Assignment(
         run_directory=str(directory.path),
         run_id=directory.run_id,
@@ -161,22 +169,24 @@ def _supervise(arguments: argparse.Namespace) -> int:
         standby_imports=attempt.standby_imports(settings),
         reading=Limits(mib_per_s=settings.verify_mib_per_s, shared_mib_min=settings.verify_shared_mib_min),
     )
+    typed = shlex.quote(str(directory.path))
     log.info(
         "attempt_started",
+        ranks_print_to=cmd.own_output(command) or f"{attempt_logs}/launch-*/NODE.log",
+        see_logs=f"stepkeeper logs {typed} --follow",
         version=__version__,
         run_dir=str(directory.path),
         nodes=",".join(allocation.nodes),
         slurm=cluster.version,
         slurm_client=slurm.why,
         previous=carried.previous or "none",
-        see_status=f"stepkeeper status {directory.path}",
-        see_logs=f"stepkeeper logs {directory.path}",
-        to_stop=f"stepkeeper stop {directory.path}",
+        see_status=f"stepkeeper status {typed}",
+        to_stop=f"stepkeeper stop {typed}",
     )
     noting.note(config, directory, lease.attempt, command, log)
     if batch:
         noting.note_submission(directory, allocation, sys.argv[1:], log)
-    _say_what_surprises(log, batch=batch, emptied=emptied, kept=directory.attempt_logs(lease.attempt).parent)
+    _say_what_surprises(log, batch=batch, emptied=emptied, kept=directory.path / "logs")
     if merged:
         log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
     _say_doubts(log, own_script.doubts(command, script, append=settings.resume_argument))
@@ -235,7 +245,8 @@ def _supervise(arguments: argparse.Namespace) -> int:
         ):
             return supervisor.run()
     finally:
-        out.drain(LOG_WITHIN_S)
+        for stream in (out, kept):
+            stream.drain(LOG_WITHIN_S)
 
 
 def _say_what_surprises(log: structlog.typing.FilteringBoundLogger, *, batch: bool, emptied: bool, kept: Path) -> None:

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import duration, instant
-from stepkeeper.seeing import progress, queue
+from stepkeeper.seeing import progress, queue, reading
 from stepkeeper.seeing.glance import rows
 from stepkeeper.seeing.queue import Waiting
 from stepkeeper.store import find, journal
@@ -100,6 +101,7 @@ def _read(run: RunDirectory) -> Status | None:
 def _computed(run: RunDirectory, status: Status, waiting: Waiting | None, now: float) -> dict[str, Any]:
     """Return what `--json` adds to the status document."""
     done = status.phase == Phase.DONE
+    directory = _checkpoint(run, status.checkpoint_step)
     newest = rows(run)
     left_s = progress.seconds_left(status, newest)
     works = status.phase == Phase.TRAINING and not is_silent(status, now)
@@ -116,7 +118,8 @@ def _computed(run: RunDirectory, status: Status, waiting: Waiting | None, now: f
         "seconds_left": left_s,
         "done_at": now + left_s if left_s is not None and works else None,
         "exit_meaning": _meaning(status.exit_code),
-        "checkpoint_directory": _checkpoint(run, status.checkpoint_step),
+        "checkpoint_directory": directory,
+        "checkpoint_state": reading.condition_of(Path(directory), run) if directory else None,
     }
 
 
@@ -277,4 +280,5 @@ def _newest(status: Status, seen: dict[str, Any]) -> str:
     if status.checkpoint_step is None:
         return "none yet"
     where = seen["checkpoint_directory"]
-    return f"step {status.checkpoint_step}" + (f" ({os.path.basename(where)})" if where else "")
+    there = f" ({os.path.basename(where)}): {seen['checkpoint_state']}" if where else ""
+    return f"step {status.checkpoint_step}{there}"

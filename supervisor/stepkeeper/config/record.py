@@ -14,6 +14,7 @@ from stepkeeper.config.settings import SETTINGS
 from stepkeeper.config.values import shown
 from stepkeeper.core.policy import Policy
 from stepkeeper.redaction import redact
+from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
 
 FORMAT = 1
@@ -64,26 +65,36 @@ def write(run_directory: Path, attempt: int, config: Config) -> Path:
     return path
 
 
-class _Setting(msgspec.Struct, frozen=True):
-    value: Any
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader wants to know of such a record."""
 
+    stepkeeper: str = ""  # its version
+    settings: dict[str, dict[str, Any]] = {}
 
-class _Recorded(msgspec.Struct, frozen=True):
-    settings: dict[str, _Setting]
+    def chosen(self) -> dict[str, str]:
+        """Return the settings that are not the defaults, each with where it came from."""
+        found = ((key, each) for key, each in self.settings.items() if each.get("origin") != Origin.DEFAULT.value)
+        return {key: f"{each.get('value')} ({each.get('where', '')})" for key, each in found}
 
-
-def policy(run_directory: Path, attempt: int) -> Policy:
-    """Return the policy by which an attempt went; the default one where nothing tells it."""
-    try:
-        recorded = msgspec.json.decode(path_of(run_directory, attempt).read_bytes(), type=_Recorded)
+    def policy(self) -> Policy:
+        """Return the policy of the attempt; the default one where nothing tells it."""
         values = {
-            key.removeprefix(_POLICY): found.value
-            for key, found in recorded.settings.items()
+            key.removeprefix(_POLICY): found.get("value")
+            for key, found in self.settings.items()
             if key.startswith(_POLICY) and key.removeprefix(_POLICY) in Policy.__struct_fields__
         }
-        return msgspec.convert(values, Policy)
+        try:
+            return msgspec.convert(values, Policy)
+        except msgspec.ValidationError:
+            return Policy()
+
+
+def read(run_directory: Path, attempt: int) -> Recorded:
+    """Return what an attempt went by; nothing where it never got so far, or the record cannot be read."""
+    try:
+        return msgspec.json.decode(lines.read_small(path_of(run_directory, attempt)), type=Recorded)
     except (OSError, msgspec.MsgspecError):
-        return Policy()
+        return Recorded()
 
 
 def changes(config: Config) -> dict[str, str]:

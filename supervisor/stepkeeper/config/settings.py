@@ -87,6 +87,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     progress_log_every_s: Annotated[float, About(unit="s", metavar="SECONDS", least=0, most=YEAR_S)] = 10.0
     """A progress line in the log at most this often."""
 
+    log_format: Annotated[str, About(metavar="text|json", choices=("text", "json"))] = "text"
+    """What the supervisor writes to the job's log: text for people, or JSON lines; as JSON lines they are always in
+    `logs/attempt-000/supervisor.jsonl` of the run directory too (docs/log.md)."""
+
     same_code: Annotated[bool, About()] = False
     """Do not resume by other code (git commit, uncommitted changes, scripts) than that of the attempt before; without
     it, other code is told in the log."""

@@ -341,7 +341,7 @@ def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: P
     if event.ok:
         why = f"{event.directory} is verified"
     else:
-        why = f"{event.directory} is NOT what its manifest says: {event.problem}; the one before will be used"
+        why = f"{event.directory} is damaged: {event.problem}; the one before will be used"
     if state.phase is Phase.CLOSING:
         deadline = event.at + policy.close_within_s  # only the watchers are waited for now
         state = replace(state, deadline_at=min(state.deadline_at or deadline, deadline))

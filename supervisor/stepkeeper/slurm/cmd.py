@@ -34,6 +34,8 @@ _SHAPE_OPTION = re.compile(
     r"-[nc]\d*|--(?:ntasks|cpus-per|tres-per-task|exact|exclusive|overcommit)\S*|-O|:|--multi-prog"
 )
 
+_OUTPUT = re.compile(r"--output(?:=(?P<long>.+))?|-o(?P<short>.+)?")
+
 
 class Kind(Enum):
     """How many tasks a CMD gets, and who gives them ranks."""
@@ -62,6 +64,25 @@ def kind(command: Sequence[str]) -> Kind:
 def is_own_srun(command: Sequence[str]) -> bool:
     """Return whether a CMD is a user's own srun line."""
     return _name(command[0]) == "srun"
+
+
+def own_output(line: Sequence[str]) -> str:
+    """Return where a user's own srun line writes what the tasks print; empty where it leaves that to us.
+
+    >>> own_output(["srun", "-N2", "-o", "ranks-%t.txt", "python", "train.py", "-o", "model.pt"])
+    'ranks-%t.txt'
+    >>> own_output(["srun", "python", "train.py", "--output=model.pt"])
+    ''
+    """
+    if not is_own_srun(line):
+        return ""
+    for place, word in enumerate(line[1:], 1):
+        if word.endswith((".py", ".sh")) or word == "--" or _name(word).startswith("python") or is_shell(word):
+            break
+        if (option := _OUTPUT.fullmatch(word)) is not None:
+            following = line[place + 1] if place + 1 < len(line) else ""
+            return option["long"] or option["short"] or following
+    return ""
 
 
 def is_shell(word: str) -> bool:

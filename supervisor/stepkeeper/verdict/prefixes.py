@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from stepkeeper import logtext
+
 PREFIXES_MAX = 6  # of one line
 _WORDS_MAX = 6  # behind an instant
 
@@ -54,11 +56,9 @@ _WORD = re.compile(
 )
 _REPEATED = re.compile(r" \[repeated \d+x across \w+(?: \w+)?\].{0,200}$")  # Ray says so of lines of several processes
 _SAYS_RANK = re.compile(r"\[rank(\d{1,8})\]|\[(?:[Gg]lobal )?[Rr]ank[ :]?\s?(\d{1,8})\]|\bRank (\d{1,8})\] ")
-# Stepkeeper's own, in each form that a log of it has had: text, JSON, a console line, a line of the library
+# Stepkeeper's own besides what `logtext` writes today: a line of a console, a line of the library
 _OWN = re.compile(
-    r"\[stepkeeper \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] [\w ]+:"
-    r'|\{"timestamp": ?"[\dT:.Z+-]{19,40}", ?"level": ?"[a-z]+", ?"event": ?"\w+"'
-    r"|(?:[\d:TZ.+-]{5,40} )?\[(?:debug|info|warning|error|critical) *\] ?[a-z]+(?:_[a-z]+)*\s+"
+    r"(?:[\d:TZ.+-]{5,40} )?\[(?:debug|info|warning|error|critical) *\] ?[a-z]+(?:_[a-z]+)*\s+"
     r"(?:[a-z_]+=\S+\s+){0,8}(?:why|reason|error|effects|said|node|code)="
     r"|[a-z]+(?:_[a-z]+)+ (?:[a-z_]+=[^ =\"]+ )*[a-z_]+=(?![-+]?(?:\d|nan\b|inf\b))\S"
 )
@@ -120,4 +120,8 @@ def is_own(text: str) -> bool:
 
     A supervisor's line has its keys in a fixed order; one of the library is an event and its values.
     """
-    return _OWN.match(text) is not None or ("stepkeeper_trainer" in text and _OWN_LOGGER.search(text) is not None)
+    return (
+        logtext.is_own(text)
+        or _OWN.match(text) is not None
+        or ("stepkeeper_trainer" in text and _OWN_LOGGER.search(text) is not None)
+    )

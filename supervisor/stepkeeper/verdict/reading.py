@@ -59,7 +59,7 @@ def read(file: BinaryIO, ends: Ends = THOROUGH) -> Log:
     pieces = list(_lines(head, 1))
     if tail:
         _, _, tail = tail.partition(b"\n")  # the first one is torn
-        pieces += _lines(tail, pieces[-1].number + 2)
+        pieces += _lines(tail, head.count(b"\n") + 3)
     return Log(tuple(pieces), skipped)
 
 

@@ -1,6 +1,9 @@
-"""The step directories of a run: list, verify, choose the newest that is whole.
+"""The step directories of a run: list, verify, choose the newest verified one.
 
-Reads only; a torn directory is reported, never removed.  Needs no torch.
+A step directory is in one of three conditions, in these words everywhere: `verified` (every byte was compared with its
+manifest, and no file has changed since), `committed, not yet verified`, or `damaged`.
+
+Reads only; a damaged directory is reported, never removed.  Needs no torch.
 """
 
 from __future__ import annotations
@@ -16,17 +19,23 @@ from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.names import parse_step_name, step_name
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.verify import Verdict, verify
+from stepkeeper_trainer.formats.verify import Verdict, look_again, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+VERIFIED, COMMITTED, DAMAGED = "verified", "committed, not yet verified", "damaged"
+
 __all__ = [  # with what a caller of this module needs besides
+    "COMMITTED",
+    "DAMAGED",
+    "VERIFIED",
     "Choice",
     "StepDirectory",
     "Verdict",
     "current_lineage",
     "list_steps",
+    "look_again",
     "newest_verified",
     "open_step",
     "parse_step_name",
@@ -119,7 +128,7 @@ def newest_verified(
     cached: bool = True,
     check: Callable[[Path, Cache | None], Verdict] | None = None,
 ) -> Choice:
-    """Choose the newest step directory of the current lineage that is whole.
+    """Choose the newest verified step directory of the current lineage.
 
     Args:
         checkpoints: the `checkpoints/` directory of a run.

@@ -91,8 +91,16 @@ def nonsense_chunks(step: Path) -> None:
         step,
         files={
             "__0_0.distcp": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=0, chunks=()),
-            ".metadata": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=CHUNK_BYTES * 10**9, chunks=("x",)),
+            ".metadata": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=CHUNK_BYTES, chunks=()),
         },
+    )
+
+
+def huge_chunks(step: Path) -> None:
+    """A reader holds a chunk in memory: so much of it must not be asked for."""
+    reseal(
+        step,
+        files={".metadata": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=CHUNK_BYTES * 10**9, chunks=("x",))},
     )
 
 
@@ -112,6 +120,7 @@ DAMAGES = [
     (newer_format, "upgrade Stepkeeper"),
     (other_step, "its manifest is of step 5"),
     (nonsense_chunks, "does not list its chunks"),
+    (huge_chunks, "not a manifest: Expected `int` <= 268435456"),
 ]
 damaged = pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[d.__name__ for d, _ in DAMAGES])
 

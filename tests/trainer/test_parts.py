@@ -253,10 +253,15 @@ def test_waiting_for_many_reports_costs_one_listing_a_look_and_looks_grow_rare(
     looks: list[float] = []
     slept: list[float] = []
     clock = SimpleNamespace(time=lambda: 1000.0 + sum(slept), monotonic=lambda: sum(slept), sleep=slept.append)
-    scan, read = os.scandir, Path.read_bytes
+    scan, read = os.scandir, report.read_plain
     monkeypatch.setattr(report, "time", clock)
     monkeypatch.setattr(os, "scandir", lambda path: looks.append(clock.time()) or scan(path))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path.name) or read(path))  # type: ignore[func-returns-value]
+
+    def note(path: Path, *limits: int, within: Path) -> bytes:
+        opened.append(path.name)
+        return read(path, *limits, within=within)
+
+    monkeypatch.setattr(report, "read_plain", note)
 
     with pytest.raises(SaveError, match=r"rank 1 .*in time"):
         gather(tmp_path, save_id="s", world_size=1000, limit_at=1010.0, given_up=lambda _: None)

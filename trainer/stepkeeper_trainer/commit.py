@@ -21,6 +21,7 @@ from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries, fsync_directory, naming, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, PENDING_NAME, Manifest, seal
+from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.formats.processes import birth
 from stepkeeper_trainer.formats.steps import step_name
 from stepkeeper_trainer.log import say, warn
@@ -200,7 +201,7 @@ class Commits:
         """Say why nobody writes this any more; None where somebody may."""
         environment = self.environment
         try:
-            owner = decode(_owner, (path / _OWNER_NAME).read_bytes())
+            owner = decode(_owner, read_plain(path / _OWNER_NAME, within=self.checkpoints))
         except (OSError, DecodeError):
             try:
                 age_s = time.time() - path.stat().st_mtime

@@ -17,6 +17,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find, journal, lines
 from stepkeeper.store.logs import FAILED_NAME
 from stepkeeper.store.rundir import RunDirectory
+from stepkeeper_trainer.formats.plain import open_plain, read_plain
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,14 +59,14 @@ def execute(arguments: argparse.Namespace) -> int:
     directory = _launch(run, arguments.attempt, arguments.launch, failed=arguments.failed)
     rank = arguments.rank
     if arguments.failed:
-        why = (directory / FAILED_NAME).read_text(errors="replace").strip()
+        why = read_plain(directory / FAILED_NAME, within=run.path).decode(errors="replace").strip()
         printing.warn(f"{directory.parent.name}, {directory.name} failed: {why}")
         rank = _first_failed(run, directory) if rank is None and arguments.node is None else rank
     files = _files(directory, arguments.node)
     several = len(files) > 1
     count = 0
     for node, path in files.items():
-        for said in _said(path, rank, arguments.tail):
+        for said in _said(run.path, path, rank, arguments.tail):
             count += 1
             show(said, node if several else None, node, as_json=arguments.json)
     if rank is not None and not count:
@@ -130,9 +131,9 @@ def _files(directory: Path, node: str | None) -> dict[str, Path]:
     return {node: files[node]}
 
 
-def _said(path: Path, rank: int | None, tail: int | None) -> Iterator[Said]:
+def _said(run: Path, path: Path, rank: int | None, tail: int | None) -> Iterator[Said]:
     is_srun = path.stem == SRUN
-    with lines.open_plain(path) as file:
+    with open_plain(path, within=run) as file:
         source = lines.forwards(file) if tail is None else lines.backwards(file)
         wanted = (said for said in (parse(line, is_srun) for line in source) if rank in (None, said.rank))
         if tail is None:

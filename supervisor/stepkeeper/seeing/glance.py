@@ -15,6 +15,7 @@ from stepkeeper.store import status as status_file
 from stepkeeper.store.journal import Record
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.store.status import Status
+from stepkeeper_trainer.formats.plain import open_plain
 
 RECORDS_BACK_MAX = 1_500
 TOLD_MAX = 40
@@ -96,7 +97,7 @@ def changed_at(run: RunDirectory) -> tuple[tuple[int, int], ...]:
 
 def _losses(run: RunDirectory) -> list[float]:
     try:
-        file = lines.open_plain(run.path / METRICS_NAME)
+        file = open_plain(run.path / METRICS_NAME, within=run.path)
     except FileNotFoundError:
         return []
     found: list[float] = []

@@ -15,6 +15,7 @@ import xxhash
 
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import open_plain, read_plain
 
 NAME = "code.json"
 FORMAT = 1
@@ -83,7 +84,7 @@ def newest_before(run_directory: Path, attempt: int) -> Code | None:
     """Return what the newest earlier attempt ran of which it is known."""
     for number in range(attempt - 1, -1, -1):
         try:
-            return msgspec.json.decode(lines.read_small(_path(run_directory, number)), type=Code)
+            return msgspec.json.decode(read_plain(_path(run_directory, number), within=run_directory), type=Code)
         except (OSError, msgspec.MsgspecError):
             continue  # an attempt that never got so far, or a record of a newer version
     return None
@@ -96,7 +97,7 @@ def _path(run_directory: Path, attempt: int) -> Path:
 def _digest(directory: Path, word: str) -> str:
     digest = xxhash.xxh3_128()
     try:
-        with lines.open_plain(directory / word) as file:
+        with open_plain(directory / word) as file:
             left = FILE_BYTES_MAX
             while left > 0 and (block := file.read(min(_BLOCK, left))):
                 digest.update(block)

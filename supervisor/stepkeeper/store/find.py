@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lease
 from stepkeeper_trainer.formats.lineage import LINEAGE_NAME
+from stepkeeper_trainer.formats.plain import trusts
 from stepkeeper_trainer.formats.steps import parse_step_name
 
 RUNS_NAME = "runs"
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")  # Slurm counts in 32 bits; `ARRAY_TASK` is one task's name
+_DIRECTORIES = ("checkpoints", "logs", "attempts")
 _PARTS = ("status.json", "journal.jsonl", lease.LEASE_NAME, "checkpoints")
 
 
@@ -36,14 +39,41 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
         OSError: a directory cannot be read.
     """
     if wanted is None:
-        return _here(environment)
+        return _safe(_here(environment))
     path = Path(wanted)
     if path.is_dir():
-        return _at(path)
+        return _safe(_at(path))
     if _JOB.fullmatch(wanted):
-        return _of_job(wanted, environment)
+        return _safe(_of_job(wanted, environment))
     what = "not a directory" if path.exists() else "no such directory, and no job id"
     raise StepkeeperError(f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND)
+
+
+def _safe(run: RunDirectory) -> RunDirectory:
+    """Refuse a run whose parts lead elsewhere, or are a stranger's: whoever looks, root too, goes by what is in them.
+
+    Raises:
+        StepkeeperError: which part, and why.
+        OSError: it cannot be looked at.
+    """
+    owner = os.stat(run.path).st_uid
+    for name in _DIRECTORIES:
+        path = run.path / name
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(found.st_mode) and found.st_uid != os.geteuid():
+            raise StepkeeperError(
+                f"{path}: is a symbolic link of user id {found.st_uid}, which is not followed; name what it leads to",
+                ExitCode.RUN_DIRECTORY,
+            )
+        if not trusts(owner, found.st_uid):
+            raise StepkeeperError(
+                f"{path}: belongs to user id {found.st_uid}, and the run to {owner}: somebody may have planted it",
+                ExitCode.RUN_DIRECTORY,
+            )
+    return run
 
 
 def every(environment: Mapping[str, str]) -> list[RunDirectory]:
@@ -73,7 +103,7 @@ def checkpoints(wanted: str, environment: Mapping[str, str]) -> Path:
     if path.is_dir() and not _is_run(path):
         names = os.listdir(path)
         if path.name == "checkpoints" or LINEAGE_NAME in names or any(map(_is_step, names)):
-            return path
+            return path.resolve()
         raise StepkeeperError(
             f"{wanted}: neither a run directory nor one with step directories; "
             "name a run directory or its checkpoints/",

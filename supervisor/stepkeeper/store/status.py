@@ -13,6 +13,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase, State
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import read_plain
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +118,7 @@ def read(path: Path) -> Status | None:
         msgspec.MsgspecError: it is no status.
     """
     try:
-        data = lines.read_small(path)
+        data = read_plain(path, within=path.parent)
     except FileNotFoundError:
         return None
     try:

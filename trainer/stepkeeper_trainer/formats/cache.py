@@ -125,13 +125,13 @@ class Cache:
     def _facts(self, name: str) -> frozenset[Fact]:
         """Read a record that only its owner may write, who must be the one that may change the steps too."""
         try:
-            with open_plain(self._directory / name) as file:
+            with open_plain(self._directory / name, within=self._directory.parent) as file:
                 status = os.fstat(file.fileno())
                 if status.st_mode & _OTHERS_MAY_WRITE or status.st_size > RECORD_BYTES_MAX:
                     return frozenset()
                 if status.st_uid not in self._trusted():
                     return frozenset()
-                record = decode_format(_decoder, file.read(), newest=FORMAT)
+                record = decode_format(_decoder, file.read(RECORD_BYTES_MAX), newest=FORMAT)
         except (OSError, DecodeError):
             return frozenset()
         return frozenset(record.files.values())

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LINEAGE_NAME = "lineage.jsonl"
+LINEAGE_BYTES_MAX = 128 * 1024 * 1024  # half a million commits
 PINNED = "pinned"  # marks: kept whatever the policy says
 SUSPECT = "suspect"  # committed within a loss anomaly
 EPOCH = "epoch"  # at the end of one
@@ -114,7 +115,7 @@ def read(checkpoints: Path) -> Lineage | None:
         OSError: the file is there and cannot be read.
     """
     try:
-        data = read_plain(checkpoints / LINEAGE_NAME)
+        data = read_plain(checkpoints / LINEAGE_NAME, LINEAGE_BYTES_MAX, within=checkpoints)
     except FileNotFoundError:
         return None
     commits: dict[str, Commit] = {}

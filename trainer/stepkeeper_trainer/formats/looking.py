@@ -116,7 +116,7 @@ def _metadata_problems(directory: Path, manifest: Manifest) -> list[str]:
     if entry.bytes > METADATA_BYTES_MAX:
         return [f"{path}: {entry.bytes} bytes is more than we read at once"]
     try:
-        with open_plain(path) as file:
+        with open_plain(path, within=directory) as file:
             data = file.read(entry.bytes)
     except OSError as error:
         # one that is missing, or no plain file, is named by the look at the files

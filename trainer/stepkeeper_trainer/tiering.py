@@ -22,7 +22,8 @@ from stepkeeper_trainer.tiers.keeping import prune
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.opening import open_tier
 from stepkeeper_trainer.tiers.pace import Pace
-from stepkeeper_trainer.tiers.peers import Keeping, PeerCopies, next_node, own_host
+from stepkeeper_trainer.tiers.peer_keeping import Keeping
+from stepkeeper_trainer.tiers.peers import PeerCopies, next_node, own_host
 from stepkeeper_trainer.tiers.placing import Placing
 from stepkeeper_trainer.tiers.tier import Tier, TierError
 

@@ -244,13 +244,6 @@ def _tiers_of(run: Path) -> tuple[Tiers, list[keeping.Place]]:
     What the settings of the newest attempt name counts, as it does for the ranks; else what the ranks have recorded.
     """
     told = _settings_of(run)
-    if (owner := run.stat().st_uid) != os.geteuid():
-        if told.any or os.path.lexists(run / keeping.KEEPING_NAME):
-            printing.warn(
-                f"{run} belongs to user id {owner}: the places that it names are not visited in your name; "
-                "to look there, name them with --local and --cold"
-            )
-        return Tiers(), []
     try:
         kept = keeping.read(run)
     except (OSError, keeping.KeepingError) as error:
@@ -260,6 +253,13 @@ def _tiers_of(run: Path) -> tuple[Tiers, list[keeping.Place]]:
     if not told.any and kept is not None:
         local, cold = kept.now("local"), kept.now("cold")
         told = Tiers(local=local.where if local else None, cold=cold.where if cold else None)
+    owner = run.stat().st_uid
+    if told.any and owner != os.geteuid():  # or our credentials would go wherever somebody else's file says
+        printing.warn(
+            f"{run} belongs to user id {owner}, and the places that it names are not visited in your name: "
+            "to look there, name them with --local and --cold"
+        )
+        told = Tiers()
     in_use = {("local", told.local), ("cold", told.cold)}
     return told, [place for place in places if (place.kind, place.where) not in in_use]
 

@@ -6,6 +6,7 @@ attempt that a newer one has fenced off commits nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -113,7 +114,7 @@ class Commits:
 
         Raises:
             SaveError: files are there that the manifest does not name, or the other way round.
-            SupersededError: a newer attempt holds the run.
+            SupersededError: a newer attempt holds the run; what was renamed just before that is in no lineage.
             OSError: the disk refuses; nothing was committed, unless only the lineage is missing.
         """
         for name in [_OWNER_NAME, PENDING_NAME, *(report_name(rank) for rank in range(world_size))]:
@@ -132,7 +133,9 @@ class Commits:
             if os.path.lexists(final):
                 raise SaveError(f"{final}: is there already")
         os.rename(directory, final)
+        _remove_strays(final, {*promised, MANIFEST_NAME})
         fsync_directory(self.checkpoints)
+        self.check_fence()  # the rename may have taken long; unrecorded, it harms no newer attempt
         lineage.append(
             self.checkpoints,
             lineage.Commit(
@@ -218,6 +221,17 @@ class Commits:
         if owner.node == environment.node and not os.path.exists(f"/proc/{owner.pid}"):
             return "its writer is dead"
         return None
+
+
+def _remove_strays(directory: Path, names: set[str]) -> None:
+    """Remove what came into a directory between the last look and its rename: from now on nothing new does."""
+    strays = [entry.name for entry in os.scandir(directory) if entry.name not in names]
+    for name in strays:
+        with contextlib.suppress(FileNotFoundError):  # who made it removes it
+            os.unlink(directory / name)
+        warn("stray_removed", directory=directory.name, name=name, why="a rank wrote it when the save was complete")
+    if strays:
+        fsync_directory(directory)
 
 
 def _write_new(path: Path, data: bytes) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
-from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.durable import fsync_directory, write_atomically
 from stepkeeper_trainer.formats.manifest import FileEntry
 from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.replicas import Digest
@@ -79,8 +79,15 @@ def report_name(rank: int) -> str:
 
 
 def publish(directory: Path, report: RankReport) -> None:
-    """Make a report durable and visible.  Raises OSError."""
-    write_atomically(directory / report_name(report.rank), msgspec.json.encode(report))
+    """Make the names of this rank's files durable, and its report visible: nothing can fail after that.
+
+    Else a rank could report a failure of a save that rank 0 commits at that moment.
+
+    Raises:
+        OSError: nothing is visible.
+    """
+    fsync_directory(directory)
+    write_atomically(directory / report_name(report.rank), msgspec.json.encode(report), name_durable=False)
 
 
 def publish_failure(directory: Path, report: RankReport) -> None:

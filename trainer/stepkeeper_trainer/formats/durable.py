@@ -68,19 +68,24 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, within: Path | None = None) -> None:
+def write_atomically(
+    path: Path, data: bytes, *, mode: int = 0o600, within: Path | None = None, name_durable: bool = True
+) -> None:
     """Replace `path` by `data`: after a crash it holds the old bytes or the new ones, never a mixture.
 
     The temporary file stands beside `path`, with a name of its own, so two writers cannot mix.  With `within` no
-    symbolic link below that directory is followed, whoever may change it meanwhile.
+    symbolic link below that directory is followed, whoever may change it meanwhile.  Without `name_durable` the rename
+    is the last act: a crash may undo it, and no error comes once others can see it.
 
     Raises:
-        OSError: nothing was replaced, and the temporary file is gone.
+        OSError: nothing was replaced, and the temporary file is gone; or only its name may not be durable.
     """
     directory = open_directory(path.parent, within=path.parent if within is None else within)
     try:
         with naming(path, always=True):
             _replace(directory, path.name, data, mode)
+            if name_durable:
+                os.fsync(directory)
     finally:
         os.close(directory)
 
@@ -101,7 +106,6 @@ def _replace(directory: int, name: str, data: bytes, mode: int) -> None:
         with contextlib.suppress(FileNotFoundError):  # renamed already, or never made
             os.unlink(temporary, dir_fd=directory)
         raise
-    os.fsync(directory)
 
 
 def clear_temporaries(directory: Path) -> None:

@@ -3,6 +3,9 @@
 Append-only, one JSON object a line, fsynced, each with a digest of itself (older lines have none).  A line that is
 torn (a writer died in it) or damaged is skipped: the manifests on disk bridge it.  After a rollback a step number
 can exist twice; the lineage tells which one counts, and which data was left out on the way.
+
+An attempt that a newer one has fenced off may be late with a line, since it cannot look and write at once.  So a commit
+of a lower attempt than one before it counts only if it goes on from the head: else it is a commit beside the state.
 """
 
 from __future__ import annotations
@@ -84,6 +87,7 @@ class Lineage:
     damaged: int = 0  # lines that were there and are not what was written
     rolled_back_at: float | None = None  # Unix seconds, where the newest line of commits is a rollback
     left_out: tuple[LeftOut, ...] = ()  # data that the current state has not seen, or will not see
+    attempt: int = 0  # the highest of any commit or rollback
 
     def chain(self, manifests: Mapping[str, str | None] | None = None) -> list[str]:
         """Return the save_ids that lead to the head, newest first, as far back as anything is known.
@@ -124,6 +128,7 @@ def read(checkpoints: Path) -> Lineage | None:
     tells_steps, damaged = False, 0
     rolled_back_at: float | None = None
     left_out: tuple[LeftOut, ...] = ()
+    attempt = 0
     for line in data.splitlines():
         if line[-_SUM_BYTES:].startswith(_SUM) and _summed(line[:-_SUM_BYTES]) != line:
             damaged += 1
@@ -135,14 +140,17 @@ def read(checkpoints: Path) -> Lineage | None:
         match record:
             case Commit():
                 commits[record.save_id] = record
-                head, tells_steps, rolled_back_at = record.save_id, True, None
+                if record.attempt >= attempt or record.parent == head:
+                    head, rolled_back_at = record.save_id, None
+                tells_steps, attempt = True, max(attempt, record.attempt)
             case Rollback():
+                attempt = max(attempt, record.attempt)
                 head, tells_steps, rolled_back_at = record.save_id, True, record.at
                 left_out = record.left_out if record.left_out is not None else left_out
             case Mark():
                 before = marks.get(record.save_id, frozenset())
                 marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
-    return Lineage(commits, head, marks, tells_steps, damaged, rolled_back_at, left_out)
+    return Lineage(commits, head, marks, tells_steps, damaged, rolled_back_at, left_out, attempt)
 
 
 def append(checkpoints: Path, record: LineageRecord) -> None:

@@ -287,7 +287,7 @@ class _DirectoryStaging:
             checkpoints,
             lineages.Commit(
                 at=time.time(),
-                attempt=self._tier.attempt,
+                attempt=max(self._tier.attempt, lineage.attempt if lineage is not None else 0),
                 step=manifest.step,
                 save_id=manifest.save_id,
                 parent=manifest.parent,

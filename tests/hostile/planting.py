@@ -20,7 +20,7 @@ import xxhash
 
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, seal
 
-STRANGER = 54321  # a user id that nobody has
+OWNER, STRANGER = 54321, 54322  # user ids that nobody has
 TERABYTE = 10**12
 _NUMBERS = (
     -1,
@@ -79,6 +79,8 @@ def plant(run: Path, outside: Path, dice: random.Random) -> str:
     else:
         kind = dice.choice([_bytes] * 4 + [_structure] * 8 + [_pickle] * 2 + [_KINDS[dice.randrange(len(_KINDS))]])
     kind(path, outside, dice)
+    if os.getuid() == 0 and kind is not _stranger and os.path.lexists(path):  # else root's own, which root may follow
+        os.chown(path, OWNER, OWNER, follow_symlinks=False)
     return f"{kind.__name__} {path.relative_to(run)}"
 
 
@@ -223,7 +225,7 @@ def _away(path: Path) -> None:
 
 
 def _link(path: Path, outside: Path, dice: random.Random) -> None:
-    target = outside / dice.choice(["", "secret", "victims", "run"])
+    target = outside / dice.choice(["", "secret", "victims", "run", "run/checkpoints", "run/checkpoints/step_00000012"])
     _away(path)
     path.symlink_to(target)
 

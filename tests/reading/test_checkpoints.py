@@ -3,14 +3,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from stepkeeper.core.exits import ExitCode
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest, seal
+from tests import dcp_files
 from tests.reading import build
 from tests.reading.conftest import Command
 
@@ -518,3 +521,37 @@ def test_verify_of_a_run_says_which_command_is_meant(tmp_path: Path, command: Co
     assert result.code == 2
     assert "a run's" in result.err
     assert "checkpoints latest" in result.err
+
+
+HUGE = b"\x8a\xff" + b"\x7f" * 255  # a number of 614 digits, as a pickle has it
+COMMANDS = [
+    ["checkpoints", "verify", "STEP"],
+    ["checkpoints", "ls", "RUN"],
+    ["checkpoints", "latest", "RUN"],
+    ["checkpoints", "tiers", "RUN", "--json"],
+    ["checkpoints", "export", "STEP", "OUT"],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[1])
+@pytest.mark.parametrize("dimensions", [1, 8, 40])
+def test_a_sealed_step_of_huge_numbers_is_named_and_costs_no_time(
+    command: Command, run: RunDirectory, tmp_path: Path, words: list[str], dimensions: int
+) -> None:
+    """Their product had more digits than Python writes: that was an uncaught error, after a minute."""
+    (step,) = build.make_steps(run, 1)
+    piece = dcp_files.Piece((0,) * dimensions, (201,) * dimensions, "__0_0.distcp", 0, 200)
+    metadata = dcp_files.metadata({"model.weights": [piece]}).replace(b"K\xc9", HUGE)
+    if metadata[2:3] == b"\x95":
+        metadata = metadata[:2] + metadata[11:]  # the length of its frame
+    (step / ".metadata").write_bytes(metadata)
+    reseal(step, files={"__0_0.distcp": build.entry(build.DATA), ".metadata": build.entry(metadata)})
+    places = {"STEP": step, "RUN": run.path, "OUT": tmp_path / "out"}
+    began = time.process_time()
+
+    said = command(*[places.get(word, word) for word in words])
+
+    assert "numbers that a tensor can have" in said.out + said.err
+    expected = {"ls": 0, "tiers": 0, "latest": 1}.get(words[1], ExitCode.NOT_VERIFIED)
+    assert said.code == expected
+    assert time.process_time() - began < 10

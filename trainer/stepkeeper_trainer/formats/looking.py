@@ -13,7 +13,13 @@ import xxhash
 
 from stepkeeper_trainer.formats.cache import Cache, Fact, fact
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError, read_manifest
-from stepkeeper_trainer.formats.metadata import METADATA_BYTES_MAX, METADATA_NAME, MetadataError, check_coverage, parse
+from stepkeeper_trainer.formats.metadata import (
+    METADATA_BYTES_MAX,
+    METADATA_NAME,
+    MetadataError,
+    check_coverage,
+    parse_of,
+)
 from stepkeeper_trainer.formats.names import parse_step_name
 from stepkeeper_trainer.formats.plain import open_plain
 
@@ -126,6 +132,6 @@ def _metadata_problems(directory: Path, manifest: Manifest) -> list[str]:
         return [] if len(data) != entry.bytes else [f"{path}: its bytes are not what the manifest says"]
     sizes = {name: file.bytes for name, file in manifest.files.items()}
     try:
-        return [f"{directory}: {problem}" for problem in check_coverage(parse(data), sizes)]
-    except MetadataError as error:
+        return [f"{directory}: {problem}" for problem in check_coverage(parse_of(directory, data), sizes)]
+    except (MetadataError, OSError) as error:
         return [f"{path}: {error}"]

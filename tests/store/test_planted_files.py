@@ -275,7 +275,6 @@ def hoard(count: int) -> bytes:
 )
 def test_a_metadata_of_another_user_that_takes_all_time_or_memory_is_not_loaded(
     run: Path,
-    tmp_path: Path,
     metadata: bytes,
     words: list[str],
     capsys: pytest.CaptureFixture[str],
@@ -287,7 +286,7 @@ def test_a_metadata_of_another_user_that_takes_all_time_or_memory_is_not_loaded(
     (step / ".metadata").write_bytes(metadata)
     reseal_metadata(step)
     give(run, ALICE)
-    places = {"RUN": str(run), "STEP": str(step), "OUT": str(tmp_path / "out")}
+    places = {"RUN": str(run), "STEP": str(step), "OUT": str(run.parent / "out")}
 
     code = main(["checkpoints", *(places.get(word, word) for word in words)])
 

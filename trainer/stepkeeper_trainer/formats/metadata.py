@@ -31,7 +31,7 @@ COUNT_MAX = 2**63 - 1  # what torch and a file system can count to: of numbers, 
 DIMENSIONS_MAX = 64  # of a tensor, in torch
 TRIED_S, TRIED_BYTES_PER_S = 5, 1_000_000  # of another user's: several times what a real one takes
 TRIED_BYTES, TRIED_BYTES_A_BYTE = 512 * 1024 * 1024, 64
-CORNERS_MAX = 2**24  # of a tensor's pieces, compared to tell whether they cover it
+CORNERS_MAX = 2**22  # of a tensor's pieces, compared to tell whether they cover it
 _ITEM_BYTES = {
     **dict.fromkeys(("float64", "double", "int64", "long", "complex64", "uint64"), 8),
     **dict.fromkeys(("float32", "float", "int32", "int", "complex32", "uint32"), 4),

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 
 from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest, seal
+from tests import dcp_files
 from tests.reading import build
 from tests.reading.conftest import Command
 
@@ -93,8 +95,16 @@ def nonsense_chunks(step: Path) -> None:
         step,
         files={
             "__0_0.distcp": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=0, chunks=()),
-            ".metadata": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=CHUNK_BYTES * 10**9, chunks=("x",)),
+            ".metadata": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=CHUNK_BYTES, chunks=()),
         },
+    )
+
+
+def huge_chunks(step: Path) -> None:
+    """A reader holds a chunk in memory: so much of it must not be asked for."""
+    reseal(
+        step,
+        files={".metadata": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=CHUNK_BYTES * 10**9, chunks=("x",))},
     )
 
 
@@ -114,6 +124,7 @@ DAMAGES = [
     (newer_format, "upgrade Stepkeeper"),
     (other_step, "its manifest is of step 5"),
     (nonsense_chunks, "does not list its chunks"),
+    (huge_chunks, "not a manifest: Expected `int` <= 268435456"),
 ]
 damaged = pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[d.__name__ for d, _ in DAMAGES])
 
@@ -563,3 +574,37 @@ def test_verify_of_a_run_says_which_command_is_meant(tmp_path: Path, command: Co
     assert result.code == 2
     assert "a run's" in result.err
     assert "checkpoints latest" in result.err
+
+
+HUGE = b"\x8a\xff" + b"\x7f" * 255  # a number of 614 digits, as a pickle has it
+COMMANDS = [
+    ["checkpoints", "verify", "STEP"],
+    ["checkpoints", "ls", "RUN"],
+    ["checkpoints", "latest", "RUN"],
+    ["checkpoints", "tiers", "RUN", "--json"],
+    ["checkpoints", "export", "STEP", "OUT"],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[1])
+@pytest.mark.parametrize("dimensions", [1, 8, 40])
+def test_a_sealed_step_of_huge_numbers_is_named_and_costs_no_time(
+    command: Command, run: RunDirectory, tmp_path: Path, words: list[str], dimensions: int
+) -> None:
+    """Their product had more digits than Python writes: that was an uncaught error, after a minute."""
+    (step,) = build.make_steps(run, 1)
+    piece = dcp_files.Piece((0,) * dimensions, (201,) * dimensions, "__0_0.distcp", 0, 200)
+    metadata = dcp_files.metadata({"model.weights": [piece]}).replace(b"K\xc9", HUGE)
+    if metadata[2:3] == b"\x95":
+        metadata = metadata[:2] + metadata[11:]  # the length of its frame
+    (step / ".metadata").write_bytes(metadata)
+    reseal(step, files={"__0_0.distcp": build.entry(build.DATA), ".metadata": build.entry(metadata)})
+    places = {"STEP": step, "RUN": run.path, "OUT": tmp_path / "out"}
+    began = time.process_time()
+
+    said = command(*[places.get(word, word) for word in words])
+
+    assert "numbers that a tensor can have" in said.out + said.err
+    expected = {"ls": 0, "tiers": 0, "latest": 1}.get(words[1], ExitCode.NOT_VERIFIED)
+    assert said.code == expected
+    assert time.process_time() - began < 10

@@ -12,10 +12,11 @@ import torch
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Mapping
+    from collections.abc import Collection, Container, Iterator, Mapping
 
 IN_PLACE_BYTES = 64 * 1024  # smaller ones are staged: to look at each by itself takes longer than to copy it
 ROW = 1024  # numbers of 8 bytes, whose hash is one: what cancels out within a row is not seen
+BLOCK_BYTES = 8 * ROW * 8192  # whole rows of any width: copied at once
 
 
 class Hash(NamedTuple):
@@ -67,16 +68,26 @@ def hash_bytes(data: memoryview | object) -> Hash:
 def hash_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return one number for each row of `ROW`, and one for the rest, as int64 on the tensor's device.
 
-    The rows are of its bytes, whatever its type, by `torch.hash_tensor`.
+    The rows are of its bytes, whatever its type and wherever it begins, by `torch.hash_tensor`.
     """
     flat = _bytes(tensor)
     wide = next(dtype for dtype in (torch.int64, torch.int32, torch.uint8) if flat.numel() % dtype.itemsize == 0)
-    flat = flat.view(wide)
-    whole = flat.numel() // ROW * ROW
-    parts = [torch.hash_tensor(flat[:whole].view(-1, ROW), dim=1)] if whole else []
-    if whole < flat.numel():
-        parts.append(torch.hash_tensor(flat[whole:]).view(1))
-    return torch.cat([part.view(torch.int64) for part in parts])
+    row = ROW * wide.itemsize
+    whole = flat.numel() // row * row
+    parts = [torch.hash_tensor(each.view(-1, ROW), dim=1) for each in _widened(flat[:whole], wide)]
+    parts += [torch.hash_tensor(each).view(1) for each in _widened(flat[whole:], wide)]
+    return torch.cat([flat.new_empty(0, dtype=torch.int64), *(part.view(torch.int64) for part in parts)])
+
+
+def _widened(flat: torch.Tensor, wide: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield bytes as wider numbers.  Where they begin between two of those, as in a flat buffer, by copied blocks."""
+    if not flat.numel():
+        return
+    if flat.storage_offset() % wide.itemsize == 0:
+        yield flat.view(wide)
+        return
+    for block in torch.split(flat, BLOCK_BYTES):
+        yield block.clone().view(wide)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

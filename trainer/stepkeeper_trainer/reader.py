@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.metadata import METADATA_NAME, Contents, MetadataError, Piece, TensorEntry, parse
+from stepkeeper_trainer.formats.plain import open_descriptor
 from stepkeeper_trainer.loading import Limits, Wanted, fill
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class CheckedFile(io.RawIOBase):
         super().__init__()
         self._path, self._entry, self._at = path, entry, 0
         self._chunks: dict[int, bytes] = {}
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._descriptor = open_descriptor(path, within=path.parent)
         size = os.fstat(self._descriptor).st_size
         count = -(-entry.bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1
         if size != entry.bytes or len(entry.chunks) != count:

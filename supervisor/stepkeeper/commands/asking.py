@@ -56,7 +56,10 @@ def _execute(arguments: argparse.Namespace) -> int:
     ask = asks.Ask(kind=kind, job_id=status.job_id, at=asked_at, by=getpass.getuser())
     name = asks.write(run.path, ask)
     over = functools.partial(status_file.is_over, run.status)
-    answer = _until(lambda: asks.read_answer(run.path, name), give_up_at, or_when=over)
+    try:
+        answer = _until(lambda: asks.read_answer(run.path, name), give_up_at, or_when=over)
+    except msgspec.MsgspecError as error:
+        raise StepkeeperError(f"{run.path}: the answer cannot be read: {error}", ExitCode.RUN_DIRECTORY) from error
     if answer is None and over():
         asks.withdraw(run.path, name)
         raise StepkeeperError("the run ended before it heard of this: see `stepkeeper status`", ExitCode.NOTHING_FOUND)
@@ -128,7 +131,10 @@ def _cancelled(run: RunDirectory, waiting: Waiting) -> dict[str, object]:
 
 
 def _alive(run: RunDirectory) -> Status:
-    status = status_file.read(run.status)
+    try:
+        status = status_file.read(run.status)
+    except msgspec.MsgspecError as error:
+        raise StepkeeperError(f"{run.status}: not a status: {error}", ExitCode.RUN_DIRECTORY) from error
     if status is None or status.phase == Phase.DONE:
         raise StepkeeperError(f"{run.path}: no supervisor works on this run now", ExitCode.NOTHING_FOUND)
     return status

@@ -128,7 +128,7 @@ def list_steps(arguments: argparse.Namespace) -> int:
     left_out = lineage.left_out if lineage is not None else ()
     if arguments.json:
         told = [msgspec.to_builtins(each) for each in left_out]
-        printing.say_json({"checkpoints": str(checkpoints.resolve()), "steps": rows, "left_out": told}, indent=2)
+        printing.say_json({"checkpoints": str(checkpoints), "steps": rows, "left_out": told}, indent=2)
     elif rows:
         _show(rows)
         for each in left_out:
@@ -222,14 +222,7 @@ def _shorten(problem: str, directory: str) -> str:
 @printing.reading
 def verify_step(arguments: argparse.Namespace) -> int:
     """Compare a step directory with its manifest."""
-    directory = Path(arguments.where)
-    if not directory.is_dir():
-        what = "not a directory" if directory.exists() else "no such directory"
-        raise StepkeeperError(
-            f"{arguments.where}: {what}; name a step directory, such as RUN/checkpoints/step_00000100",
-            ExitCode.NOTHING_FOUND,
-        )
-    directory = directory.resolve()  # a link to a step directory is the step directory
+    directory = find.step_directory(arguments.where)
     if any(os.path.lexists(directory / name) for name in _OF_RUNS):
         raise StepkeeperError(
             f"{arguments.where}: no step directory, but a run's: name one of those that `stepkeeper checkpoints ls "
@@ -274,7 +267,7 @@ def verify_step(arguments: argparse.Namespace) -> int:
 @printing.reading
 def print_latest(arguments: argparse.Namespace) -> int:
     """Print the newest verified step directory of the current lineage."""
-    checkpoints = find.checkpoints(arguments.where, os.environ).resolve()
+    checkpoints = find.checkpoints(arguments.where, os.environ)
     choice = steps.newest_verified(
         checkpoints, deep=not arguments.shallow, reading=_reading(arguments), cached=not arguments.no_cache
     )
@@ -305,11 +298,10 @@ def print_latest(arguments: argparse.Namespace) -> int:
 @printing.reading
 def pin_step(arguments: argparse.Namespace) -> int:
     """Record in the lineage that a step directory is kept whatever the policy says, or no longer."""
-    directory = Path(arguments.where).resolve()
+    directory = find.step_directory(arguments.where)
     step = steps.open_step(directory)
     if step.manifest is None:
-        code = ExitCode.NOT_VERIFIED if directory.is_dir() else ExitCode.NOTHING_FOUND
-        raise StepkeeperError(step.problem or f"{directory}: no step directory", code)
+        raise StepkeeperError(step.problem or f"{directory}: no step directory", ExitCode.NOT_VERIFIED)
     mark = lineages.Mark(at=time.time(), save_id=step.manifest.save_id, mark=lineages.PINNED, value=arguments.pinned)
     lineages.append(directory.parent, mark)
     printing.say(f"{directory}: {'pinned' if arguments.pinned else 'no longer pinned'}")
@@ -322,9 +314,10 @@ def try_storage(arguments: argparse.Namespace) -> int:
     directory = Path(arguments.where)
     if not directory.is_dir():
         directory = find.checkpoints(arguments.where, os.environ)
-    found = space.storage_test(directory.resolve(), size=int(arguments.bytes), limit_s=arguments.within)
+    directory = find.resolved(directory)
+    found = space.storage_test(directory, size=int(arguments.bytes), limit_s=arguments.within)
     if arguments.json:
-        document = {"directory": str(directory.resolve()), "ok": found.problem is None, **dataclasses.asdict(found)}
+        document = {"directory": str(directory), "ok": found.problem is None, **dataclasses.asdict(found)}
         printing.say_json(document, indent=2)
     elif found.problem is not None:
         printing.say(found.problem)

@@ -18,9 +18,11 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
 from stepkeeper_trainer.formats import keeping
 from stepkeeper_trainer.formats import lineage as lineages
+from stepkeeper_trainer.formats.decoding import DecodeError, decode
+from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.formats.steps import COMMITTED
 from stepkeeper_trainer.tiers.choosing import newest_anywhere
-from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers, check_place
+from stepkeeper_trainer.tiers.config import Tiers, check_place, read_identity
 from stepkeeper_trainer.tiers.copying import copy_step
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.gathering import counts
@@ -30,6 +32,20 @@ from stepkeeper_trainer.tiers.survey import Surveyed, on_the_way, survey
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError
 
 _STATES = {"complete": COMMITTED}  # what JSON calls it, and what people read
+
+
+class _Setting(msgspec.Struct):
+    value: Any = None
+
+    def text(self) -> str | None:
+        return self.value if isinstance(self.value, str) else None
+
+
+class _Recorded(msgspec.Struct):
+    settings: dict[str, _Setting]
+
+
+_recorded = msgspec.json.Decoder(_Recorded)
 
 
 def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -242,6 +258,13 @@ def _tiers_of(run: Path) -> tuple[Tiers, list[keeping.Place]]:
     if not told.any and kept is not None:
         local, cold = kept.now("local"), kept.now("cold")
         told = Tiers(local=local.where if local else None, cold=cold.where if cold else None)
+    owner = run.stat().st_uid
+    if told.any and owner != os.geteuid():  # or our credentials would go wherever somebody else's file says
+        printing.warn(
+            f"{run} belongs to user id {owner}, and the places that it names are not visited in your name: "
+            "to look there, name them with --local and --cold"
+        )
+        told = Tiers()
     in_use = {("local", told.local), ("cold", told.cold)}
     return told, [place for place in places if (place.kind, place.where) not in in_use]
 
@@ -251,18 +274,17 @@ def _settings_of(run: Path) -> Tiers:
     attempts = sorted((run / "attempts").glob("attempt-*"), reverse=True)
     for attempt in attempts:
         try:
-            settings = msgspec.json.decode((attempt / record.NAME).read_bytes())["settings"]
-            values = {key: settings[key]["value"] for key in ("local_tier", "cold_tier")}
-        except (OSError, ValueError, KeyError, TypeError):
+            settings = decode(_recorded, read_plain(attempt / record.NAME, within=run)).settings
+            return Tiers(local=settings["local_tier"].text(), cold=settings["cold_tier"].text())
+        except (OSError, DecodeError, KeyError):
             continue  # not recorded, or of a version without tiers
-        return Tiers(local=values["local_tier"], cold=values["cold_tier"])
     return Tiers()
 
 
 def _local_place(run: Path, local: str) -> Path | None:
     try:
-        identity = (run / "checkpoints" / IDENTITY_NAME).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
+        identity = read_identity(run / "checkpoints")
+    except (OSError, TierError):
         return None  # no rank has ever had a local tier
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
     return Tiers(local=os.path.abspath(os.path.expanduser(local))).local_checkpoints(run, identity, node)

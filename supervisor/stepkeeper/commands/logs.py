@@ -60,7 +60,7 @@ def execute(arguments: argparse.Namespace) -> int:
     several = len(files) > 1
     count = 0
     for node, path in files.items():
-        for said in said_in(path, of_rank(rank), arguments.tail):
+        for said in said_in(run.path, path, of_rank(rank), arguments.tail):
             count += 1
             show(said, node if several else None, node, as_json=arguments.json)
     if rank is not None and not count:

@@ -49,9 +49,11 @@ def show_failed(run: RunDirectory, directory: Path, arguments: argparse.Namespac
     if not named and first.node in files:
         files = {first.node: files[first.node]}
     tail = arguments.tail or TAIL
-    shown = _newest(files, rank, tail + 1)
+    shown = _newest(run.path, files, rank, tail + 1)
     if not named and all(said.rank is None for each in shown.values() for said in each):
-        shown = _newest(files, None, tail + 1)  # a launcher's ranks share one label: what their node printed is shown
+        shown = _newest(
+            run.path, files, None, tail + 1
+        )  # a launcher's ranks share one label: what their node printed is shown
     if arguments.node is None and len(shown) > 1:
         shown.pop(SRUN, None)  # the ranks say more
     printing.warn(f"attempt {attempt}, launch {launch}: {_in_words(first)}")
@@ -104,14 +106,14 @@ def _in_words(first: First) -> str:
     return who + (f" ({said})" if said else "")
 
 
-def _newest(files: dict[str, Path], rank: int | None, count: int) -> dict[str, list[Said]]:
+def _newest(run: Path, files: dict[str, Path], rank: int | None, count: int) -> dict[str, list[Said]]:
     """Return the newest lines that count, oldest first, by node; a node without any is left out."""
 
     def wanted(said: Said) -> bool:
         of_slurm = said.rank is None and said.line.startswith("slurmstepd")  # memory that ran out, a time limit
         return (of_slurm or rank in (None, said.rank)) and not _follows(said.line)
 
-    found = {node: list(said_in(path, wanted, count)) for node, path in files.items()}
+    found = {node: list(said_in(run, path, wanted, count)) for node, path in files.items()}
     return {node: said for node, said in found.items() if said}
 
 

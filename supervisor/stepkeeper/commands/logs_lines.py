@@ -14,6 +14,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import lines
 from stepkeeper.store.rundir import RunDirectory
+from stepkeeper_trainer.formats.plain import open_plain
 
 SRUN = "srun"  # srun.log: what srun itself said
 _LABEL = re.compile(rb"\s{0,8}(\d{1,8}): ?")  # what `srun --label` puts before each line
@@ -91,10 +92,10 @@ def of_rank(rank: int | None) -> Callable[[Said], bool]:
     return lambda said: rank in (None, said.rank)
 
 
-def said_in(path: Path, wanted: Callable[[Said], bool], tail: int | None) -> Iterator[Said]:
-    """Yield the wanted lines of one log, oldest first; only the newest `tail` of them, if that is asked."""
+def said_in(run: Path, path: Path, wanted: Callable[[Said], bool], tail: int | None) -> Iterator[Said]:
+    """Yield the wanted lines of one log of a run directory, oldest first; only the newest `tail` of them, if that is asked."""
     is_srun = path.stem == SRUN
-    with lines.open_plain(path) as file:
+    with open_plain(path, within=run) as file:
         source = lines.forwards(file) if tail is None else lines.backwards(file)
         found = (said for said in (parse(line, is_srun) for line in source) if wanted(said))
         if tail is None:

@@ -133,7 +133,7 @@ def _submission(run: RunDirectory, newest: str) -> Submission:
         script = f" ({recorded.path})" if recorded is not None and recorded.path else ""
         raise StepkeeperError(
             f"{run.path}: {why}, and Slurm does not have it either ({error}); submit your batch script{script} again "
-            f"with STEPKEEPER_RUN_DIR={shlex.quote(str(run.path))}",
+            f"with STEPKEEPER_RUN_DIR={run.typed}",
             ExitCode.NOTHING_FOUND,
         ) from error
 

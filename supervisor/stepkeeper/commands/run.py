@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -125,13 +124,8 @@ def _supervise(arguments: argparse.Namespace) -> int:
     lease = _lease(directory, allocation, carried, clock, client)
     emptied = batch and allocation.restart_count > 0 and is_empty(sys.stdout)
     attempt_logs = directory.attempt_logs(lease.attempt)
-    log = configure(
-        out,
-        PatientStream(lambda: logs.open_supervisors(attempt_logs)),
-        form=Form(settings.log_format),
-        job=allocation.job_id,
-        attempt=lease.attempt,
-    )
+    kept = PatientStream(lambda: logs.open_supervisors(attempt_logs))
+    log = configure(out, kept, form=Form(settings.log_format), job=allocation.job_id, attempt=lease.attempt)
     assignment = Assignment(
         run_directory=str(directory.path),
         run_id=directory.run_id,
@@ -169,19 +163,18 @@ def _supervise(arguments: argparse.Namespace) -> int:
         standby_imports=attempt.standby_imports(settings),
         reading=Limits(mib_per_s=settings.verify_mib_per_s, shared_mib_min=settings.verify_shared_mib_min),
     )
-    typed = shlex.quote(str(directory.path))
     log.info(
         "attempt_started",
         ranks_print_to=cmd.own_output(command) or f"{attempt_logs}/launch-*/NODE.log",
-        see_logs=f"stepkeeper logs {typed} --follow",
+        see_logs=f"stepkeeper logs {directory.typed} --follow",
         version=__version__,
         run_dir=str(directory.path),
         nodes=",".join(allocation.nodes),
         slurm=cluster.version,
         slurm_client=slurm.why,
         previous=carried.previous or "none",
-        see_status=f"stepkeeper status {typed}",
-        to_stop=f"stepkeeper stop {typed}",
+        see_status=f"stepkeeper status {directory.typed}",
+        to_stop=f"stepkeeper stop {directory.typed}",
     )
     noting.note(config, directory, lease.attempt, command, log)
     if batch:

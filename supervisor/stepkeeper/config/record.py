@@ -14,8 +14,8 @@ from stepkeeper.config.settings import SETTINGS
 from stepkeeper.config.values import shown
 from stepkeeper.core.policy import Policy
 from stepkeeper.redaction import redact
-from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import read_plain
 
 FORMAT = 1
 NAME = "config.json"
@@ -92,7 +92,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 def read(run_directory: Path, attempt: int) -> Recorded:
     """Return what an attempt went by; nothing where it never got so far, or the record cannot be read."""
     try:
-        return msgspec.json.decode(lines.read_small(path_of(run_directory, attempt)), type=Recorded)
+        return msgspec.json.decode(read_plain(path_of(run_directory, attempt), within=run_directory), type=Recorded)
     except (OSError, msgspec.MsgspecError):
         return Recorded()
 

@@ -20,7 +20,7 @@ from stepkeeper.node import protocol
 from stepkeeper.node.core.policy import Mode, Policy
 from stepkeeper.node.xid.catalogue import SITE_FILE
 from stepkeeper.slurm.environment import node_name
-from stepkeeper.store import lines
+from stepkeeper_trainer.formats.plain import read_plain
 
 DEFAULT_PATH = Path("/etc/stepkeeper/node.toml")
 _POLICY = Policy()
@@ -192,7 +192,7 @@ def _trust(name: str, path: Path) -> None:
 def _trusted(path: Path) -> bytes:
     """Return what stands in a file that only root, or we ourselves, can change.  Raises OSError, StepkeeperError."""
     _refuse_changeable(path.parent, path, follow=False)
-    return lines.read_small(path)
+    return read_plain(path)
 
 
 def _refuse_changeable(*paths: Path, follow: bool = True) -> None:

@@ -20,6 +20,7 @@ from stepkeeper.store import status as status_file
 from stepkeeper.store.journal import Record
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.store.status import Status
+from stepkeeper_trainer.formats.plain import open_plain
 
 RECORDS_BACK_MAX = 1_500
 TOLD_MAX = 40
@@ -119,7 +120,7 @@ def rows(run: RunDirectory) -> tuple[Row, ...]:
         OSError: they cannot be read.
     """
     try:
-        file = lines.open_plain(run.path / METRICS_NAME)
+        file = open_plain(run.path / METRICS_NAME, within=run.path)
     except FileNotFoundError:
         return ()
     found: list[Row] = []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stepkeeper.seeing.model import micro
 from stepkeeper.store import lines
+from stepkeeper_trainer.formats.plain import open_plain
 
 Key = tuple[int, int]  # attempt, launch
 ROWS_MAX = 20_000_000
@@ -60,7 +61,7 @@ def read(path: Path) -> dict[Key, Rows]:
     """
     found: dict[Key, Rows] = {}
     try:
-        file = lines.open_plain(path)
+        file = open_plain(path, within=path.parent)
     except FileNotFoundError:
         return found
     with file:

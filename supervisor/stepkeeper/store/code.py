@@ -16,6 +16,7 @@ import xxhash
 from stepkeeper.redaction import redact_words
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import open_plain, read_plain
 
 NAME = "code.json"
 FORMAT = 1
@@ -92,7 +93,7 @@ def newest_before(run_directory: Path, attempt: int) -> Code | None:
 def read(run_directory: Path, attempt: int) -> Code | None:
     """Return what an attempt ran; None where it never got so far, or a newer version wrote the record."""
     try:
-        return msgspec.json.decode(lines.read_small(_path(run_directory, attempt)), type=Code)
+        return msgspec.json.decode(read_plain(_path(run_directory, attempt), within=run_directory), type=Code)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -104,7 +105,7 @@ def _path(run_directory: Path, attempt: int) -> Path:
 def _digest(directory: Path, word: str) -> str:
     digest = xxhash.xxh3_128()
     try:
-        with lines.open_plain(directory / word) as file:
+        with open_plain(directory / word) as file:
             left = FILE_BYTES_MAX
             while left > 0 and (block := file.read(min(_BLOCK, left))):
                 digest.update(block)

@@ -13,6 +13,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase, State
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import read_plain
 
 ALIVE_EVERY_S = 5.0  # a supervisor writes the status at least so often
 SILENT_AFTER_S = 20.0  # a status that is older was not renewed: nobody writes it, or the storage hangs
@@ -155,7 +156,7 @@ def read(path: Path) -> Status | None:
         msgspec.MsgspecError: it is no status.
     """
     try:
-        data = lines.read_small(path)
+        data = read_plain(path, within=path.parent)
     except FileNotFoundError:
         return None
     try:

@@ -18,6 +18,7 @@ from stepkeeper.redaction import redact, redact_words
 from stepkeeper.slurm.environment import KEPT
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import read_plain
 
 NAME = "submission.json"
 BYTES_MAX = 8 * 1024 * 1024  # Slurm's own bound on a batch script is 4 MiB
@@ -87,7 +88,7 @@ def read(run: Path) -> Submission | None:
         OSError: it cannot be read, or is no plain file.
     """
     try:
-        found = msgspec.json.decode(lines.read_small(run / NAME, BYTES_MAX), type=Submission)
+        found = msgspec.json.decode(read_plain(run / NAME, BYTES_MAX, within=run), type=Submission)
     except (FileNotFoundError, PermissionError):
         return None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

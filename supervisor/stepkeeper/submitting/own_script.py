@@ -18,7 +18,7 @@ import msgspec
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm import cmd
-from stepkeeper.store import lines
+from stepkeeper_trainer.formats.plain import open_plain
 
 BYTES_MAX = 256 * 1024
 _SHEBANG = re.compile(r"#!\s*\S*/(?:env\s+(?:-\S+\s+)*)?(?:ba|da|z|k)?sh\b")
@@ -192,7 +192,7 @@ def _of_module(names: Sequence[str]) -> Iterator[tuple[str, bool]]:
 def _read(path: Path) -> str | None:
     """Return the text of a script; None where there is none that could be read."""
     try:
-        with lines.open_plain(Path(os.path.realpath(path))) as file:
+        with open_plain(Path(os.path.realpath(path))) as file:
             data = file.read(BYTES_MAX)
     except (OSError, ValueError):
         return None  # on other nodes alone, in a container, or no name of a file

@@ -142,13 +142,13 @@ class Cache:
         """Read a record that only its owner may write, who must be the one that may change the steps too."""
         none = Record(at=0.0, files={})
         try:
-            with open_plain(self._directory / name) as file:
+            with open_plain(self._directory / name, within=self._directory.parent) as file:
                 status = os.fstat(file.fileno())
                 if status.st_mode & _OTHERS_MAY_WRITE or status.st_size > RECORD_BYTES_MAX:
                     return none
                 if status.st_uid not in self._trusted():
                     return none
-                return decode_format(_decoder, file.read(), newest=FORMAT)
+                return decode_format(_decoder, file.read(RECORD_BYTES_MAX), newest=FORMAT)
         except (OSError, DecodeError):
             return none
 

@@ -63,11 +63,14 @@ class Choice:
     skipped: tuple[tuple[StepDirectory, tuple[str, ...]], ...]
 
 
-def open_step(path: Path) -> StepDirectory:
-    """Read one step directory.  Never raises for what is wrong inside it: that is its `problem`."""
+def open_step(path: Path, *, within: Path | None = None) -> StepDirectory:
+    """Read one step directory, which may be known to lie `within` another one.
+
+    Never raises for what is wrong inside it: that is its `problem`.
+    """
     step = parse_step_name(path.name)
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, within=within)
     except (ManifestError, OSError) as error:
         return StepDirectory(path, step if step is not None else -1, None, str(error))
     if step is not None and manifest.step != step:
@@ -83,10 +86,10 @@ def list_steps(checkpoints: Path) -> list[StepDirectory]:
     """
     try:
         with os.scandir(checkpoints) as entries:
-            names = [e.name for e in entries if parse_step_name(e.name) is not None and e.is_dir(follow_symlinks=False)]
+            found = [e for e in entries if parse_step_name(e.name) is not None and e.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
-    steps = [open_step(checkpoints / name) for name in names]
+    steps = [open_step(checkpoints / entry.name, within=checkpoints) for entry in found]
     return sorted(steps, key=lambda s: (s.step, s.manifest.created_at if s.manifest else "", s.path.name), reverse=True)
 
 

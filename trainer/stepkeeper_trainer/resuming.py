@@ -6,11 +6,9 @@ import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from stepkeeper_trainer import space
+from stepkeeper_trainer import objects, space
 from stepkeeper_trainer.conditions import warn_of_changes
 from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError, UsageError
 from stepkeeper_trainer.formats import lineage
@@ -137,8 +135,7 @@ def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_s
         wrong: tuple[str, ...] = ()
         if needs_reading:
             own = verify_share(path, rank, world_size)
-            shares: list[Any] | None = [None] * world_size if rank == 0 else None
-            dist.gather_object(own, shares, dst=0, group=agreement.group)
+            shares = objects.gather(own, agreement.group)
             if shares is not None:
                 wrong = join_shares(path, shares, cache=cache).problems
         if step is not None and wrong:

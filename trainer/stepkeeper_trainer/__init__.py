@@ -1,8 +1,8 @@
 """Stepkeeper's library inside the training ranks.
 
-Adopting it takes five lines: make a `Keeper`, `resume()`, `step_done()` after each optimizer step,
-`finish()` at the end.  Names are loaded when they are first used, so that `stepkeeper_trainer.formats`
-never imports torch.
+Make a `Keeper`, call `resume()`, `step_done()` after each optimizer step, and `finish()` at the end:
+docs/trainer-api.md has a complete script, and every name.  Names are loaded when they are first used, so that
+`stepkeeper_trainer.formats` never imports torch.
 """
 
 from __future__ import annotations
@@ -35,3 +35,7 @@ def __getattr__(name: str) -> Any:
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -49,6 +49,7 @@ class Resumed:
     parent: str | None  # of the next commit; known on rank 0 only
     manifest: Manifest | None = None
     directory: Path | None = None
+    changes: tuple[str, ...] = ()  # conditions that are others than the checkpoint's
 
 
 def resume(
@@ -79,7 +80,7 @@ def resume(
         return Resumed(None, None, parent)
     directory = Path(resume_from)
     manifest = _open(directory)
-    warn_of_changes(manifest, world_size)
+    changes = tuple(warn_of_changes(manifest, world_size))
     reader = CheckedReader(directory, manifest)
     try:
         tensors = state.template(reader.read_metadata())
@@ -90,7 +91,7 @@ def resume(
     parent = _record(commits, directory, manifest, state) if state.rank == 0 else None
     if state.rank == 0:
         say("resumed", step=manifest.step, directory=directory, save_id=manifest.save_id)
-    return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory)
+    return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory, changes)
 
 
 def choose_limits(environment: float | None, wanted: float | None, *, ranks: int) -> Limits:

@@ -46,6 +46,7 @@ class Ranks:
         of_rank: Callable[[int], dict[str, str]] = lambda _rank: {},
         disk: str | None = None,
         command: Sequence[str] = (),
+        cwd: Path = ROOT,
     ) -> None:
         """Start ranks; `disk` is a fault for `tests.trainer.faulty_disk`, `command` is run in place of `train_lm`."""
         script = ["-m", "stepkeeper_trainer.examples.train_lm"]
@@ -67,7 +68,7 @@ class Ranks:
             own |= (environment or {}) | of_rank(rank)
             with log.open("wb") as output:
                 self.processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT)
+                    subprocess.Popen(command, cwd=cwd, env=own, stdout=output, stderr=subprocess.STDOUT)
                 )
 
     def __enter__(self) -> Self:

@@ -16,14 +16,27 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.errors import KeeperError
     from stepkeeper_trainer.keeper import Keeper
     from stepkeeper_trainer.sampler import GlobalSampler
+    from stepkeeper_trainer.tiers.config import Tiers
+    from stepkeeper_trainer.trackers import MlflowTracker
 
 __version__ = "0.1.0"
-__all__ = ["GlobalSampler", "Keeper", "KeeperError", "__version__", "accumulation_steps", "start_distributed"]
+__all__ = [
+    "GlobalSampler",
+    "Keeper",
+    "KeeperError",
+    "MlflowTracker",
+    "Tiers",
+    "__version__",
+    "accumulation_steps",
+    "start_distributed",
+]
 
 _HOME = {
     "GlobalSampler": "stepkeeper_trainer.sampler",
     "Keeper": "stepkeeper_trainer.keeper",
     "KeeperError": "stepkeeper_trainer.errors",
+    "MlflowTracker": "stepkeeper_trainer.trackers",
+    "Tiers": "stepkeeper_trainer.tiers.config",
     "accumulation_steps": "stepkeeper_trainer.accumulation",
     "start_distributed": "stepkeeper_trainer.distributed",
 }

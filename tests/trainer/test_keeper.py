@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stepkeeper_trainer import GlobalSampler, Keeper, records
 from stepkeeper_trainer.agreement import Wish
+from stepkeeper_trainer.attach import default_run_directory
+from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import (
     DamagedError,
     ResumeError,
@@ -700,6 +702,22 @@ def test_a_run_that_names_no_directory_gets_one_and_says_which(
     assert (tmp_path / "runs/train/checkpoints").is_dir()
     assert f"run_directory_chosen path={tmp_path}/runs/train " in caplog.text
     assert "STEPKEEPER_RUN_DIR" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("script", "job", "name"),
+    [
+        ("/a/train.py", {}, "train"),
+        ("/a/gpt/__main__.py", {}, "gpt"),
+        ("-c", {}, "run"),
+        ("", {}, "run"),
+        ("train.py", {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "gpt"}, "gpt-7"),
+        ("train.py", {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "a/b"}, "a_b-7"),
+        ("train.py", {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, "job-7"),
+    ],
+)
+def test_the_default_run_directory_goes_by_the_job_or_the_script(script: str, job: dict[str, str], name: str) -> None:
+    assert default_run_directory(read_environment(job), script) == Path.cwd() / "runs" / name
 
 
 def test_where_no_run_directory_can_be_made_the_message_says_how_to_name_one(

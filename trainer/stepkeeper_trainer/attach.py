@@ -82,12 +82,7 @@ def open_run_directory(
 def default_run_directory(environment: Environment, script: str) -> Path:
     """Return where a run goes that names no directory: below `runs`, by the Slurm job, else by the script.
 
-    >>> from stepkeeper_trainer.environment import read_environment
-    >>> alone, job = read_environment({}), read_environment({"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "gpt"})
-    >>> [default_run_directory(alone, script).name for script in ("/a/train.py", "/a/gpt/__main__.py", "-c", "")]
-    ['train', 'gpt', 'run', 'run']
-    >>> default_run_directory(job, "train.py").name  # two jobs never share one, and a requeued job keeps its own
-    'gpt-7'
+    Two jobs never share one, and a requeued job keeps its own.
     """
     path = Path(script)
     stem = path.parent.name if path.stem == "__main__" else path.stem

@@ -16,7 +16,7 @@ from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import Environment, find_place
 from stepkeeper_trainer.errors import KeeperError, RunDirectoryError, UsageError
 from stepkeeper_trainer.formats.durable import make_directories
-from stepkeeper_trainer.holding import next_epoch
+from stepkeeper_trainer.holding import next_epoch, refuse_holder
 from stepkeeper_trainer.log import warn
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def open_run_directory(
     if rank == 0:
         try:
             if given is None:
-                _make_default(path)
+                _make_default(path, environment.node)
             epoch = _prepare(path, environment)
         except KeeperError as error:
             problem = error
@@ -80,22 +80,24 @@ def open_run_directory(
 
 
 def default_run_directory(environment: Environment, script: str) -> Path:
-    """Return where a run goes that names no directory: below `runs`, by the Slurm job, else by the script.
+    """Return where a run goes that names no directory: below `runs`, by the script and the Slurm job.
 
     Two jobs never share one, and a requeued job keeps its own.
     """
     path = Path(script)
     stem = path.parent.name if path.stem == "__main__" else path.stem
-    name = environment.job or (stem if stem and not stem.startswith("-") else "run")
-    return Path.cwd() / "runs" / name.replace("/", "_")
+    name = stem if stem and not stem.startswith("-") else "run"
+    return Path.cwd() / "runs" / (name if environment.epoch is None else f"{name}-{environment.epoch[0]}")
 
 
-def _make_default(path: Path) -> None:
+def _make_default(path: Path, node: str) -> None:
+    """Make `runs`; two trainings of one script in one job would have one directory: the second is refused."""
     try:
         path.parent.mkdir(exist_ok=True)
+        refuse_holder(path, node)
     except OSError as error:
         raise RunDirectoryError(
-            f"{path.parent}: cannot be made: {error.strerror}; give Keeper(run_dir=...), or set STEPKEEPER_RUN_DIR"
+            f"{error.filename}: {error.strerror}; give Keeper(run_dir=...), or set STEPKEEPER_RUN_DIR"
         ) from error
     warn("run_directory_chosen", path=path, why="none was given by Keeper(run_dir=...) or STEPKEEPER_RUN_DIR")
 

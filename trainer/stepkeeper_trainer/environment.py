@@ -33,7 +33,6 @@ class Environment:
     resume_from: str | None
     epoch: tuple[int, int] | None  # (job id, restart count); None outside Slurm
     node: str
-    job: str | None = None  # name and id of the Slurm job around it
     resume_newest: bool = False  # what a tier has newer than `resume_from` may be taken instead
     goes_back: bool = False  # on purpose: what a tier has newer must never return
     checkpoint_every: str | None = None  # counts instead of what the script says
@@ -79,7 +78,6 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         resume_from=environ.get("STEPKEEPER_RESUME_FROM") or None,
         epoch=(_integer(environ, "SLURM_JOB_ID", 0), restarts) if job_id else None,
         node=node,
-        job=f"{environ.get('SLURM_JOB_NAME', 'job')}-{job_id}" if job_id else None,
         resume_newest=environ.get("STEPKEEPER_RESUME_NEWEST") == "1",
         goes_back=environ.get("STEPKEEPER_RESUME_NEWEST") == "",
         checkpoint_every=environ.get("STEPKEEPER_CHECKPOINT_EVERY") or None,

@@ -49,7 +49,7 @@ class Exactness:
         run_directory: Path,
         environment: Environment,
     ) -> None:
-        """Begin behind a resume; `parts` are what the state holds beside model and optimizer."""
+        """Begin right after a resume; `parts` are what the state holds beside model and optimizer."""
         self._parts = parts
         self._position_checked = False
         self._sequence = 0  # of the newest save that was seen
@@ -114,10 +114,10 @@ class Evaluations:
     def _on_forward(self, left: _Left) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # generators do not tell their state then
-        place = _further_down(left.lines)
         if torch.is_grad_enabled() and self._forwards:
             self._passed()
-        if torch.is_grad_enabled() or place is None:  # the next step has begun
+        place = None if torch.is_grad_enabled() else _further_down(left.lines)
+        if place is None:  # the next turn has begun
             self.forget()
             return
         self._forwards += 1

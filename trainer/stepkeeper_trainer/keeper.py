@@ -87,7 +87,7 @@ class Keeper:
                 gradient scaler or an average of the weights; one of which each rank has its own state (torchdata's
                 StatefulDataLoader, or with an attribute `per_rank = True`) can be resumed on as many ranks only.
             run_dir: where checkpoints and metrics go; `STEPKEEPER_RUN_DIR` if it is not given, and without that, below
-                the working directory, `runs/NAME-JOBID` in a Slurm job and `runs/SCRIPT` outside.
+                the working directory, `runs/SCRIPT-JOBID` in a Slurm job and `runs/SCRIPT` outside.
             resume_from: a step directory, or `latest`; `STEPKEEPER_RESUME_FROM` if it is not given.
             checkpoint_every: `500 steps` (or 500), `30 min`, `auto` (as often as pays), or several joined by `or`; None
                 saves on request and at the end only.  `STEPKEEPER_CHECKPOINT_EVERY` counts instead, where it is set.

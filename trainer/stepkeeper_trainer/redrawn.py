@@ -45,7 +45,7 @@ class Redrawn:
     """Of rank 0; used by its main thread alone."""
 
     def __init__(self, run_directory: Path, resumed: Resumed, *, comparable: bool) -> None:
-        """Begin behind a resume; not `comparable` is one on other hardware, ranks or data."""
+        """Begin right after a resume; one on other hardware, ranks or data is not `comparable`."""
         self._path = run_directory / NAME
         self._record = _read(self._path)
         self._saved: tuple[int, dict[str, str]] | None = None  # by the newest save, at its step

@@ -42,6 +42,16 @@ def test_numbers_that_tell_are_read_in_every_line_of_progress() -> None:
     assert verdict(healthy + "step 31 loss nan\n" + healthy).cause is Cause.NUMERICAL
 
 
+def test_a_torch_that_finds_no_numpy_is_no_error_of_the_program() -> None:
+    log = """/env/torch/nn/functional.py:1: UserWarning: Failed to initialize NumPy: No module named 'numpy'
+Traceback (most recent call last):
+  File "/w/train.py", line 3, in <module>
+    table = losses.numpy()
+RuntimeError: Numpy is not available
+"""
+    assert verdict(log).cause is Cause.CONFIGURATION
+
+
 def test_the_end_of_a_pipe_is_found_too() -> None:
     readable, writable = os.pipe()
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 import xxhash
 
+from stepkeeper_trainer.buffers import view_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterator, Mapping
 
@@ -41,7 +43,7 @@ class InPlace:
         self._found = {}
         for name in self.names:
             if name not in self._staged and not tensors[name].is_cuda:
-                self._found[name] = hash_bytes(_bytes(tensors[name]).numpy())
+                self._found[name] = _hash(tensors[name])
 
     def issue(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have the GPU hash what it has of these, on the current stream; `of` knows them once that is done."""
@@ -56,13 +58,18 @@ class InPlace:
         """Return a tensor's hash, if it was hashed where it is."""
         rows = self._rows.get(name)
         if rows is not None:
-            return Hash(hash_bytes(_bytes(rows).numpy()).value, "rows")
+            return Hash(_hash(rows).value, "rows")
         return self._found.get(name)
 
 
 def hash_bytes(data: memoryview | object) -> Hash:
     """Return the hash of bytes."""
     return Hash(xxhash.xxh3_64_digest(data), "bytes")  # type: ignore[arg-type]  # whatever has a buffer
+
+
+def _hash(tensor: torch.Tensor) -> Hash:
+    flat = _bytes(tensor)  # is kept while its bytes are read: it may be a copy
+    return hash_bytes(view_bytes(flat))
 
 
 def hash_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from stepkeeper_trainer import objects
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.replicas import Replicas, find_replicas
@@ -145,8 +146,7 @@ class Planner:
                 raise SaveError(f"{item.index.fqn} is no tensor")
         if self._group is None:
             return _divide([own], to_lowest=self._to_lowest)[0]
-        gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-        dist.gather_object(own, gathered, dst=0, group=self._group)
+        gathered = objects.gather(own, self._group)
         shares: list[Any] | None = None
         whole: Share | None = None
         if gathered is not None:
@@ -156,11 +156,10 @@ class Planner:
                 shares = [_Sent.of(share, plan) for share, plan in zip(found, gathered, strict=True)]
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
                 shares = [f"planning failed: {error}"] * self._world_size
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, shares, src=0, group=self._group)
-        if isinstance(mine[0], str):
-            raise SaveError(mine[0])
-        return whole or cast("_Sent", mine[0]).received(own)
+        mine = objects.scatter(shares, self._group)
+        if isinstance(mine, str):
+            raise SaveError(mine)
+        return whole or cast("_Sent", mine).received(own)
 
 
 def _divide(plans: list[SavePlan], *, to_lowest: bool) -> list[Share]:

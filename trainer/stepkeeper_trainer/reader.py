@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from stepkeeper_trainer import objects
 from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.metadata import METADATA_NAME, Contents, MetadataError, Piece, TensorEntry, parse
@@ -245,9 +246,7 @@ def _all_failures(own: str | None, group: Any | None) -> dict[int, str]:
     dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=group)
     if not int(any_failed):
         return {}
-    said: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, own, group=group)
-    return {rank: text for rank, text in enumerate(said) if text is not None}
+    return {rank: text for rank, text in enumerate(objects.all_gather(own, group)) if text is not None}
 
 
 def _dtype(name: str, tensor: TensorEntry) -> torch.dtype:

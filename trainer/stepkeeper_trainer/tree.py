@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from stepkeeper_trainer.errors import DamagedError, StateError
+from stepkeeper_trainer.buffers import from_array, is_array, to_array, view_bytes
+from stepkeeper_trainer.errors import DamagedError, ResumeError, StateError
 
 PAD_BYTES = 4096  # and its doubles: a blob keeps its size while its content grows, so the save plan stays the same
 
@@ -44,8 +45,8 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
             return {"$items": items}
         case bytes():
             return {"$bytes": base64.b64encode(value).decode()}
-    if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray" and value.dtype.kind in "biuf":
-        tensors[name] = torch.from_numpy(value)
+    if is_array(value):
+        tensors[name] = from_array(value)
         return {"$ndarray": name}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy number
         return split(value.item(), name, tensors)
@@ -56,12 +57,16 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Undo `split`."""
+    """Undo `split`.
+
+    Raises:
+        ResumeError: an array of NumPy was saved, and NumPy is not there.
+    """
     match skeleton:
         case {"$tensor": str(name)}:
             return tensors[name]
         case {"$ndarray": str(name)}:
-            return tensors[name].numpy()
+            return _array(name, tensors[name])
         case {"$bytes": str(text)}:
             return base64.b64decode(text)
         case {"$tuple": list(items)}:
@@ -73,6 +78,13 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
         case list():
             return [join(item, tensors) for item in skeleton]
     return skeleton
+
+
+def _array(name: str, tensor: torch.Tensor) -> Any:
+    try:
+        return to_array(tensor)
+    except ImportError as error:
+        raise ResumeError(f"{name} was saved as a NumPy array, and NumPy is not installed: install it") from error
 
 
 def to_blob(skeleton: Any) -> torch.Tensor:
@@ -92,6 +104,6 @@ def from_blob(blob: torch.Tensor, *, name: str) -> Any:
         DamagedError: it is no JSON.
     """
     try:
-        return json.loads(blob.numpy().tobytes() if blob.numel() else b"null")
+        return json.loads(bytes(view_bytes(blob.contiguous())) or b"null")
     except ValueError as error:
         raise DamagedError(f"{name} in the checkpoint is not JSON: {error}") from error

@@ -93,7 +93,7 @@ def of_rank(rank: int | None) -> Callable[[Said], bool]:
 
 
 def said_in(run: Path, path: Path, wanted: Callable[[Said], bool], tail: int | None) -> Iterator[Said]:
-    """Yield the wanted lines of one log of a run directory, oldest first; only the newest `tail` of them, if that is asked."""
+    """Yield the wanted lines of a log in a run directory, oldest first; only the newest `tail`, if that is asked."""
     is_srun = path.stem == SRUN
     with open_plain(path, within=run) as file:
         source = lines.forwards(file) if tail is None else lines.backwards(file)

@@ -35,6 +35,8 @@ ELSEWHERE = {  # what these open is not in a run directory, or is opened to be w
     "stepkeeper/commands/dev.py": "/dev/kmsg",
     "stepkeeper/commands/explain.py": "a log that a person names",
     "stepkeeper/commands/xid.py": "a log that a person names",
+    "stepkeeper/commands/node_install.py": "our own resources",
+    "stepkeeper/commands/resume.py": "the user's own batch script",
     "stepkeeper/report/page.py": "our own resources",
     "stepkeeper/verdict/rules.py": "our own resources",
 }

@@ -12,13 +12,14 @@ import pytest
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.store import status as status_file
 from tests.lab import Lab
 from tests.stories import acts
 from tests.stories.test_campaign import release_urgent_jobs
 from tests.training import Training
 
 pytestmark = pytest.mark.slurm
-SAVE_S = 8
+SAVE_S = 4  # well within the grace time, on a busy machine too
 # Each rank counts up, saves its count in the handler, and goes on from it: its way to resume is its own.
 SCRIPT = """\
 import os, signal, subprocess, sys, time
@@ -174,6 +175,7 @@ def test_a_shell_script_saves_in_its_trap_when_the_run_is_stopped(lab: Lab) -> N
     training.wait_attempt(1)
     training.wait_event(on.LaunchBegan, count=2)
     training.until(lambda: all(log.read_text().split().count("begun") == 2 for log in logs), "both ranks again")
+    training.until(lambda: status_file.read(training.run_dir / "status.json").phase == "training", "its status")
     status = lab.run(training.stepkeeper, "status", training.run_dir, user=training.user).stdout
     said = lab.run(training.stepkeeper, "stop", training.run_dir, user=training.user).stdout
     training.wait_end(120.0)

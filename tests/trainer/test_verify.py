@@ -403,8 +403,8 @@ def test_a_plan_that_does_not_cover_is_never_remembered_as_right(tmp_path: Path)
 def test_a_plan_that_was_checked_is_not_parsed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_big(tmp_path)
     parsed: list[int] = []
-    real = looking.parse
-    monkeypatch.setattr(looking, "parse", lambda data: (parsed.append(1), real(data))[1])
+    real = looking.parse_of
+    monkeypatch.setattr(looking, "parse_of", lambda *given: (parsed.append(1), real(*given))[1])
 
     assert verify(step, cache=Cache(tmp_path)).ok
     assert verify(step, deep=False, cache=Cache(tmp_path)).ok

@@ -64,6 +64,11 @@ def hash_bytes(data: memoryview | object) -> Hash:
     return Hash(xxhash.xxh3_64_digest(data), "bytes")  # type: ignore[arg-type]  # whatever has a buffer
 
 
+def hash_tensor(tensor: torch.Tensor) -> Hash:
+    """Return the hash of a tensor in the host's memory."""
+    return hash_bytes(_bytes(tensor).numpy())
+
+
 def hash_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return one number for each row of `ROW`, and one for the rest, as int64 on the tensor's device.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -24,7 +24,6 @@ from stepkeeper_trainer.leave import install_excepthook, leave
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.listeners import Listeners
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.optimizers import OptimizerStates
 from stepkeeper_trainer.own_time import OwnTime
 from stepkeeper_trainer.periodic import Periodic
 from stepkeeper_trainer.records import Records, begin_records
@@ -34,7 +33,7 @@ from stepkeeper_trainer.requests import Requests
 from stepkeeper_trainer.retention import Policy
 from stepkeeper_trainer.saver import Saver
 from stepkeeper_trainer.skipping import Skipping
-from stepkeeper_trainer.state import Counters, Stateful, TrainingState
+from stepkeeper_trainer.state import Counters, Stateful, TrainingState, variants
 from stepkeeper_trainer.tiering import find_tiers
 from stepkeeper_trainer.trackers import Tracker, keep_mlflow_run, keep_wandb_run
 
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 SAVE_WITHIN_S = 600.0
 LAST_SECONDS_S = 20.0  # for a save in flight when training fails
-Replication = Literal["check", "ignore", "save"]
 
 
 class Keeper:
@@ -70,7 +68,6 @@ class Keeper:
         seed: int = 0,
         save_within_s: float = SAVE_WITHIN_S,
         when_busy: WhenBusy = "wait",
-        replicas: Replication = "check",
         tiers: Tiers | None = None,
         load_memory_gib: float | None = None,
         read_back: bool = False,
@@ -100,8 +97,6 @@ class Keeper:
             save_within_s: how long one save may take.
             when_busy: what a periodic save does while another is in flight: `wait` until it is done, `skip`, or
                 `cancel` the other.
-            replicas: what becomes of tensors that several ranks hold: one copy is saved, and with `check` the others
-                are compared with it (`ignore`: not); with `save` all copies are saved too.
             tiers: where steps are kept besides the run directory (docs/tiers.md); the variables that `stepkeeper run`
                 sets count instead, where they name any.
             load_memory_gib: what all ranks of a node together may take to load a step, beyond the state itself; 1 GiB
@@ -117,9 +112,8 @@ class Keeper:
         self.rank, self.world_size = attach.find_rank()
         self._resume_from = str(resume_from) if resume_from else self._environment.resume_from
         check_choice("when_busy", when_busy, get_args(WhenBusy))
-        check_choice("replicas", replicas, get_args(Replication))
         check_seconds("save_within_s", save_within_s)
-        self._when_busy, self._replicas, self._tracker = when_busy, replicas, tracker
+        self._when_busy, self._tracker = when_busy, tracker
         self._rule = choose_rule(self._environment.checkpoint_every, checkpoint_every, checkpoint_every_steps)
         self._policy = choose_policy(self._environment.retention, retention, total_steps=total_steps)
         self._test_bytes = storage.bytes_to_test(storage_test)
@@ -140,15 +134,20 @@ class Keeper:
         self._tiering = find_tiers(tiers, self._commits, self._agreement, self.rank, self.world_size)
         self._records: Records | None = None  # on rank 0
         self._counters = Counters(seed=seed)
+        several = {} if isinstance(optimizer, torch.optim.Optimizer) else dict(optimizer)
+        single = isinstance(optimizer, torch.optim.Optimizer)
+        if not single and (not several or any(not name or "." in name for name in several)):
+            raise UsageError(f"optimizer: give one, or several by names without dots, not {sorted(several)}")
         named = {"scheduler": scheduler, "sampler": sampler, **(others or {})}
         self._state = TrainingState(
-            model=model,
-            optimizers=OptimizerStates(model, optimizer),
-            others={name: part for name, part in named.items() if part is not None},
+            {
+                "model": model,
+                **({"optimizer": optimizer} if not several else {f"optimizers.{n}": o for n, o in several.items()}),
+                **{f"others.{name}": part for name, part in named.items() if part is not None},
+            },
             counters=self._counters,
             rank=self.rank,
             world_size=self.world_size,
-            save_replicas=replicas == "save",
         )
         self._resumed: resuming.Resumed | None = None
         self._random: dict[str, torch.Tensor] | None = None  # the generators, as they were resumed
@@ -206,10 +205,10 @@ class Keeper:
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
         if torch.cuda.is_available():
-            for optimizer in self._state.optimizers.all.values():
-                optimizer.register_step_pre_hook(lambda *_: self._ready().wait_before_change())
+            for part in self._state.optimizers.values():
+                part.optimizer.register_step_pre_hook(lambda *_: self._ready().wait_before_change())
         self._reporter.resumed(resumed.step)
-        self._skipping = Skipping(self._state.others.get("sampler"), self._environment.skip_data, self.step)
+        self._skipping = Skipping(self._state.objects.get("others.sampler"), self._environment.skip_data, self.step)
         self._periodic.start(self.step)
         self._agreement.issue(self._wish())
         return self.step
@@ -372,11 +371,11 @@ class Keeper:
             before_commit=self._records.sync if self._records else lambda _limit_at: None,
             guard=self._guard,
             listeners=self.listeners,
-            check_replicas=self._replicas != "ignore",
-            save_replicas=self._replicas == "save",
             placing=self._tiering.placing if self._tiering is not None else None,
             read_back=self._read_back,
         )
+        if self._state.packed:
+            self._saver.know_divided([variants.unpack(self._state.packed, rank) for rank in range(self.world_size)])
         self._boundary = Boundary(
             saver=self._saver,
             agreement=self._agreement,

@@ -51,16 +51,14 @@ class Persister:
         staging: Staging,
         planner: Planner,
         before_commit: Callable[[float], object],
-        check_replicas: bool,
         on_committed: Callable[[Save], object] = lambda _save: None,
         placing: Placing | None = None,
     ) -> None:
         self._rank = rank
         self._staging = staging
         self._planner = planner
-        self._check_replicas = check_replicas
         self._placing = placing  # where the nodes' own disks come first
-        self._division = Division(rank, staging, check_replicas=check_replicas)
+        self._division = Division(rank, staging)
         self._completer = Completer(
             commits=commits,
             world_size=world_size,
@@ -87,14 +85,25 @@ class Persister:
         """The arena was laid out anew: by the state's order, and not by file."""
         self._division.forget()
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor], within_s: float) -> None:
+    def prepare(self, tensors: Mapping[str, torch.Tensor], within_s: float, *, compare: bool = False) -> None:
         """Agree on the shares and lay the arena out by file, before the first save.
+
+        With `compare` the values of the save before tell which ranks hold different ones.
 
         Raises:
             SaveError, RuntimeError, StateError, OSError: it is tried again by the save itself.
         """
-        changed = not self._staging.fits(tensors)
-        share = self._planner.agree(tensors, changed=changed, problem=None, within_s=within_s)
+        share = self._planner.share
+        shared = share.replicas.names if share is not None and compare else frozenset()
+
+        def content_of(name: str) -> bytes | None:
+            found = self._staging.hash_of(name) if name in shared else None
+            return found.value if found is not None else None
+
+        changed = compare or not self._staging.fits(tensors)
+        share = self._planner.agree(
+            tensors, changed=changed, problem=None, within_s=within_s, content_of=content_of if compare else None
+        )
         if changed or not self._division.is_of(share):
             self._staging.take(tensors)
             self._division.begin(share)
@@ -198,7 +207,7 @@ class Persister:
         return None
 
     def _report(self, save: Save, sheets: Sheets, written: list[Written]) -> None:
-        digests = digest(sheets.share.replicas, self._staging.hash_of) if self._check_replicas else ()
+        digests = digest(sheets.share.replicas, self._staging.hash_of)
         publish(
             save.directory,
             RankReport(

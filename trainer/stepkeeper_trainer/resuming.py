@@ -84,9 +84,12 @@ def resume(
     warn_of_changes(manifest, world_size)
     reader = CheckedReader(directory, manifest)
     try:
-        tensors = state.template(reader.read_metadata())
+        metadata = reader.read_metadata()
+        blobs = state.blobs(metadata)
     except OSError as error:
         raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
+    load(reader, blobs, agreement.group, limits=limits)
+    tensors = state.targets(metadata, blobs)
     load(reader, tensors, agreement.group, limits=limits)
     state.apply(tensors)
     parent = _record(commits, directory, manifest, state) if state.rank == 0 else None
@@ -189,7 +192,7 @@ def _record(commits: Commits, directory: Path | None, manifest: Manifest | None,
     done = manifest.step if manifest is not None else 0
     try:
         parent = record_start(checkpoints, directory, manifest, environment.attempt, goes_back=environment.goes_back)
-        sampler = state.others.get("sampler")
+        sampler = state.objects.get("others.sampler")
         record_left_out(checkpoints, sampler, environment.skip_data, done=done, attempt=environment.attempt)
     except OSError as error:
         raise KeeperError(f"{error.filename}: the lineage cannot be written: {error.strerror}") from error

@@ -7,12 +7,18 @@ where each belongs.  Floats keep every bit; tuples and keys that are no strings 
 from __future__ import annotations
 
 import base64
+import io
 import json
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from stepkeeper_trainer.errors import DamagedError, StateError
+from stepkeeper_trainer.errors import DamagedError, ResumeError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PAD_BYTES = 4096  # and its doubles: a blob keeps its size while its content grows, so the save plan stays the same
 
@@ -30,9 +36,15 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     match value:
         case None | bool() | int() | float() | str():
             return value
-        case torch.Tensor():
+        case torch.Tensor() if is_plain(type(value)):
             tensors[name] = value.detach()
             return {"$tensor": name}
+        case torch.Tensor():
+            return _split_subclass(value, name, tensors)
+        case torch.Size():
+            return {"$size": list(value)}
+        case torch.dtype() | torch.device():
+            return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
         case tuple():
             return {"$tuple": [split(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
         case list():
@@ -44,6 +56,8 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
             return {"$items": items}
         case bytes():
             return {"$bytes": base64.b64encode(value).decode()}
+        case io.BytesIO():
+            return {"$bytesio": base64.b64encode(value.getvalue()).decode()}
     if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray" and value.dtype.kind in "biuf":
         tensors[name] = torch.from_numpy(value)
         return {"$ndarray": name}
@@ -55,7 +69,7 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def join(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Undo `split`."""
     match skeleton:
         case {"$tensor": str(name)}:
@@ -64,6 +78,18 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
             return tensors[name].numpy()
         case {"$bytes": str(text)}:
             return base64.b64decode(text)
+        case {"$bytesio": str(text)}:
+            return io.BytesIO(base64.b64decode(text))
+        case {"$size": list(sizes)}:
+            return torch.Size(sizes)
+        case {"$dtype": str(text)}:
+            return getattr(torch, text)
+        case {"$device": str(text)}:
+            return torch.device(text)
+        case {"$subclass": str(name), "inner": dict(inner), "context": context, "size": size, "stride": stride}:
+            kind = _subclass(name)
+            parts = {key: join(item, tensors) for key, item in inner.items()}
+            return kind.__tensor_unflatten__(parts, join(context, tensors), torch.Size(size), tuple(stride))
         case {"$tuple": list(items)}:
             return tuple(join(item, tensors) for item in items)
         case {"$items": list(items)}:
@@ -73,6 +99,36 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
         case list():
             return [join(item, tensors) for item in skeleton]
     return skeleton
+
+
+@cache
+def is_plain(kind: type) -> bool:
+    """Whether values of a type are tensors with memory of their own, or DTensors: quantized ones consist of several."""
+    return issubclass(kind, torch.Tensor) and (not hasattr(kind, "__tensor_flatten__") or issubclass(kind, DTensor))
+
+
+def _split_subclass(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Put the tensors that a subclass consists of into `tensors`, by torch's own protocol for it."""
+    kind = type(value)
+    attributes, context = value.__tensor_flatten__()
+    return {
+        "$subclass": f"{kind.__module__}.{kind.__qualname__}",
+        "inner": {key: split(getattr(value, key), f"{name}.{key}", tensors) for key in attributes},
+        "context": split(context, f"{name}.context", tensors),
+        "size": list(value.size()),
+        "stride": list(value.stride()),
+    }
+
+
+def _subclass(name: str) -> Any:
+    """Return the class of this name among those that the script has imported: nothing is imported for a checkpoint."""
+    waiting: list[type] = [torch.Tensor]
+    while waiting:
+        kind = waiting.pop()
+        if f"{kind.__module__}.{kind.__qualname__}" == name:
+            return kind
+        waiting += kind.__subclasses__()
+    raise ResumeError(f"the checkpoint holds a {name}, which the script has not imported: import it before resume()")
 
 
 def to_blob(skeleton: Any) -> torch.Tensor:

@@ -38,6 +38,7 @@ class Play:
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
+    run_dir: str
     codes: list[int]
     prints: list[dict[str, str]]  # of each rank: fingerprint by step
     said: str
@@ -71,7 +72,7 @@ def play(plays: list[Play]) -> list[Played]:
         env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return [Played(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"codes"')]
+    return [Played(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"run_dir"')]
 
 
 def main() -> None:
@@ -100,7 +101,7 @@ def _play(each: Play) -> Played:
             rows = [line.split() for line in found.read_text().splitlines()] if found.exists() else []
             prints.append(dict(rows))
             said += [f"[{rank}] {line}" for line in Path(scratch, f"log-{rank}").read_text().splitlines()]
-        return Played(codes=codes, prints=prints, said="\n".join(said))
+        return Played(run_dir=each.run_dir, codes=codes, prints=prints, said="\n".join(said))
 
 
 def _wait(pid: int) -> int:
@@ -166,7 +167,7 @@ def fingerprint(made: Scene) -> str:
     return digest.hexdigest()
 
 
-def _leaves(value: Any) -> Iterator[bytes]:
+def _leaves(value: Any) -> Iterator[bytes]:  # noqa: C901, PLR0912  # one branch a type
     import torch  # noqa: PLC0415
     from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
@@ -273,7 +274,7 @@ def converted(rank: int, world_size: int) -> Scene:  # noqa: ARG001
 
 
 @scene
-def extra_state(rank: int, world_size: int) -> Scene:
+def extra_state(rank: int, world_size: int) -> Scene:  # noqa: ARG001
     """Extra states: a tensor in one module, JSON in another, and one of each rank."""
     import torch  # noqa: PLC0415
 
@@ -517,7 +518,7 @@ def _quantized() -> Any:
 
     class Eight(torch.Tensor):
         @staticmethod
-        def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> Eight:  # noqa: ARG004, FBT001
+        def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> Eight:  # noqa: FBT001, PYI034
             return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined, no-any-return]
 
         def __init__(self, codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> None:  # noqa: FBT001
@@ -527,11 +528,11 @@ def _quantized() -> Any:
             return ["codes", "scale"], [self.signed, torch.float32]
 
         @classmethod
-        def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any = None, stride: Any = None) -> Eight:  # noqa: ARG003
+        def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any = None, stride: Any = None) -> Eight:
             return cls(inner["codes"], inner["scale"], context[0])
 
         @classmethod
-        def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # noqa: ARG003
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
             name = function._schema.name
             if name in ("aten::detach", "aten::_to_copy", "aten::clone", "aten::alias"):
                 made = cls(args[0].codes.clone(), args[0].scale.clone(), args[0].signed)

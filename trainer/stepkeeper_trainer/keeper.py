@@ -134,15 +134,17 @@ class Keeper:
         self._tiering = find_tiers(tiers, self._commits, self._agreement, self.rank, self.world_size)
         self._records: Records | None = None  # on rank 0
         self._counters = Counters(seed=seed)
-        several = {} if isinstance(optimizer, torch.optim.Optimizer) else dict(optimizer)
-        single = isinstance(optimizer, torch.optim.Optimizer)
-        if not single and (not several or any(not name or "." in name for name in several)):
-            raise UsageError(f"optimizer: give one, or several by names without dots, not {sorted(several)}")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizers = {"optimizer": optimizer}
+        else:
+            optimizers = {f"optimizers.{name}": each for name, each in optimizer.items()}
+            if not optimizers or any(not name or "." in name for name in optimizer):
+                raise UsageError(f"optimizer: give one, or several by names without dots, not {sorted(optimizer)}")
         named = {"scheduler": scheduler, "sampler": sampler, **(others or {})}
         self._state = TrainingState(
             {
                 "model": model,
-                **({"optimizer": optimizer} if not several else {f"optimizers.{n}": o for n, o in several.items()}),
+                **optimizers,
                 **{f"others.{name}": part for name, part in named.items() if part is not None},
             },
             counters=self._counters,

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from stepkeeper_trainer.errors import ResumeError
+from stepkeeper_trainer.errors import ResumeError, StateError
 from stepkeeper_trainer.staging import local
 from stepkeeper_trainer.state.names import keys_of, plain_name
 from stepkeeper_trainer.state.stateful import tensor_names
@@ -27,7 +28,16 @@ class ModulePart:
     """Its tensors lie under `<name>.<fully qualified name>`."""
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
-        """Take a module; FSDP2, DDP, tensor parallel and compiled ones give their state as they are."""
+        """Take a module; FSDP2, DDP, tensor parallel and compiled ones give their state as they are.
+
+        Raises:
+            StateError: it is sharded by FSDP1, whose state is neither the parameters' nor the optimizer's own.
+        """
+        if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+            raise StateError(
+                f"{name} is sharded by FullyShardedDataParallel (FSDP1), whose state cannot be saved right: "
+                "shard it with torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
         self.name, self.module = name, module
         self._prefix = f"{name}."
         self._loading: dict[str, Any] = {}  # what `load_state_dict` gets, by the module's own names

@@ -49,8 +49,7 @@ class _Recipe:
         state: Mapping[torch.Tensor, dict[str, Any]],
         prefix: str,
         members: list[list[str]],
-        columns: dict[str, Any],
-        plain: list[str],
+        skeleton: Mapping[str, Any],
     ) -> _Recipe:
         """Take note of a state that consists of tensors only."""
         states, names = [], []
@@ -66,8 +65,8 @@ class _Recipe:
             types=[type(value) for values in dicts for value in values.values()],
             members=members,
             names=names,
-            columns=columns,
-            plain=plain,
+            columns=skeleton["columns"],
+            plain=skeleton["plain"],
         )
 
     def find(
@@ -111,7 +110,8 @@ class OptimizerPart:
     def _state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
         """Return what it keeps for each parameter on this rank: ZeRO-1 keeps it for some parameters only."""
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            return self.optimizer.optim.state
+            local_states: Mapping[torch.Tensor, dict[str, Any]] = self.optimizer.optim.state
+            return local_states
         return self.optimizer.state
 
     def collect(self, tensors: dict[str, torch.Tensor]) -> Any:
@@ -149,10 +149,10 @@ class OptimizerPart:
             raise StateError(f"{self.name} has a state {dotted[0]!r}: its name must be text without dots")
         count = sum(map(len, members))
         short = {key: True if len(names) == count else names for key, names in columns.items()}
+        found = {"columns": short, "plain": sorted(plain), "rest": rest, "param_groups": groups, "outside": outside}
         if not rest and not outside:
-            prefix = f"{self.name}.state."
-            self._recipe = _Recipe.of(optimizer.param_groups, state, prefix, members, short, sorted(plain))
-        return {"columns": short, "plain": sorted(plain), "rest": rest, "param_groups": groups, "outside": outside}
+            self._recipe = _Recipe.of(optimizer.param_groups, state, f"{self.name}.state.", members, found)
+        return found
 
     def _collect_as_before(
         self, recipe: _Recipe, values: list[torch.Tensor], tensors: dict[str, torch.Tensor]

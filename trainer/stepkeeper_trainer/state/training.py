@@ -205,10 +205,10 @@ class TrainingState:
 
     def summary(self) -> dict[str, Any]:
         """Say what the state holds, for the manifest."""
-        named = {n.removeprefix("others."): True for n, part in self.parts.items() if not isinstance(part, OptimizerPart)}
+        named = [name for name, part in self.parts.items() if not isinstance(part, OptimizerPart)]
         tied = {k: v for part in self.modules.values() for k, v in tied_names(part.module).items()}
         return {
-            **named,
+            **{name.removeprefix("others."): True for name in named},
             "optimizer": any(part.filled for part in self.optimizers.values()),
             "rng": True,
             "loss_history": True,
@@ -282,7 +282,7 @@ class TrainingState:
         names = ", ".join(sorted({*fixed, *wrong})[:NAMED_MAX])
         raise ResumeError(
             f"{self.world_size} ranks cannot go on where {then} were: ranks hold different values of {names}; "
-            f"resume on {then} ranks, or use what all ranks hold alike (GlobalSampler for the data, DTensor for weights)"
+            f"resume on {then} ranks, or use what all ranks hold alike (GlobalSampler for data, DTensor for weights)"
         )
 
     def _left_out(self) -> list[dict[str, int]]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from stepkeeper_trainer.commit import Commits
+    from stepkeeper_trainer.comparing import Hash
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.planner import Planner
     from stepkeeper_trainer.saves import Save
@@ -69,6 +70,7 @@ class Persister:
             placing=placing,
         )
         self._links = Links()
+        self._hashes: dict[str, Hash | None] = {}  # of what others hold too, as the last save has it
         self._before: tuple[int, str] | None = None  # step and save_id of the last save that this rank reported
 
     @property
@@ -93,16 +95,9 @@ class Persister:
         Raises:
             SaveError, RuntimeError, StateError, OSError: it is tried again by the save itself.
         """
-        share = self._planner.share
-        shared = share.replicas.names if share is not None and compare else frozenset()
-
-        def content_of(name: str) -> bytes | None:
-            found = self._staging.hash_of(name) if name in shared else None
-            return found.value if found is not None else None
-
         changed = compare or not self._staging.fits(tensors)
         share = self._planner.agree(
-            tensors, changed=changed, problem=None, within_s=within_s, content_of=content_of if compare else None
+            tensors, changed=changed, problem=None, within_s=within_s, contents=self._hashes if compare else {}
         )
         if changed or not self._division.is_of(share):
             self._staging.take(tensors)
@@ -207,7 +202,8 @@ class Persister:
         return None
 
     def _report(self, save: Save, sheets: Sheets, written: list[Written]) -> None:
-        digests = digest(sheets.share.replicas, self._staging.hash_of)
+        self._hashes = {name: self._staging.hash_of(name) for name in sheets.share.replicas.names}
+        digests = digest(sheets.share.replicas, self._hashes.get)
         publish(
             save.directory,
             RankReport(

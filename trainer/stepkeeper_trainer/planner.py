@@ -10,6 +10,7 @@ import dataclasses
 from array import array
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,9 +31,11 @@ from stepkeeper_trainer.state import variants
 from stepkeeper_trainer.state.variants import TREE_PREFIX, is_sharded, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.checkpoint.planner import SavePlan
+
+    from stepkeeper_trainer.comparing import Hash
 
 _LEAST_S = 0.1  # of waiting for the other ranks
 Entry = TensorStorageMetadata | BytesStorageMetadata  # what torch notes of a part of the state
@@ -110,7 +113,7 @@ class Planner:
         changed: bool,
         problem: str | None,
         within_s: float,
-        content_of: Callable[[str], bytes | None] | None = None,
+        contents: Mapping[str, Hash | None] = MappingProxyType({}),
     ) -> Share:
         """Return this rank's share.  All ranks call it; `tensors` are looked at, and not read.
 
@@ -119,7 +122,7 @@ class Planner:
             changed: its layout is another than at the last call.
             problem: why this rank cannot write at all.
             within_s: how long the other ranks are waited for.
-            content_of: hashes of values, by which ranks that hold different ones are told apart.
+            contents: hashes of values, by which ranks that hold different ones are told apart.
 
         Raises:
             DividedError: names have several values: `divided` says how they are saved.
@@ -129,7 +132,7 @@ class Planner:
         try:
             if self._any(changed=changed or self.share is None, problem=problem, within_s=within_s):
                 self.share = None
-                self.share = self._plan_together(tensors, content_of)
+                self.share = self._plan_together(tensors, contents)
         except RuntimeError:
             self.broken = True
             raise
@@ -155,9 +158,7 @@ class Planner:
             raise SaveError(problem or "another rank cannot write")
         return bool(flags[0])
 
-    def _plan_together(
-        self, tensors: Mapping[str, torch.Tensor], content_of: Callable[[str], bytes | None] | None
-    ) -> Share:
+    def _plan_together(self, tensors: Mapping[str, torch.Tensor], contents: Mapping[str, Hash | None]) -> Share:
         with paused():
             own = create_default_local_save_plan(cast("dict[str, Any]", dict(tensors)), self._rank == 0)
         for item in own.items:
@@ -166,7 +167,7 @@ class Planner:
         if self._group is None:
             return _divide([own])[0]
         gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-        dist.gather_object((own, _looks(own, tensors, content_of)), gathered, dst=0, group=self._group)
+        dist.gather_object((own, _looks(own, tensors, contents)), gathered, dst=0, group=self._group)
         answers: list[Any] | None = None
         whole: Share | None = None
         if gathered is not None:
@@ -220,7 +221,7 @@ class Planner:
 
 
 def _looks(
-    plan: SavePlan, tensors: Mapping[str, torch.Tensor], content_of: Callable[[str], bytes | None] | None
+    plan: SavePlan, tensors: Mapping[str, torch.Tensor], contents: Mapping[str, Hash | None]
 ) -> list[tuple[Any, bytes | None]]:
     """Return what this rank holds, item by item: descriptions are always compared, they are small."""
     kinds: dict[Any, Any] = {}
@@ -228,8 +229,8 @@ def _looks(
     for item in plan.items:
         name = item.index.fqn
         kind = kind_of(tensors[name])
-        content = hash_tensor(tensors[name]).value if TREE_PREFIX in name else content_of(name) if content_of else None
-        found.append((kinds.setdefault(kind, kind), content))
+        content = hash_tensor(tensors[name]) if TREE_PREFIX in name else contents.get(name)
+        found.append((kinds.setdefault(kind, kind), content.value if content is not None else None))
     return found
 
 

@@ -3,6 +3,7 @@
 import csv
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -180,6 +181,18 @@ class Training:
         output = self.output()[-2000:]
         parts = ["--- journal", *lines[-60:], "--- queue", self.lab.queue(), "--- output", output, "--- ranks", *logs]
         return "\n".join(parts)
+
+
+def strict_script(training: Training, words: Sequence[str]) -> Path:
+    """Return the reference script behind a parser that ends on any argument, as that of many scripts does."""
+    script = training.work / f"strict-{training.name}.py"
+    script.write_text(
+        "import argparse, runpy, sys\n\nargparse.ArgumentParser().parse_args()\n"
+        f"sys.argv[1:] = {list(words)!r}\n"
+        "runpy.run_module('stepkeeper_trainer.examples.train_lm', run_name='__main__')\n"
+    )
+    script.chmod(0o644)
+    return script
 
 
 def plain_script(lab: Lab) -> Path:

@@ -1,6 +1,6 @@
-"""Structured logs: JSON lines where stdout is no terminal, pretty where it is.
+"""Structured logs: text on stdout (or JSON, if asked for), and always JSON lines in a file of the run directory.
 
-Event names are constant, values are keys; one line per decision with its `why`.  Lines are written by a thread of
+Event names are constant, values are keys; one line per decision with its `why`.  Lines are written by threads of
 their own: stdout is a file on shared storage, and a full or hung one must not end or freeze the supervisor.
 """
 
@@ -11,14 +11,24 @@ import queue
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any, TextIO, cast
 
 import structlog
 
+from stepkeeper.logtext import as_text
 from stepkeeper.redaction import redact
 
 LINES_WAITING_MAX = 10_000
+
+
+class Form(StrEnum):
+    """What a line on stdout looks like."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 class PatientStream:
@@ -32,17 +42,10 @@ class PatientStream:
         self._open = open_stream
         self._waiting: queue.Queue[str | threading.Event] = queue.Queue(LINES_WAITING_MAX)
         self.dropped = 0
-        self._copy: PatientStream | None = None
         threading.Thread(target=self._write, name="log", daemon=True).start()
-
-    def copy_to(self, other: PatientStream) -> None:
-        """Hand all that comes from now on to another stream, too: where the one is lost, the other is not."""
-        self._copy = other
 
     def write(self, text: str) -> int:
         """Hand over some text; returns at once."""
-        if self._copy is not None:
-            self._copy.write(text)
         try:
             self._waiting.put_nowait(text)
         except queue.Full:
@@ -53,9 +56,7 @@ class PatientStream:
         """Do nothing: the thread flushes."""
 
     def drain(self, within_s: float) -> None:
-        """Wait until what was handed over is written, or the time is up; for a copy, as long again."""
-        if self._copy is not None:
-            self._copy.drain(within_s)
+        """Wait until what was handed over is written, or the time is up."""
         done = threading.Event()
         try:
             self._waiting.put(done, timeout=within_s)
@@ -92,35 +93,52 @@ def is_empty(stream: TextIO | None) -> bool:
     return stat.S_ISREG(status.st_mode) and not status.st_size
 
 
-def configure(stream: PatientStream, **static: Any) -> structlog.typing.FilteringBoundLogger:
-    """Set up the log and return the logger.  `static` keys stand in every line.
+class _Pair:
+    """What structlog writes to: each line goes to stdout and to the file for programs, in the form of each."""
 
-    Bound here and not with contextvars: those do not enter new threads.
+    def __init__(self, out: PatientStream, kept: PatientStream) -> None:
+        self._out, self._kept = out, kept
+
+    def write(self, shown: str, kept: str) -> None:
+        """Hand over one line in both forms."""
+        self._out.write(shown + "\n")
+        self._kept.write(kept + "\n")
+
+    debug = info = warning = error = critical = write
+
+
+def configure(
+    out: PatientStream, kept: PatientStream, *, form: Form = Form.TEXT, **static: Any
+) -> structlog.typing.FilteringBoundLogger:
+    """Set up the log and return the logger.
+
+    Args:
+        out: stdout: for people, unless they ask for JSON there.
+        kept: the file that always gets JSON.
+        form: of the lines on stdout.
+        static: keys of every JSON line.  Bound here and not with contextvars: those do not enter new threads.
     """
-    pretty = sys.stdout is not None and sys.stdout.isatty()
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer(sort_keys=False)
-    )
+    colour = sys.stdout is not None and sys.stdout.isatty()
+    to_json = structlog.processors.JSONRenderer(sort_keys=False)
 
-    def add_static(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    def render(_: Any, __: str, event: structlog.typing.EventDict) -> tuple[tuple[str, str], dict[str, Any]]:
         """Put what a reader looks for first in front."""
-        first = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
-        return {**first, **({} if pretty else static), **event}
+        told: dict[str, Any] = {key: _redacted(value) for key, value in event.items()}
+        first: dict[str, Any] = {key: told.pop(key) for key in ("timestamp", "level", "event") if key in told}
+        line = cast("str", to_json(None, "", {**first, **static, **told}))
+        shown = line if form is Form.JSON else as_text({**first, **told}, time.time(), colour=colour)
+        return (shown, line), {}
 
     structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            add_static,
-            _redacted,
-            renderer,
-        ],
+        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True), render],
         wrapper_class=structlog.make_filtering_bound_logger(20),
-        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", stream)),
+        logger_factory=lambda *_: _Pair(out, kept),
         cache_logger_on_first_use=True,
     )
     return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger())
 
 
-def _redacted(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    return {key: redact(value) if isinstance(value, str) else value for key, value in event.items()}
+def _redacted(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_redacted(each) for each in value]
+    return redact(value) if isinstance(value, str) else value

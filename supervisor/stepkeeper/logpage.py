@@ -19,7 +19,7 @@ MEANINGS = {
     # supervisor
     "ask_not_answered": "a request such as `stepkeeper save` was taken, and its answer could not be written",
     "asks_unreadable": "what people ask of the run (`stepkeeper save`, `stop`) cannot be read; the run goes on",
-    "attempt_started": "the first line: what runs where, how the attempt before ended, and what to type",
+    "attempt_started": "the first line: where the ranks print, what runs where, how the attempt before ended",
     "code_changed": "this attempt runs other code than the one before",
     "code_not_recorded": "the run directory did not take the record of the code",
     "config_not_recorded": "the run directory did not take the record of the settings",
@@ -27,6 +27,7 @@ MEANINGS = {
     "decision": "one decision, why, and what was ordered",
     "exit": "the last line: exit code (docs/exit-codes.md) and reason",
     "fewer_cpus_than_ranks": "the job has fewer CPUs than ranks on a node",
+    "submission_not_recorded": "how the job was submitted is not kept: `stepkeeper resume` has to ask Slurm",
     "no_batch_script": "in an allocation of `salloc` or a bare `srun`: nothing can be requeued",
     "no_place_for_resume": "CMD is a shell's script, in the line or in a file, with no place for the resume argument",
     "job_comment_not_set": "Slurm did not take the reason code as the job's comment",
@@ -49,7 +50,8 @@ MEANINGS = {
     "replay_differs": "a step that was done again after a resume came to another loss (`now`) than before (`then`)",
     "replay_equal": "so many steps were done again after a resume, with the same losses as before",
     "run_not_noted": "the home directory did not take the note where this run is",
-    "resume_argument_unknown": "the training script reads its options, and knows not the one that a resume appends",
+    "no_way_to_resume": "the training script shows no way to go on from a checkpoint",
+    "resume_argument_unknown": "the training script does not know the option that `--resume-argument` appends",
     "spool_merged": "records of an earlier attempt were found on this node's disk and taken over",
     "standby_ended": "the Slurm step of the warm standbys is over; the next launch starts its ranks as ever",
     "standby_gone": "one process that was to wait for the next launch cannot, and why",
@@ -77,12 +79,31 @@ MEANINGS = {
     "look_asked": "a job asks the agent to look at a GPU; only what the agent then sees counts",
     "nvml": "the state of NVML",
     "sensor_sees_again": "a sensor that was blind works again",
+    "setup_problem": "the agent's own setup is wrong: what was found, what it means, what to do",
+    "setup_warning": "the agent's own setup could be better: the same",
     "socket_failed": "a mistake in the socket's loop; it goes on",
     "socket_listening": "where jobs can ask",
     "socket_refused": "a request was refused, by whom and why",
     "verdict": "whether this node is fit",
     "verdict_not_written": "the verdict's file could not be written",
 }
+
+PREAMBLE = """\
+The supervisor writes text for people into the job's log (the file of `sbatch --output`), or to the terminal:
+
+    [stepkeeper 2026-09-21 10:00:00] decision: the nodes are clear and fit (phase=training effects=start_launch)
+
+The instant is in the time zone of the node; `WARNING` stands before the name of what somebody should look at.
+`--log-format json` (`STEPKEEPER_LOG_FORMAT=json`) writes JSON lines there instead. Programs need not ask for that:
+the same lines are always in `logs/attempt-000/supervisor.jsonl` of the run directory, a file for each attempt. The
+node agent writes JSON lines only. Every JSON line has `timestamp` (ISO 8601, UTC), `level` and `event`; a
+supervisor's also `job` and `attempt`. `...` stands for keys that depend on what is told. What looks like a token, a
+key or a secret is replaced. The journal is in [events.md](events.md).
+
+What the ranks print is not in the job's log: each node has a file `logs/attempt-000/launch-000/NODE.log` in the run
+directory, as the first line of the job's log says. `stepkeeper logs RUN --follow` shows it, over relaunches and
+requeues; `stepkeeper logs RUN --failed` shows what the rank that failed first printed last.
+"""
 
 
 class Line(msgspec.Struct, frozen=True, order=True):
@@ -132,9 +153,7 @@ def page(made: str) -> str:
         "",
         made,
         "",
-        "JSON lines on stdout, or coloured text where that is a terminal. Every line has `timestamp` (ISO 8601, UTC),",
-        "`level` and `event`; a supervisor's also `job` and `attempt`. `...` stands for keys that depend on what is",
-        "told. What looks like a token, a key or a secret is replaced. The journal is in [events.md](events.md).",
+        *PREAMBLE.splitlines(),
         "",
     ]
     for program in (SUPERVISOR, AGENT):

@@ -109,6 +109,7 @@ class Supervisor:
         self.call: threading.Thread | None = None
         self.storage_test: threading.Thread | None = None  # the newest
         self.requests = 0
+        self.signaled = -1  # the newest launch whose ranks got the stop signal
         self.exit_code: int | None = None
         self.next_at: dict[str, float] = {}  # what is done every few seconds, and when next
         now = inbox.clock.now()
@@ -121,10 +122,12 @@ class Supervisor:
             restart_count=setting.lease.restart_count,
             attempt=setting.lease.attempt,
             launch=0,
+            launched=False,
             phase=Phase.STARTING.value,
             nodes=setting.assignment.nodes,
             started_at=now,
             updated_at=now,
+            alive_at=now,
         )
         self.telling = Telling(
             status=status,
@@ -177,6 +180,8 @@ class Supervisor:
             if self.standbys is not None:
                 self.standbys.renew()
             self.telling.look_at_journal()
+        if self._is_due("alive", status_file.ALIVE_EVERY_S):
+            self.telling.alive(now)
 
     def _is_due(self, what: str, every_s: float) -> bool:
         now = self.inbox.clock.now()
@@ -283,6 +288,7 @@ class Supervisor:
             note=self._note_node,
             on_share=self.crew.heard,
             on_stack=self.standing.heard,
+            on_told=self._note_told,
             after_s=effect.after_s,
             size=len(effect.nodes),
         )
@@ -291,6 +297,10 @@ class Supervisor:
 
     def _note_node(self, node: str, text: str) -> None:
         self.log.info("watcher", node=node, said=text)
+
+    def _note_told(self, word: lines.Told) -> None:
+        self.signaled = word.launch
+        self._note_node(word.node, word.text)
 
     def _verify(self, effect: do.VerifyCheckpoint) -> None:
         checkpoints.verify_back(
@@ -338,6 +348,7 @@ class Supervisor:
             address=effect.address,
             port=effect.port,
             resume_from=effect.resume_from,
+            answered=self.state.has_library,
             newest=not effect.went_back,
             skip_data=",".join(f"{each.step}:{each.steps}" for each in effect.left_out),
         )
@@ -346,6 +357,8 @@ class Supervisor:
 
     def _request_save(self, effect: do.RequestSave) -> None:
         self.requests += 1
+        name = self.setting.policy.stop_signal
+        has_it = effect.slurm_sent == name or self.signaled == self.state.launch  # a handler must not run twice
         if self.bus is not None:
             self.bus.say(
                 lines.Save(
@@ -354,6 +367,8 @@ class Supervisor:
                     stop=effect.stop,
                     why=shorten(effect.why),
                     deadline_at=self.inbox.clock.to_wall(effect.deadline_at),
+                    signal=name if effect.stop and not has_it else "",
+                    heard=self.state.heard,
                 )
             )
 

@@ -100,6 +100,17 @@ UNSEEN = tuple(  # for more than an hour: no rank has the trainer library
     )
     for started in STARTS
 )
+UNHEARD = tuple(  # no rank has the trainer library, and some have no wrapper
+    (
+        msgspec.structs.replace(started, wrapped=wrapped),
+        *_trained(started)[1:-2],
+        on.LaunchBegan(at=0.0, launch=0),
+        *more,
+    )
+    for started in STARTS
+    for wrapped in (True, False)
+    for more in ((), NOTICE)
+)
 _WAYS = (
     (Cause.EXCEPTION, "ValueError at train.py:1"), (Cause.GPU_MEMORY, "rule-1"), (Cause.HOST_MEMORY, "rule-1"),
     (Cause.SEGFAULT, "rule-1"), (Cause.HANG, "rule-1"), (Cause.COLLECTIVE_TIMEOUT, "rule-1"), (Cause.UNKNOWN, "rule-1"),
@@ -195,7 +206,7 @@ NOT_READY = (  # a launch that must not start
 FAILED_OFTEN = tuple(  # twice before, and no further step since
     _trained(msgspec.structs.replace(started, failures=2, best_step=3), *_FAILURE) for started in STARTS
 )
-LEAVING = (*SAVING, *REQUEUEING, *CANCELLED, *ENDING, *ENDED)
+LEAVING = (*UNHEARD, *SAVING, *REQUEUEING, *CANCELLED, *ENDING, *ENDED)
 BEGINNINGS = (
     *[(started,) for started in STARTS], *TRAINING, *TRAINING, *TRAINING, *FAILED, *LEAVING
 )  # fmt: skip

@@ -26,6 +26,12 @@ DECISIONS = {
         "preempted_without_grace: AskSlurm > RequestSave stop > VerifyCheckpoint > AskSlurm > Requeue > Exit 10",
         "preempted_user_signal: AskSlurm > RequestSave stop > VerifyCheckpoint > AskSlurm > Requeue > Exit 10",
     ),
+    "a script without the trainer library: its own save, and SIGKILL only at the deadline": (
+        "no_trainer_library_preempted: AskSlurm > RequestSave stop > Requeue > Exit 10 / KillRanks, JudgeLaunch",
+        "no_trainer_library_saves_too_long: RequestSave stop > KillRanks > AskSlurm > Requeue / JudgeLaunch",
+        "no_trainer_library_requeues_itself: RequestSave stop > Exit 10 / Requeue, KillRanks, JudgeLaunch",
+        "own_srun_line_ends_of_slurms_signal: AskSlurm > Requeue / Exit 0",
+    ),
     "the time limit is near: the same, ahead of it": (
         "limit_without_a_signal: StartLaunch > AskSlurm > RequestSave stop > VerifyCheckpoint",
         "time_limit_by_user_signal: AskSlurm > RequestSave stop > AskSlurm > Requeue > Exit 10",
@@ -139,7 +145,8 @@ SLURM = {
     "or only the batch process": ("preempted_user_signal: AskSlurm > RequestSave stop > Requeue",),
     "a rank without a handler dies of it": (
         "ranks_die_of_the_preemption: AskSlurm > Requeue > Exit 10 / StartLaunch, JudgeLaunch",
-        "no_trainer_library_preempted: AskSlurm > KillRanks > AskSlurm / RequestSave",
+        "no_trainer_library_preempted: AskSlurm > RequestSave stop > AskSlurm / KillRanks, JudgeLaunch",
+        "no_trainer_library_preempted_before_it_began: AskSlurm > KillRanks > AskSlurm / RequestSave",
     ),
     "cancel and the end of a preemption look alike": (
         "scancel_in_training: AskSlurm > Exit 11 / Requeue",

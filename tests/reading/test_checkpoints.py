@@ -3,14 +3,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest, seal
+from tests import dcp_files
 from tests.reading import build
 from tests.reading.conftest import Command
 
@@ -91,8 +95,16 @@ def nonsense_chunks(step: Path) -> None:
         step,
         files={
             "__0_0.distcp": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=0, chunks=()),
-            ".metadata": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=CHUNK_BYTES * 10**9, chunks=("x",)),
+            ".metadata": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=CHUNK_BYTES, chunks=()),
         },
+    )
+
+
+def huge_chunks(step: Path) -> None:
+    """A reader holds a chunk in memory: so much of it must not be asked for."""
+    reseal(
+        step,
+        files={".metadata": FileEntry(bytes=200, xxh3_128="0" * 32, chunk_bytes=CHUNK_BYTES * 10**9, chunks=("x",))},
     )
 
 
@@ -112,6 +124,7 @@ DAMAGES = [
     (newer_format, "upgrade Stepkeeper"),
     (other_step, "its manifest is of step 5"),
     (nonsense_chunks, "does not list its chunks"),
+    (huge_chunks, "not a manifest: Expected `int` <= 268435456"),
 ]
 damaged = pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[d.__name__ for d, _ in DAMAGES])
 
@@ -130,7 +143,7 @@ def test_a_damaged_newest_step_is_passed_over_and_named(
     assert "passed over step_00000300" in latest.err
     assert words in latest.err
     assert "\x1b" not in latest.err
-    assert sorted(str(path) for path in run.path.rglob("*")) == files, "nothing is removed"
+    assert {str(path) for path in run.path.rglob("*")}.issuperset(files), "nothing is removed"
 
 
 @damaged
@@ -158,19 +171,70 @@ def test_ls_shows_each_damage_that_sizes_tell(command: Command, run: RunDirector
     line = said.out.splitlines()[1]
     assert words, "named in full by verify; a table has room for a part"
     assert line.startswith("step_00000300")
-    assert ("complete" if damage is bit_flip else "torn: ") in line
+    assert ("committed, not yet verified" if damage is bit_flip else "damaged: ") in line
+
+
+def states(command: Command, run: RunDirectory) -> list[str]:
+    table = [line.rsplit("  ", 1)[1] for line in command("checkpoints", "ls", run.path).out.splitlines()[1:]]
+    rows = json.loads(command("checkpoints", "ls", run.path, "--json").out)["steps"]
+    assert [line.partition(":")[0] for line in table] == [row["state"] for row in rows]
+    assert [row["complete"] for row in rows] == [row["state"] != "damaged" for row in rows]
+    return table
+
+
+@pytest.mark.parametrize("found_by", ["verify", "latest"])
+def test_ls_says_verified_and_damaged_as_the_last_reading_found(
+    command: Command, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, found_by: str
+) -> None:
+    """Only of bytes that were read, and of files that nobody has written to since."""
+    monkeypatch.setattr("stepkeeper_trainer.formats.cache.SETTLED_S", -1e9)  # the files are new
+    first, second, third = build.make_steps(run)
+    assert states(command, run) == ["committed, not yet verified"] * 3
+    command("checkpoints", "verify", second)
+    bit_flip(third)
+
+    for _ in range(2):
+        assert command("checkpoints", found_by, third if found_by == "verify" else run.path).code in (0, 41)
+        damaged, good, unread = states(command, run)
+        assert damaged.startswith("damaged: __0_0.distcp: bytes of chunk 2 ")
+        assert (good, unread) == ("verified", "committed, not yet verified")
+    bit_flip(third)  # and back
+    assert states(command, run)[0] == "committed, not yet verified"
+    command("checkpoints", "verify", third)
+    bit_flip(second)
+    assert states(command, run) == ["verified", "committed, not yet verified", "committed, not yet verified"]
+    assert first.is_dir()
+
+
+def test_ls_believes_the_journal_of_files_that_are_as_they_were(command: Command, run: RunDirectory) -> None:
+    """The watchers of several nodes read a step together, on whose word the supervisor goes on."""
+    old = time.time() - 1000
+    for step in build.make_steps(run):
+        for path in step.iterdir():
+            os.utime(path, (old, old))
+    bad = on.Skipped(directory=str(run.checkpoints / "step_00000300"), problem="__0_0.distcp: wrong", damaged=True)
+    chosen = on.CheckpointChosen(
+        at=time.time(), directory=str(run.checkpoints / "step_00000200"), step=200, skipped=(bad,)
+    )
+    build.write_journal(run, [build.record(chosen, attempt=0)])
+
+    assert states(command, run) == ["damaged: __0_0.distcp: wrong", "verified", "committed, not yet verified"]
+    for path in (run.checkpoints / "step_00000200").iterdir():
+        os.utime(path, (time.time() + 60,) * 2)
+    assert states(command, run)[1] == "committed, not yet verified"
 
 
 def test_every_byte_right(command: Command, run: RunDirectory) -> None:
     step = build.make_steps(run)[-1]
 
     said = command("checkpoints", "verify", step)
-    assert (said.code, said.out) == (0, f"{step}: every byte is right ({BYTES} B read)\n")
+    assert (said.code, said.out) == (0, f"{step}: verified: every byte is right ({BYTES} B read)\n")
 
     document = json.loads(command("checkpoints", "verify", step, "--json").out)
     assert document == {
         "directory": str(step),
         "ok": True,
+        "state": "verified",
         "deep": True,
         "bytes_read": BYTES,
         "bytes_known": 0,
@@ -221,7 +285,7 @@ def test_several_problems_are_a_line_each(command: Command, run: RunDirectory) -
     add_file(step)
     (step / ".metadata").unlink()
 
-    assert len(command("checkpoints", "verify", step).out.splitlines()) == 3
+    assert len(command("checkpoints", "verify", step).out.splitlines()) == 1 + 3
     assert "(and 2 more)" in command("checkpoints", "ls", run.path).out
 
 
@@ -291,9 +355,9 @@ def test_marks_are_shown(command: Command, run: RunDirectory) -> None:
 
     assert [line.rsplit("  ", 1)[1] for line in said] == [
         "STATE",
-        "complete, suspect",
-        "complete",
-        "complete, pinned",
+        "committed, not yet verified; suspect",
+        "committed, not yet verified",
+        "committed, not yet verified; pinned",
     ]
 
 
@@ -349,6 +413,7 @@ def test_the_json_of_ls(command: Command, run: RunDirectory) -> None:
         "save_id": "00000001-save",
         "parent": "00000000-save",
         "complete": True,
+        "state": "committed, not yet verified",
         "current": True,
         "marks": [],
         "left_out": [],
@@ -509,3 +574,37 @@ def test_verify_of_a_run_says_which_command_is_meant(tmp_path: Path, command: Co
     assert result.code == 2
     assert "a run's" in result.err
     assert "checkpoints latest" in result.err
+
+
+HUGE = b"\x8a\xff" + b"\x7f" * 255  # a number of 614 digits, as a pickle has it
+COMMANDS = [
+    ["checkpoints", "verify", "STEP"],
+    ["checkpoints", "ls", "RUN"],
+    ["checkpoints", "latest", "RUN"],
+    ["checkpoints", "tiers", "RUN", "--json"],
+    ["checkpoints", "export", "STEP", "OUT"],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[1])
+@pytest.mark.parametrize("dimensions", [1, 8, 40])
+def test_a_sealed_step_of_huge_numbers_is_named_and_costs_no_time(
+    command: Command, run: RunDirectory, tmp_path: Path, words: list[str], dimensions: int
+) -> None:
+    """Their product had more digits than Python writes: that was an uncaught error, after a minute."""
+    (step,) = build.make_steps(run, 1)
+    piece = dcp_files.Piece((0,) * dimensions, (201,) * dimensions, "__0_0.distcp", 0, 200)
+    metadata = dcp_files.metadata({"model.weights": [piece]}).replace(b"K\xc9", HUGE)
+    if metadata[2:3] == b"\x95":
+        metadata = metadata[:2] + metadata[11:]  # the length of its frame
+    (step / ".metadata").write_bytes(metadata)
+    reseal(step, files={"__0_0.distcp": build.entry(build.DATA), ".metadata": build.entry(metadata)})
+    places = {"STEP": step, "RUN": run.path, "OUT": tmp_path / "out"}
+    began = time.process_time()
+
+    said = command(*[places.get(word, word) for word in words])
+
+    assert "numbers that a tensor can have" in said.out + said.err
+    expected = {"ls": 0, "tiers": 0, "latest": 1}.get(words[1], ExitCode.NOT_VERIFIED)
+    assert said.code == expected
+    assert time.process_time() - began < 10

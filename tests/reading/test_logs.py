@@ -8,6 +8,7 @@ import pytest
 
 from stepkeeper.commands import logs_follow
 from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
 from stepkeeper.store import logs
 from stepkeeper.store.rundir import RunDirectory
 from tests.reading import build
@@ -116,20 +117,124 @@ def test_links_are_not_followed(command: Command, run: RunDirectory) -> None:
     assert "root:" not in said.out
 
 
-def test_of_a_failed_launch_the_rank_that_failed_first_is_shown(command: Command, run: RunDirectory) -> None:
-    build.write_log(run, "n1", b"0: fine\n1: Traceback\n", attempt=0, launch=1)
+FAILS = b"""1: Traceback (most recent call last):
+1:   File "train.py", line 61, in main
+1: ValueError: a label lies beyond the vocabulary
+1: 2026-09-21 10:00:00 stepkeeper_trainer save_failed step=20 error="its rank is gone"
+1: stepkeeper: no warm standby for this rank: it has ended; it is started as ever
+slurmstepd: error: *** STEP 7.2 ON n1 CANCELLED AT 2026-09-21T10:00:00 ***
+"""
+SRUN_SAYS = b"""srun: warning: can't honor --ntasks-per-node set to 1
+srun: error: n1: task 1: Exited with exit code 1
+srun: Job step aborted: Waiting up to 32 seconds for job step to finish.
+srun: cluster configuration lacks support for cpu binding
+srun: error: n2: task 2: Killed
+"""
+
+
+def fails(run: RunDirectory, *events: on.Event) -> None:
+    """A launch that ends as ours do: srun's last words are a warning, and that we killed the others."""
+    build.write_log(run, "n1", b"0: fine\n" + FAILS, attempt=0, launch=1)
+    build.write_log(run, "n2", b"2: fine too\n", attempt=0, launch=1)
+    build.write_log(run, "srun", SRUN_SAYS, attempt=0, launch=1)
     build.write_log(run, "n1", b"0: goes on\n", attempt=0, launch=2)
+    logs.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "srun ended with -9; srun: error: n2: Killed")
+    told = [on.LaunchBegan(at=build.START, launch=1), *events]
+    build.write_journal(run, [build.record(event, attempt=0, launch=1) for event in told])
+
+
+def exited(rank: int, node: str, after: float, **how: int | None) -> on.RankExited:
+    return on.RankExited(at=build.START + after, launch=1, rank=rank, node=node, **how)
+
+
+def test_of_a_failed_launch_the_rank_that_failed_first_is_shown(command: Command, run: RunDirectory) -> None:
+    """Neither our own kill nor a warning of srun's is the reason, nor do they stand among its last words."""
+    build.write_log(run, "n1", b"0: fine\n", attempt=0, launch=1)
     assert command("logs", run.path, "--failed").code == 40, "none is marked"
-    logs.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "rank 1 on n1 ended with exit code 1")
-    exited = on.RankExited(at=build.START, launch=1, rank=1, node="n1", code=1, signal=None)
-    build.write_journal(run, [build.record(exited, attempt=0)])
+    fails(run, exited(1, "n1", 5, code=1), exited(0, "n1", 6, signal=9), exited(2, "n2", 6, signal=9))
 
     said = command("logs", run.path, "--failed")
 
-    assert said.out == "1: Traceback\n"
-    assert "attempt-000, launch-001 failed: rank 1 on n1 ended with exit code 1" in said.err
+    assert said.out.splitlines() == [
+        "1: Traceback (most recent call last):",
+        '1:   File "train.py", line 61, in main',
+        "1: ValueError: a label lies beyond the vocabulary",
+    ]
+    assert said.err == "attempt 0, launch 1: rank 1 on n1 failed first (exit code 1: an error of the program)\n"
+    assert command("logs", run.path, "--failed", "--tail", 1).out.endswith("vocabulary\n")
+    document = json.loads(command("logs", run.path, "--failed", "--json").out.splitlines()[-1])
+    assert [document[key] for key in ("attempt", "launch", "node", "rank")] == [0, 1, "n1", 1]
     assert command("logs", run.path, "--failed", "--rank", 0).out == "0: fine\n"
+    assert "no line of rank 7" in command("logs", run.path, "--failed", "--rank", 7).err
     assert command("logs", run.path, "--failed", "--follow").code == 2
+
+
+def test_the_verdict_says_who_failed_first_where_a_follower_ended_first(command: Command, run: RunDirectory) -> None:
+    """A rank that lost its peer may be gone before the interpreter of the one that raised has ended."""
+    said = {"cause": Cause.EXCEPTION, "rule": "python-exception", "confidence": 0.8, "text": "ValueError: a label"}
+    judged = on.Judged(
+        at=build.START + 9, launch=1, rank=1, node="n1", location="ValueError at train.py:61 in main", **said
+    )
+    fails(run, exited(2, "n2", 5, code=1), exited(1, "n1", 6, code=1), judged)
+
+    said = command("logs", run.path, "--failed")
+
+    assert said.out.endswith("1: ValueError: a label lies beyond the vocabulary\n")
+    assert "rank 1 on n1 failed first (exception: ValueError at train.py:61 in main; exit code 1" in said.err
+
+
+def test_where_no_rank_failed_by_itself_the_last_words_of_every_node_are_shown(
+    command: Command, run: RunDirectory
+) -> None:
+    """A loss that went wrong, a training that stood still: we ended the ranks."""
+    wrong = "the loss is no finite number since step 21"
+    judged = on.Judged(
+        at=build.START, launch=1, cause=Cause.NUMERICAL, rule="loss-not-finite", confidence=0.9, text=wrong
+    )
+    fails(run, judged)
+
+    said = command("logs", run.path, "--failed", "--tail", 2)
+
+    assert said.out.splitlines() == [
+        'n1 1:   File "train.py", line 61, in main',
+        "n1 1: ValueError: a label lies beyond the vocabulary",
+        "n2 2: fine too",
+    ]
+    assert said.err == f"attempt 0, launch 1: no rank is known to have failed by itself (numerical: {wrong})\n"
+
+
+def test_a_launchers_ranks_share_one_label_and_their_node_is_shown(command: Command, run: RunDirectory) -> None:
+    """torchrun's rank 11 prints as task 1; what Slurm says of the memory of its node stands there too."""
+    build.write_log(run, "n1", b"0: [default3]:fine\n", attempt=0, launch=1)
+    killed = b"slurmstepd: error: Detected 1 oom_kill event in StepId=7.2. Some of the step tasks have been killed.\n"
+    build.write_log(run, "n2", b"1: [default3]:RuntimeError: no\n" + killed, attempt=0, launch=1)
+    logs.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "srun ended with 1")
+    said = {"cause": Cause.EXCEPTION, "rule": "python-exception", "confidence": 0.8, "text": "RuntimeError: no"}
+    told = [on.LaunchBegan(at=build.START, launch=1), on.Judged(at=build.START, launch=1, rank=11, node="n2", **said)]
+    build.write_journal(run, [build.record(event, attempt=0, launch=1) for event in told])
+
+    assert command("logs", run.path, "--failed").out == "1: [default3]:RuntimeError: no\n" + killed.decode()
+
+
+def test_where_slurm_started_nothing_its_own_words_are_the_reason(command: Command, run: RunDirectory) -> None:
+    refused = b"srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification\n"
+    build.write_log(run, "srun", b"srun: warning: x\n" + refused, attempt=0, launch=0)
+    logs.mark_failed(run.path / "logs" / "attempt-000" / "launch-000", "srun ended with 1")
+
+    assert command("logs", run.path, "--failed").out == refused.decode()
+
+
+def test_only_the_last_lines_of_a_failed_rank_are_shown(command: Command, run: RunDirectory) -> None:
+    """It may have printed for a week."""
+    build.write_log(run, "n1", b"".join(b"1: line %d\n" % i for i in range(1000)), attempt=0, launch=1)
+    logs.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "srun ended with 1")
+    build.write_journal(run, [build.record(exited(1, "n1", 5, code=1), attempt=0, launch=1)])
+
+    said = command("logs", run.path, "--failed")
+
+    assert said.out.splitlines()[0] == "1: line 950"
+    assert "the last 50 lines" in said.err
+    assert len(command("logs", run.path, "--failed", "--tail", 700).out.splitlines()) == 700
 
 
 def test_lines_are_followed_over_a_relaunch_until_the_run_ends(

@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stepkeeper.seeing.glance import glance
+from stepkeeper.seeing.screen import line, screen
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lease
 from tests.reading import build
@@ -48,6 +50,9 @@ def test_json_is_the_status_document_with_computed_fields(command: Command, run:
     assert document["nodes"] == ["n1", "n2"]
     assert document["phase_since"] == build.START + 30
     assert document["checkpoint_directory"] == str(run.checkpoints / "step_00000200")
+    assert document["checkpoint_state"] == "gone"
+    build.make_steps(run)
+    assert "step 200 (step_00000200): committed, not yet verified" in command("status", run.path).out
     assert document["run_directory"] == str(run.path)
     assert document["silent"] is True
     assert document["done"] is False
@@ -86,7 +91,7 @@ def test_an_ended_run_says_how_it_goes_on(command: Command, run: RunDirectory) -
     """Submitted again without its directory, a training would begin anew."""
     build.write_status(run, phase="done", exit_code=27, why="games asks to save and end")
 
-    assert f"to go on: submit it again with --run-dir {run.path}" in command("status", run.path).out
+    assert f"to go on: stepkeeper resume {run.path}" in command("status", run.path).out
 
 
 def test_an_exit_code_of_a_newer_version_is_shown(command: Command, run: RunDirectory) -> None:
@@ -103,6 +108,23 @@ def test_a_run_that_has_done_nothing_yet(command: Command, run: RunDirectory) ->
 
     assert said.code == 0
     assert "none yet" in said.out
+
+
+def test_a_script_without_the_library_is_not_said_to_have_done_no_step(command: Command, run: RunDirectory) -> None:
+    unknown = {"step": None, "loss": None, "tokens": None, "step_seconds": None, "checkpoint_step": None}
+    build.write_status(run, library=False, resumed_from=None, **unknown)
+
+    shown = command("status", str(run.path))
+    followed = screen("my-run", glance(run), None, now=time.time(), width=100, height=30)
+    one_line = line(glance(run), time.time())
+
+    assert "no trainer library has answered" in shown.out
+    assert "no trainer library has answered" in "\n".join(followed)
+    assert one_line.endswith("no trainer library")
+    for text in (shown.out, "\n".join(followed), one_line):
+        assert "none" not in text, text
+        assert "resumed" not in text, text
+        assert "no checkpoint yet" not in text, text
 
 
 def test_escape_sequences_do_not_reach_the_terminal(command: Command, run: RunDirectory) -> None:

@@ -4,8 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from stepkeeper.seeing import started
+from stepkeeper.store import code
 from stepkeeper.store.rundir import RunDirectory
 from tests.reading.conftest import Command, command, run
 from tests.seeing.test_timeline import RECORDED
@@ -50,3 +53,23 @@ def test_a_run_that_has_not_begun_is_said(command: Command, run: RunDirectory, t
     assert said.code == 40
     assert "no supervisor has worked on this run yet" in said.err
     assert not (tmp_path / "out.html").exists()
+
+
+def test_what_ran_is_read_from_the_records_of_the_attempts(command: Command, recorded: Path, tmp_path: Path) -> None:
+    """Attempts that were started alike stand in one row; one with other code in the next; secrets in none."""
+    words = ("python", "train.py", "--hub-token", "hf_abcdefghijklmnop")
+    for attempt, commit in ((0, "a" * 40), (1, "a" * 40), (2, "b" * 40)):
+        ran = msgspec.structs.replace(code.look(words, tmp_path), commit=commit, directory="/work", unknown="")
+        (recorded / "attempts" / f"attempt-{attempt:03d}").mkdir(parents=True)
+        code.write(recorded, attempt, ran)
+
+    found = started.read(RunDirectory(recorded), (0, 1, 2))
+
+    assert [(each.first, each.last, each.commit[0]) for each in found] == [(0, 1, "a"), (2, 2, "b")]
+    assert found[0].command_line == "python train.py --hub-token '***'"
+    said = command("report", recorded, "-o", "-").out
+    assert "commit aaaaaaaaaaaa, in /work" in said
+    assert "abcdefghijklmnop" not in said
+    document = json.loads(command("report", recorded, "--json").out)
+    assert document["learning_rate"] > 0
+    assert document["started"][0]["command"][:2] == ["python", "train.py"]

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from stepkeeper.core import events as on
+from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
 from stepkeeper.report import command, losses
 from stepkeeper.report.page import About, page
@@ -20,6 +21,7 @@ from stepkeeper.seeing import rows as row_files
 from stepkeeper.seeing.checkpoints import OnDisk
 from stepkeeper.seeing.model import SECOND
 from stepkeeper.seeing.rows import Rows
+from stepkeeper.seeing.started import Started
 from stepkeeper.seeing.timeline import Timeline
 from stepkeeper.store import journal
 from stepkeeper_trainer.formats.lineage import Commit, Lineage
@@ -143,7 +145,7 @@ def test_every_column_keeps_its_spike() -> None:
     found = losses.curve(told.see())
 
     assert found is not None
-    points = found.kept[0]
+    points = found.kept
     assert len(points) <= 4 * losses.COLUMNS + 4
     assert (123_457, 90.0) in points
     assert found.strange == [(77_777, 77_777)]
@@ -234,14 +236,90 @@ def test_states_of_step_directories() -> None:
 
     found = {each.step: each for each in checkpoints.checkpoints(history.tell(told.records), lineage, disk)}
 
-    assert found[5].states == ("committed", "verified")
+    assert found[5].states == ("verified",)
     assert found[5].resumed == 1
-    assert found[10].states == ("committed", "pruned", "rolled back")
-    assert found[20].states == ("committed", "pinned", "suspect")
-    assert found[30].states == ("committed", "gone", "rolled back")
-    assert found[99].states == ("committed", "damaged")
+    assert found[10].states == ("committed, not yet verified", "pruned", "rolled back")
+    assert found[20].states == ("committed, not yet verified", "pinned", "suspect")
+    assert found[30].states == ("committed, not yet verified", "gone", "rolled back")
+    assert found[99].states == ("damaged",)
     assert found[20].bytes == 10**9
     assert found[20].seconds == 1.0
+
+
+def failed_for_good() -> Timeline:
+    told = Journal(policy=Policy(failures_max=2))
+    told.begin(0, gpus_per_node=8)
+    told.launch(0)
+    told.steps(1, 20, at=0)
+    told.commit(10, at=10)
+    told.rank_dies(20.5)
+    told.launch(30, resume=10)
+    told.steps(11, 10, at=30)
+    told.rank_dies(40.5)
+    chosen = on.CheckpointChosen(at=START + 41, directory="/r/checkpoints/step_00000010", step=10)
+    told.tell(chosen, on.BusEnded(at=START + 42, bus=1, code=0))
+    tale = history.tell(told.records)
+    return timeline.build(tale, told.rows, checkpoints.checkpoints(tale, None, None))
+
+
+RAN = Started(
+    first=0,
+    last=0,
+    command=("python", "train.py", "--name", "two words"),
+    commit="0123456789abcdef0123",
+    changed=True,
+    directory="/home/ada/llm",
+    stepkeeper="1.2.3",
+    settings={"spares": "1 (--spares)"},
+)
+
+
+def test_a_run_that_failed_says_how_to_go_on_and_what_ran() -> None:
+    """Nobody has to find the command line, the code and the step in other places first."""
+    seen = failed_for_good()
+    parsed = Page(page(seen, msgspec.structs.replace(ABOUT, started=[RAN])))
+
+    for words in (
+        "How to go on",
+        "a second start with the same data will most likely end the same way",
+        "stepkeeper logs /runs/run --failed",
+        "It goes on from step 10 (verified).",
+        "stepkeeper submit -N2 --gpus-per-node 8 --run-dir /runs/run -- python train.py --name 'two words'",
+        "commit 0123456789ab, with changes that are not committed, in /home/ada/llm",
+        "1.2.3",
+        "spares = 1 (--spares)",
+        "the run ends with exit code 29",
+    ):
+        assert words in parsed.text, words
+    document = command.document(seen, "/runs/run", [RAN])
+    assert document["how_to_go_on"][-1]["type"].endswith("-- python train.py --name 'two words'")
+    assert (document["started"][0]["commit"], document["exit_code"]) == (RAN.commit, 29)
+    assert document["launches"][-1]["decided"] == "the run ends with exit code 29"
+    assert "How to go on" not in page(recorded(), ABOUT), "it is finished"
+
+
+def test_the_headline_is_one_short_sentence() -> None:
+    html = page(failed_for_good(), ABOUT)
+    match = re.search(r"<header>.*?<p>(.*?)<span", html, re.DOTALL)
+
+    assert match is not None
+    assert match[1].strip() == "The training failed for a cause that another start does not change (exit code 29)."
+    assert len(match[1].split()) <= 20
+
+
+def test_the_loss_is_one_line_over_all_resumes_and_the_learning_rate_stands_below() -> None:
+    html = page(recorded(), ABOUT)
+
+    assert html.count('<polyline class="kept"') == 1
+    assert html.count('<polyline class="rate"') == 1
+    assert re.search(r"learning rate [\d.e-]+", html)
+    found = losses.curve(recorded())
+    assert found is not None
+    steps = [step for step, _ in found.kept]
+    assert steps == list(range(1, 121)), "no step of the three launches is missing, none stands twice"
+    for redone in found.lost:
+        assert redone[0] in found.kept, "it branches off what counts"
+    assert 'class="rate"' not in page(failed_for_good(), ABOUT), "no learning rate was reported"
 
 
 @pytest.mark.campaign

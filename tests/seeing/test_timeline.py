@@ -3,11 +3,14 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
 from stepkeeper.core.policy import Policy
 from stepkeeper.seeing import history, timeline
 from stepkeeper.seeing import rows as row_files
@@ -18,7 +21,7 @@ from stepkeeper.store import journal
 from stepkeeper.store.journal import VERSION, Record
 from tests.core import histories
 from tests.core.realistic import realistic
-from tests.seeing.build import START, Journal, killed, see
+from tests.seeing.build import START, Journal, killed, see, wrong_loss
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -445,3 +448,108 @@ def test_a_launch_of_a_single_step_is_measured_by_the_steps_of_others() -> None:
         (Use.STARTING, 10 * SECOND),
         (Use.PRODUCTIVE, SECOND),
     ]
+
+
+def stood_still() -> Journal:
+    """A run whose ranks stand still after step 20; we end the launch, and it is judged."""
+    told = Journal()
+    told.begin(0)
+    told.launch(0)
+    for step in range(1, 21):
+        told.steps(step, 1, at=step - 1)
+    told.commit(10, at=20)
+    at = 20.0
+    while not any(isinstance(each, do.CollectStacks) for each in told.records[-1].effects):
+        at += 10
+        told.tell(on.Tick(at=START + at))
+    launch = told.state.launch
+    summary = "rank 1 is in load (data.py:7)"
+    stands = {"launch": launch, "moved": False, "idle": True, "summary": summary, "rank": 1, "node": "n2"}
+    told.tell(on.StacksCollected(at=START + at + 1, **stands))
+    told.tell(on.RankExited(at=START + at + 2, launch=launch, rank=1, node="n2", signal=9))
+    told.tell(on.LaunchEnded(at=START + at + 3, launch=launch, code=-9))
+    return told
+
+
+def test_a_launch_that_stood_still_is_not_one_that_somebody_stopped() -> None:
+    told = stood_still()
+
+    (launch,) = told.see().launches()
+
+    assert (launch.ending, launch.decided) == (Ending.HANG, "relaunch in the allocation")
+    assert launch.why.startswith("the training stands still since step 20: rank 1 is in load")
+
+
+def test_a_loss_that_went_wrong_is_not_one_that_somebody_stopped() -> None:
+    told = wrong_loss()
+    assert told.state.phase.value == "stopping"
+    told.tell(on.LaunchEnded(at=START + 40, launch=0, code=-9))
+    said = {"cause": Cause.NUMERICAL, "rule": "loss-not-finite", "confidence": 0.9, "step": 21}
+    told.tell(on.CheckpointChosen(at=START + 41, directory="/r/checkpoints/step_00000010", step=10))
+    told.tell(on.Judged(at=START + 42, launch=0, **said))
+
+    (launch,) = told.see().launches()
+
+    assert launch.ending is Ending.LOSS
+    assert "no finite number since step 21" in launch.why
+    assert launch.decided.startswith("go back to a step before ") or launch.decided == "relaunch in the allocation"
+
+
+def test_of_a_journal_that_does_not_say_what_the_rules_saw_the_verdict_does() -> None:
+    """Written by 0.1, before the rules' finding stood in the order to judge."""
+    told = stood_still()
+    told.tell(on.Judged(at=START + 99, launch=0, cause=Cause.HANG, rule="progress-silence", confidence=0.9))
+    plain = [
+        msgspec.structs.replace(
+            record,
+            effects=tuple(
+                msgspec.structs.replace(each, found=None) if isinstance(each, do.JudgeLaunch) else each
+                for each in record.effects
+            ),
+        )
+        for record in told.records
+        if not isinstance(record.event, on.RankExited)
+    ]
+    for record in plain:
+        if isinstance(record.event, on.LaunchEnded):
+            assert any(isinstance(each, do.JudgeLaunch) for each in record.effects)
+
+    (launch,) = see(plain, told.rows).launches()
+
+    assert launch.ending is Ending.HANG
+
+
+def test_the_last_launch_of_a_run_that_failed_was_not_relaunched() -> None:
+    """A checkpoint is chosen while it is judged; then the verdict ends the run."""
+    told = Journal(policy=Policy(failures_max=1))
+    told.begin(0)
+    told.launch(0)
+    told.steps(1, 20, at=0)
+    told.rank_dies(20.5)
+    assert next(told.see().launches()).decided == "relaunch in the allocation"
+    told.tell(on.CheckpointChosen(at=START + 21, directory=None, step=None))
+    told.tell(on.BusEnded(at=START + 22, bus=1, code=0))
+    assert told.state.phase.value == "done"
+
+    (launch,) = told.see().launches()
+
+    assert (launch.ending, launch.decided) == (Ending.FAILURE, "the run ends with exit code 20")
+
+
+def test_a_slow_node_that_a_spare_replaces_is_no_stop_that_somebody_asked_for() -> None:
+    told = Journal(nodes=("n1", "n2", "n3"))
+    told.begin(0, nodes_wanted=2)
+    told.launch(0)
+    told.steps(1, 10, at=0)
+    told.state = msgspec.structs.replace(told.state, to_replace="n2")
+    told.commit(10, at=10, seconds=0)
+    assert told.state.phase.value in ("saving", "stopping"), told.records[-1].why
+    told.tell(on.TrainingStopped(at=START + 12, launch=0, step=10))
+    told.tell(on.LaunchEnded(at=START + 13, launch=0, code=75, stopped=True))
+
+    (launch,) = told.see().launches()
+
+    assert (launch.ending, launch.why) == (
+        Ending.RESTARTED,
+        "step 10 is committed; n2 is slow: a spare takes its place",
+    )

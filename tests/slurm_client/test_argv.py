@@ -31,6 +31,7 @@ def job(*command: str, torchrun: bool = False, geometry: Geometry = TWO) -> Job:
         run_id="r1",
         attempt=2,
         socket="@stepkeeper-7-%N",
+        takes_resume=True,
     )
 
 

@@ -63,6 +63,9 @@ def test_the_same_exception_again_ends_the_run_and_calls_a_person(lab: Lab) -> N
     assert lab.job(training.job_id).exit_code == f"{int(ExitCode.CAUSE_STAYS)}:0"
     assert "ValueError at" in training.output()
     assert "notified" in training.output()
+    shown = lab.run(training.stepkeeper, "logs", str(training.run_dir), "--failed", user=training.user)
+    assert shown.stdout.splitlines()[-1].endswith("ValueError: a label lies beyond the vocabulary"), shown
+    assert re.match(r"attempt 0, launch 1: rank 1 on \S+ failed first \(exception: ValueError at ", shown.stderr), shown
     assert told.read_text().startswith(f"{int(ExitCode.CAUSE_STAYS)} exception ")
     comment = lab.run("scontrol", "-o", "show", "job", str(training.job_id)).stdout
     assert f"Comment=stepkeeper:{int(ExitCode.CAUSE_STAYS)}:CAUSE_STAYS:exception" in comment

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.logtext import is_own
 from tests.lab import Lab
 from tests.stories import acts
 from tests.stories.test_campaign import release_urgent_jobs
@@ -67,11 +69,19 @@ class ByHand(Training):
         return (self.run_dir / "journal.jsonl").exists() and len(self.events(on.AttemptStarted)) > known
 
 
-def said(training: Training, event: str) -> list[dict[str, object]]:
-    """Lines of the log with that name."""
+def said(training: Training, event: str) -> list[tuple[int, str]]:
+    """Lines with that name in the job's log, each with its attempt: that of the `attempt_started` before it."""
     text, _, _ = training.output().rpartition("\n")  # whole lines only: another one may be under way
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return [line for line in lines if line["event"] == event]
+    found, attempt = [], -1
+    for line in filter(is_own, text.splitlines()):
+        name, _, rest = line.partition("] ")[2].removeprefix("WARNING ").partition(":")
+        if name == "attempt_started":
+            where = re.search(r"ranks_print_to=.*?/attempt-(\d+)/launch", rest)
+            assert where is not None, line
+            attempt = int(where[1])
+        if name == event:
+            found.append((attempt, rest))
+    return found
 
 
 @pytest.mark.campaign
@@ -169,15 +179,15 @@ def test_a_log_that_each_attempt_empties_is_told(lab: Lab, mode: str) -> None:
     training.wait_step(3)
     lab.requeue(training.job_id)
     training.wait_attempt(1)
-    training.until(lambda: any(line["attempt"] == 1 for line in said(training, "decision")), "the second attempt's log")
-    attempts = {line["attempt"] for line in said(training, "attempt_started")}
+    training.until(lambda: any(attempt == 1 for attempt, _ in said(training, "decision")), "the second attempt's log")
+    attempts = {attempt for attempt, _ in said(training, "attempt_started")}
     warned = said(training, "log_emptied")
     lab.cancel(training.job_id)
     training.wait_end()
 
     assert attempts == ({0, 1} if mode == "append" else {1})
     for attempt in (0, 1):
-        kept = (training.run_dir / "logs" / f"attempt-{attempt:03d}" / "supervisor.log").read_text()
+        kept = (training.run_dir / "logs" / f"attempt-{attempt:03d}" / "supervisor.jsonl").read_text()
         assert f'"attempt": {attempt}' in kept, kept
         assert "attempt_started" in kept, kept
     assert bool(warned) == (mode != "append"), training.output()

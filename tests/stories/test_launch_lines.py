@@ -11,7 +11,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.stories import acts
-from tests.training import SMALL, Training, assert_complete
+from tests.training import SMALL, Training, assert_complete, strict_script
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
 INSTALL_S = 300.0
@@ -112,15 +112,9 @@ def test_a_shell_scripts_file_with_torchrun_in_it(lab: Lab, reference: Training)
 def test_a_script_that_bears_no_argument_resumes_by_the_variable(lab: Lab, reference: Training) -> None:
     """Its own parser would end it; the trainer library finds the checkpoint all the same."""
     training = Training(lab, name="line-strict")
-    script = training.work / "strict.py"
-    words = shlex.split(SCRIPT)
-    script.write_text(
-        "import argparse, runpy, sys\n\nargparse.ArgumentParser().parse_args()\n"
-        f"sys.argv[1:] = {words[2:]!r}\nrunpy.run_module({words[1]!r}, run_name='__main__')\n"
-    )
-    script.chmod(0o644)
+    script = strict_script(training, shlex.split(SCRIPT)[2:])
 
-    play(training, f"python {script}", *TWO_NODES, STEPKEEPER_RESUME_ARGUMENT="false")
+    play(training, f"python {script}", *TWO_NODES)
 
     assert_complete(training, reference)
     assert "resume_argument_unknown" not in training.output()
@@ -132,10 +126,11 @@ def test_a_script_that_would_end_on_the_argument_is_told_so_at_its_first_launch(
     script.write_text("import argparse\n\nargparse.ArgumentParser().parse_args()\n")
     script.chmod(0o644)
     training.command = ("python3", str(script))
+    training.run_args = ("--resume-argument",)
     training.submit().wait_end()
 
     assert "resume_argument_unknown" in training.output()
-    assert "--no-resume-argument" in training.output()
+    assert "leave out --resume-argument" in training.output()
 
 
 @pytest.fixture(scope="module")

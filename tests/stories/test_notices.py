@@ -10,7 +10,7 @@ from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.stories.patience import hurry, patient
 from tests.stories.test_campaign import mend, release_urgent_jobs
-from tests.training import Training, assert_complete, assert_replays
+from tests.training import SMALL, Training, assert_complete, assert_replays, strict_script
 
 pytestmark = pytest.mark.slurm
 GRACE_S = 20
@@ -19,8 +19,14 @@ LIMITED_S = 400.0  # a job of a minute begins, is told, and begins again, on a b
 
 
 def test_the_nodes_are_given_back_as_soon_as_the_checkpoint_is_verified(lab: Lab, reference: Training) -> None:
-    """Grace time is a limit, not a wait: the urgent job starts when the commit is done, not when grace is over."""
-    training = Training(lab, name="give-back", steps=40, step_seconds=0.25).submit()
+    """Grace time is a limit, not a wait: the urgent job starts when the commit is done, not when grace is over.
+
+    The script's parser ends on any argument that it does not know: a resume appends none.
+    """
+    training = Training(lab, name="give-back", steps=40, step_seconds=0.25)
+    words = ("--steps=40", "--seed=7", "--checkpoint-every-steps=10", "--step-seconds-min=0.25", *SMALL)
+    training.command = (str(training.python), str(strict_script(training, words)))
+    training.submit()
     training.wait_step(13)
 
     asked_at = time.time()

@@ -121,8 +121,8 @@ def assert_every_attempt_is_in_the_log(training: Training, attempts: int) -> Non
     """In the job's own log, which the site appends to, and apart for each attempt in the run directory."""
     assert "log_emptied" not in training.output(), training.output()
     for attempt in range(attempts):
-        kept = (training.run_dir / "logs" / f"attempt-{attempt:03d}" / "supervisor.log").read_text()
+        kept = (training.run_dir / "logs" / f"attempt-{attempt:03d}" / "supervisor.jsonl").read_text()
         for line in ("attempt_started", f'"attempt": {attempt}'):
             assert line in kept, kept
-    started = [line["attempt"] for line in said(training, "attempt_started")]
+    started = [attempt for attempt, _ in said(training, "attempt_started")]
     assert started == list(range(attempts)), training.output()

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.actions.launch import launch_environment
+from stepkeeper.actions.launch import launch_argv, launch_environment
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.submitting import own_script
@@ -102,7 +102,7 @@ def test_a_script_that_passes_no_argument_on_is_known(text: str, hears: bool) ->
     [
         ("import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\nargs = p.parse_args()\n", True),
         ("p.add_argument('--resume-from')\nargs = p.parse_args()\n", False),
-        ("p.add_argument('--resume_from_checkpoint')\nargs = p.parse_args()\n", False),
+        ("p.add_argument('--resume_from_checkpoint')\nargs = p.parse_args()\n", True),
         ("args, rest = p.parse_known_args()\n", False),
         ("@click.command()\n@click.option('--lr')\ndef main(lr): ...\n", True),
         ("parser = HfArgumentParser(Mine)\nmine, = parser.parse_args_into_dataclasses()\n", True),
@@ -117,6 +117,61 @@ def test_a_python_script_that_would_end_on_the_argument_is_known(
     (tmp_path / "train.py").write_text(text)
 
     assert (own_script.look(["python", "-u", "train.py", "--lr", "1"], tmp_path).strict != "") is strict
+
+
+@pytest.mark.parametrize(
+    ("text", "takes"),
+    [
+        ("p.add_argument('--resume-from', type=str)\np.parse_args()\n", True),
+        ('@click.option("--resume-from")\ndef main(resume_from): ...\n', True),
+        ("import typer\ndef main(resume_from: str = ''): ...\ntyper.run(main)\n", True),
+        ("@dataclass\nclass A:\n    resume_from: str | None = None\nHfArgumentParser(A)\n", True),
+        ("p.add_argument('--resume_from')\n", False),
+        ("p.add_argument('--resume-from-checkpoint')\n", False),
+        ("# --resume-from is not known\np.parse_args()\n", False),
+        ('"""Give no --resume-from."""\nraise SystemExit("no --resume-from, please")\n', False),
+        ("def load(resume_from): ...\np.parse_args()\n", False),
+        ("print 'of Python 2', p.add_argument('--resume-from')\n", False),
+        ("os.environ['STEPKEEPER_RESUME_FROM']\n", False),
+    ],
+)
+def test_a_python_script_that_takes_the_argument_is_known(
+    tmp_path: Path,
+    text: str,
+    takes: bool,  # noqa: FBT001
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_text(text)
+    (tmp_path / "train.sh").write_text('module load cuda\nexec torchrun --nproc-per-node 8 mine/train.py --lr 1 "$@"\n')
+    (tmp_path / "deaf.sh").write_text("python mine/train.py\n")
+
+    for line in ("python mine/train.py", "python -m mine.train --lr 1", "bash train.sh", "srun bash train.sh"):
+        assert own_script.look(line.split(), tmp_path).takes is takes, line
+    module = "python -m torch.distributed.run --nproc-per-node 8 mine/train.py"
+    assert own_script.look(module.split(), tmp_path).takes is takes
+    assert not own_script.look(["bash", "deaf.sh"], tmp_path).takes
+
+
+def test_a_module_that_is_not_in_the_directory_is_not_missed(tmp_path: Path) -> None:
+    assert own_script.look(["python", "-m", "installed.train"], tmp_path) == own_script.Found()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("loss.backward()\n", True),
+        ("loss.backward()\nmodel.load_state_dict(torch.load(last))\n", False),
+        ("from stepkeeper_trainer import Keeper\nloss.backward()\n", False),
+        ("from mine import train\ntrain()\n", False),
+    ],
+)
+def test_a_training_that_goes_on_from_nothing_is_told_so(tmp_path: Path, text: str, told: bool) -> None:  # noqa: FBT001
+    (tmp_path / "train.py").write_text(text)
+    line = ["python", "train.py"]
+
+    said = own_script.doubts(line, own_script.look(line, tmp_path), append=None)
+
+    assert ("starts from the beginning in each attempt" in said.no_way) is told
 
 
 @pytest.mark.parametrize(
@@ -161,15 +216,46 @@ def test_a_script_in_which_a_launcher_stands_is_started_once_a_node() -> None:
     assert launch_environment(given, meeting(), {})["PET_RDZV_ENDPOINT"] == "n1:29501"
 
 
-@pytest.mark.parametrize("line", ["python t.py", "torchrun t.py", "srun python t.py"])
-def test_without_a_resume_argument_only_the_variable_tells(line: str) -> None:
-    given = msgspec.structs.replace(job(*line.split()), resume_argument=False)
-    resumed = meeting("/run/checkpoints/step_00000100")
+@pytest.mark.parametrize("said", ["--resume-from /old/step_00000060", "--resume-from=/old/step_00000060"])
+def test_a_resume_argument_of_the_first_start_is_superseded(said: str) -> None:
+    """The trainer library would go on from it each time: what a script is given counts more than the variable."""
+    given = msgspec.structs.replace(job("python", "t.py", *said.split(), "--lr", "1"), takes_resume=False)
+    resumed = msgspec.structs.replace(meeting("/run/checkpoints/step_00000100"), answered=True)
 
-    assert argv_of(given, resumed.resume_from) == argv_of(given)
-    assert launch_environment(given, resumed, {})["STEPKEEPER_RESUME_FROM"] == resumed.resume_from
+    words = launch_argv(given, resumed, Path("/run/logs"))
+
+    assert words == [*argv_of(given), "--resume-from", "/run/checkpoints/step_00000100"]
+
+
+@pytest.mark.parametrize("line", ["python t.py", "torchrun t.py", "srun python t.py"])
+@pytest.mark.parametrize(
+    ("asked", "takes", "answered", "appended"),
+    [
+        (None, True, False, True),
+        (None, True, True, False),  # the trainer library reads the variable
+        (None, False, False, False),
+        (True, False, True, True),
+        (False, True, False, False),
+    ],
+)
+def test_the_resume_argument_is_appended_where_the_script_takes_it_or_somebody_asks(
+    line: str,
+    asked: bool | None,  # noqa: FBT001
+    takes: bool,  # noqa: FBT001
+    answered: bool,  # noqa: FBT001
+    appended: bool,  # noqa: FBT001
+) -> None:
+    given = msgspec.structs.replace(job(*line.split()), resume_argument=asked, takes_resume=takes)
+    step = "/run/checkpoints/step_00000100"
+    resumed = msgspec.structs.replace(meeting(step), answered=answered)
+    argument = ["--resume-from", step]
+
+    words = launch_argv(given, resumed, Path("/run/logs"))
+
+    assert words == argv_of(given) + (argument if appended else [])
+    assert launch_environment(given, resumed, {})["STEPKEEPER_RESUME_FROM"] == step
     placed = msgspec.structs.replace(given, command=(*given.command, "{resume}"))
-    assert argv_of(placed, resumed.resume_from)[-2:] == ["--resume-from", resumed.resume_from]
+    assert launch_argv(placed, resumed, Path("/run/logs"))[-2:] == argument
 
 
 @pytest.mark.parametrize(
@@ -191,6 +277,8 @@ def test_what_is_doubtful_is_said_and_why(
     unknown: bool,  # noqa: FBT001
 ) -> None:
     said = own_script.doubts(shlex.split(line), found, append=True)
+    unasked = own_script.doubts(shlex.split(line), found, append=None)
 
     assert (bool(said.no_place), bool(said.unknown)) == (no_place, unknown)
+    assert unasked == msgspec.structs.replace(said, unknown=""), "an argument that is not appended ends nothing"
     assert own_script.doubts(shlex.split(line), found, append=False) == own_script.Doubts()

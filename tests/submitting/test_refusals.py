@@ -106,8 +106,9 @@ def test_a_mistyped_script_is_told(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_a_script_of_ones_own_is_looked_into(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("args = argparse.ArgumentParser().parse_args()\n")
-    assert "knows no --resume-from, which a resume appends" in warned(capsys, "--", "python", "train.py")
-    assert "--resume-from" not in warned(capsys, "--no-resume-argument", "--", "python", "train.py")
+    asked = warned(capsys, "--resume-argument", "--", "python", "train.py")
+    assert "knows no --resume-from, which --resume-argument appends on a resume" in asked
+    assert "--resume-from" not in warned(capsys, "--", "python", "train.py")
     (tmp_path / "train.sh").write_text("torchrun train.py\n")
     said = warned(capsys, "--", "bash", "train.sh")
     assert "train.sh, line 1: starts ranks itself: one task a node" in said

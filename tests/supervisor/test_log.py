@@ -1,6 +1,9 @@
 """The log is the supervisor's own voice: losing it must not cost the training."""
 
 import io
+import json
+import os
+import pty
 import subprocess
 import sys
 import time
@@ -8,13 +11,14 @@ import time
 import pytest
 
 from stepkeeper.log import LINES_WAITING_MAX, PatientStream
+from stepkeeper.logtext import is_own
 from stepkeeper.store import logs
 
 CHATTER = (
     "import sys\n"
-    "from stepkeeper.log import PatientStream, configure\n"
+    "from stepkeeper.log import Form, PatientStream, configure\n"
     "out = PatientStream(lambda: sys.stdout)\n"
-    "log = configure(out, job=7)\n"
+    "log = configure(out, PatientStream(lambda: None), job=7)\n"
     "for number in range(1000):\n"
     "    log.info('decision', why='x' * 100, number=number)\n"
     "out.drain(5)\n"
@@ -55,17 +59,66 @@ def test_a_stdout_that_is_gone_and_comes_back_is_written_to():
     assert (stream.dropped, kept.getvalue()) == (2, "kept")
 
 
-def test_a_copy_is_whole_where_the_log_itself_is_lost(tmp_path):
-    """Slurm may empty a job's log at each attempt, and several attempts add to one copy."""
-    logs.open_supervisors(tmp_path / "attempt-000").write("before\n")
-    stream = PatientStream(lambda: None)
-    stream.copy_to(PatientStream(lambda: logs.open_supervisors(tmp_path / "attempt-000")))
+BOTH = (
+    "import sys\n"
+    "from pathlib import Path\n"
+    "from stepkeeper.log import Form, PatientStream, configure\n"
+    "from stepkeeper.store import logs\n"
+    "out = PatientStream(lambda: sys.stdout)\n"
+    "kept = PatientStream(lambda: logs.open_supervisors(Path(sys.argv[1])))\n"
+    "log = configure(out, kept, form=Form(sys.argv[2]), job=7)\n"
+    "log.warning('code_changed', differences=['commit a', 'TOKEN=abcdef123456'], why='other code\\nruns \\x1b[31m')\n"
+    "log.info('progress', step=3, loss=2.125, tokens=None)\n"
+    "for stream in (out, kept):\n"
+    "    stream.drain(60)\n"
+    "sys.stdout.flush()\n"
+    "import os; os._exit(0)\n"
+)
 
-    stream.write("after\n")
-    stream.drain(90)
 
-    kept = tmp_path / "attempt-000" / "supervisor.log"
-    assert (stream.dropped, kept.read_text()) == (1, "before\nafter\n")
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_people_read_text_and_programs_find_json_in_a_file_of_their_own(tmp_path, form):
+    """A person opens the job's log; JSON there is for those who ask for it."""
+    words = [sys.executable, "-c", BOTH, str(tmp_path / "attempt-000"), form]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=90, check=True).stdout.splitlines()
+
+    kept = [json.loads(line) for line in (tmp_path / "attempt-000" / "supervisor.jsonl").read_text().splitlines()]
+    assert [(line["event"], line["level"], line["job"]) for line in kept] == [
+        ("code_changed", "warning", 7),
+        ("progress", "info", 7),
+    ]
+    assert kept[0]["differences"] == ["commit a", "TOKEN=***"]
+    assert all(is_own(line) for line in said), said
+    if form == "json":
+        assert [json.loads(line) for line in said] == kept
+        return
+    changed, progress = (line.partition("] ")[2] for line in said)
+    assert changed == 'WARNING code_changed: other code runs [31m (differences="commit a,TOKEN=***")'
+    assert progress == "progress: step=3 loss=2.125"
+
+
+def test_a_terminal_gets_the_same_text_in_colour(tmp_path):
+    leader, follower = pty.openpty()
+    try:
+        words = [sys.executable, "-c", BOTH, str(tmp_path / "attempt-000"), "text"]
+        subprocess.run(words, stdout=follower, stderr=subprocess.DEVNULL, timeout=90, check=True)
+        said = os.read(leader, 65536).decode()
+    finally:
+        os.close(leader)
+        os.close(follower)
+
+    assert "\x1b[33mWARNING \x1b[0m\x1b[1mcode_changed\x1b[0m: other code" in said
+
+
+def test_what_the_log_has_lost_is_in_the_file_of_the_run_directory(tmp_path):
+    """Slurm may empty a job's log at each attempt; a link in the file's place is not followed."""
+    words = [sys.executable, "-c", BOTH, str(tmp_path / "attempt-000"), "text"]
+    with open("/dev/full", "w") as full:
+        for _ in range(2):
+            subprocess.run(words, stdout=full, stderr=subprocess.DEVNULL, timeout=90, check=True)
+
+    kept = tmp_path / "attempt-000" / "supervisor.jsonl"
+    assert len(kept.read_text().splitlines()) == 4
     kept.unlink()
     kept.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic"):

@@ -64,7 +64,7 @@ def test_a_preempted_run_is_seen_while_it_runs_and_afterwards(lab: Lab, tmp_path
 
 def scraped(training: Training) -> str:
     """Ask the port that the log names."""
-    number = re.search(r'"metrics_served".*?"port": ?(\d+)', training.output())
+    number = re.search(r"metrics_served: .*\bport=(\d+)", training.output())
     assert number is not None, training.output()
     directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy the machine has
     with directly.open(f"http://127.0.0.1:{number.group(1)}/metrics", timeout=90) as answer:

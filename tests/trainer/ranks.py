@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -45,13 +45,15 @@ class Ranks:
         environment: dict[str, str] | None = None,
         of_rank: Callable[[int], dict[str, str]] = lambda _rank: {},
         disk: str | None = None,
+        command: Sequence[str] = (),
+        cwd: Path = ROOT,
     ) -> None:
-        """Start ranks; `disk` is a fault for `tests.trainer.faulty_disk`."""
+        """Start ranks; `disk` is a fault for `tests.trainer.faulty_disk`, `command` is run in place of `train_lm`."""
         script = ["-m", "stepkeeper_trainer.examples.train_lm"]
         if disk is not None:
             script = ["-m", "tests.trainer.faulty_disk", disk]
-        command = [sys.executable, *script, *TINY, f"--run-dir={run_dir}", f"--steps={steps}"]
-        command += [f"--checkpoint-every-steps={every}", *arguments]
+        options = [*TINY, f"--run-dir={run_dir}", f"--steps={steps}", f"--checkpoint-every-steps={every}"]
+        command = [*(command or [sys.executable, *script, *options]), *arguments]
         run_dir.parent.mkdir(exist_ok=True)
         port = reserve()
         self.run_dir = run_dir
@@ -66,7 +68,7 @@ class Ranks:
             own |= (environment or {}) | of_rank(rank)
             with log.open("wb") as output:
                 self.processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT)
+                    subprocess.Popen(command, cwd=cwd, env=own, stdout=output, stderr=subprocess.STDOUT)
                 )
 
     def __enter__(self) -> Self:

@@ -84,6 +84,11 @@ PRIVATE = [
         ("collectives",),
         "the module that has the flight recorders' dumps; without it a hang is told by the ranks' stacks alone",
     ),
+    Private(
+        "torch.utils.data.dataloader:_BaseDataLoaderIter",
+        ("exactness",),
+        "the class of every DataLoader's iterators: type(iter(DataLoader([0]))).__mro__[1]",
+    ),
 ]
 
 

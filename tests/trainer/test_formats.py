@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -135,6 +136,88 @@ def test_lineage_skips_torn_and_unknown_lines_and_follows_parents(tmp_path: Path
     assert found.chain() == ["c", "a"]
     assert found.marks == {"c": frozenset({"pinned"})}
     assert set(found.commits) == {"a", "b", "c"}
+
+
+def _committed(checkpoints: Path, step: int, parent: int | None, attempt: int) -> None:
+    before = f"s{parent}" if parent is not None else None
+    name = f"step_{step:08d}"
+    lineage.append(
+        checkpoints,
+        lineage.Commit(at=1.0, attempt=attempt, step=step, save_id=f"s{step}", parent=before, directory=name),
+    )
+
+
+def _chain(checkpoints: Path) -> list[str]:
+    found = lineage.read(checkpoints)
+    assert found is not None
+    return found.chain()
+
+
+def test_a_late_commit_of_a_fenced_attempt_is_beside_the_state(tmp_path: Path) -> None:
+    """It checks the fence, renames and writes its line: the newer attempt may commit between any two of these."""
+    _committed(tmp_path, 100, None, 0)
+    _committed(tmp_path, 110, 100, 1)
+    _committed(tmp_path, 105, 100, 0)
+
+    assert _chain(tmp_path) == ["s110", "s100"]
+    _committed(tmp_path, 106, 105, 0)
+    assert _chain(tmp_path) == ["s110", "s100"], "nor what came after it"
+    _committed(tmp_path, 120, 110, 1)
+    assert _chain(tmp_path) == ["s120", "s110", "s100"]
+
+
+def test_a_late_commit_takes_back_no_rollback(tmp_path: Path) -> None:
+    _committed(tmp_path, 100, None, 0)
+    _committed(tmp_path, 110, 100, 1)
+    lineage.append(tmp_path, lineage.Rollback(at=2.0, attempt=1, save_id="s100", why="loss"))
+    _committed(tmp_path, 112, 111, 0)
+
+    found = lineage.read(tmp_path)
+    assert found is not None
+    assert found.head == "s100"
+    assert found.rolled_back_at == 2.0
+
+
+def test_attempts_that_are_counted_anew_go_on_from_the_head(tmp_path: Path) -> None:
+    """Without a supervisor, an attempt is a restart of its job: a second job begins with 0."""
+    _committed(tmp_path, 100, None, 2)
+    _committed(tmp_path, 110, 100, 0)
+    _committed(tmp_path, 120, 110, 0)
+
+    assert _chain(tmp_path) == ["s120", "s110", "s100"]
+
+
+def test_what_was_pruned_takes_no_memory_where_nobody_asks_for_it(tmp_path: Path) -> None:
+    """Rank 0 reads the lineage after each save of a run of weeks: what it holds is that of the steps that are there."""
+
+    def grow(first: int, count: int) -> int:
+        lines = []
+        for step in range(first, first + count):
+            save_id, parent = f"{step:032x}", f"{step - 1:032x}" if step else None
+            name = f"step_{step:08d}"
+            commit = lineage.Commit(at=1.0, step=step, save_id=save_id, parent=parent, directory=name)
+            lines.append(lineage._summed(msgspec.json.encode(commit)[:-1]))
+            if step >= 3 and step % 1000:
+                mark = lineage.Mark(at=1.0, save_id=f"{step - 3:032x}", mark=lineage.PRUNED)
+                lines.append(lineage._summed(msgspec.json.encode(mark)[:-1]))
+        with (tmp_path / lineage.LINEAGE_NAME).open("ab") as file:
+            file.write(b"".join(line + b"\n" for line in lines))
+        tracemalloc.start()
+        found = lineage.read(tmp_path, pruned=False)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert found is not None
+        assert len(found.commits) < 100
+        whole = lineage.read(tmp_path)
+        assert whole is not None
+        assert found.chain() == [save_id for save_id in whole.chain() if save_id in found.commits]
+        return peak
+
+    short = grow(0, 4000)
+    long = grow(4000, 12_000)
+
+    assert long < 1.2 * short
+    assert long < 2_000_000
 
 
 def test_no_lineage_file_is_no_lineage(tmp_path: Path) -> None:

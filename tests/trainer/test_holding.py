@@ -56,6 +56,19 @@ def test_a_second_training_on_the_same_node_is_refused_while_the_first_lives(tmp
     assert held.pid == os.getpid()
 
 
+def test_two_trainings_of_one_job_do_not_share_a_default_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    in_job = replace(BY_HAND, epoch=(7, 0))
+    (tmp_path / "runs").mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        held_by(tmp_path / "runs/train-7", pid=other.pid, job_id=7, birth=known(other.pid))
+        with pytest.raises(RunDirectoryError, match=rf"train-7: process {other.pid} on here trains in it"):
+            open_run_directory(None, in_job, Agreement(None), 0)
+
+
 @pytest.mark.parametrize("taken_at", [1.0, 4e9])
 def test_a_clock_that_was_set_makes_no_holder_look_dead(tmp_path: Path, taken_at: float) -> None:
     """Decades forward, and back: what counts is when the kernel started the process."""

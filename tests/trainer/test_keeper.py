@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import shutil
 import signal
 import threading
 import time
@@ -22,9 +21,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stepkeeper_trainer import GlobalSampler, Keeper, records
 from stepkeeper_trainer.agreement import Wish
+from stepkeeper_trainer.attach import default_run_directory
+from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import (
     DamagedError,
     ResumeError,
+    RunDirectoryError,
     SaveError,
     StateError,
     SupersededError,
@@ -687,8 +689,42 @@ def test_a_loop_that_forgets_to_resume_is_told(tmp_path: Path) -> None:
         loop.step()
 
 
-def test_no_run_directory_is_said(tmp_path: Path) -> None:
+def test_a_run_that_names_no_directory_gets_one_and_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["code/train.py"])
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(UsageError, match="STEPKEEPER_RUN_DIR"):
+
+    keeper = Keeper(model=model, optimizer=torch.optim.SGD(model.parameters()))
+
+    assert keeper.run_dir == tmp_path / "runs/train"
+    assert (tmp_path / "runs/train/checkpoints").is_dir()
+    assert f"run_directory_chosen path={tmp_path}/runs/train " in caplog.text
+    assert "STEPKEEPER_RUN_DIR" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("script", "job", "name"),
+    [
+        ("/a/train.py", {}, "train"),
+        ("/a/gpt/__main__.py", {}, "gpt"),
+        ("-c", {}, "run"),
+        ("", {}, "run"),
+        ("train.py", {"SLURM_JOB_ID": "7"}, "train-7"),
+        ("train.py", {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, "train-7"),
+    ],
+)
+def test_the_default_run_directory_goes_by_the_job_or_the_script(script: str, job: dict[str, str], name: str) -> None:
+    assert default_run_directory(read_environment(job), script) == Path.cwd() / "runs" / name
+
+
+def test_where_no_run_directory_can_be_made_the_message_says_how_to_name_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("a file")
+    model = torch.nn.Linear(1, 1)
+
+    with pytest.raises(RunDirectoryError, match=r"runs: File exists; give Keeper\(run_dir=...\)"):
         Keeper(model=model, optimizer=torch.optim.SGD(model.parameters()))
-    shutil.rmtree(tmp_path)

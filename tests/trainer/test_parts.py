@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 from dataclasses import replace
@@ -30,7 +31,7 @@ from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import Environment, find_place, read_environment
 from stepkeeper_trainer.errors import DamagedError, SaveError, StateError, SupersededError, UsageError
 from stepkeeper_trainer.formats import lease, messages
-from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry
+from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.metrics import HEADER, Metrics
 from stepkeeper_trainer.reader import CheckedFile
@@ -253,10 +254,15 @@ def test_waiting_for_many_reports_costs_one_listing_a_look_and_looks_grow_rare(
     looks: list[float] = []
     slept: list[float] = []
     clock = SimpleNamespace(time=lambda: 1000.0 + sum(slept), monotonic=lambda: sum(slept), sleep=slept.append)
-    scan, read = os.scandir, Path.read_bytes
+    scan, read = os.scandir, report.read_plain
     monkeypatch.setattr(report, "time", clock)
     monkeypatch.setattr(os, "scandir", lambda path: looks.append(clock.time()) or scan(path))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path.name) or read(path))  # type: ignore[func-returns-value]
+
+    def note(path: Path, *limits: int, within: Path) -> bytes:
+        opened.append(path.name)
+        return read(path, *limits, within=within)
+
+    monkeypatch.setattr(report, "read_plain", note)
 
     with pytest.raises(SaveError, match=r"rank 1 .*in time"):
         gather(tmp_path, save_id="s", world_size=1000, limit_at=1010.0, given_up=lambda _: None)
@@ -294,6 +300,73 @@ def test_the_higher_epoch_fences_off_the_lower(
             commits.check_fence()
     else:
         commits.check_fence()
+
+
+def _complete(commits: Commits, step: int) -> tuple[Path, Manifest]:
+    """Return a save in flight that is ready to be committed."""
+    directory = commits.in_flight(step, f"save{step}")
+    directory.mkdir(parents=True)
+    commits.claim(directory)
+    (directory / "__0_0.distcp").write_bytes(b"data")
+    publish(directory, RankReport(rank=0, save_id=f"save{step}"))
+    files = {"__0_0.distcp": _entry(b"data", 4)}
+    return directory, Manifest(step=step, tokens=0, world_size=1, created_at="", save_id=f"save{step}", files=files)
+
+
+def test_an_attempt_that_is_fenced_off_in_its_commit_writes_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fence is looked at before the rename; until the line is written, a newer attempt may have come."""
+    lease.write(tmp_path, _lease(5, 0))
+    commits = Commits(tmp_path, environment((5, 0)))
+    directory, manifest = _complete(commits, 105)
+    rename = os.rename
+
+    def slow(source: Path, target: Path, **places: int) -> None:
+        rename(source, target, **places)
+        if "lease" not in str(target):
+            lease.write(tmp_path, _lease(5, 1))
+
+    monkeypatch.setattr(os, "rename", slow)
+    with pytest.raises(SupersededError):
+        commits.commit(directory, manifest, 1, after=None)
+
+    assert not (commits.checkpoints / "lineage.jsonl").exists()
+
+
+def test_nothing_that_the_manifest_does_not_name_stays_in_a_committed_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that writes at that very moment must not have the step refused for ever after."""
+    commits = Commits(tmp_path, environment((5, 0)))
+    directory, manifest = _complete(commits, 105)
+    rename = os.rename
+
+    def late_rank(source: Path, target: Path, **places: int) -> None:
+        if source == directory:
+            publish_failure(directory, RankReport(rank=0, save_id="save105", error="late"))
+        rename(source, target, **places)
+
+    monkeypatch.setattr(os, "rename", late_rank)
+    final = commits.commit(directory, manifest, 1, after=None)
+
+    assert sorted(os.listdir(final)) == ["MANIFEST.json", "__0_0.distcp"]
+
+
+def test_a_report_that_can_be_seen_never_fails_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may commit at once, and a rank that reports a failure then would do so into a committed step."""
+    fsync = os.fsync
+
+    def refused(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refused)
+    with pytest.raises(OSError, match="Input/output"):
+        publish(tmp_path, RankReport(rank=0, save_id="s"))
+
+    assert os.listdir(tmp_path) == [], "it failed, and nobody has seen it"
 
 
 def test_only_saves_of_the_dead_are_cleared(tmp_path: Path) -> None:

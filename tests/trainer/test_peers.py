@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,16 @@ import pytest
 
 from stepkeeper_trainer.tiers import Held, Pace
 from stepkeeper_trainer.tiers.local import LocalTier
-from stepkeeper_trainer.tiers.peers import Address, Keeping, PeerCopies, own_host
+from stepkeeper_trainer.tiers.peer_keeping import STRANGERS_MAX, Keeping
+from stepkeeper_trainer.tiers.peers import (
+    CHALLENGE_BYTES,
+    PROVED_WITHIN_S,
+    WITHIN_S,
+    Address,
+    PeerCopies,
+    own_host,
+    proof_of,
+)
 from tests.trainer.tier_steps import LATE_S, content, lay, make
 
 FILES = content(100)
@@ -166,3 +176,88 @@ def test_names_that_are_no_file_of_the_step_are_refused(
 
 def test_the_address_is_the_one_on_the_way_to_where_ranks_meet() -> None:
     assert own_host("127.0.0.1") == "127.0.0.1"
+
+
+# --- strangers on the network -----------------------------------------------------------------------------------------
+
+
+def stranger(keeping: Keeping) -> socket.socket:
+    return socket.create_connection((keeping.address.host, keeping.address.port), timeout=LATE_S)
+
+
+def test_a_stranger_who_drips_bytes_is_left_and_holds_up_nobody(
+    disks: list[LocalTier], keeping: Keeping, caplog: pytest.LogCaptureFixture
+) -> None:
+    """He was served for as long as he sent a byte a minute, and nobody else was."""
+    caplog.set_level("INFO")
+    left = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        with connection:
+            try:
+                for _ in range(int(10 * LATE_S)):
+                    connection.sendall(b"x")
+                    time.sleep(0.1)
+            except OSError:
+                left.set()
+
+    dripping = threading.Thread(target=drip, args=(stranger(keeping),), daemon=True)
+    dripping.start()
+    began = time.monotonic()
+    send(disks, keeping.address, lambda: caplog.text, "peer_copied")
+    served_s = time.monotonic() - began
+
+    assert set(disks[1].files(here(disks[1]))) == set(FILES)
+    assert left.wait(LATE_S), "he is left"
+    assert served_s < 10 * PROVED_WITHIN_S
+    assert "did not prove within 1 s" in caplog.text
+    dripping.join(LATE_S)
+
+
+def test_a_crowd_of_strangers_has_a_limit_and_a_sender_is_served(
+    disks: list[LocalTier], keeping: Keeping, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    crowd = [stranger(keeping) for _ in range(5 * STRANGERS_MAX)]
+    try:
+        send(disks, keeping.address, lambda: caplog.text, "peer_copied")
+        threads = [each for each in threading.enumerate() if each.name == "stepkeeper-peer"]
+        until(lambda: not [each for each in threading.enumerate() if each.name == "stepkeeper-peer"])
+    finally:
+        for each in crowd:
+            each.close()
+
+    assert set(disks[1].files(here(disks[1]))) == set(FILES)
+    assert len(threads) <= 2 * STRANGERS_MAX, "those that gave way are about to end"
+    assert caplog.text.count("peer_copy_refused") == 1, "one line, however many there are"
+
+
+def test_a_proof_of_an_earlier_connection_proves_nothing(
+    keeping: Keeping, disks: list[LocalTier], caplog: pytest.LogCaptureFixture
+) -> None:
+    line = b'{"save_id": "x", "step": 100, "file": "__0_0.distcp"}\n'
+    with stranger(keeping) as first, stranger(keeping) as second:
+        proof = proof_of(keeping.address.key, first.recv(CHALLENGE_BYTES, socket.MSG_WAITALL), line)
+        second.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        second.sendall(line + proof)
+        assert second.recv(1) == b""
+
+    assert "does not know this launch's key" in caplog.text
+    assert disks[1].files(here(disks[1])) == ["__1_0.distcp"]
+
+
+def test_a_sender_that_connects_anew_takes_the_place_of_what_was_left_of_it(
+    disks: list[LocalTier], keeping: Keeping, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection whose other end is gone without a word would block the next one for a minute."""
+    caplog.set_level("INFO")
+    line = b'{"save_id": "%s", "step": 100, "file": "__0_0.distcp"}\n' % HELD.manifest.save_id.encode()
+    with stranger(keeping) as half_dead:
+        challenge = half_dead.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        half_dead.sendall(line + proof_of(keeping.address.key, challenge, line))
+        assert half_dead.recv(1) == b"G"
+        began = time.monotonic()
+        send(disks, keeping.address, lambda: caplog.text, "peer_copied")
+
+    assert time.monotonic() - began < WITHIN_S / 2
+    assert set(disks[1].files(here(disks[1]))) == set(FILES)

@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from stepkeeper_trainer import comparing
 from stepkeeper_trainer.comparing import IN_PLACE_BYTES, ROW, Hash, hash_bytes, hash_rows
 from stepkeeper_trainer.replicas import BUCKETS_MAX, Digest, Replicas, compare, digest, find_replicas
 from stepkeeper_trainer.staging import Staging
@@ -149,3 +150,19 @@ def test_a_gpu_hashes_what_is_compared_beside_training() -> None:
         staging.finish()
         for name, value in expected.items():
             assert staging.hash_of(name) == Hash(value, "rows")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 2048, 5000, 5001])
+def test_views_of_a_flat_buffer_hash_by_their_values_wherever_they_begin(
+    dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that begins between two wider numbers raised an error, and the save came to nothing."""
+    monkeypatch.setattr(comparing, "BLOCK_BYTES", 2 * 8 * ROW)  # several blocks
+    values = (torch.arange(count) % 97).to(dtype)
+    for offset in (0, 1, 2, 3):
+        buffer = torch.zeros(count + 8, dtype=dtype)
+        view = buffer[offset : offset + count]
+        view.copy_(values)
+
+        assert torch.equal(hash_rows(view), hash_rows(values))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
-from stepkeeper.store import lines
 from stepkeeper_trainer.formats import plain
 
 
@@ -45,15 +45,14 @@ def test_one_that_stays_stale_or_fails_otherwise_is_an_error() -> None:
     assert other.left == 1, "it is not read again"
 
 
-def test_small_files_of_both_programs_are_read_like_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_files_are_read_like_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lease.json").write_text("{}")
-    for module, read in ((plain, plain.read_plain), (lines, lines.read_small)):
-        stale, opened = Stale(3), module.open_plain
+    stale, opened = Stale(3), plain.open_plain
 
-        def behind(path: Path, stale: Stale = stale, opened=opened):
-            stale()
-            return opened(path)
+    def behind(path: Path, *, within: Path | None) -> BinaryIO:
+        stale()
+        return opened(path, within=within)
 
-        monkeypatch.setattr(module, "open_plain", behind)
-        assert read(tmp_path / "lease.json") == b"{}"
-        assert stale.left == 0
+    monkeypatch.setattr(plain, "open_plain", behind)
+    assert plain.read_plain(tmp_path / "lease.json") == b"{}"
+    assert stale.left == 0

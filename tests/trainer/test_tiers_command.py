@@ -63,7 +63,7 @@ def test_tiers_says_what_each_has_and_how_far_copies_lag(
     assert (copy["state"], copy["files"], copy["of"]) == ("part", 2, 3)
     assert {copy["state"] for copy in by_kind["shared"]["steps"]} == {"complete"}
     _, out = told(capsys, "tiers", str(run), "--deep")
-    assert "newest whole step 100, 100 steps behind" in out
+    assert "newest step 100, 100 steps behind" in out
     assert "2 of 3 files" in out
     assert "verified" in out
 
@@ -123,13 +123,13 @@ def test_a_step_that_was_rolled_back_does_not_come_back(
         (["--to", "/cold", "--zstd", "3"], 2, "object stores only"),
         (["--to", "/cold", "--max-rate", "-1"], 2, "more than 0"),
         (["--to", "/cold", "--step", "999"], 40, "step 999 of the current lineage is not there"),
-        (["--from", "/nowhere/at/all"], 40, "no whole step"),
+        (["--from", "/nowhere/at/all"], 40, "no step of this run"),
     ],
 )
 def test_what_cannot_be_done_is_said(
     run: Path, arguments: list[str], code: int, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if problem == "no whole step":
+    if problem == "no step of this run":
         for path in (run / "checkpoints").glob("step_*"):
             path.rename(run / f"lost-{path.name}")
     assert main(["checkpoints", "copy", str(run), *arguments]) == code

@@ -10,16 +10,19 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from stepkeeper_trainer.formats.metadata import Contents, MetadataError, check_coverage, parse
+from stepkeeper_trainer.formats.metadata import Contents, Extent, MetadataError, TensorEntry, check_coverage, parse
+from stepkeeper_trainer.formats.metadata import Piece as TensorPiece
 from stepkeeper_trainer.formats.verify import verify
 from tests.dcp_files import Piece, metadata
 from tests.trainer.test_formats import make_step, replace_metadata
@@ -251,3 +254,24 @@ def test_the_member_of_an_enum_may_be_written_as_older_pythons_do():
     whole.planner_data = _Member()
 
     assert set(parse(pickle.dumps(whole, protocol=4)).tensors) == {"a"}
+
+
+def test_many_pieces_side_by_side_are_compared_in_no_time() -> None:
+    """Columns of a matrix: each was compared with each."""
+    count = 40_000
+    pieces = [TensorPiece((0, at), (4, 1), Extent("f", 4 * at, 4, transformed=False)) for at in range(count)]
+    tensor = TensorEntry("uint8", (4, count), tuple(pieces))
+    began = time.process_time()
+    assert check_coverage(Contents({"w": tensor}, {}, ()), {"f": 4 * count}) == []
+    twice = (*pieces[:-1], msgspec.structs.replace(pieces[-1], offsets=(0, 7)))
+    found = check_coverage(Contents({"w": TensorEntry("uint8", (4, count), twice)}, {}, ()), {"f": 4 * count})
+    assert found == ["w: two of its pieces overlap"]
+    assert time.process_time() - began < 10
+
+
+def test_pieces_that_are_cut_along_too_many_dimensions_are_refused() -> None:
+    """Each piece has twice as many corners for each dimension: 8192 pieces along 13 dimensions have 67 million."""
+    piece = TensorPiece((0,) * 13, (1,) * 13, Extent("f", 0, 1, transformed=False))
+    tensor = TensorEntry("uint8", (2,) * 13, (piece,) * 2**13)
+
+    assert "too many to tell whether they cover it" in check_coverage(Contents({"w": tensor}, {}, ()), {"f": 1})[0]

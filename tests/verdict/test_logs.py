@@ -42,6 +42,16 @@ def test_numbers_that_tell_are_read_in_every_line_of_progress() -> None:
     assert verdict(healthy + "step 31 loss nan\n" + healthy).cause is Cause.NUMERICAL
 
 
+def test_a_torch_that_finds_no_numpy_is_no_error_of_the_program() -> None:
+    log = """/env/torch/nn/functional.py:1: UserWarning: Failed to initialize NumPy: No module named 'numpy'
+Traceback (most recent call last):
+  File "/w/train.py", line 3, in <module>
+    table = losses.numpy()
+RuntimeError: Numpy is not available
+"""
+    assert verdict(log).cause is Cause.CONFIGURATION
+
+
 def test_the_end_of_a_pipe_is_found_too() -> None:
     readable, writable = os.pipe()
 
@@ -91,10 +101,10 @@ def test_a_failure_is_found_behind_colours_bars_and_prefixes() -> None:
 
 
 def test_ranks_are_taken_from_labels_and_from_torchs_own_words() -> None:
-    assert reading.parse(b" 12: [rank3]: x") == (3, "x")
-    assert reading.parse(b"7: hello") == (7, "hello")
+    assert reading.parse(b" 12: [rank3]: x")[:2] == (3, "x")
+    assert reading.parse(b"7: hello")[:2] == (7, "hello")
     assert reading.parse(b"[Rank 5] Watchdog caught collective operation timeout")[0] == 5
-    assert reading.parse(b"no rank here") == (None, "no rank here")
+    assert reading.parse(b"no rank here")[:2] == (None, "no rank here")
 
 
 def test_of_chained_exceptions_the_one_that_nobody_handled_counts() -> None:

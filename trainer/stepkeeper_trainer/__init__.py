@@ -1,8 +1,8 @@
 """Stepkeeper's library inside the training ranks.
 
-Adopting it takes five lines: make a `Keeper`, `resume()`, `step_done()` after each optimizer step,
-`finish()` at the end.  Names are loaded when they are first used, so that `stepkeeper_trainer.formats`
-never imports torch.
+Make a `Keeper`, call `resume()`, `step_done()` after each optimizer step, and `finish()` at the end:
+docs/trainer-api.md has a complete script, and every name.  Names are loaded when they are first used, so that
+`stepkeeper_trainer.formats` never imports torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,27 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.errors import KeeperError
     from stepkeeper_trainer.keeper import Keeper
     from stepkeeper_trainer.sampler import GlobalSampler
+    from stepkeeper_trainer.tiers.config import Tiers
+    from stepkeeper_trainer.trackers import MlflowTracker
 
 __version__ = "0.1.0"
-__all__ = ["GlobalSampler", "Keeper", "KeeperError", "__version__", "accumulation_steps", "start_distributed"]
+__all__ = [
+    "GlobalSampler",
+    "Keeper",
+    "KeeperError",
+    "MlflowTracker",
+    "Tiers",
+    "__version__",
+    "accumulation_steps",
+    "start_distributed",
+]
 
 _HOME = {
     "GlobalSampler": "stepkeeper_trainer.sampler",
     "Keeper": "stepkeeper_trainer.keeper",
     "KeeperError": "stepkeeper_trainer.errors",
+    "MlflowTracker": "stepkeeper_trainer.trackers",
+    "Tiers": "stepkeeper_trainer.tiers.config",
     "accumulation_steps": "stepkeeper_trainer.accumulation",
     "start_distributed": "stepkeeper_trainer.distributed",
 }
@@ -35,3 +48,7 @@ def __getattr__(name: str) -> Any:
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

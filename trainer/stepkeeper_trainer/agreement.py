@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stepkeeper_trainer import objects
+
 AGREE_WITHIN_S = 3600.0  # longer than any evaluation that one rank does by itself
 _NO_DEADLINE = -(1 << 62)
 
@@ -144,14 +146,10 @@ class Agreement:
         """Return every rank's `value` on every rank (at start-up)."""
         if self._group is None:
             return [value]
-        box: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(box, value, group=self._group)
-        return box
+        return objects.all_gather(value, self._group)
 
     def share(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank (at start-up)."""
         if self._group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
-        return box[0]
+        return objects.broadcast(value, self._group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from dataclasses import replace
 from datetime import timedelta
@@ -15,7 +16,8 @@ from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import Environment, find_place
 from stepkeeper_trainer.errors import KeeperError, RunDirectoryError, UsageError
 from stepkeeper_trainer.formats.durable import make_directories
-from stepkeeper_trainer.holding import next_epoch
+from stepkeeper_trainer.holding import next_epoch, refuse_holder
+from stepkeeper_trainer.log import warn
 
 if TYPE_CHECKING:
     import os
@@ -57,17 +59,17 @@ def open_run_directory(
     """Make, try and hold the run directory on rank 0; every rank hears what is wrong with it.
 
     Raises:
-        UsageError: none is given.
         RunDirectoryError: it cannot be made or written.
         SupersededError: a newer attempt holds it.
     """
-    path = Path(run_dir) if run_dir else environment.run_directory
-    if path is None:
-        raise UsageError("no run directory: give run_dir, or set STEPKEEPER_RUN_DIR")
+    given = Path(run_dir) if run_dir else environment.run_directory
+    path = given or agreement.share(default_run_directory(environment, sys.argv[0]))
     problem: KeeperError | None = None
     epoch = environment.epoch
     if rank == 0:
         try:
+            if given is None:
+                _make_default(path, environment.node)
             epoch = _prepare(path, environment)
         except KeeperError as error:
             problem = error
@@ -75,6 +77,29 @@ def open_run_directory(
     if problem is not None:
         raise problem
     return Commits(path, replace(environment, epoch=epoch))
+
+
+def default_run_directory(environment: Environment, script: str) -> Path:
+    """Return where a run goes that names no directory: below `runs`, by the script and the Slurm job.
+
+    Two jobs never share one, and a requeued job keeps its own.
+    """
+    path = Path(script)
+    stem = path.parent.name if path.stem == "__main__" else path.stem
+    name = stem if stem and not stem.startswith("-") else "run"
+    return Path.cwd() / "runs" / (name if environment.epoch is None else f"{name}-{environment.epoch[0]}")
+
+
+def _make_default(path: Path, node: str) -> None:
+    """Make `runs`; two trainings of one script in one job would have one directory: the second is refused."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        refuse_holder(path, node)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{error.filename}: {error.strerror}; give Keeper(run_dir=...), or set STEPKEEPER_RUN_DIR"
+        ) from error
+    warn("run_directory_chosen", path=path, why="none was given by Keeper(run_dir=...) or STEPKEEPER_RUN_DIR")
 
 
 def _prepare(path: Path, environment: Environment) -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ attempt that a newer one has fenced off commits nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -21,6 +22,7 @@ from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries, fsync_directory, naming, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, PENDING_NAME, Manifest, seal
+from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.formats.processes import birth
 from stepkeeper_trainer.formats.steps import step_name
 from stepkeeper_trainer.log import say, warn
@@ -112,7 +114,7 @@ class Commits:
 
         Raises:
             SaveError: files are there that the manifest does not name, or the other way round.
-            SupersededError: a newer attempt holds the run.
+            SupersededError: a newer attempt holds the run; what was renamed just before that is in no lineage.
             OSError: the disk refuses; nothing was committed, unless only the lineage is missing.
         """
         for name in [_OWNER_NAME, PENDING_NAME, *(report_name(rank) for rank in range(world_size))]:
@@ -131,7 +133,9 @@ class Commits:
             if os.path.lexists(final):
                 raise SaveError(f"{final}: is there already")
         os.rename(directory, final)
+        _remove_strays(final, {*promised, MANIFEST_NAME})
         fsync_directory(self.checkpoints)
+        self.check_fence()  # the rename may have taken long; unrecorded, it harms no newer attempt
         lineage.append(
             self.checkpoints,
             lineage.Commit(
@@ -200,7 +204,7 @@ class Commits:
         """Say why nobody writes this any more; None where somebody may."""
         environment = self.environment
         try:
-            owner = decode(_owner, (path / _OWNER_NAME).read_bytes())
+            owner = decode(_owner, read_plain(path / _OWNER_NAME, within=self.checkpoints))
         except (OSError, DecodeError):
             try:
                 age_s = time.time() - path.stat().st_mtime
@@ -217,6 +221,17 @@ class Commits:
         if owner.node == environment.node and not os.path.exists(f"/proc/{owner.pid}"):
             return "its writer is dead"
         return None
+
+
+def _remove_strays(directory: Path, names: set[str]) -> None:
+    """Remove what came into a directory between the last look and its rename: from now on nothing new does."""
+    strays = [entry.name for entry in os.scandir(directory) if entry.name not in names]
+    for name in strays:
+        with contextlib.suppress(FileNotFoundError):  # who made it removes it
+            os.unlink(directory / name)
+        warn("stray_removed", directory=directory.name, name=name, why="a rank wrote it when the save was complete")
+    if strays:
+        fsync_directory(directory)
 
 
 def _write_new(path: Path, data: bytes) -> None:

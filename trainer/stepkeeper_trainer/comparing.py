@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 import xxhash
 
+from stepkeeper_trainer.buffers import view_bytes
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Mapping
+    from collections.abc import Collection, Container, Iterator, Mapping
 
 IN_PLACE_BYTES = 64 * 1024  # smaller ones are staged: to look at each by itself takes longer than to copy it
 ROW = 1024  # numbers of 8 bytes, whose hash is one: what cancels out within a row is not seen
+BLOCK_BYTES = 8 * ROW * 8192  # whole rows of any width: copied at once
 
 
 class Hash(NamedTuple):
@@ -40,7 +43,7 @@ class InPlace:
         self._found = {}
         for name in self.names:
             if name not in self._staged and not tensors[name].is_cuda:
-                self._found[name] = hash_bytes(_bytes(tensors[name]).numpy())
+                self._found[name] = hash_tensor(tensors[name])
 
     def issue(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have the GPU hash what it has of these, on the current stream; `of` knows them once that is done."""
@@ -55,7 +58,7 @@ class InPlace:
         """Return a tensor's hash, if it was hashed where it is."""
         rows = self._rows.get(name)
         if rows is not None:
-            return Hash(hash_bytes(_bytes(rows).numpy()).value, "rows")
+            return Hash(hash_tensor(rows).value, "rows")
         return self._found.get(name)
 
 
@@ -66,22 +69,33 @@ def hash_bytes(data: memoryview | object) -> Hash:
 
 def hash_tensor(tensor: torch.Tensor) -> Hash:
     """Return the hash of a tensor in the host's memory."""
-    return hash_bytes(_bytes(tensor).numpy())
+    flat = _bytes(tensor)  # is kept while its bytes are read: it may be a copy
+    return hash_bytes(view_bytes(flat))
 
 
 def hash_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return one number for each row of `ROW`, and one for the rest, as int64 on the tensor's device.
 
-    The rows are of its bytes, whatever its type, by `torch.hash_tensor`.
+    The rows are of its bytes, whatever its type and wherever it begins, by `torch.hash_tensor`.
     """
     flat = _bytes(tensor)
     wide = next(dtype for dtype in (torch.int64, torch.int32, torch.uint8) if flat.numel() % dtype.itemsize == 0)
-    flat = flat.view(wide)
-    whole = flat.numel() // ROW * ROW
-    parts = [torch.hash_tensor(flat[:whole].view(-1, ROW), dim=1)] if whole else []
-    if whole < flat.numel():
-        parts.append(torch.hash_tensor(flat[whole:]).view(1))
-    return torch.cat([part.view(torch.int64) for part in parts])
+    row = ROW * wide.itemsize
+    whole = flat.numel() // row * row
+    parts = [torch.hash_tensor(each.view(-1, ROW), dim=1) for each in _widened(flat[:whole], wide)]
+    parts += [torch.hash_tensor(each).view(1) for each in _widened(flat[whole:], wide)]
+    return torch.cat([flat.new_empty(0, dtype=torch.int64), *(part.view(torch.int64) for part in parts)])
+
+
+def _widened(flat: torch.Tensor, wide: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield bytes as wider numbers.  Where they begin between two of those, as in a flat buffer, by copied blocks."""
+    if not flat.numel():
+        return
+    if flat.storage_offset() % wide.itemsize == 0:
+        yield flat.view(wide)
+        return
+    for block in torch.split(flat, BLOCK_BYTES):
+        yield block.clone().view(wide)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from stepkeeper_trainer.formats.metadata import (
     MetadataError,
     TensorEntry,
     check_coverage,
-    parse,
+    parse_of,
 )
 from stepkeeper_trainer.formats.stored import StepBytes, StoredError
 
@@ -158,7 +158,7 @@ def _contents(directory: Path, manifest: Manifest) -> Contents:
     if entry.bytes > METADATA_BYTES_MAX:
         raise StoredError(f"{directory / METADATA_NAME}: {entry.bytes} bytes is more than it can have")
     with StepBytes(directory, manifest) as source:
-        return parse(source.read(METADATA_NAME, 0, entry.bytes))
+        return parse_of(directory, source.read(METADATA_NAME, 0, entry.bytes))
 
 
 def _uncovered(chosen: dict[str, TensorEntry], manifest: Manifest) -> list[str]:

@@ -6,6 +6,7 @@ older one commits nothing from then on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -40,12 +41,28 @@ def next_epoch(run_directory: Path, node: str) -> tuple[int, int] | None:
     if held.job_id != NO_JOB:
         warn("run_directory_of_a_job", job=held.job_id, why="two trainings must not share it: is that job over?")
         return None
+    _refuse(run_directory, held, node)
+    return NO_JOB, held.restart_count + 1
+
+
+def refuse_holder(run_directory: Path, node: str) -> None:
+    """Refuse a run directory in which a process of this node trains.
+
+    Raises:
+        RunDirectoryError: it lives.
+        OSError: the lease cannot be read.
+    """
+    with contextlib.suppress(leases.LeaseError):  # said where the lease is taken
+        if (held := leases.read(run_directory)) is not None:
+            _refuse(run_directory, held, node)
+
+
+def _refuse(run_directory: Path, held: Lease, node: str) -> None:
     if held.node == node and held.pid != os.getpid() and lives(held):
         raise RunDirectoryError(
             f"{run_directory}: process {held.pid} on {node} trains in it: "
             "wait for its end, stop it, or choose another run directory"
         )
-    return NO_JOB, held.restart_count + 1
 
 
 def lives(held: Lease) -> bool:

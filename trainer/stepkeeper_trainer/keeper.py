@@ -18,6 +18,7 @@ from stepkeeper_trainer.boundary import Boundary
 from stepkeeper_trainer.cadence import Rule, choose_rule
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError, check_choice, check_seconds
+from stepkeeper_trainer.exactness import Exactness
 from stepkeeper_trainer.housekeeping import choose_policy, keep_house
 from stepkeeper_trainer.later import whole
 from stepkeeper_trainer.leave import install_excepthook, leave
@@ -82,7 +83,8 @@ class Keeper:
             others: whatever else must be saved, by name: anything with `state_dict` and `load_state_dict`, such as a
                 gradient scaler or an average of the weights; one of which each rank has its own state (torchdata's
                 StatefulDataLoader, or with an attribute `per_rank = True`) can be resumed on as many ranks only.
-            run_dir: where checkpoints and metrics go; `STEPKEEPER_RUN_DIR` if it is not given.
+            run_dir: where checkpoints and metrics go; `STEPKEEPER_RUN_DIR` if it is not given, and without that, below
+                the working directory, `runs/SCRIPT-JOBID` in a Slurm job and `runs/SCRIPT` outside.
             resume_from: a step directory, or `latest`; `STEPKEEPER_RESUME_FROM` if it is not given.
             checkpoint_every: `500 steps` (or 500), `30 min`, `auto` (as often as pays), or several joined by `or`; None
                 saves on request and at the end only.  `STEPKEEPER_CHECKPOINT_EVERY` counts instead, where it is set.
@@ -133,6 +135,7 @@ class Keeper:
         self.listeners = Listeners()  # told of each commit
         self._tiering = find_tiers(tiers, self._commits, self._agreement, self.rank, self.world_size)
         self._records: Records | None = None  # on rank 0
+        self._exactness: Exactness | None = None  # the same
         self._counters = Counters(seed=seed)
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizers = {"optimizer": optimizer}
@@ -158,7 +161,8 @@ class Keeper:
             keep_wandb_run(self._environment.run_id)
             if tracker is None:  # a tracker knows by itself
                 keep_mlflow_run(self.run_dir)
-        self._reporter = Reporter(self._link, self.rank, self.world_size, OwnTime(model, lambda: self._saver))
+        own_time = OwnTime(model, lambda: self._saver)
+        self._reporter = Reporter(self._link, self.rank, self.world_size, own_time, total_steps=total_steps)
 
     @property
     def step(self) -> int:
@@ -178,7 +182,8 @@ class Keeper:
     def resume(self) -> int:
         """Load what this launch resumes from, if anything, and return how many steps are done.
 
-        Call it once, when the data iterators exist too: the random generators are restored last.
+        Call it once, before the iterators over the data are made: those begin where it has gone to.  Making them draws
+        random numbers, so `restore_random_state` comes after them.
 
         Raises:
             ResumeError: what to resume from is not there, or does not fit.
@@ -203,6 +208,13 @@ class Keeper:
         if self.rank == 0:
             self._records = begin_records(self._counters, self.run_dir, self._environment, self._tracker)
             self._records.replay = begin_replay(self._environment, self.run_dir, resumed, self.world_size, self._link)
+            self._exactness = Exactness(
+                self._state.modules["model"].module,
+                self._state.others,
+                resumed=resumed,
+                run_directory=self.run_dir,
+                environment=self._environment,
+            )
         saver = self._wire(resumed)
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
@@ -210,7 +222,7 @@ class Keeper:
             for part in self._state.optimizers.values():
                 part.optimizer.register_step_pre_hook(lambda *_: self._ready().wait_before_change())
         self._reporter.resumed(resumed.step)
-        self._skipping = Skipping(self._state.objects.get("others.sampler"), self._environment.skip_data, self.step)
+        self._skipping = Skipping(self._state.others.get("sampler"), self._environment.skip_data, self.step)
         self._periodic.start(self.step)
         self._agreement.issue(self._wish())
         return self.step
@@ -218,7 +230,7 @@ class Keeper:
     def restore_random_state(self) -> None:
         """Put the random generators back to where `resume` has set them, where something has drawn from them since.
 
-        Making the iterator of a DataLoader draws; a script that makes it after `resume` calls this before its first
+        Making the iterator of a DataLoader draws.  It is made after `resume`, and then this is called, before the first
         step.  At a start from the very beginning it does nothing.
 
         Raises:
@@ -254,6 +266,8 @@ class Keeper:
         counters = self._counters
         counters.step += 1
         counters.tokens += tokens
+        if self._exactness is not None:
+            self._exactness.arrive(counters.step)
         self._skipping.at(counters.step)
         loss, lr, grad_norm = whole(loss), whole(lr), whole(grad_norm)
         if self._records is not None:
@@ -269,6 +283,7 @@ class Keeper:
         self._boundary.save_as_agreed(agreed)
         self._boundary.spoken()
         self._agreement.issue(self._wish())
+        self._leave_step()
         return self._requests.stop_agreed or self.finished
 
     def poll(self) -> bool:
@@ -292,6 +307,7 @@ class Keeper:
             if not self._boundary.begin_together(limit_at=time.time() + self._save_within_s):
                 self._periodic.due = True
                 warn("save_postponed", step=self.step, why="another is in flight, and over its limit")
+        self._leave_step()
 
     def finish(self, *, leave_process: bool = True) -> int:
         """Save what is not saved yet, wait until it is durable, say how the launch ended, and leave.
@@ -408,6 +424,10 @@ class Keeper:
         if self._saver is None:
             raise UsageError("keeper.resume() was not called: call it once, before the first step")
         return self._saver
+
+    def _leave_step(self) -> None:
+        if self._exactness is not None:
+            self._exactness.leave(self.step, self._ready().sequence)
 
     def _settle_records(self) -> None:
         if self._records is not None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from stepkeeper_trainer import objects
 from stepkeeper_trainer.comparing import hash_tensor
 from stepkeeper_trainer.errors import DividedError, SaveError
 from stepkeeper_trainer.formats.collecting import paused
@@ -166,8 +167,7 @@ class Planner:
                 raise SaveError(f"{item.index.fqn} is no tensor")
         if self._group is None:
             return _divide([own])[0]
-        gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-        dist.gather_object((own, _looks(own, tensors, contents)), gathered, dst=0, group=self._group)
+        gathered = objects.gather((own, _looks(own, tensors, contents)), self._group)
         answers: list[Any] | None = None
         whole: Share | None = None
         if gathered is not None:
@@ -181,14 +181,13 @@ class Planner:
                     answers = [_Sent.of(share, plan) for share, plan in zip(found, plans, strict=True)]
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
                 answers = [f"planning failed: {error}"] * self._world_size
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, answers, src=0, group=self._group)
-        if isinstance(mine[0], str):
-            raise SaveError(mine[0])
-        if isinstance(mine[0], Divided):
-            self.divided = mine[0]
+        mine = objects.scatter(answers, self._group)
+        if isinstance(mine, str):
+            raise SaveError(mine)
+        if isinstance(mine, Divided):
+            self.divided = mine
             raise DividedError("ranks hold different values under one name: each value is saved from now on")
-        return whole or cast("_Sent", mine[0]).received(own)
+        return whole or cast("_Sent", mine).received(own)
 
     def take_divided(self) -> Divided | None:
         """Have what was found out be in force, if there is any: all ranks do, between the same two steps."""

@@ -6,13 +6,19 @@ Generators of ranks that the checkpoint never had (a larger world) are derived f
 from __future__ import annotations
 
 import hashlib
+import importlib
 import random
 import sys
 from typing import Any
 
 import torch
+import xxhash
 
+from stepkeeper_trainer.buffers import view_bytes
+from stepkeeper_trainer.log import say
 from stepkeeper_trainer.tree import from_blob, join, split, to_blob
+
+_OURS = "_stepkeeper_state"  # attribute of a tensor
 
 
 def collect() -> dict[str, torch.Tensor]:
@@ -25,7 +31,27 @@ def collect() -> dict[str, torch.Tensor]:
         found["numpy"] = to_blob(state)
     if torch.cuda.is_available():
         found["cuda"] = torch.cuda.get_rng_state()
+    for tensor in found.values():
+        setattr(tensor, _OURS, True)
     return found
+
+
+def is_ours(state: torch.Tensor) -> bool:
+    """Whether `collect` has made this tensor, and not the script."""
+    return hasattr(state, _OURS)
+
+
+def peek() -> dict[str, bytes]:
+    """Return the state of torch's own generators: a few microseconds, and no wait for a GPU."""
+    found = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["cuda"] = torch.cuda.get_rng_state()
+    return {name: bytes(view_bytes(state)) for name, state in found.items()}
+
+
+def digests() -> dict[str, str]:
+    """Return a hash of the state of each generator."""
+    return {name: xxhash.xxh3_64_hexdigest(view_bytes(state)) for name, state in collect().items()}
 
 
 def restore(found: dict[str, torch.Tensor]) -> None:
@@ -33,14 +59,20 @@ def restore(found: dict[str, torch.Tensor]) -> None:
     random.setstate(_tupled(join(from_blob(found["python"], name="Python's RNG"), {})))
     torch.set_rng_state(found["torch"])
     if "numpy" in found:
-        import numpy as np  # noqa: PLC0415  # only where the checkpoint has its state
-
-        kind, keys, position, has_gauss, gauss = from_blob(found["numpy"], name="NumPy's RNG")
-        np.random.set_state(  # noqa: NPY002  # the legacy generator is the one that scripts share
-            (kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss)
-        )
+        _restore_numpy(found["numpy"])
     if "cuda" in found and torch.cuda.is_available():
         torch.cuda.set_rng_state(found["cuda"])
+
+
+def _restore_numpy(saved: torch.Tensor) -> None:
+    try:
+        numpy = importlib.import_module("numpy")
+    except ImportError:  # then nothing here draws from it: torch imports NumPy wherever it is installed
+        say("rng_left_out", generator="numpy", why="NumPy is not installed here; it was where the checkpoint was made")
+        return
+    kind, keys, position, has_gauss, gauss = from_blob(saved, name="NumPy's RNG")
+    # the legacy generator is the one that scripts share
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
 
 
 def derive(seed: int, step: int, rank: int) -> int:

@@ -25,9 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from stepkeeper_trainer import objects
 from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.metadata import METADATA_NAME, Contents, MetadataError, Piece, TensorEntry, parse
+from stepkeeper_trainer.formats.plain import open_descriptor
 from stepkeeper_trainer.loading import Limits, Wanted, fill
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class CheckedFile(io.RawIOBase):
         super().__init__()
         self._path, self._entry, self._at = path, entry, 0
         self._chunks: dict[int, bytes] = {}
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._descriptor = open_descriptor(path, within=path.parent)
         size = os.fstat(self._descriptor).st_size
         count = -(-entry.bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1
         if size != entry.bytes or len(entry.chunks) != count:
@@ -244,9 +246,7 @@ def _all_failures(own: str | None, group: Any | None) -> dict[int, str]:
     dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=group)
     if not int(any_failed):
         return {}
-    said: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, own, group=group)
-    return {rank: text for rank, text in enumerate(said) if text is not None}
+    return {rank: text for rank, text in enumerate(objects.all_gather(own, group)) if text is not None}
 
 
 def _dtype(name: str, tensor: TensorEntry) -> torch.dtype:

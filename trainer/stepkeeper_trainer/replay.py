@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.conditions import conditions
 from stepkeeper_trainer.formats.messages import Replayed, shorten
+from stepkeeper_trainer.formats.plain import open_plain
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.metrics import METRICS_NAME
 
@@ -129,7 +130,7 @@ def recorded_losses(run_directory: Path, after: int, *, newest: bool = False) ->
         newest: of the newest state only: a row leaves nothing of what was recorded of its step and later ones.
     """
     try:
-        with (run_directory / METRICS_NAME).open("rb") as file:
+        with open_plain(run_directory / METRICS_NAME, within=run_directory) as file:
             header = file.readline().decode(errors="replace").strip().split(",")
             file.seek(max(file.tell(), file.seek(0, 2) - BYTES_MAX))
             text = file.read(BYTES_MAX).decode(errors="replace")

@@ -15,14 +15,16 @@ import msgspec
 
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
-from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.durable import fsync_directory, write_atomically
 from stepkeeper_trainer.formats.manifest import FileEntry
+from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.replicas import Digest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _PAUSE_S = (0.05, 0.5)  # between looks for reports: the first, and the longest
+REPORT_BYTES_MAX = 256 * 1024 * 1024
 _PAUSE_SHARE = 0.1  # of the time waited so far: a commit is no later than that by our looking too seldom
 GivenUp = Callable[[Collection[int]], str | None]
 """Asked with the ranks that are waited for; a text says why they never will report."""
@@ -77,8 +79,15 @@ def report_name(rank: int) -> str:
 
 
 def publish(directory: Path, report: RankReport) -> None:
-    """Make a report durable and visible.  Raises OSError."""
-    write_atomically(directory / report_name(report.rank), msgspec.json.encode(report))
+    """Make the names of this rank's files durable, and its report visible: nothing can fail after that.
+
+    Else a rank could report a failure of a save that rank 0 commits at that moment.
+
+    Raises:
+        OSError: nothing is visible.
+    """
+    fsync_directory(directory)
+    write_atomically(directory / report_name(report.rank), msgspec.json.encode(report), name_durable=False)
 
 
 def publish_failure(directory: Path, report: RankReport) -> None:
@@ -136,6 +145,6 @@ def _names(directory: Path) -> set[str]:
 
 def _read(path: Path) -> RankReport:
     try:
-        return decode(_decoder, path.read_bytes())
+        return decode(_decoder, read_plain(path, REPORT_BYTES_MAX, within=path.parent))
     except DecodeError as error:
         raise SaveError(f"{path}: not a report: {error}") from error

@@ -6,11 +6,9 @@ import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from stepkeeper_trainer import space
+from stepkeeper_trainer import objects, space
 from stepkeeper_trainer.conditions import warn_of_changes
 from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError, UsageError
 from stepkeeper_trainer.formats import lineage
@@ -51,6 +49,7 @@ class Resumed:
     parent: str | None  # of the next commit; known on rank 0 only
     manifest: Manifest | None = None
     directory: Path | None = None
+    changes: tuple[str, ...] = ()  # conditions that are others than the checkpoint's
 
 
 def resume(
@@ -81,7 +80,7 @@ def resume(
         return Resumed(None, None, parent)
     directory = Path(resume_from)
     manifest = _open(directory)
-    warn_of_changes(manifest, world_size)
+    changes = tuple(warn_of_changes(manifest, world_size))
     reader = CheckedReader(directory, manifest)
     try:
         metadata = reader.read_metadata()
@@ -95,7 +94,7 @@ def resume(
     parent = _record(commits, directory, manifest, state) if state.rank == 0 else None
     if state.rank == 0:
         say("resumed", step=manifest.step, directory=directory, save_id=manifest.save_id)
-    return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory)
+    return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory, changes)
 
 
 def choose_limits(environment: float | None, wanted: float | None, *, ranks: int) -> Limits:
@@ -140,8 +139,7 @@ def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_s
         wrong: tuple[str, ...] = ()
         if needs_reading:
             own = verify_share(path, rank, world_size)
-            shares: list[Any] | None = [None] * world_size if rank == 0 else None
-            dist.gather_object(own, shares, dst=0, group=agreement.group)
+            shares = objects.gather(own, agreement.group)
             if shares is not None:
                 wrong = join_shares(path, shares, cache=cache).problems
         if step is not None and wrong:
@@ -192,7 +190,7 @@ def _record(commits: Commits, directory: Path | None, manifest: Manifest | None,
     done = manifest.step if manifest is not None else 0
     try:
         parent = record_start(checkpoints, directory, manifest, environment.attempt, goes_back=environment.goes_back)
-        sampler = state.objects.get("others.sampler")
+        sampler = state.others.get("sampler")
         record_left_out(checkpoints, sampler, environment.skip_data, done=done, attempt=environment.attempt)
     except OSError as error:
         raise KeeperError(f"{error.filename}: the lineage cannot be written: {error.strerror}") from error

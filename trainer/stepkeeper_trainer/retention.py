@@ -211,7 +211,7 @@ def look(
         OSError: the directory cannot be listed or the lineage not read.
     """
     steps = list_steps(checkpoints)
-    lineage = lineages.read(checkpoints)
+    lineage = lineages.read(checkpoints, pruned=False)
     current = {step.path for step in current_lineage(steps, lineage)}
     cache = Cache(checkpoints)
     stop = should_stop or (lambda: False)
@@ -262,7 +262,7 @@ def remove(
         save_id = save_ids[name]
         assert save_id is not None, "only verified steps are removed"
         # A person or a rollback may have spoken since the plan was made.
-        lineage = lineages.read(checkpoints)
+        lineage = lineages.read(checkpoints, pruned=False)
         if lineage is not None and lineage.tells_steps and lineage.head == save_id:
             spared.append((name, "training goes on from it"))
             continue

@@ -15,14 +15,15 @@ from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.manifest import Manifest
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.cold import ColdCopies, Going, forget_given_up
-from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers, from_environment
+from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers, from_environment, read_identity
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.gathering import Gatherer, Place, find_place
 from stepkeeper_trainer.tiers.keeping import prune
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.opening import open_tier
 from stepkeeper_trainer.tiers.pace import Pace
-from stepkeeper_trainer.tiers.peers import Keeping, PeerCopies, next_node, own_host
+from stepkeeper_trainer.tiers.peer_keeping import Keeping
+from stepkeeper_trainer.tiers.peers import PeerCopies, next_node, own_host
 from stepkeeper_trainer.tiers.placing import Placing
 from stepkeeper_trainer.tiers.tier import Tier, TierError
 
@@ -230,7 +231,7 @@ def _identity(checkpoints: Path) -> str:
     """Return what tells this run directory from an earlier one of the same name."""
     path = checkpoints / IDENTITY_NAME
     with suppress(FileNotFoundError):
-        return path.read_text(encoding="ascii").strip()
+        return read_identity(checkpoints)
     identity = secrets.token_hex(8)
     write_atomically(path, identity.encode())
     return identity

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from stepkeeper_trainer.buffers import from_array, is_array, to_array, view_bytes
 from stepkeeper_trainer.errors import DamagedError, ResumeError, StateError
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
             return {"$items": items}
         case bytes() | io.BytesIO() | torch.Size() | torch.dtype() | torch.device():
             return _split_leaf(value)
-    if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray" and value.dtype.kind in "biuf":
-        tensors[name] = torch.from_numpy(value)
+    if is_array(value):
+        tensors[name] = from_array(value)
         return {"$ndarray": name}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy number
         return split(value.item(), name, tensors)
@@ -60,12 +61,16 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def join(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Undo `split`."""
+    """Undo `split`.
+
+    Raises:
+        ResumeError: an array of NumPy was saved, and NumPy is not there.
+    """
     match skeleton:
         case {"$tensor": str(name)}:
             return tensors[name]
         case {"$ndarray": str(name)}:
-            return tensors[name].numpy()
+            return _array(name, tensors[name])
         case {"$subclass": str(name), "inner": dict(), "context": _, "size": list(), "stride": list()}:
             return _join_subclass(name, skeleton, tensors)
         case {"$tuple": list(items)}:
@@ -147,6 +152,13 @@ def _subclass(name: str) -> Any:
     raise ResumeError(f"the checkpoint holds a {name}, which the script has not imported: import it before resume()")
 
 
+def _array(name: str, tensor: torch.Tensor) -> Any:
+    try:
+        return to_array(tensor)
+    except ImportError as error:
+        raise ResumeError(f"{name} was saved as a NumPy array, and NumPy is not installed: install it") from error
+
+
 def to_blob(skeleton: Any) -> torch.Tensor:
     """Return JSON as a uint8 tensor, padded with spaces."""
     data = json.dumps(skeleton, separators=(",", ":")).encode()
@@ -164,6 +176,6 @@ def from_blob(blob: torch.Tensor, *, name: str) -> Any:
         DamagedError: it is no JSON.
     """
     try:
-        return json.loads(blob.numpy().tobytes() if blob.numel() else b"null")
+        return json.loads(bytes(view_bytes(blob.contiguous())) or b"null")
     except ValueError as error:
         raise DamagedError(f"{name} in the checkpoint is not JSON: {error}") from error

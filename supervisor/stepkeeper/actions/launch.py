@@ -20,7 +20,7 @@ from stepkeeper.core import events as on
 from stepkeeper.log import PatientStream
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import argv as lines
-from stepkeeper.slurm import cmd, shepherd
+from stepkeeper.slurm import chatter, cmd, shepherd
 from stepkeeper.slurm.environment import scrub_geometry
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import logs
@@ -52,7 +52,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     socket: str  # with %N for the node
     told: dict[str, str] = {}  # further variables for the ranks: those of tiers
     starts_ranks: bool = False  # CMD is a script in which a launcher stands
-    resume_argument: bool = True  # appended on a resume, where CMD does not say where it goes
+    resume_argument: bool | None = None  # appended on a resume, where CMD does not say where it goes; None: if it may
+    takes_resume: bool = False  # the script declares the option
 
     @property
     def wrapped(self) -> bool:
@@ -78,12 +79,16 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     resume_from: str | None
     skip_data: str = ""  # `STEP:STEPS,...`: data that the ranks do not take
+    answered: bool = False  # the trainer library has, in this run: it needs no resume argument
     newest: bool = True  # false: the run goes back on purpose, and what a tier has newer must not be taken
 
 
 def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
     """Return the command line of a launch, by the one rule for CMD."""
-    resumed = cmd.with_resume(job.command, meeting.resume_from, append=job.resume_argument)
+    # where CMD gives one for the first start, as for a run that goes on with another one's step, ours is the later word
+    may = cmd.says_resume(job.command) or (job.takes_resume and not meeting.answered)
+    append = job.resume_argument if job.resume_argument is not None else may
+    resumed = cmd.with_resume(job.command, meeting.resume_from, append=append)
     command = cmd.with_nodes(resumed, len(meeting.nodes))
     pattern = str(directory).replace("%", "%%") + "/%N.log"
     if not job.wrapped:
@@ -267,21 +272,21 @@ class Launch:
         )
         with contextlib.suppress(OSError):  # housekeeping: the next launch tries again
             if not said:
-                logs.mark_failed(self._logs, f"srun ended with {code}; {error}")
+                logs.mark_failed(self._logs, f"srun ended with {code}{f'; {error}' if error else ''}")
             logs.prune(self._job.run_directory / "logs")
 
     def _listen(self, process: subprocess.Popen[bytes]) -> str:
         """Keep what srun itself says (the ranks write to their own files); return its last word."""
         assert process.stdout is not None, "Popen was given a pipe"
         log = PatientStream(lambda: (self._logs / SRUN_LOG).open("a", encoding="utf-8"))
-        error = telling = ""  # the last line, and one that says more: Slurm itself was away
+        error = telling = ""  # the last line that may be a reason, and one that says more: Slurm itself was away
         for line in process.stdout:
             text = redact(line.decode(errors="replace").strip())
             if shepherd.NOISE in text:
                 continue
             log.write(text + "\n")
             telling = telling or (text[:ERROR_CHARACTERS_MAX] if UNREACHABLE in text.lower() else "")
-            error = text[:ERROR_CHARACTERS_MAX] or error
+            error = error if chatter.follows(text) else text[:ERROR_CHARACTERS_MAX] or error
             for rank, code, number in deaths(text):
                 # the wrapper's own word may have been lost, and a user's own srun line has no wrapper
                 self._inbox.put(

@@ -16,8 +16,11 @@ from stepkeeper import printing
 from stepkeeper.commands import checkpoints_export, checkpoints_prune, checkpoints_tiers
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.seeing import history, reading
+from stepkeeper.seeing.checkpoints import condition, judged
 from stepkeeper.seeing.model import left_out_in_words
-from stepkeeper.store import find
+from stepkeeper.store import find, journal
+from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer import space
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
@@ -125,7 +128,7 @@ def list_steps(arguments: argparse.Namespace) -> int:
     left_out = lineage.left_out if lineage is not None else ()
     if arguments.json:
         told = [msgspec.to_builtins(each) for each in left_out]
-        printing.say_json({"checkpoints": str(checkpoints.resolve()), "steps": rows, "left_out": told}, indent=2)
+        printing.say_json({"checkpoints": str(checkpoints), "steps": rows, "left_out": told}, indent=2)
     elif rows:
         _show(rows)
         for each in left_out:
@@ -141,11 +144,12 @@ def _rows(
     current = {step.path for step in steps.current_lineage(found, lineage)}
     rows = []
     cache = Cache(checkpoints)
+    told = history.tell(journal.read(RunDirectory(checkpoints.parent).journal))
     for step in found:
         manifest = step.manifest
-        problems = [step.problem or "no manifest"]
-        if manifest is not None:
-            problems = list(steps.verify(step.path, deep=False, cache=cache).problems)
+        there, seen = reading.look(step, cache)
+        known, verified = judged(step.path.name, told, there)
+        problems = list(seen) or ([known] if known else [])
         marks = lineage.marks.get(manifest.save_id, frozenset()) if lineage and manifest else frozenset()
         rows.append(
             {
@@ -159,6 +163,7 @@ def _rows(
                 "save_id": manifest.save_id if manifest else None,
                 "parent": manifest.parent if manifest else None,
                 "complete": not problems,
+                "state": condition(known, verified=verified),
                 "current": step.path in current,
                 "marks": sorted(marks),
                 "left_out": _never_seen(step),
@@ -199,14 +204,14 @@ def _or_dash(value: object) -> str:
 
 def _state(row: dict[str, Any]) -> str:
     """Say in words what a row's fields mean; paths are shortened to what is below `checkpoints/`."""
-    words = ["complete"]
+    words = [row["state"]]
     if row["problems"]:
         first, *others = row["problems"]
         more = f" (and {len(others)} more)" if others else ""
-        words = [f"torn: {_shorten(first, row['directory'])}{more}"]
+        words = [f"{row['state']}: {_shorten(first, row['directory'])}{more}"]
     if not row["current"]:
         words.append("not on the current lineage")
-    return ", ".join([*words, *row["marks"]])
+    return "; ".join([*words, *row["marks"]])
 
 
 def _shorten(problem: str, directory: str) -> str:
@@ -217,14 +222,7 @@ def _shorten(problem: str, directory: str) -> str:
 @printing.reading
 def verify_step(arguments: argparse.Namespace) -> int:
     """Compare a step directory with its manifest."""
-    directory = Path(arguments.where)
-    if not directory.is_dir():
-        what = "not a directory" if directory.exists() else "no such directory"
-        raise StepkeeperError(
-            f"{arguments.where}: {what}; name a step directory, such as RUN/checkpoints/step_00000100",
-            ExitCode.NOTHING_FOUND,
-        )
-    directory = directory.resolve()  # a link to a step directory is the step directory
+    directory = find.step_directory(arguments.where)
     if any(os.path.lexists(directory / name) for name in _OF_RUNS):
         raise StepkeeperError(
             f"{arguments.where}: no step directory, but a run's: name one of those that `stepkeeper checkpoints ls "
@@ -241,6 +239,7 @@ def verify_step(arguments: argparse.Namespace) -> int:
         document = {
             "directory": str(directory),
             "ok": not problems,
+            "state": condition(problems[0] if problems else "", verified=not arguments.shallow),
             "deep": not arguments.shallow,
             "bytes_read": verdict.bytes_read,
             "bytes_known": verdict.bytes_known,
@@ -249,25 +248,26 @@ def verify_step(arguments: argparse.Namespace) -> int:
         }
         printing.say_json(document, indent=2)
     elif problems:
+        printing.say(f"{directory}: {steps.DAMAGED}")
         for problem in problems:
             printing.say(problem)
     elif arguments.shallow:
-        printing.say(f"{directory}: names, sizes and coverage are right (not read: leave out --shallow for that)")
+        printing.say(f"{directory}: {steps.COMMITTED}: names, sizes and coverage are right (--shallow reads no data)")
     elif verdict.bytes_known:
         known = printing.size(verdict.bytes_known)
         printing.say(
-            f"{directory}: every byte is right ({printing.size(verdict.bytes_read)} read, "
+            f"{directory}: {steps.VERIFIED}: every byte is right ({printing.size(verdict.bytes_read)} read, "
             f"{known} unchanged since they were read before: leave out --cached to read them)"
         )
     else:
-        printing.say(f"{directory}: every byte is right ({printing.size(verdict.bytes_read)} read)")
+        printing.say(f"{directory}: {steps.VERIFIED}: every byte is right ({printing.size(verdict.bytes_read)} read)")
     return ExitCode.NOT_VERIFIED if problems else ExitCode.FINISHED
 
 
 @printing.reading
 def print_latest(arguments: argparse.Namespace) -> int:
     """Print the newest verified step directory of the current lineage."""
-    checkpoints = find.checkpoints(arguments.where, os.environ).resolve()
+    checkpoints = find.checkpoints(arguments.where, os.environ)
     choice = steps.newest_verified(
         checkpoints, deep=not arguments.shallow, reading=_reading(arguments), cached=not arguments.no_cache
     )
@@ -298,11 +298,10 @@ def print_latest(arguments: argparse.Namespace) -> int:
 @printing.reading
 def pin_step(arguments: argparse.Namespace) -> int:
     """Record in the lineage that a step directory is kept whatever the policy says, or no longer."""
-    directory = Path(arguments.where).resolve()
+    directory = find.step_directory(arguments.where)
     step = steps.open_step(directory)
     if step.manifest is None:
-        code = ExitCode.NOT_VERIFIED if directory.is_dir() else ExitCode.NOTHING_FOUND
-        raise StepkeeperError(step.problem or f"{directory}: no step directory", code)
+        raise StepkeeperError(step.problem or f"{directory}: no step directory", ExitCode.NOT_VERIFIED)
     mark = lineages.Mark(at=time.time(), save_id=step.manifest.save_id, mark=lineages.PINNED, value=arguments.pinned)
     lineages.append(directory.parent, mark)
     printing.say(f"{directory}: {'pinned' if arguments.pinned else 'no longer pinned'}")
@@ -315,9 +314,10 @@ def try_storage(arguments: argparse.Namespace) -> int:
     directory = Path(arguments.where)
     if not directory.is_dir():
         directory = find.checkpoints(arguments.where, os.environ)
-    found = space.storage_test(directory.resolve(), size=int(arguments.bytes), limit_s=arguments.within)
+    directory = find.resolved(directory)
+    found = space.storage_test(directory, size=int(arguments.bytes), limit_s=arguments.within)
     if arguments.json:
-        document = {"directory": str(directory.resolve()), "ok": found.problem is None, **dataclasses.asdict(found)}
+        document = {"directory": str(directory), "ok": found.problem is None, **dataclasses.asdict(found)}
         printing.say_json(document, indent=2)
     elif found.problem is not None:
         printing.say(found.problem)

@@ -13,8 +13,8 @@ from typing import Any
 from stepkeeper import printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.store import find
 from stepkeeper_trainer import export
-from stepkeeper_trainer.formats.steps import step_name
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -75,16 +75,11 @@ def _size(text: str) -> int:
 @printing.reading
 def execute(arguments: argparse.Namespace) -> int:
     """Export a model."""
-    directory = Path(arguments.where)
-    if not directory.is_dir():
-        raise StepkeeperError(
-            f"{arguments.where}: no such directory; name a step directory, such as RUN/checkpoints/{step_name(100)}",
-            ExitCode.NOTHING_FOUND,
-        )
+    directory = find.step_directory(arguments.where)
     began = time.monotonic()
     try:
         plan = export.plan_export(
-            directory.resolve(),
+            directory,
             prefix=arguments.prefix,
             dtype=arguments.dtype,
             shard_bytes_max=arguments.max_shard_size,

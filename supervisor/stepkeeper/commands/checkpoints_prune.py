@@ -52,7 +52,7 @@ def positive(text: str) -> int:
 @printing.reading
 def prune_steps(arguments: argparse.Namespace) -> int:
     """Apply a retention policy to the step directories of a run."""
-    checkpoints = find.checkpoints(arguments.where, os.environ).resolve()
+    checkpoints = find.checkpoints(arguments.where, os.environ)
     policy, origin = _policy(arguments, checkpoints)
     outcome = retention.prune(checkpoints, policy, dry_run=arguments.dry_run)
     freed = 0 if arguments.dry_run else retention.empty_trash(checkpoints)

@@ -18,8 +18,11 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
 from stepkeeper_trainer.formats import keeping
 from stepkeeper_trainer.formats import lineage as lineages
+from stepkeeper_trainer.formats.decoding import DecodeError, decode
+from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.steps import COMMITTED
 from stepkeeper_trainer.tiers.choosing import newest_anywhere
-from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers, check_place
+from stepkeeper_trainer.tiers.config import Tiers, check_place, read_identity
 from stepkeeper_trainer.tiers.copying import copy_step
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.gathering import counts
@@ -27,6 +30,22 @@ from stepkeeper_trainer.tiers.opening import open_tier
 from stepkeeper_trainer.tiers.pace import Pace
 from stepkeeper_trainer.tiers.survey import Surveyed, on_the_way, survey
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError
+
+_STATES = {"complete": COMMITTED}  # what JSON calls it, and what people read
+
+
+class _Setting(msgspec.Struct):
+    value: Any = None
+
+    def text(self) -> str | None:
+        return self.value if isinstance(self.value, str) else None
+
+
+class _Recorded(msgspec.Struct):
+    settings: dict[str, _Setting]
+
+
+_recorded = msgspec.json.Decoder(_Recorded)
 
 
 def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,7 +73,9 @@ def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     copy.add_argument("where", metavar="RUN", help="run directory, its checkpoints/, or job id")
     way = copy.add_mutually_exclusive_group(required=True)
     way.add_argument("--to", metavar="URL", help="a directory, or the URL of an object store")
-    way.add_argument("--from", dest="source", metavar="URL", help="bring the newest whole step of the run from there")
+    way.add_argument(
+        "--from", dest="source", metavar="URL", help="bring the newest undamaged step of the run from there"
+    )
     which = copy.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="this step (default: the newest verified one)")
     which.add_argument("--all", action="store_true", help="all steps of the current lineage, newest first")
@@ -111,7 +132,7 @@ def _say(found: list[Surveyed], shared: Surveyed) -> None:
     for tier in found:
         lag = _lag(tier, shared)
         behind = f", {lag} steps behind" if lag is not None and lag > 0 else ""
-        newest = f"newest whole step {tier.newest}{behind}" if tier.newest is not None else "no whole step"
+        newest = f"newest step {tier.newest}{behind}" if tier.newest is not None else "no step, or damaged ones only"
         printing.say(f"{tier.kind:7} {tier.name}: {tier.error or newest}")
     saves = {(copy.step, copy.save_id) for tier in found for copy in tier.steps}
     if not saves:
@@ -127,7 +148,7 @@ def _words(tier: Surveyed, save_id: str) -> str:
     copy = next((each for each in tier.steps if each.save_id == save_id), None)
     if copy is None:
         return "-"
-    return f"{copy.files} of {copy.of} files" if copy.state == "part" else copy.state
+    return f"{copy.files} of {copy.of} files" if copy.state == "part" else _STATES.get(copy.state, copy.state)
 
 
 @printing.reading
@@ -170,7 +191,7 @@ def _wanted(arguments: argparse.Namespace, shared: DirectoryTier) -> list[Held]:
         if not problems:
             return [held]
         printing.warn(f"{held.directory} is passed over: {problems[0]}")
-    raise StepkeeperError(f"{shared.name}: no step is whole", ExitCode.NOT_VERIFIED)
+    raise StepkeeperError(f"{shared.name}: every step is damaged", ExitCode.NOT_VERIFIED)
 
 
 def _copy(shared: DirectoryTier, held: Held, target: Tier, pace: Pace) -> dict[str, Any]:
@@ -202,7 +223,7 @@ def _bring(arguments: argparse.Namespace, shared: DirectoryTier, source: Tier, p
     for problem in found.passed_over:
         printing.warn(f"passed over: {problem}")
     if found.directory is None or found.held is None:
-        raise StepkeeperError(f"{source.name}: no whole step of this run", ExitCode.NOTHING_FOUND)
+        raise StepkeeperError(f"{source.name}: no step of this run, or damaged ones only", ExitCode.NOTHING_FOUND)
     if arguments.json:
         step = found.held.manifest.step
         printing.say_json({"directory": found.directory, "step": step, "came_from": found.came_from}, indent=2)
@@ -237,6 +258,13 @@ def _tiers_of(run: Path) -> tuple[Tiers, list[keeping.Place]]:
     if not told.any and kept is not None:
         local, cold = kept.now("local"), kept.now("cold")
         told = Tiers(local=local.where if local else None, cold=cold.where if cold else None)
+    owner = run.stat().st_uid
+    if told.any and owner != os.geteuid():  # or our credentials would go wherever somebody else's file says
+        printing.warn(
+            f"{run} belongs to user id {owner}, and the places that it names are not visited in your name: "
+            "to look there, name them with --local and --cold"
+        )
+        told = Tiers()
     in_use = {("local", told.local), ("cold", told.cold)}
     return told, [place for place in places if (place.kind, place.where) not in in_use]
 
@@ -246,18 +274,17 @@ def _settings_of(run: Path) -> Tiers:
     attempts = sorted((run / "attempts").glob("attempt-*"), reverse=True)
     for attempt in attempts:
         try:
-            settings = msgspec.json.decode((attempt / record.NAME).read_bytes())["settings"]
-            values = {key: settings[key]["value"] for key in ("local_tier", "cold_tier")}
-        except (OSError, ValueError, KeyError, TypeError):
+            settings = decode(_recorded, read_plain(attempt / record.NAME, within=run)).settings
+            return Tiers(local=settings["local_tier"].text(), cold=settings["cold_tier"].text())
+        except (OSError, DecodeError, KeyError):
             continue  # not recorded, or of a version without tiers
-        return Tiers(local=values["local_tier"], cold=values["cold_tier"])
     return Tiers()
 
 
 def _local_place(run: Path, local: str) -> Path | None:
     try:
-        identity = (run / "checkpoints" / IDENTITY_NAME).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
+        identity = read_identity(run / "checkpoints")
+    except (OSError, TierError):
         return None  # no rank has ever had a local tier
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
     return Tiers(local=os.path.abspath(os.path.expanduser(local))).local_checkpoints(run, identity, node)

@@ -16,7 +16,8 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import instant
-from stepkeeper.store import find, journal, lines
+from stepkeeper.store import find, journal
+from stepkeeper_trainer.formats.plain import read_plain
 
 if TYPE_CHECKING:  # a supervisor, which knows all commands, stays small
     from stepkeeper.simulating.replaying import Difference, Replayed
@@ -82,7 +83,7 @@ def recorded_policies(run_directory: Path) -> dict[int, Policy]:
     for number in range(ATTEMPTS_MAX):
         try:
             document: dict[str, Any] = msgspec.json.decode(
-                lines.read_small(config_record.path_of(run_directory, number))
+                read_plain(config_record.path_of(run_directory, number), within=run_directory)
             )
             settings = document["settings"]
             values = {

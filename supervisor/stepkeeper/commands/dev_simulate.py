@@ -21,7 +21,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.planning.draw import short
 from stepkeeper.seeing.model import Use
 from stepkeeper.simulating.world import PRESETS, World
-from stepkeeper.store import lines
+from stepkeeper_trainer.formats.plain import read_plain
 
 if TYPE_CHECKING:  # a supervisor, which knows all commands, stays small
     from stepkeeper.simulating.many import Summary
@@ -114,7 +114,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _play(path: Path, *, titled: bool, first: bool) -> None:
     from stepkeeper.simulating import scenario  # noqa: PLC0415 - only where it is asked for
 
-    text = lines.read_small(path).decode(errors="replace")
+    text = read_plain(path).decode(errors="replace")
     if titled:
         printing.say(f"{'' if first else chr(10)}== {path}")
     try:

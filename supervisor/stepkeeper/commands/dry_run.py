@@ -31,6 +31,7 @@ from stepkeeper.store import rundir
 from stepkeeper.submitting import own_script
 from stepkeeper.supervise import watcher_program
 from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats.steps import COMMITTED
 
 # what Slurm would set, shown as it is written in a pattern
 _UNKNOWN = {"SLURM_JOB_ID": "%j", "SLURM_ARRAY_TASK_ID": "%a", "SLURM_JOB_NAME": "%x"}
@@ -64,7 +65,8 @@ def show(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     if plan.finished_step is not None:
         printing.say(f"finished at step {plan.finished_step}: nothing would be started")
         return ExitCode.FINISHED
-    printing.say(f"resume from    {plan.resume_from or 'the beginning: no whole step directory'}")
+    found = f"{plan.resume_from} ({COMMITTED}: the job verifies it first)" if plan.resume_from else ""
+    printing.say(f"resume from    {found or 'the beginning: no step directory, or damaged ones only'}")
     for each in plan.passed_over:
         printing.say(f"passed over    {each}")
     printing.say(f"nodes          {' '.join(plan.nodes)}{_spares(plan)}")
@@ -110,7 +112,8 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     if script.starts_ranks:
         assumed.append(script.starts_ranks)
     doubts = own_script.doubts(command, script, append=config.settings.resume_argument)
-    meeting = Meeting(launch=0, nodes=nodes, address=nodes[0], port=0, resume_from=resume_from)
+    answered = carried.usual.start_s > 0.0
+    meeting = Meeting(launch=0, nodes=nodes, address=nodes[0], port=0, resume_from=resume_from, answered=answered)
     training = launch_argv(job, meeting, directory.logs(carried.attempt, meeting.launch))
     return Plan(
         run_directory=str(directory.path),
@@ -124,7 +127,7 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
         watchers=tuple(watcher_argv(allocation.nodes, watcher_program())),
         training=tuple(redact_words(training)),
         assumed=tuple(assumed),
-        doubts=tuple(filter(None, (doubts.no_place, doubts.unknown))),
+        doubts=tuple(filter(None, (doubts.no_place, doubts.unknown, doubts.no_way))),
     )
 
 
@@ -161,7 +164,7 @@ def _assume(config: Config, environment: Mapping[str, str], command: Sequence[st
 
 
 def _resume(directory: rundir.RunDirectory) -> tuple[str | None, tuple[str, ...]]:
-    """Return the newest whole step directory, and what was passed over."""
+    """Return the newest step directory that is not damaged by names and sizes, and what was passed over."""
     if not os.path.isdir(directory.checkpoints):
         return None, ()
     choice = steps.newest_verified(Path(directory.checkpoints), deep=False)

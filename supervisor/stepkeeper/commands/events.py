@@ -72,7 +72,9 @@ def _show(line: Line) -> None:
     assert record is not None, "the caller passes over torn lines"
     event = msgspec.to_builtins(record.event)
     launch = f"{record.attempt}.{record.launch}"
-    details = [f"{key}={_word(value)}" for key, value in event.items() if key not in _TOLD_ELSEWHERE]
+    details = [
+        f"{key}={_word(value)}" for key, value in event.items() if key not in _TOLD_ELSEWHERE and value is not None
+    ]
     said = printing.clean(" ".join(details))
     if len(said) > DETAIL_CHARACTERS_MAX:
         said = said[:DETAIL_CHARACTERS_MAX] + "..."
@@ -83,7 +85,7 @@ def _show(line: Line) -> None:
         printing.say(f"{margin}why: {record.why}")
     for effect in record.effects:
         ordered = msgspec.to_builtins(effect)
-        words = [f"{key}={_word(value)}" for key, value in ordered.items() if key != "effect"]
+        words = [f"{key}={_word(value)}" for key, value in ordered.items() if key != "effect" and value is not None]
         printing.say(f"{margin}-> {ordered['effect']} {' '.join(words)}".rstrip())
 
 

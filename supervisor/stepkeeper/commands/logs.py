@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 from stepkeeper import printing
-from stepkeeper.commands import logs_follow
-from stepkeeper.commands.logs_lines import SRUN, Said, launches, parse, show
-from stepkeeper.core import events as on
+from stepkeeper.commands import logs_failed, logs_follow
+from stepkeeper.commands.logs_lines import SRUN, files_of, launches, of_rank, said_in, show
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.store import find, journal, lines
+from stepkeeper.store import find
 from stepkeeper.store.logs import FAILED_NAME
 from stepkeeper.store.rundir import RunDirectory
 
@@ -35,7 +32,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument(
         "--failed",
         action="store_true",
-        help="of the newest launch that failed, the rank that failed first",
+        help="what the rank that failed first printed last, in the newest launch that failed",
     )
     command.add_argument(
         "-f", "--follow", action="store_true", help="go on as lines come, over relaunches, until the run ends"
@@ -56,35 +53,19 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.follow:
         return logs_follow.follow(run, arguments)
     directory = _launch(run, arguments.attempt, arguments.launch, failed=arguments.failed)
-    rank = arguments.rank
     if arguments.failed:
-        why = (directory / FAILED_NAME).read_text(errors="replace").strip()
-        printing.warn(f"{directory.parent.name}, {directory.name} failed: {why}")
-        rank = _first_failed(run, directory) if rank is None and arguments.node is None else rank
-    files = _files(directory, arguments.node)
+        return logs_failed.show_failed(run, directory, arguments)
+    rank = arguments.rank
+    files = files_of(directory, arguments.node)
     several = len(files) > 1
     count = 0
     for node, path in files.items():
-        for said in _said(path, rank, arguments.tail):
+        for said in said_in(run.path, path, of_rank(rank), arguments.tail):
             count += 1
             show(said, node if several else None, node, as_json=arguments.json)
     if rank is not None and not count:
         raise StepkeeperError(f"{directory}: no line of rank {rank} in {', '.join(files)}", ExitCode.NOTHING_FOUND)
     return ExitCode.FINISHED
-
-
-def _first_failed(run: RunDirectory, directory: Path) -> int | None:
-    """Return the rank that failed first in a launch; None where the journal does not tell."""
-    attempt, launch = (int(path.name.rpartition("-")[2]) for path in (directory.parent, directory))
-    for record in journal.read(run.journal):
-        event = record.event
-        if (
-            isinstance(event, on.RankExited)
-            and (record.attempt, event.launch) == (attempt, launch)
-            and (event.signal is not None or event.code not in (0, None))
-        ):
-            return event.rank
-    return None
 
 
 def _launch(run: RunDirectory, attempt: int | None, launch: int | None, *, failed: bool) -> Path:
@@ -112,35 +93,3 @@ def _launch(run: RunDirectory, attempt: int | None, launch: int | None, *, faile
     raise StepkeeperError(
         f"{root}: no logs of attempt.launch {asked}; there are those of {there}", ExitCode.NOTHING_FOUND
     )
-
-
-def _files(directory: Path, node: str | None) -> dict[str, Path]:
-    """Return the log files by node, srun's own last."""
-    names = sorted(name for name in os.listdir(directory) if name.endswith(".log"))
-    files = {name.removesuffix(".log"): directory / name for name in names}
-    if SRUN in files:
-        files[SRUN] = files.pop(SRUN)
-    if node is None:
-        return files
-    if node not in files:
-        raise StepkeeperError(
-            f"{directory}: no log of node {node}; there are {', '.join(files) or 'none'}",
-            ExitCode.NOTHING_FOUND,
-        )
-    return {node: files[node]}
-
-
-def _said(path: Path, rank: int | None, tail: int | None) -> Iterator[Said]:
-    is_srun = path.stem == SRUN
-    with lines.open_plain(path) as file:
-        source = lines.forwards(file) if tail is None else lines.backwards(file)
-        wanted = (said for said in (parse(line, is_srun) for line in source) if rank in (None, said.rank))
-        if tail is None:
-            yield from wanted
-            return
-        newest: deque[Said] = deque()
-        for said in wanted:
-            newest.appendleft(said)
-            if len(newest) == tail:
-                break
-        yield from newest

@@ -12,6 +12,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.store import lines
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
+from stepkeeper_trainer.formats.plain import open_plain
 
 LOOK_EVERY_S = 0.5
 BACK_BYTES = 4096  # of each file at the start: a few last lines
@@ -21,17 +22,18 @@ LINE_BYTES_MAX = lines.LINE_BYTES_MAX
 class _File:
     """What of one log was shown."""
 
-    def __init__(self, path: Path, *, from_end: bool) -> None:
-        self.path, self.pending, self.position = path, b"", 0
+    def __init__(self, path: Path, within: Path, *, from_end: bool) -> None:
+        self.path, self.within = path, within
+        self.pending, self.position = b"", 0
         self._skip = False
         if from_end:
-            with lines.open_plain(path) as file:
+            with open_plain(path, within=within) as file:
                 self.position = max(0, file.seek(0, 2) - BACK_BYTES)
                 self._skip = self.position > 0  # it begins in the middle of a line
 
     def new(self) -> list[bytes]:
         """Return the whole lines that were written since; a line that never ends is cut."""
-        with lines.open_plain(self.path) as file:
+        with open_plain(self.path, within=self.within) as file:
             file.seek(self.position)
             data = file.read(LINE_BYTES_MAX)
             self.position = file.tell()
@@ -60,7 +62,7 @@ def follow(run: RunDirectory, arguments: argparse.Namespace) -> int:
         if newest is not None:
             for path in sorted(newest[1].glob("*.log")):
                 if path.stem not in files and arguments.node in (None, path.stem):
-                    files[path.stem] = _File(path, from_end=first)
+                    files[path.stem] = _File(path, run.path, from_end=first)
             _show_new(files, arguments)
             first = False
         if done:

@@ -23,7 +23,8 @@ from stepkeeper.config.resolve import Config, Origin, Sources
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.log import PatientStream, configure, is_empty
+from stepkeeper.log import Form, PatientStream, configure, is_empty
+from stepkeeper.slurm import cmd
 from stepkeeper.slurm.allocation import Allocation, is_batch_process, read_allocation, require_no_batch_script
 from stepkeeper.slurm.choose import ClientKind, choose
 from stepkeeper.slurm.client import SlurmClient, SlurmError
@@ -122,8 +123,9 @@ def _supervise(arguments: argparse.Namespace) -> int:
     client = slurm.client
     lease = _lease(directory, allocation, carried, clock, client)
     emptied = batch and allocation.restart_count > 0 and is_empty(sys.stdout)
-    out.copy_to(PatientStream(lambda: logs.open_supervisors(directory.attempt_logs(lease.attempt))))
-    log = configure(out, job=allocation.job_id, attempt=lease.attempt)
+    attempt_logs = directory.attempt_logs(lease.attempt)
+    kept = PatientStream(lambda: logs.open_supervisors(attempt_logs))
+    log = configure(out, kept, form=Form(settings.log_format), job=allocation.job_id, attempt=lease.attempt)
     assignment = Assignment(
         run_directory=str(directory.path),
         run_id=directory.run_id,
@@ -136,6 +138,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
         nonce=secrets.token_hex(8),
         started_at=clock.now(),
         resubmit=settings.policy.resubmit == "auto",
+        stop_signal=settings.policy.stop_signal,
         words=tuple(sys.argv[1:]),
         batch=batch,
     )
@@ -162,18 +165,21 @@ def _supervise(arguments: argparse.Namespace) -> int:
     )
     log.info(
         "attempt_started",
+        ranks_print_to=cmd.own_output(command) or f"{attempt_logs}/launch-*/NODE.log",
+        see_logs=f"stepkeeper logs {directory.typed} --follow",
         version=__version__,
         run_dir=str(directory.path),
         nodes=",".join(allocation.nodes),
         slurm=cluster.version,
         slurm_client=slurm.why,
         previous=carried.previous or "none",
-        see_status=f"stepkeeper status {directory.path}",
-        see_logs=f"stepkeeper logs {directory.path}",
-        to_stop=f"stepkeeper stop {directory.path}",
+        see_status=f"stepkeeper status {directory.typed}",
+        to_stop=f"stepkeeper stop {directory.typed}",
     )
     noting.note(config, directory, lease.attempt, command, log)
-    _say_what_surprises(log, batch=batch, emptied=emptied, kept=directory.attempt_logs(lease.attempt).parent)
+    if batch:
+        noting.note_submission(directory, allocation, sys.argv[1:], log)
+    _say_what_surprises(log, batch=batch, emptied=emptied, kept=directory.path / "logs")
     if merged:
         log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
     _say_doubts(log, own_script.doubts(command, script, append=settings.resume_argument))
@@ -232,7 +238,8 @@ def _supervise(arguments: argparse.Namespace) -> int:
         ):
             return supervisor.run()
     finally:
-        out.drain(LOG_WITHIN_S)
+        for stream in (out, kept):
+            stream.drain(LOG_WITHIN_S)
 
 
 def _say_what_surprises(log: structlog.typing.FilteringBoundLogger, *, batch: bool, emptied: bool, kept: Path) -> None:
@@ -251,6 +258,8 @@ def _say_doubts(log: structlog.typing.FilteringBoundLogger, doubts: own_script.D
         log.warning("no_place_for_resume", why=doubts.no_place)
     if doubts.unknown:
         log.warning("resume_argument_unknown", why=doubts.unknown)
+    if doubts.no_way:
+        log.warning("no_way_to_resume", why=doubts.no_way)
 
 
 def _command(words: list[str]) -> tuple[str, ...]:

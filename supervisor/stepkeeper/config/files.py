@@ -19,6 +19,7 @@ from stepkeeper.config.values import checked, known
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import lines
+from stepkeeper_trainer.formats.plain import open_plain
 
 NAME = "config.toml"
 SITE = Path("/etc/stepkeeper") / NAME
@@ -84,7 +85,7 @@ def _trusted(path: Path, role: Role) -> bytes:
         OSError: it cannot be read, or is no plain file.
         StepkeeperError: others may have written it.
     """
-    with lines.open_plain(path if role is Role.RUN else Path(os.path.realpath(path))) as file:
+    with open_plain(path if role is Role.RUN else Path(os.path.realpath(path))) as file:
         status = os.fstat(file.fileno())
         if status.st_uid not in (0, os.geteuid()):
             raise StepkeeperError(

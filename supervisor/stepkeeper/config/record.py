@@ -12,11 +12,14 @@ from stepkeeper import __version__
 from stepkeeper.config.resolve import Config, Origin
 from stepkeeper.config.settings import SETTINGS
 from stepkeeper.config.values import shown
+from stepkeeper.core.policy import Policy
 from stepkeeper.redaction import redact
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import read_plain
 
 FORMAT = 1
 NAME = "config.json"
+_POLICY = "policy."
 
 
 def path_of(run_directory: Path, attempt: int) -> Path:
@@ -60,6 +63,38 @@ def write(run_directory: Path, attempt: int, config: Config) -> Path:
     data = msgspec.json.format(msgspec.json.encode(document(config)), indent=1) + b"\n"
     write_atomically(path, data, mode=0o600 | (group & stat.S_IRGRP))
     return path
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader wants to know of such a record."""
+
+    stepkeeper: str = ""  # its version
+    settings: dict[str, dict[str, Any]] = {}
+
+    def chosen(self) -> dict[str, str]:
+        """Return the settings that are not the defaults, each with where it came from."""
+        found = ((key, each) for key, each in self.settings.items() if each.get("origin") != Origin.DEFAULT.value)
+        return {key: f"{each.get('value')} ({each.get('where', '')})" for key, each in found}
+
+    def policy(self) -> Policy:
+        """Return the policy of the attempt; the default one where nothing tells it."""
+        values = {
+            key.removeprefix(_POLICY): found.get("value")
+            for key, found in self.settings.items()
+            if key.startswith(_POLICY) and key.removeprefix(_POLICY) in Policy.__struct_fields__
+        }
+        try:
+            return msgspec.convert(values, Policy)
+        except msgspec.ValidationError:
+            return Policy()
+
+
+def read(run_directory: Path, attempt: int) -> Recorded:
+    """Return what an attempt went by; nothing where it never got so far, or the record cannot be read."""
+    try:
+        return msgspec.json.decode(read_plain(path_of(run_directory, attempt), within=run_directory), type=Recorded)
+    except (OSError, msgspec.MsgspecError):
+        return Recorded()
 
 
 def changes(config: Config) -> dict[str, str]:

@@ -19,7 +19,7 @@ import msgspec
 from stepkeeper.core import replays, slow_nodes
 from stepkeeper.core.anomalies import WATCH
 from stepkeeper.core.growing import GROW_BACK
-from stepkeeper.core.policy import Policy
+from stepkeeper.core.policy import STOP_SIGNALS, Policy
 from stepkeeper.store import rundir
 
 GROUP = "policy"
@@ -54,9 +54,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     torchrun: Annotated[bool, About()] = False
     """Start one torchrun a node, with c10d rendezvous."""
 
-    resume_argument: Annotated[bool, About()] = True
-    """Append `--resume-from DIR` to CMD on a resume, where it says no `{resume}`; without it only the variable
-    `STEPKEEPER_RESUME_FROM` tells, which the trainer library reads by itself."""
+    resume_argument: Annotated[bool | None, About()] = None
+    """Append `--resume-from DIR` to CMD on a resume, where it says no `{resume}`; where not set, only if the script
+    declares that option and no trainer library has answered, which reads `STEPKEEPER_RESUME_FROM` by itself."""
 
     tasks_per_node: Annotated[
         int | None,
@@ -86,6 +86,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     progress_log_every_s: Annotated[float, About(unit="s", metavar="SECONDS", least=0, most=YEAR_S)] = 10.0
     """A progress line in the log at most this often."""
+
+    log_format: Annotated[str, About(metavar="text|json", choices=("text", "json"))] = "text"
+    """What the supervisor writes to the job's log: text for people, or JSON lines; as JSON lines they are always in
+    `logs/attempt-000/supervisor.jsonl` of the run directory too (docs/log.md)."""
 
     same_code: Annotated[bool, About()] = False
     """Do not resume by other code (git commit, uncommitted changes, scripts) than that of the attempt before; without
@@ -170,6 +174,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 _POLICY = {
     "save_margin_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S),
     "time_limit_notice_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
+    "stop_signal": About(metavar="SIGNAL", choices=tuple(STOP_SIGNALS)),
     "time_limit_margin": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S),
     "commit_grace_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "exclude_for_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),

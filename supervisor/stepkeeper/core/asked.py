@@ -11,7 +11,7 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import Decision, close, closed, save, stop, take
+from stepkeeper.core.phases import Decision, can_save, close, closed, save, stop, take
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, Plan, State
 
@@ -53,9 +53,7 @@ def _stop(state: State, event: on.Asked, policy: Policy) -> Decision | None:
     why = f"{event.by} asks to save and end"
     plan = Plan(next=Next.END, why=why, code=ExitCode.STOPPED)
     match state.phase:
-        case Phase.TRAINING if not state.heard:
-            return Decision(state, (), f"{REFUSED}: no rank of the trainer library has spoken; `scancel` ends the job")
-        case Phase.TRAINING if state.step is not None or state.bus_restarted_in_launch:
+        case Phase.TRAINING if can_save(state):
             return save(state, event.at + policy.stop_within_s, plan)
         case Phase.SAVING:
             return Decision(take(state, plan), (), why)

@@ -34,8 +34,8 @@ from stepkeeper.core.storage import on_storage_late
 
 replace = msgspec.structs.replace
 NOT_ANNOUNCED = (
-    "no word of the trainer library from any rank: this script can neither save on request nor, as far as "
-    "is known, resume; see `Adopting the trainer library` in the README"
+    "no rank has the trainer library: a notice reaches this script as the stop signal, its steps and checkpoints are "
+    "not known, and it must resume by itself; see `Adopting the trainer library` in the README"
 )
 
 
@@ -87,6 +87,8 @@ def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
     assert plan is not None, "STOPPING is entered with a plan"
     if not state.running and state.slurm_away_since is not None:
         return _on_slurm_still_away(state, at, plan, policy)
+    if not state.running and plan.next is Next.END:
+        return close(state, at, plan, policy)
     if not state.running:
         return relaunch(state, at, f"{plan.why}; Slurm did not say why in time", policy)
     if not state.killed:

@@ -73,11 +73,15 @@ class StartLaunch(_Effect, frozen=True, kw_only=True, tag="start_launch"):
 
 
 class RequestSave(_Effect, frozen=True, kw_only=True, tag="request_save"):
-    """Ask all ranks to save at their next common step boundary, and to leave if `stop`."""
+    """Ask all ranks to save at their next common step boundary, and to leave if `stop`.
+
+    With `stop`, ranks without the trainer library get `policy.stop_signal` instead, once a launch.
+    """
 
     stop: bool
     why: str
     deadline_at: float | None = None
+    slurm_sent: str | None = None  # a signal that the ranks have from Slurm itself: they do not get it twice
 
 
 class KillRanks(_Effect, frozen=True, kw_only=True, tag="kill_ranks"):

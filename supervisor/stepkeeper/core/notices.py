@@ -22,7 +22,9 @@ from stepkeeper.core.pace import least_save_s
 from stepkeeper.core.phases import (
     Decision,
     ask,
+    can_save,
     close,
+    kill,
     relaunch,
     request_save,
     save,
@@ -45,6 +47,8 @@ def on_signal(state: State, event: on.SignalReceived, policy: Policy) -> Decisio
 
 def on_node_signaled(state: State, event: on.NodeSignaled, policy: Policy) -> Decision:
     """A watcher got SIGTERM: ask Slurm once for all nodes; a signal of our own outweighs it."""
+    if not state.wrapped:
+        state = replace(state, slurm_sent=event.signal)
     if _leaves(state):
         return Decision(state)  # on a thousand nodes it comes a thousand times
     if state.asking and state.signal in (NODE_TERM, "TERM", "INT"):
@@ -100,7 +104,7 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
     return Decision(more.state, (*decision.effects, *more.effects), decision.why)
 
 
-def _act(  # noqa: C901 - one case a notice
+def _act(  # noqa: C901, PLR0912 - one case a notice
     state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Policy, *, final: bool
 ) -> Decision:
     """Act on why Slurm signaled; if not `final`, a newer signal is still to be asked about."""
@@ -113,7 +117,12 @@ def _act(  # noqa: C901 - one case a notice
         assert state.plan is not None, "STOPPING is entered with a plan"
         if event.job is None and state.slurm_away_since is not None:
             return wait_for_slurm(state, event.at, why, policy)
+        if state.plan.next is Next.END:  # its status said the end, and Slurm did not ask for it
+            return close(state, event.at, state.plan, policy)
         return relaunch(state, event.at, state.plan.why, policy)  # the launch failed on its own account
+    if nothing_ends and final and state.phase is Phase.TRAINING and state.first_failure:
+        plan = Plan(next=Next.RELAUNCH, why=state.first_failure)  # no notice explains how that rank ended
+        return kill(replace(state, phase=Phase.STOPPING, plan=plan), event.at, policy, plan.why)
     match judgement.notice:
         case Notice.NOT_FOR_US if final and state.phase is Phase.TRAINING and state.doubt is Doubt.ASKED:
             said = event.job.slurm_state if event.job else event.error
@@ -140,7 +149,7 @@ def _act(  # noqa: C901 - one case a notice
 def _end_by_hand(state: State, at: float, signal: str, policy: Policy) -> Decision:
     """Nobody but the person at the terminal sends such a signal: save and end; the second time, end."""
     plan = Plan(next=Next.END, why=f"SIG{signal} by hand: save and end", code=ExitCode.STOPPED)
-    if state.phase is Phase.TRAINING and state.heard and (state.step is not None or state.bus_restarted_in_launch):
+    if state.phase is Phase.TRAINING and can_save(state):
         return save(state, at + policy.stop_within_s, plan)
     by_hand = state.plan is not None and state.plan.code is ExitCode.STOPPED
     if state.phase is Phase.SAVING and not by_hand:
@@ -175,7 +184,7 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
     later = state.term_at is not None or state.leave_at is None
     state = replace(state, leave_at=deadline if later else _earlier(state.leave_at, deadline))
     match state.phase:
-        case Phase.TRAINING if state.heard and (state.step is not None or state.bus_restarted_in_launch):
+        case Phase.TRAINING if can_save(state):
             return _save_if_it_can(state, at, deadline, plan, policy)
         case Phase.SAVING:
             return _save_until(take(state, plan), deadline)
@@ -198,7 +207,7 @@ def _save_if_it_can(state: State, at: float, deadline: float, plan: Plan, policy
     """
     least_s = least_save_s(state.pace)
     left_s = max(0.0, deadline - at)
-    if state.saving is not None or left_s >= least_s:
+    if not state.heard or state.saving is not None or left_s >= least_s:
         return save(state, deadline, plan)
     why = (
         f"{plan.why}; {left_s:.1f} s are left, and no save took less than {state.pace.quickest:.1f} s: none is begun, "

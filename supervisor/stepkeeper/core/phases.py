@@ -25,16 +25,30 @@ class Decision(msgspec.Struct, frozen=True):
     why: str = ""
 
 
+UNHEARD = (
+    "no rank has the trainer library: the script gets the stop signal, and has until the deadline to save and end "
+    "by itself"
+)
+
+
+def can_save(state: State) -> bool:
+    """Tell whether ranks that train may have something to save: done steps, or work that only their script knows of."""
+    if state.bus_restarted_in_launch:  # what they said meanwhile was not heard
+        return True
+    return state.step is not None if state.heard else state.begun or not state.wrapped
+
+
 def save(state: State, deadline: float, plan: Plan) -> Decision:
     """Ask all ranks for a save, and to leave."""
     state = replace(state, phase=Phase.SAVING, plan=plan, deadline_at=deadline)
-    return Decision(state, (request_save(state),), plan.why)
+    return Decision(state, (request_save(state),), plan.why if state.heard else f"{plan.why}; {UNHEARD}")
 
 
 def request_save(state: State) -> do.RequestSave:
     """Return the word to the ranks that belongs to SAVING."""
     assert state.plan is not None, "SAVING is entered with a plan"
-    return do.RequestSave(stop=True, why=state.plan.why, deadline_at=state.deadline_at)
+    sent = None if state.wrapped else state.slurm_sent or None  # a wrapper absorbs what Slurm sends
+    return do.RequestSave(stop=True, why=state.plan.why, deadline_at=state.deadline_at, slurm_sent=sent)
 
 
 def ask(state: State, why: str) -> Decision:

@@ -7,6 +7,8 @@ import msgspec
 from stepkeeper.core import ladder
 from stepkeeper.core.causes import Cause
 
+STOP_SIGNALS = {"TERM": 15, "INT": 2, "HUP": 1, "QUIT": 3, "USR1": 10, "USR2": 12}  # and their numbers on Linux
+
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every limit that `decide` compares with.  Seconds unless the name says otherwise."""
@@ -38,6 +40,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     stop_within_s: float = 900.0
     """For the save when a person asks to save and end; then the ranks are killed."""
+
+    stop_signal: str = "TERM"
+    """The signal that has a script without the trainer library save and end: TERM, INT, HUP, QUIT, USR1 or USR2.  Its
+    ranks get it at a notice, before the time limit and at `stepkeeper stop`, and SIGKILL only when the time is over."""
 
     time_limit_notice_s: float = 1200.0
     """A user signal with less than this left to the time limit is taken for the notice of it."""

@@ -50,7 +50,7 @@ def on_read_back(state: State, event: on.CheckpointVerified) -> Decision:
     if event.ok:
         return Decision(replace(state, read_back_wrong=0), effects, f"{event.directory} is verified")
     state = replace(state, read_back_wrong=state.read_back_wrong + 1)
-    why = f"{event.directory} is NOT what its manifest says: {event.problem}"
+    why = f"{event.directory} is damaged: {event.problem}"
     if waiting or state.phase is not Phase.TRAINING or not state.running:
         return Decision(state, effects, why)
     if state.read_back_wrong > 1:  # saving again and again onto bad storage helps nobody

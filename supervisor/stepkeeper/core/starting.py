@@ -145,7 +145,9 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
         node_losses=0 if progressed else state.node_losses,
         tried=past(state.tried, event.step) if progressed else state.tried,
     )
-    if event.directory is None:
+    if event.directory is None and (state.attempt or state.launch) and not state.has_library:
+        why = "no verified step directory, and no trainer library has answered so far: the script resumes by itself"
+    elif event.directory is None:
         why = "no verified step directory: the training starts from the beginning"
     else:
         why = f"newest verified step directory: {event.directory}"
@@ -193,6 +195,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         begun=False,
         heard=False,
         bus_restarted_in_launch=False,
+        slurm_sent="",
         told=False,
         doubt=Doubt.NONE,
         step=None,

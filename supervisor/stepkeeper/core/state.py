@@ -172,6 +172,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     begun: bool = False  # every task has, or a rank spoke
     heard: bool = False  # a rank with the trainer library said hello
     bus_restarted_in_launch: bool = False
+    slurm_sent: str = ""  # the newest signal that Slurm sent to the Slurm steps: ranks without a wrapper have it
     step: int | None = None  # last completed step that we heard of, in this launch
     saving: str | None = None  # save_id in flight
     reading_back: tuple[str, ...] = ()  # step directories: the first is being read, the others wait
@@ -220,6 +221,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     tried: tuple[Tried, ...] = ()
     best_step: int | None = None
     requeue_tries: int = 0
+
+    @property
+    def has_library(self) -> bool:
+        """Whether the trainer library has answered in this run, in this launch or an earlier one."""
+        return self.heard or self.usual.start_s > 0.0
 
     @property
     def wake_at(self) -> float | None:

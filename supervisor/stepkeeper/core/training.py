@@ -12,7 +12,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.limit import expecting
 from stepkeeper.core.pace import saved, stepped
 from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, close, closed, kill, relaunch, take
-from stepkeeper.core.policy import Policy
+from stepkeeper.core.policy import STOP_SIGNALS, Policy
 from stepkeeper.core.silence import alive
 from stepkeeper.core.slow_nodes import at_commit, watch_pace
 from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State
@@ -21,6 +21,7 @@ from stepkeeper.core.suspension import save_seconds, step_seconds
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75
 EXIT_GAVE_UP = 93  # NVIDIA's ft_launcher: do not start me again
+SHELL_OF_SIGNAL = 128  # and the number: how shells, and many handlers, tell of an end by a signal
 
 replace = msgspec.structs.replace
 
@@ -187,11 +188,20 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
         return Decision(state)
     if not state.heard and state.wrapped:
         state = _begun(state, event.at, policy)
-    if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
-        return _on_rank_left(state, event, policy)
     how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.code}"
     hint = ", ".join(fault for node, fault in state.hints if node == event.node)
     why = f"rank {event.rank} on {event.node} ended with {how}{f' ({hint})' if hint else ''}"
+    if _slurm_may_have_ended_it(state, event):
+        first = state.first_failure or why
+        return Decision(replace(state, first_failure=first), (), f"{why}: wait for what Slurm says of its signal")
+    if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
+        return _on_rank_left(state, event, policy)
+    if _ends_as_asked(state, event, policy):
+        return Decision(state, (), f"{why}, after it was asked to end")
+    return _on_rank_failed(state, event, policy, why)
+
+
+def _on_rank_failed(state: State, event: on.RankExited, policy: Policy, why: str) -> Decision:
     first = state.first_failure or why
     ours = state.killed or state.phase is not Phase.TRAINING  # it was told to end, or dies of another's death
     look = () if ours else (do.Look(node=event.node, why=why),)
@@ -208,6 +218,23 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
     if state.phase is Phase.TRAINING:
         state = replace(state, phase=Phase.STOPPING, deadline_at=event.at + policy.commit_grace_s)
     return Decision(state, look, why + "; the commit in flight may still come")
+
+
+def _ends_as_asked(state: State, event: on.RankExited, policy: Policy) -> bool:
+    """Tell the end of a rank that got the stop signal from a failure: others may still be saving.
+
+    Without the trainer library any end is one: how a script ends after its save is its own affair.
+    """
+    if state.phase is not Phase.SAVING or event.code == EXIT_GAVE_UP:
+        return False
+    number = STOP_SIGNALS[policy.stop_signal]
+    return not state.heard or event.signal == number or event.code == SHELL_OF_SIGNAL + number
+
+
+def _slurm_may_have_ended_it(state: State, event: on.RankExited) -> bool:
+    """Tell whether Slurm's own signal may have ended a rank that no wrapper shields: others may be saving for it."""
+    unasked = state.phase is Phase.TRAINING and state.asking and event.code not in (EXIT_FINISHED, EXIT_GAVE_UP)
+    return unasked and bool(state.slurm_sent) and not state.heard
 
 
 def _blames_training(plan: Plan) -> bool:
@@ -255,7 +282,11 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
     if not state.heard and event.code == 0:
         why = "the command ended with 0 (it has no trainer library to say more)"
         plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
-        return close(state, event.at, plan, policy)
+        if state.wrapped:
+            return close(state, event.at, plan, policy)
+        # Slurm's signal reaches these ranks before us: a handler that saves ends with 0 as well
+        state = replace(state, phase=Phase.STOPPING, plan=plan, deadline_at=event.at + policy.ask_within_s)
+        return Decision(state, (), why) if state.asking else ask_unprompted(state, f"{why}: did Slurm end it?")
     if event.code == EXIT_GAVE_UP:
         plan = Plan(next=Next.END, why="the command ended with 93", code=ExitCode.TRAINING_GAVE_UP)
         return close(state, event.at, plan, policy)
@@ -310,7 +341,7 @@ def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: P
     if event.ok:
         why = f"{event.directory} is verified"
     else:
-        why = f"{event.directory} is NOT what its manifest says: {event.problem}; the one before will be used"
+        why = f"{event.directory} is damaged: {event.problem}; the one before will be used"
     if state.phase is Phase.CLOSING:
         deadline = event.at + policy.close_within_s  # only the watchers are waited for now
         state = replace(state, deadline_at=min(state.deadline_at or deadline, deadline))

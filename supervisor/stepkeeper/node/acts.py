@@ -11,7 +11,7 @@ from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
 from stepkeeper.node.inbox import Inbox
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.nodes import JobsHere, NodeClient
+from stepkeeper.slurm.nodes import JobsHere, NodeClient, NodeFacts
 
 WRONG = (SlurmError, ValueError)  # ValueError: an answer that this version cannot read
 
@@ -25,7 +25,10 @@ class LocalClient(NodeClient, Protocol):
 
 
 class Acts:
-    """Carries out effects.  `check` and `reset` are the agent's own: both look at GPUs."""
+    """Carries out effects.  `check` and `reset` are the agent's own: both look at GPUs.
+
+    `mistaken` says why a node of Slurm's is not this machine, "" where it may be.
+    """
 
     def __init__(
         self,
@@ -35,12 +38,14 @@ class Acts:
         *,
         check: Callable[[], str],
         reset: Callable[[Sequence[str]], str],
+        mistaken: Callable[[NodeFacts], str],
     ) -> None:
         self._node = node
         self._client = client
         self._inbox = inbox
         self._check = check
         self._reset = reset
+        self._mistaken = mistaken
 
     def list_jobs(self, effect: do.ListJobs) -> None:
         """Ask who is on the node; `JobsListed` comes."""
@@ -60,11 +65,21 @@ class Acts:
         """Ask Slurm about the node and its peers; `NodesAnswered` comes."""
 
         def work() -> None:
+            nodes: tuple[NodeFacts, ...] = ()
+            error, began = "", time.monotonic()
             try:
-                nodes, error = self._client.peers(self._node), ""
+                nodes = (self._client.node(self._node),) if effect.alone else self._client.peers(self._node)
             except WRONG as failure:
-                nodes, error = (), str(failure)
-            self._inbox.put(on.NodesAnswered(at=self._now(), call=effect.call, nodes=nodes, error=error))
+                error = str(failure)
+            took_s = time.monotonic() - began
+            own = next((each for each in nodes if each.name == self._node), None)
+            if own is not None and (error := self._mistaken(own)):
+                nodes = ()  # nothing may be done to another machine's node
+            self._inbox.put(
+                on.NodesAnswered(
+                    at=self._now(), call=effect.call, nodes=nodes, alone=effect.alone, took_s=took_s, error=error
+                )
+            )
 
         self._inbox.run_thread("slurm", work)
 

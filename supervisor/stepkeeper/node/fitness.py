@@ -6,6 +6,7 @@ By the very rules that drain it: a node that is returned must not be drained at 
 from __future__ import annotations
 
 from stepkeeper.node.sensors import nvml
+from stepkeeper.node.sensors.evidence import Roots, gpu_addresses
 from stepkeeper.node.sensors.readings import NvmlState
 from stepkeeper.node.xid import health
 from stepkeeper.node.xid.catalogue import Catalogue
@@ -21,7 +22,10 @@ def unfit(catalogue: Catalogue, expected_gpus: int, within_s: float = LOOK_WITHI
     if status.state is not NvmlState.READY:
         return f"NVML is {status.state.value}: {status.detail}"
     problems = []
-    if (gone := health.missing(expected_gpus, len(status.gpus), at=status.at, catalogue=catalogue)) is not None:
+    listed = {gpu.pci for gpu in status.gpus}
+    away = [address for address in gpu_addresses(Roots()) if address not in listed]
+    gone = health.missing(expected_gpus, len(status.gpus), at=status.at, catalogue=catalogue, gone=away)
+    if gone is not None:
         problems.append(gone.why)
     if len(look.health) < len(status.gpus):
         problems.append(f"only {len(look.health)} of {len(status.gpus)} GPUs told how they are")

@@ -23,6 +23,7 @@ from stepkeeper.node.core.policy import Policy
 from stepkeeper.node.core.state import Drain, Incident, State
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import append_line, write_atomically
+from stepkeeper_trainer.formats.plain import open_plain
 
 NAME = "incidents.jsonl"
 BYTES_MAX = 4 * 1024 * 1024
@@ -110,7 +111,7 @@ def read(path: Path) -> Book:
     """
     book = Book()
     try:
-        file = lines.open_plain(path)
+        file = open_plain(path)
     except FileNotFoundError:
         return book
     with file:

@@ -18,6 +18,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
 from stepkeeper.store import journal, lines
 from stepkeeper_trainer.formats.failures import FailureRate
+from stepkeeper_trainer.formats.plain import open_plain
 
 METRICS_NAME = "metrics.csv"
 SAVES_KEPT = 50  # the newest: an older library or file system is no guide
@@ -136,7 +137,7 @@ def _median(values: list[float]) -> float | None:
 def _read_steps(metrics: Path) -> Iterator[_Step]:
     """Yield the rows of `metrics.csv` that can be read, as they were written."""
     try:
-        file = lines.open_plain(metrics)
+        file = open_plain(metrics, within=metrics.parent)
     except FileNotFoundError:
         return
     with file:

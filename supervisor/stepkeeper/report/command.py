@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import msgspec
 from stepkeeper import __version__, printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.report import going_on
 from stepkeeper.report.page import About, page
-from stepkeeper.seeing import reading
+from stepkeeper.seeing import reading, started
 from stepkeeper.seeing.model import SECOND, Use, micro
+from stepkeeper.seeing.started import Started
 from stepkeeper.seeing.timeline import Standing, Timeline
 from stepkeeper.store import find
 from stepkeeper_trainer.formats.durable import write_atomically
@@ -38,10 +41,11 @@ def write(arguments: argparse.Namespace) -> int:
         raise StepkeeperError(
             f"{run.journal}: tells nothing: no supervisor has worked on this run yet", ExitCode.NOTHING_FOUND
         )
+    ran = started.read(run, (attempt.number for attempt in seen.attempts))
     if arguments.json:
-        printing.say_json(document(seen), indent=2)
+        printing.say_json(document(seen, str(run.path), ran), indent=2)
         return ExitCode.FINISHED
-    about = About(name=run.path.name, path=str(run.path), made_at=micro(now), version=__version__)
+    about = About(name=run.path.name, path=str(run.path), made_at=micro(now), version=__version__, started=ran)
     data = page(seen, about).encode("utf-8", errors="replace")
     if arguments.output == "-":
         sys.stdout.buffer.write(data)
@@ -54,7 +58,7 @@ def write(arguments: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def document(seen: Timeline) -> dict[str, Any]:
+def document(seen: Timeline, path: str = "", ran: Sequence[Started] = ()) -> dict[str, Any]:
     """Return the figures for programs.  Times are seconds, instants Unix seconds."""
     accounts = seen.accounts
     return {
@@ -65,6 +69,11 @@ def document(seen: Timeline) -> dict[str, Any]:
         "tokens": seen.tokens,
         "loss": seen.loss,
         "loss_not_finite": seen.loss_not_finite,
+        "learning_rate": seen.rate,
+        "exit_code": seen.exit_code,
+        "why": seen.why or None,
+        "how_to_go_on": msgspec.to_builtins(going_on.advice(seen, path, ran)),
+        "started": [{**msgspec.to_builtins(each), "code": each.code} for each in ran],
         "steps_lost": seen.steps_lost,
         "ettr": accounts.ettr,
         "goodput": accounts.goodput,

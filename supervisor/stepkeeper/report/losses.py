@@ -1,13 +1,14 @@
 """The loss curve across all launches, with their boundaries, in as many points as a screen has pixels.
 
-Each column of the picture keeps its first, least, greatest and last value, so that no spike is lost.
+Each column of the picture keeps its first, least, greatest and last value, so that no spike is lost.  Steps that count
+make one line, whatever launches completed them; the learning rate is drawn below, over the same steps.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -17,6 +18,7 @@ from stepkeeper.seeing.rows import Rows
 from stepkeeper.seeing.timeline import Timeline
 
 WIDTH, HEIGHT = 1000, 260
+RATE_HEIGHT = 80
 COLUMNS = 1000
 MARKS_MAX = 300
 RESUMES_TALL_MAX = 40
@@ -31,7 +33,8 @@ Point = tuple[int, float]
 class Curve(msgspec.Struct, frozen=True):
     """What is drawn."""
 
-    kept: list[list[Point]]  # one line a launch: steps that count
+    kept: list[Point]  # steps that count, over all launches
+    rate: list[Point]  # the learning rate of these steps
     lost: list[list[Point]]  # steps that were done again
     resumes: list[tuple[int, Launch]]  # (step, launch) that a launch went on from
     strange: list[tuple[int, int]]  # steps whose loss is no finite number: (first, last) of those in a row
@@ -48,21 +51,26 @@ def curve(seen: Timeline) -> Curve | None:
     first = min(rows.step[0] for _, rows in launches)
     last = max(max(rows.step[0], rows.step[-1]) for _, rows in launches)
     width = max(1, (last - first + COLUMNS) // COLUMNS)
-    kept: list[list[Point]] = []
+    kept: list[Point] = []
+    rate: list[Point] = []
     lost: list[list[Point]] = []
     resumes: list[tuple[int, Launch]] = []
     strange: list[tuple[int, int]] = []
     for launch, rows in launches:
         limit = limits[launch.attempt, launch.number]
-        kept.append(list(_thin(rows, width, first, -math.inf, limit if limit is not None else math.inf)))
+        until = limit if limit is not None else math.inf
+        kept += _thin(rows.step, rows.loss, width, first, -math.inf, until)
+        rate += _thin(rows.step, rows.rate, width, first, -math.inf, until)
         if limit is not None and rows.step[-1] > limit:
-            lost.append(list(_thin(rows, width, first, limit, math.inf)))
+            redone = list(_thin(rows.step, rows.loss, width, first, limit, math.inf))
+            branches = kept[-1:] if kept and redone and kept[-1][0] < redone[0][0] else []
+            lost.append([*branches, *redone])  # it branches off the line of what counts
         if launch is not launches[0][0]:
             resumes.append((launch.resumed_step, launch))
         strange += _strange(rows, MARKS_MAX - len(strange))
-    if not any(kept) and not any(lost):
+    if not kept and not any(lost):
         return None
-    return Curve(kept, lost[-LOST_LAUNCHES_MAX:], resumes, strange, first, max(last, first + 1))
+    return Curve(kept, rate, lost[-LOST_LAUNCHES_MAX:], resumes, strange, first, max(last, first + 1))
 
 
 def _rows(seen: Timeline, launch: Launch) -> Rows | None:
@@ -84,18 +92,20 @@ def _strange(rows: Rows, count: int) -> list[tuple[int, int]]:
     return found
 
 
-def _thin(rows: Rows, width: int, origin: int, above: float, upto: float) -> Iterator[Point]:
+def _thin(  # noqa: PLR0917 - one value each
+    steps: Sequence[int], values: Sequence[float], width: int, origin: int, above: float, upto: float
+) -> Iterator[Point]:
     """Yield up to four points a column of `width` steps: first, least, greatest and last."""
     column: int | None = None
     points: list[Point] = []
-    for step, loss in zip(rows.step, rows.loss, strict=True):
-        if not (above < step <= upto) or not math.isfinite(loss):
+    for step, value in zip(steps, values, strict=True):
+        if not (above < step <= upto) or not math.isfinite(value):
             continue
         at = (step - origin) // width
         if at != column:
             yield from _four(points)
             column, points = at, []
-        points.append((step, loss))
+        points.append((step, value))
     yield from _four(points)
 
 
@@ -123,12 +133,8 @@ def picture(found: Curve) -> str:
         return HEIGHT - min(1.0, max(0.0, (loss - low) / span)) * HEIGHT
 
     out = [_grid(low, high)]
-    for lines, css in ((found.lost, "lost"), (found.kept, "kept")):
-        for points in filter(None, lines):
-            first, last = points[0], points[-1]
-            dot = [(first[0] + 1, first[1])] if first == last else []  # a single step is seen too
-            path = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in [*points, *dot])
-            out.append(f'<polyline class="{css}" points="{path}"/>')
+    for lines, css in ((found.lost, "lost"), ([found.kept], "kept")):
+        out += [_line(points, css, x, y) for points in filter(None, lines)]
     every = max(1, len(found.resumes) // MARKS_MAX)
     height = HEIGHT if len(found.resumes) <= RESUMES_TALL_MAX else 9  # many bars would hide the curve
     out += [
@@ -147,17 +153,39 @@ def picture(found: Curve) -> str:
         f'<svg class=curve viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="loss over steps">{"".join(out)}</svg>'
     )
-    return f"<div class=chart>{_labels(low, high)}{svg}<div></div>{_steps(found)}</div>"
+    return f"<div class=chart>{_labels(low, high)}{svg}<div></div>{_steps(found)}{_rate(found, x)}</div>"
+
+
+def _line(points: Sequence[Point], css: str, x: Callable[[int], float], y: Callable[[float], float]) -> str:
+    first, last = points[0], points[-1]
+    dot = [(first[0] + 1, first[1])] if first == last else []  # a single step is seen too
+    path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in [*points, *dot])
+    return f'<polyline class="{css}" points="{path}"/>'
+
+
+def _rate(found: Curve, x: Callable[[int], float]) -> str:
+    """Draw the learning rate, from zero up; nothing where no step has one."""
+    high = 1.08 * max((rate for _, rate in found.rate), default=0.0)
+    if high <= 0:
+        return ""
+    line = _line(found.rate, "rate", x, lambda rate: RATE_HEIGHT * (1 - max(0.0, rate) / high))
+    ticks = _ticks(0.0, high)[:: max(1, len(_ticks(0.0, high)) // 2)]
+    spans = "".join(f"<span style='bottom:{100 * value / high:.1f}%'>{value:.4g}</span>" for value in ticks)
+    return (
+        f"<div class=values>{spans}</div>"
+        f'<svg class="curve low" viewBox="0 0 {WIDTH} {RATE_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="learning rate over steps">{line}</svg>'
+    )
 
 
 def peaks(found: Curve) -> list[Point]:
     """Return the points that the scale leaves out."""
     _, high = _range(found)
-    return [point for line in (*found.kept, *found.lost) for point in line if point[1] > high]
+    return [point for line in (found.kept, *found.lost) for point in line if point[1] > high]
 
 
 def _range(found: Curve) -> tuple[float, float]:
-    values = [loss for line in (*found.kept, *found.lost) for _, loss in line]
+    values = [loss for line in (found.kept, *found.lost) for _, loss in line]
     values.sort()
     low, high = values[0], values[-1]
     sample = values[:: max(1, len(values) // SAMPLES)]

@@ -1,4 +1,4 @@
-"""The page: headline, where the time went, timeline, loss, checkpoints, failures, incidents."""
+"""The page: headline, how to go on, where the time went, timeline, loss, failures, checkpoints, what ran, incidents."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from importlib import resources
 
 import msgspec
 
+from stepkeeper.core.exits import ExitCode
 from stepkeeper.printing import size
-from stepkeeper.report import lanes, losses
+from stepkeeper.report import going_on, lanes, losses
 from stepkeeper.report.marks import count, hours, instant, percent, share, table, text, unit_hours, zone
 from stepkeeper.seeing.model import SECOND, Checkpoint, Launch, Use
+from stepkeeper.seeing.started import Started
 from stepkeeper.seeing.timeline import Standing, Timeline
+from stepkeeper_trainer.formats.steps import COMMITTED, VERIFIED
 
+COMMAND_MAX = 4_000  # characters of a command line
 ROWS_MAX = 60  # of each table: the newest; what is left out is counted
-NORMAL = {"committed", "verified"}
+NORMAL = {COMMITTED, VERIFIED}
+_STATE_CLASSES = {COMMITTED: "committed"}  # of CSS, where the word itself is none
 _WORDS = {
-    Standing.RUNNING: "It runs.",
+    Standing.RUNNING: "It is running.",
     Standing.WAITING: "It was requeued, and waits for nodes.",
-    Standing.SILENT: "It neither ended nor says anything: `squeue` tells whether the job is there.",
+    Standing.SILENT: "It has not ended, and writes nothing any more.",
     Standing.FINISHED: "The training is finished.",
-    Standing.ENDED: "It ended, and does not go on by itself.",
+    Standing.ENDED: "It ended without a word.",
     Standing.EMPTY: "No supervisor has worked on it yet.",
 }
 
@@ -34,6 +39,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     made_at: int  # microseconds
     version: str  # of Stepkeeper
+    started: list[Started] = []  # what each attempt was started with
 
 
 def page(seen: Timeline, about: About) -> str:
@@ -41,8 +47,8 @@ def page(seen: Timeline, about: About) -> str:
     style, script = _asset("page.css"), _asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    sections = [_headline(seen, about), _spent(seen), _timeline(seen), _losses(seen), _failures(seen)]
-    sections += [_checkpoints(seen), _incidents(seen), _definitions(seen)]
+    sections = [_headline(seen, about), _going_on(seen, about), _spent(seen), _timeline(seen), _losses(seen)]
+    sections += [_failures(seen), _checkpoints(seen), _started(about), _incidents(seen), _definitions(seen)]
     body = "\n".join(sections)
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
@@ -76,12 +82,34 @@ def _headline(seen: Timeline, about: About) -> str:
         f"<div class=card><span>{name}</span><b>{text(value)}</b><small>{text(note)}</small></div>"
         for name, value, note in facts
     )
-    why = f" {text(seen.why)}." if seen.why and seen.standing in (Standing.ENDED, Standing.WAITING) else ""
     span = f"{instant(seen.began)} to {instant(seen.until)}" if seen.spans else ""
     return (
         f"<header><h1>{text(about.name)} <em class=s-{seen.standing.value}>{seen.standing.value}</em></h1>"
-        f"<p>{_WORDS[seen.standing]}{why} <span class=quiet>{span}</span></p></header><div class=cards>{cards}</div>"
+        f"<p>{text(_sentence(seen))} <span class=quiet>{span}</span></p></header><div class=cards>{cards}</div>"
     )
+
+
+def _sentence(seen: Timeline) -> str:
+    """Say in one short sentence how it stands; the whole reason stands below, with what to do."""
+    if seen.standing is not Standing.ENDED or seen.exit_code is None:
+        return _WORDS[seen.standing]
+    meaning = next((each.meaning for each in ExitCode if each == seen.exit_code), "it ended")
+    short = meaning.partition(":")[0].partition(";")[0]
+    return f"{short[0].upper()}{short[1:]} (exit code {seen.exit_code})."
+
+
+def _going_on(seen: Timeline, about: About) -> str:
+    """Say how to go on, where the run does not do so by itself."""
+    said = going_on.advice(seen, about.path, about.started)
+    if not said:
+        return ""
+    why = f"<p class=note>{text(seen.why)}</p>" if seen.why else ""
+    items = "".join(f"<li>{text(each.say)}{_typed(each)}</li>" for each in said)
+    return _section("How to go on", f"{why}<ol>{items}</ol>")
+
+
+def _typed(each: going_on.Advice) -> str:
+    return f"<pre>{text(each.type, longest=COMMAND_MAX)}</pre>" if each.type else ""
 
 
 def _unit(seen: Timeline) -> tuple[int, str]:
@@ -93,6 +121,8 @@ def _loss_and_tokens(seen: Timeline) -> str:
     parts = [f"loss {seen.loss:.5g}"] if seen.loss is not None else []
     if seen.loss_not_finite:
         parts.append("its loss is no finite number")
+    if seen.rate is not None:
+        parts.append(f"learning rate {seen.rate:.3g}")
     if seen.tokens:
         parts.append(f"{count(seen.tokens)} tokens")
     return ", ".join(parts) or "no step was reported"
@@ -142,6 +172,7 @@ def _losses(seen: Timeline) -> str:
     source = "the journal, about one step a minute" if seen.coarse else "metrics.csv"
     words = [("kept", "counts"), ("lost", "done again"), ("resume", "a launch resumed")]
     words += [("peak", "beyond the scale, or no number")] if found.strange or losses.peaks(found) else []
+    words += [("rate", "learning rate, below")] if any(rate > 0 for _, rate in found.rate) else []
     key = " ".join(f"<span class=key><i class='line {name}'></i>{word}</span>" for name, word in words)
     note = f"Over steps, from {source}; every column keeps its least and greatest value. {key}"
     return _section("Loss", f"<p class=note>{note}</p>{losses.picture(found)}")
@@ -194,7 +225,9 @@ def _checkpoints(seen: Timeline) -> str:
 
 
 def _checkpoint(each: Checkpoint) -> tuple[str, ...]:
-    states = "".join(f"<em class='c-{state.replace(' ', '-')}'>{state}</em>" for state in each.states)
+    states = "".join(
+        f"<em class='c-{_STATE_CLASSES.get(state, state.replace(' ', '-'))}'>{state}</em>" for state in each.states
+    )
     problem = f"<br><small>{text(each.problem)}</small>" if each.problem else ""
     return (
         f"{each.step:,}",
@@ -205,6 +238,26 @@ def _checkpoint(each: Checkpoint) -> tuple[str, ...]:
         str(each.resumed) if each.resumed else "",
         f"<code>{text(each.directory)}</code>",
     )
+
+
+def _started(about: About) -> str:
+    """Show what each attempt was started with; those that were started alike stand in one row."""
+    if not about.started:
+        return ""
+    shown = about.started[-ROWS_MAX:]
+    rows = [
+        (
+            str(each.first) if each.first == each.last else f"{each.first} to {each.last}",
+            f"<pre>{text(each.command_line or 'not recorded', longest=COMMAND_MAX)}</pre>",
+            f"<div class=words>{text(each.code)}</div>",
+            text(each.stepkeeper),
+            "".join(f"<div class=words>{text(key)} = {text(value)}</div>" for key, value in each.settings.items()),
+        )
+        for each in reversed(shown)
+    ]
+    head = ("attempts", "command", "code", "Stepkeeper", "settings that are not the defaults")
+    note = f"<p class=note>{_left_out(len(about.started) - len(shown))}</p>" if len(shown) < len(about.started) else ""
+    return _section("What ran", note + table(head, rows))
 
 
 def _incidents(seen: Timeline) -> str:

@@ -9,7 +9,9 @@ from stepkeeper.seeing.history import Told
 from stepkeeper.seeing.model import Checkpoint, Saved, micro
 from stepkeeper_trainer.formats.lineage import PINNED, PRUNED, SUSPECT, Lineage
 from stepkeeper_trainer.formats.names import parse_step_name
+from stepkeeper_trainer.formats.steps import COMMITTED, DAMAGED, VERIFIED
 
+CLOCKS_DIFFER_S = 5.0  # at most, those of the storage and of the supervisor's host
 MARKS = (PINNED, SUSPECT, PRUNED)
 
 
@@ -19,6 +21,8 @@ class OnDisk(NamedTuple):
     step: int
     save_id: str = ""  # empty: no readable manifest
     problem: str = ""
+    verified: bool = False  # every byte was compared, and no file has changed since, by the cache of verifications
+    changed_at: float = 0.0  # Unix seconds: the newest change of its files
 
 
 def checkpoints(told: Told, lineage: Lineage | None, disk: Mapping[str, OnDisk] | None) -> list[Checkpoint]:
@@ -41,12 +45,8 @@ def checkpoints(told: Told, lineage: Lineage | None, disk: Mapping[str, OnDisk] 
             continue
         save_id = commit.save_id if commit is not None else there.save_id if there is not None else ""
         marks = lineage.marks.get(save_id, frozenset()) if lineage is not None else frozenset()
-        problem = told.verified.get(name) or (there.problem if there is not None else "")
-        states = ["committed"]
-        if name in told.verified:
-            states.append("damaged" if told.verified[name] else "verified")
-        elif problem:
-            states.append("damaged")
+        problem, verified = judged(name, told, there)
+        states = [condition(problem, verified=verified)]
         states += [mark for mark in MARKS if mark in marks]
         if disk is not None and there is None and PRUNED not in marks:
             states.append("gone")
@@ -67,6 +67,30 @@ def checkpoints(told: Told, lineage: Lineage | None, disk: Mapping[str, OnDisk] 
             )
         )
     return sorted(found, key=lambda each: (each.step, each.at or 0, each.directory))
+
+
+def judged(name: str, told: Told, there: OnDisk | None) -> tuple[str, bool]:
+    """Return what is wrong with a step directory, and whether it is known that nothing is.
+
+    The journal's newest word counts for the files that it spoke of: not for those that were written to since.
+    """
+    word = told.verified.get(name)
+    if there is None:
+        return word or "", word is not None
+    if there.changed_at > told.verified_at.get(name, 0.0) + CLOCKS_DIFFER_S:
+        word = None
+    if there.verified or there.problem:
+        return there.problem, not there.problem
+    return word or "", word is not None
+
+
+def condition(problem: str, *, verified: bool) -> str:
+    """Return one of the three words for a step directory.
+
+    >>> condition("", verified=False)
+    'committed, not yet verified'
+    """
+    return DAMAGED if problem else VERIFIED if verified else COMMITTED
 
 
 def _by_directory(saves: Iterable[Saved]) -> dict[str, Saved]:

@@ -9,33 +9,12 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.judge import Notice
 from stepkeeper.core.state import Phase
+from stepkeeper.seeing import endings
 from stepkeeper.seeing.incidents import Incidents, name_of
 from stepkeeper.seeing.model import Attempt, Ending, Launch, Saved, micro
 from stepkeeper.seeing.rows import Key, Rows
 from stepkeeper.store.journal import Record
-
-_NOTICES = {
-    Notice.PREEMPTED: Ending.PREEMPTED,
-    Notice.TIME_LIMIT: Ending.TIME_LIMIT,
-    Notice.REQUEUED: Ending.REQUEUED,
-    Notice.CANCELLED: Ending.CANCELLED,
-}
-# a later, stronger reason takes the place of an earlier one: a rank that failed since its node did
-_STRENGTH = (
-    Ending.RUNNING,
-    Ending.NO_WORD,
-    Ending.STOPPED,
-    Ending.FAILURE,
-    Ending.NODE,
-    Ending.REQUEUED,
-    Ending.TIME_LIMIT,
-    Ending.PREEMPTED,
-    Ending.CANCELLED,
-    Ending.SUPERSEDED,
-    Ending.FINISHED,
-)
 
 
 class Told(msgspec.Struct, kw_only=True):
@@ -44,7 +23,8 @@ class Told(msgspec.Struct, kw_only=True):
     attempts: list[Attempt] = msgspec.field(default_factory=list)
     incidents: Incidents = msgspec.field(default_factory=Incidents)
     progress: dict[Key, Rows] = msgspec.field(default_factory=dict)  # coarse, for launches without rows
-    verified: dict[str, str] = msgspec.field(default_factory=dict)  # directory -> problem; empty: it is whole
+    verified: dict[str, str] = msgspec.field(default_factory=dict)  # directory -> problem; empty: it is verified
+    verified_at: dict[str, float] = msgspec.field(default_factory=dict)  # when that was found out
     chosen: dict[str, int] = msgspec.field(default_factory=dict)  # directory -> launches that started from it
     records: int = 0
 
@@ -126,11 +106,15 @@ class _Teller:
         if isinstance(event, on.CheckpointChosen):
             self.resume[key] = (event.step or 0, event.directory or "")
             if event.directory:
-                self.seen.verified[name_of(event.directory)] = ""
+                self._found_out(event.directory, "", event.at)
             for skipped in event.skipped:
-                self.seen.verified[name_of(skipped.directory)] = skipped.problem
+                self._found_out(skipped.directory, skipped.problem, event.at)
         if isinstance(event, on.CheckpointVerified):
-            self.seen.verified[name_of(event.directory)] = "" if event.ok else event.problem or "damaged"
+            self._found_out(event.directory, "" if event.ok else event.problem or "damaged", event.at)
+
+    def _found_out(self, directory: str, problem: str, at: float) -> None:
+        self.seen.verified[name_of(directory)] = problem
+        self.seen.verified_at[name_of(directory)] = at
 
     def _launches(self, key: tuple[int, int, int], attempt: Attempt, record: Record, at: int) -> None:
         for effect in record.effects:
@@ -198,71 +182,14 @@ class _Teller:
                 launch.saves.append(Saved(requested=began, durable=at, step=event.step, error=event.error))
 
     def _end(self, launch: Launch, record: Record) -> None:
-        """Find out why it ended; what is known later may be stronger."""
-        if launch.ending is not Ending.RUNNING and not launch.decided:
-            launch.decided = _decided(record)
-        found = _ending(record)
-        if found is None or (launch.decided and record.phase is Phase.STARTING):
-            return
-        if _STRENGTH.index(found) > _STRENGTH.index(launch.ending):
+        """Find out why it ended, and what was decided; what is known later may be stronger."""
+        endings.decide(launch, record)
+        found = endings.ending(record, launch)
+        if found is not None and endings.outweighs(found, launch.ending):
+            known_better = found in (Ending.HANG, Ending.LOSS) and launch.why
             launch.ending = found
-            launch.why = record.why or launch.why
-        if not launch.decided:
-            launch.decided = _decided(record)
-
-
-def _ending(record: Record) -> Ending | None:  # noqa: C901 - one case an event
-    """Return what a record says about the end of a launch; None where it says nothing."""
-    event = record.event
-    match event:
-        case on.TrainingFinished() if record.phase is not Phase.TRAINING:
-            return Ending.FINISHED
-        case on.LaunchEnded():
-            left = Ending.STOPPED if event.stopped else Ending.FAILURE  # why they were to leave may outweigh it
-            return Ending.FINISHED if event.finished or _ends_well(record) else left
-        case on.LaunchRefused():
-            return Ending.FAILURE
-        case on.StoodStill():
-            return None
-        case on.Superseded():
-            return Ending.SUPERSEDED
-        case on.SlurmAnswered() if record.phase is not Phase.TRAINING:
-            return next((each for notice, each in _NOTICES.items() if record.why.startswith(notice.value)), None)
-        case on.NodeFaulted() if event.leave and record.phase is not Phase.TRAINING:
-            return Ending.NODE
-        case on.TrainingStopped():
-            return Ending.STOPPED
-        case on.RankExited() if record.phase is not Phase.TRAINING:
-            failed = event.signal is not None or event.code not in (0, 75)
-            return Ending.FAILURE if failed else Ending.STOPPED
-        case on.Tick() | on.WatcherReady() if record.why and _leaves_node(record):
-            return Ending.NODE
-        case _ if record.phase in (Phase.SAVING, Phase.STOPPING) and record.why:
-            return Ending.STOPPED  # decided for a reason that has no word here: `why` tells it
-        case _:
-            return None
-
-
-def _ends_well(record: Record) -> bool:
-    """Tell whether this end was that of a command without the library, with 0: then it counts as finished."""
-    exits = [effect for effect in record.effects if isinstance(effect, do.Exit)]
-    return any(effect.code == 0 for effect in exits) or "ended with 0 (" in record.why
-
-
-def _leaves_node(record: Record) -> bool:
-    return "taken for lost" in record.why
-
-
-def _decided(record: Record) -> str:
-    """Say what was decided for the time after a launch, once a record shows it."""
-    if any(isinstance(effect, do.Requeue) for effect in record.effects):
-        return "requeue"
-    if any(isinstance(effect, do.ChooseCheckpoint) for effect in record.effects):
-        return "relaunch in the allocation"
-    for effect in record.effects:
-        if isinstance(effect, do.Exit):
-            return f"end: {effect.reason}" if effect.code not in (0, 10) else "end" if not effect.code else "requeued"
-    return ""
+            launch.why = launch.why if known_better else record.why or launch.why
+            endings.decide(launch, record)
 
 
 def _greet(launch: Launch, event: on.RankHello) -> None:

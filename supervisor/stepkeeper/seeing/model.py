@@ -7,6 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from stepkeeper.core.exits import ExitCode
+from stepkeeper_trainer.formats.steps import COMMITTED
 
 SECOND = 1_000_000  # microseconds
 SILENT_S = 120.0  # a supervisor hears of each step; what says nothing for longer is pointed out
@@ -76,8 +77,11 @@ class Ending(StrEnum):
     REQUEUED = "requeued"
     CANCELLED = "cancelled"
     NODE = "node"
+    HANG = "hang"
+    LOSS = "bad loss"
     FAILURE = "failure"
-    STOPPED = "stopped"
+    STOPPED = "stopped"  # a person or the training asked for it
+    RESTARTED = "restarted"  # Stepkeeper ended it to go on otherwise: without a slow node, on more nodes
     SUPERSEDED = "superseded"
     NO_WORD = "no word"
 
@@ -186,7 +190,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     seconds: float = 0.0  # from the request to durable
     emergency: bool = False
-    states: tuple[str, ...] = ("committed",)  # besides: verified, damaged, suspect, pinned, pruned, gone, rolled back
+    # verified; committed, not yet verified; or damaged.  Besides: suspect, pinned, pruned, gone, rolled back
+    states: tuple[str, ...] = (COMMITTED,)
     problem: str = ""
     resumed: int = 0  # launches that started from it
 
@@ -202,6 +207,11 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
     node_time: dict[Use, int]
     wall_total: int
     node_total: int
+
+    def with_queue(self, waited: int) -> Accounts:
+        """Return the accounts with so many microseconds more in the queue, which cost no node-time."""
+        wall = {**self.wall, Use.QUEUE: self.wall[Use.QUEUE] + waited}
+        return msgspec.structs.replace(self, wall=wall, wall_total=self.wall_total + waited)
 
     @property
     def ettr(self) -> float | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -15,8 +18,10 @@ from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats.cache import Cache
 
 METRICS_NAME = "metrics.csv"
+LINES_BACK_MAX = 1_500  # of the journal, for a quick look
 
 
 def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
@@ -31,15 +36,7 @@ def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
     """
     told = history.tell(journal.read(run.journal))
     _tell_rescues(run, told)
-    disk = {
-        entry.path.name: OnDisk(
-            step=entry.step,
-            save_id=entry.manifest.save_id if entry.manifest is not None else "",
-            problem=entry.problem or "",
-        )
-        for entry in steps.list_steps(run.checkpoints)
-    }
-    found = checkpoints.checkpoints(told, lineages.read(run.checkpoints), disk)
+    found = checkpoints.checkpoints(told, lineages.read(run.checkpoints), on_disk(run.checkpoints))
     return timeline.build(
         told,
         rows.read(run.path / METRICS_NAME),
@@ -47,6 +44,58 @@ def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
         updated_at=_updated_at(run),
         now=micro(time.time() if now is None else now),
     )
+
+
+def on_disk(checkpoints_directory: Path) -> dict[str, OnDisk]:
+    """Look at the step directories, by name: names and sizes of files, and what is known of their bytes.
+
+    Raises:
+        OSError: they cannot be listed.
+    """
+    cache = Cache(checkpoints_directory)
+    return {entry.path.name: look(entry, cache)[0] for entry in steps.list_steps(checkpoints_directory)}
+
+
+def look(entry: steps.StepDirectory, cache: Cache) -> tuple[OnDisk, tuple[str, ...]]:
+    """Look at one step directory; return it with all that is wrong with it."""
+    problems: tuple[str, ...]
+    problems, verified = (entry.problem or "no manifest",), False
+    if entry.manifest is not None:
+        problems, verified = steps.look_again(entry.path, cache)
+    found = OnDisk(
+        step=entry.step,
+        save_id=entry.manifest.save_id if entry.manifest is not None else "",
+        problem=problems[0] if problems else "",
+        verified=verified,
+        changed_at=_changed_at(entry.path),
+    )
+    return found, problems
+
+
+def condition_of(directory: Path, run: RunDirectory) -> str:
+    """Return one of the three words for a step directory of a run, by a look at it and the end of the journal.
+
+    One that is not there any more is `gone`.
+
+    Raises:
+        OSError: the journal is there and cannot be read.
+    """
+    if not directory.is_dir():
+        return "gone"
+    newest = journal.read_lines(run.journal, newest_first=True)
+    records = [line.record for line in itertools.islice(newest, LINES_BACK_MAX) if line.record is not None]
+    there, _ = look(steps.open_step(directory), Cache(directory.parent))
+    problem, verified = checkpoints.judged(directory.name, history.tell(reversed(records)), there)
+    return checkpoints.condition(problem, verified=verified)
+
+
+def _changed_at(directory: Path) -> float:
+    """Return when a file of a step directory was written last; not its ctime, which a link to it changes too."""
+    try:
+        with os.scandir(directory) as entries:
+            return max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=0.0)
+    except OSError:
+        return 0.0  # what is wrong there is told as its problem
 
 
 def _tell_rescues(run: RunDirectory, told: history.Told) -> None:
@@ -59,7 +108,7 @@ def _tell_rescues(run: RunDirectory, told: history.Told) -> None:
         decided = f"requeued by the watcher on {rescue.node}"
         launch = attempt.launches[-1] if attempt.launches else None
         if launch is not None:
-            launch.decided = launch.decided or decided
+            launch.decided = decided  # whatever was decided before, nobody was left to do it
         told.incidents.found.append(
             Incident(
                 at=micro(rescue.at),
@@ -79,4 +128,4 @@ def _updated_at(run: RunDirectory) -> int | None:
         status = status_file.read(run.status)
     except msgspec.MsgspecError:
         return None  # a status that is none tells nothing; the journal counts
-    return micro(status.updated_at) if status is not None else None
+    return micro(status_file.heard_at(status)) if status is not None else None

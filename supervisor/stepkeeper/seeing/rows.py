@@ -1,4 +1,4 @@
-"""The steps of each launch, in columns: a million rows take 24 MB.  `read` is the only I/O here."""
+"""The steps of each launch, in columns: a million rows take 32 MB.  `read` is the only I/O here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stepkeeper.seeing.model import micro
 from stepkeeper.store import lines
+from stepkeeper_trainer.formats.plain import open_plain
 
 Key = tuple[int, int]  # attempt, launch
 ROWS_MAX = 20_000_000
@@ -20,15 +21,16 @@ AT_MAX = 1e11  # Unix seconds beyond it are a torn line
 class Rows:
     """The completed steps of one launch, oldest first."""
 
-    __slots__ = ("at", "loss", "step", "tokens")
+    __slots__ = ("at", "loss", "rate", "step", "tokens")
 
     def __init__(self) -> None:
         self.at = array("q")  # microseconds
         self.step = array("q")
         self.loss = array("d")
+        self.rate = array("d")  # the learning rate
         self.tokens = 0  # of the newest
 
-    def add(self, at: float, step: int, loss: float | None, tokens: int = 0) -> None:
+    def add(self, at: float, step: int, loss: float | None, tokens: int = 0, rate: float | None = None) -> None:
         """Append one; time never goes back."""
         instant = micro(at)
         if self.at and instant < self.at[-1]:
@@ -36,6 +38,7 @@ class Rows:
         self.at.append(instant)
         self.step.append(step)
         self.loss.append(NONE if loss is None else math.inf if math.isnan(loss) else loss)
+        self.rate.append(NONE if rate is None else rate)
         self.tokens = tokens
 
     def __len__(self) -> int:
@@ -58,7 +61,7 @@ def read(path: Path) -> dict[Key, Rows]:
     """
     found: dict[Key, Rows] = {}
     try:
-        file = lines.open_plain(path)
+        file = open_plain(path, within=path.parent)
     except FileNotFoundError:
         return found
     with file:
@@ -69,9 +72,10 @@ def read(path: Path) -> dict[Key, Rows]:
             try:
                 step, tokens, at = int(cells[0]), int(cells[2]), float(cells[5])
                 loss = float(cells[1]) if cells[1] else None
+                rate = float(cells[3]) if cells[3] else None
                 key = int(cells[6]), int(cells[7])
             except (ValueError, IndexError):
                 continue  # the header, or torn
             if 0 < at < AT_MAX and 0 <= step < 2**53:
-                found.setdefault(key, Rows()).add(at, step, loss, tokens)
+                found.setdefault(key, Rows()).add(at, step, loss, tokens, rate)
     return found

@@ -45,12 +45,18 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None = None
     loss: float | None = None
     loss_not_finite: bool = False  # the newest one is no finite number
+    rate: float | None = None  # the newest learning rate
     why: str = ""  # the newest word on how it ended, or what it waits for
 
     def launches(self) -> Iterator[Launch]:
         """Yield the launches of all attempts."""
         for attempt in self.attempts:
             yield from attempt.launches
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the newest attempt ended; None where it runs, or ended without a word."""
+        return self.attempts[-1].exit_code if self.attempts else None
 
     @property
     def gpus_per_node(self) -> int:
@@ -126,6 +132,7 @@ def build(
         tokens=last.tokens if last else None,
         loss=last.loss[-1] if last and math.isfinite(last.loss[-1]) else None,
         loss_not_finite=math.isinf(last.loss[-1]) if last else False,
+        rate=last.rate[-1] if last and math.isfinite(last.rate[-1]) else None,
         why=newest.why if newest is not None else "",
     )
 

@@ -17,6 +17,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 
 RESUME_PLACEHOLDER = "{resume}"
+RESUME_OPTION = "--resume-from"
 RESUME_VARIABLE = "STEPKEEPER_RESUME_FROM"
 _SHELLS = frozenset(("sh", "bash", "dash", "zsh", "ksh"))
 _LAUNCHERS = frozenset(("torchrun", "ft_launcher", "deepspeed"))  # besides `accelerate launch`
@@ -32,6 +33,8 @@ _RANGE = re.compile(r"(\d{1,7}):(\d{1,7})")
 _SHAPE_OPTION = re.compile(
     r"-[nc]\d*|--(?:ntasks|cpus-per|tres-per-task|exact|exclusive|overcommit)\S*|-O|:|--multi-prog"
 )
+
+_OUTPUT = re.compile(r"--output(?:=(?P<long>.+))?|-o(?P<short>.+)?")
 
 
 class Kind(Enum):
@@ -61,6 +64,25 @@ def kind(command: Sequence[str]) -> Kind:
 def is_own_srun(command: Sequence[str]) -> bool:
     """Return whether a CMD is a user's own srun line."""
     return _name(command[0]) == "srun"
+
+
+def own_output(line: Sequence[str]) -> str:
+    """Return where a user's own srun line writes what the tasks print; empty where it leaves that to us.
+
+    >>> own_output(["srun", "-N2", "-o", "ranks-%t.txt", "python", "train.py", "-o", "model.pt"])
+    'ranks-%t.txt'
+    >>> own_output(["srun", "python", "train.py", "--output=model.pt"])
+    ''
+    """
+    if not is_own_srun(line):
+        return ""
+    for place, word in enumerate(line[1:], 1):
+        if word.endswith((".py", ".sh")) or word == "--" or _name(word).startswith("python") or is_shell(word):
+            break
+        if (option := _OUTPUT.fullmatch(word)) is not None:
+            following = line[place + 1] if place + 1 < len(line) else ""
+            return option["long"] or option["short"] or following
+    return ""
 
 
 def is_shell(word: str) -> bool:
@@ -94,6 +116,11 @@ def _starts_ranks(words: Sequence[str]) -> bool:
         if name.endswith(".py"):
             return False
     return False
+
+
+def is_launcher_module(names: Sequence[str]) -> bool:
+    """Return whether `python -m` starts a launcher, behind whose options the script stands."""
+    return any(name in _LAUNCHER_MODULES for name in names)
 
 
 def _before_script(command: Sequence[str]) -> list[str]:
@@ -192,7 +219,7 @@ def with_resume(command: Sequence[str], resume_from: str | None, *, append: bool
     >>> with_resume(["bash", "-c", "python train.py"], "/r/s1")
     ['bash', '-c', 'python train.py']
     """
-    argument = ["--resume-from", resume_from] if resume_from is not None else []
+    argument = [RESUME_OPTION, resume_from] if resume_from is not None else []
     if not any(RESUME_PLACEHOLDER in word for word in command):
         has_end = append and _script_place(command) != len(command) - 1
         return [*command, *argument] if has_end else [*command]
@@ -203,6 +230,15 @@ def with_resume(command: Sequence[str], resume_from: str | None, *, append: bool
         else:
             result.append(word.replace(RESUME_PLACEHOLDER, shlex.join(argument)))
     return result
+
+
+def says_resume(command: Sequence[str]) -> bool:
+    """Return whether CMD itself gives the resume option: its script takes it.
+
+    >>> says_resume(["python", "train.py", "--resume-from=/old/step_00000100"])
+    True
+    """
+    return any(word.partition("=")[0] == RESUME_OPTION for word in command)
 
 
 def nodes_range(command: Sequence[str]) -> tuple[int, int] | None:

@@ -48,6 +48,7 @@ class Bus:
         note: Callable[[str, str], None],
         on_share: Callable[[lines.ShareRead], None],
         on_stack: Callable[[lines.OfStacks], None] = lambda _: None,
+        on_told: Callable[[lines.Told], None] = lambda _: None,
         after_s: float = 0.0,
         size: int = 0,
     ) -> None:
@@ -62,6 +63,7 @@ class Bus:
             note: called with a node and what its watcher has for the log, on a thread of the bus.
             on_share: called with what a watcher says of its share of a step directory, on a thread of the bus.
             on_stack: called with what a watcher says of its ranks' stacks, on a thread of the bus.
+            on_told: called when ranks of a node got the stop signal, on a thread of the bus.
             after_s: a bus that failed is not tried again at once.
             size: nodes of it; 0: not known.
         """
@@ -71,6 +73,7 @@ class Bus:
         self._note = note
         self._on_share = on_share
         self._on_stack = on_stack
+        self._on_told = on_told
         self._expected: tuple[int, int] = (-1, 0)  # launch and how many tasks it has
         # launch, and what each rank's wrapper said when it was started
         self._started: tuple[int, dict[int, words.TaskStarted]] = (-1, {})
@@ -263,6 +266,8 @@ class Bus:
                 self._on_share(message)
             case lines.Stood() | lines.StoodBelow() | lines.Entered() | lines.StacksTaken():
                 self._on_stack(message)
+            case lines.Told():
+                self._on_told(message)
             case lines.Note():
                 self._note(message.node, message.text)
             case lines.Alive():
@@ -325,7 +330,8 @@ class Bus:
                     at=at, launch=launch, rank=word.rank, node=node, code=word.code, signal=word.signal
                 )
             case words.Hello():
-                return on.RankHello(at=at, launch=launch, rank=word.rank, node=node, resumed_step=word.resumed_step)
+                told = {"resumed_step": word.resumed_step, "total_steps": word.total_steps}
+                return on.RankHello(at=at, launch=launch, rank=word.rank, node=node, **told)
             case _:
                 names = set(word.__struct_fields__) - LEFT_OUT
                 return _EVENTS[type(word)](at=at, launch=launch, **{name: getattr(word, name) for name in names})

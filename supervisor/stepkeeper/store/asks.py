@@ -5,15 +5,20 @@ One small file an ask, beside the journal: whoever may write the run directory m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
-from stepkeeper.store import lines
+from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import open_directory, read_plain
+
+T = TypeVar("T")
 
 DIRECTORY = "asks"
 ANSWERED = ".answer"
@@ -45,19 +50,20 @@ def write(run_directory: Path, ask: Ask) -> str:
     """Put an ask there, and return its name.
 
     Raises:
-        OSError: the run directory cannot be written.
+        OSError: the run directory cannot be written, or the directory of asks is not one that its owner made.
     """
-    directory = run_directory / DIRECTORY
-    directory.mkdir(mode=0o700, exist_ok=True)
     name = f"{ask.kind}-{secrets.token_hex(6)}"
-    write_atomically(directory / name, msgspec.json.encode(ask))
+    _make(run_directory)
+    # the run's owner reads what root has asked; nobody else comes into this directory
+    write_atomically(run_directory / DIRECTORY / name, msgspec.json.encode(ask), mode=0o644, within=run_directory)
     return name
 
 
 def withdraw(run_directory: Path, name: str) -> bool:
-    """Take an ask back that nobody has answered; false where it is answered."""
+    """Take an ask back that nobody has answered; false where it is answered.  Raises OSError."""
     try:
-        (run_directory / DIRECTORY / name).unlink()
+        with _opened(run_directory) as directory:
+            os.unlink(name, dir_fd=directory)
     except FileNotFoundError:
         return False
     return True
@@ -69,9 +75,9 @@ def waiting(run_directory: Path, job_id: int) -> dict[str, Ask]:
     Raises:
         OSError: the directory cannot be listed.
     """
-    directory = run_directory / DIRECTORY
     try:
-        names = sorted(name for name in os.listdir(directory) if name.startswith(("save-", "stop-")))
+        with _opened(run_directory) as directory:
+            names = sorted(name for name in os.listdir(directory) if name.startswith(("save-", "stop-")))
     except FileNotFoundError:
         return {}
     found = {}
@@ -79,12 +85,9 @@ def waiting(run_directory: Path, job_id: int) -> dict[str, Ask]:
         if name.endswith(ANSWERED):
             continue
         try:
-            with lines.open_plain(directory / name) as file:
-                if os.fstat(file.fileno()).st_uid not in (os.getuid(), 0):
-                    continue
-                ask = msgspec.json.decode(file.read(BYTES_MAX), type=Ask)
-        except (OSError, msgspec.MsgspecError):
-            continue  # withdrawn meanwhile, or not an ask
+            ask = _read(run_directory, name, Ask)
+        except (OSError, DecodeError):
+            continue  # withdrawn meanwhile, not an ask, or a stranger's
         if ask.job_id == job_id and ask.format == FORMAT:
             found[name] = ask
     return found
@@ -96,17 +99,50 @@ def answer(run_directory: Path, name: str, answered: Answer) -> None:
     Raises:
         OSError: the answer could not be written.
     """
-    directory = run_directory / DIRECTORY
-    write_atomically(directory / f"{name}{ANSWERED}", msgspec.json.encode(answered))
-    (directory / name).unlink(missing_ok=True)
+    path = run_directory / DIRECTORY / f"{name}{ANSWERED}"
+    write_atomically(path, msgspec.json.encode(answered), within=run_directory)
+    withdraw(run_directory, name)
 
 
 def read_answer(run_directory: Path, name: str) -> Answer | None:
-    """Return the answer and forget it; None before it is there."""
-    path = run_directory / DIRECTORY / f"{name}{ANSWERED}"
+    """Return the answer and forget it; None before it is there.
+
+    Raises:
+        OSError: it is there and cannot be read.
+        DecodeError: it is no answer.
+    """
     try:
-        answered = msgspec.json.decode(lines.read_small(path, BYTES_MAX), type=Answer)
+        answered = _read(run_directory, f"{name}{ANSWERED}", Answer)
     except FileNotFoundError:
         return None
-    path.unlink(missing_ok=True)
+    withdraw(run_directory, f"{name}{ANSWERED}")
     return answered
+
+
+def _read(run_directory: Path, name: str, kind: type[T]) -> T:
+    """Read an ask or an answer.  Raises OSError or DecodeError."""
+    data = read_plain(run_directory / DIRECTORY / name, BYTES_MAX, within=run_directory)
+    return decode(msgspec.json.Decoder(kind), data)
+
+
+def _make(run_directory: Path) -> None:
+    """Make the directory of asks, as the run's owner would.  Raises OSError."""
+    try:
+        os.mkdir(run_directory / DIRECTORY, mode=0o700)
+    except FileExistsError:
+        return  # of what kind, and whose, is looked at when it is opened
+    owner = os.stat(run_directory)
+    if owner.st_uid != os.geteuid():  # root asks
+        with _opened(run_directory) as directory:
+            if not os.listdir(directory):  # else it is another one by now
+                os.fchown(directory, owner.st_uid, owner.st_gid)
+
+
+@contextlib.contextmanager
+def _opened(run_directory: Path) -> Iterator[int]:
+    """Give a descriptor of the directory of asks.  Raises OSError."""
+    descriptor = open_directory(run_directory / DIRECTORY, within=run_directory)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

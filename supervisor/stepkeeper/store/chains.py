@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stepkeeper.store import lines
 from stepkeeper.store.rundir import RunDirectory
+from stepkeeper_trainer.formats.plain import open_plain
 
 _JOB_ID = re.compile(rb'\{"v":[0-9]+,"job_id":([0-9]+),')
 LOOKED_AT = 100  # lines at either end, of which some may be torn
@@ -21,7 +22,7 @@ def worked_on(run: Path, job_id: int) -> bool:
     a chain which may hold the number is read whole.
     """
     try:
-        with lines.open_plain(RunDirectory(run).journal) as file:
+        with open_plain(RunDirectory(run).journal, within=run) as file:
             newest = _first(itertools.islice(lines.backwards(file), LOOKED_AT))
             file.seek(0)
             oldest = _first(itertools.islice(lines.forwards(file), LOOKED_AT))

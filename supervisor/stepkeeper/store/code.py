@@ -1,4 +1,4 @@
-"""`attempts/attempt-000/code.json`: which code an attempt ran, so that a resume by other code is seen.
+"""`attempts/attempt-000/code.json`: what an attempt ran, so that a resume by other code is seen.
 
 A requeued job runs what stands on the disk then: a colleague's edit, or one's own, changes a run half-way.
 """
@@ -13,8 +13,10 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from stepkeeper.redaction import redact_words
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import open_plain, read_plain
 
 NAME = "code.json"
 FORMAT = 1
@@ -28,6 +30,7 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     """What a command runs, as far as it can be told; empty where it cannot."""
 
     format: int = FORMAT
+    command: tuple[str, ...] = ()  # CMD, without secrets
     directory: str = ""  # of the git working tree
     commit: str = ""
     changes_xxh3: str = ""  # of what is not committed, new Python files included; empty where there is nothing
@@ -40,6 +43,7 @@ def look(command: Sequence[str], directory: Path) -> Code:
     scripts = {
         word: digest for word in command if word.endswith((".py", ".sh")) and (digest := _digest(directory, word))
     }
+    told = tuple(redact_words(command))
     first = next(iter(scripts), "")
     beside = (directory / first).parent if first else directory
     try:
@@ -52,8 +56,9 @@ def look(command: Sequence[str], directory: Path) -> Code:
         for name, digest in new:
             changes.update(f"{name}\0{digest}\0".encode(errors="surrogateescape"))
     except (OSError, subprocess.SubprocessError) as error:
-        return Code(scripts=scripts, unknown=_why(error))
-    return Code(directory=top, commit=commit, changes_xxh3=changes.hexdigest() if diff or new else "", scripts=scripts)
+        return Code(command=told, scripts=scripts, unknown=_why(error))
+    changed = changes.hexdigest() if diff or new else ""
+    return Code(command=told, directory=top, commit=commit, changes_xxh3=changed, scripts=scripts)
 
 
 def differences(before: Code, now: Code) -> list[str]:
@@ -81,12 +86,16 @@ def write(run_directory: Path, attempt: int, code: Code) -> None:
 
 def newest_before(run_directory: Path, attempt: int) -> Code | None:
     """Return what the newest earlier attempt ran of which it is known."""
-    for number in range(attempt - 1, -1, -1):
-        try:
-            return msgspec.json.decode(lines.read_small(_path(run_directory, number)), type=Code)
-        except (OSError, msgspec.MsgspecError):
-            continue  # an attempt that never got so far, or a record of a newer version
-    return None
+    found = (read(run_directory, number) for number in range(attempt - 1, -1, -1))
+    return next((each for each in found if each is not None), None)
+
+
+def read(run_directory: Path, attempt: int) -> Code | None:
+    """Return what an attempt ran; None where it never got so far, or a newer version wrote the record."""
+    try:
+        return msgspec.json.decode(read_plain(_path(run_directory, attempt), within=run_directory), type=Code)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def _path(run_directory: Path, attempt: int) -> Path:
@@ -96,7 +105,7 @@ def _path(run_directory: Path, attempt: int) -> Path:
 def _digest(directory: Path, word: str) -> str:
     digest = xxhash.xxh3_128()
     try:
-        with lines.open_plain(directory / word) as file:
+        with open_plain(directory / word) as file:
             left = FILE_BYTES_MAX
             while left > 0 and (block := file.read(min(_BLOCK, left))):
                 digest.update(block)

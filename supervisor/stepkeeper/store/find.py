@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,16 +12,18 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.store import chains, known
+from stepkeeper.store import chains, known, submission
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lease
 from stepkeeper_trainer.formats.lineage import LINEAGE_NAME
-from stepkeeper_trainer.formats.steps import parse_step_name
+from stepkeeper_trainer.formats.plain import trusts
+from stepkeeper_trainer.formats.steps import parse_step_name, step_name
 
 RUNS_NAME = "runs"
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")  # Slurm counts in 32 bits; `ARRAY_TASK` is one task's name
-_PARTS = ("status.json", "journal.jsonl", lease.LEASE_NAME, "checkpoints")
+_DIRECTORIES = ("checkpoints", "logs", "attempts")
+_PARTS = ("status.json", "journal.jsonl", lease.LEASE_NAME, "checkpoints", submission.NAME)
 
 
 def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
@@ -36,14 +39,43 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
         OSError: a directory cannot be read.
     """
     if wanted is None:
-        return _here(environment)
+        return _safe(_here(environment))
     path = Path(wanted)
     if path.is_dir():
-        return _at(path)
+        return _safe(_at(path))
     if _JOB.fullmatch(wanted):
-        return _of_job(wanted, environment)
+        return _safe(_of_job(wanted, environment))
     what = "not a directory" if path.exists() else "no such directory, and no job id"
     raise StepkeeperError(f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND)
+
+
+def is_job(wanted: str) -> bool:
+    """Tell whether RUN is the number of a job, and no directory of that name."""
+    return _JOB.fullmatch(wanted) is not None and not Path(wanted).is_dir()
+
+
+def _safe(run: RunDirectory) -> RunDirectory:
+    """Refuse a run whose parts lead elsewhere, or are a stranger's: whoever looks, root too, goes by what is in them.
+
+    Raises:
+        StepkeeperError: which part, and why.
+        OSError: it cannot be looked at.
+    """
+    owner = os.stat(run.path).st_uid
+    for name in _DIRECTORIES:
+        path = run.path / name
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(found.st_mode):
+            _require_own_link(path, found)
+        if not trusts(owner, found.st_uid):
+            raise StepkeeperError(
+                f"{path}: belongs to user id {found.st_uid}, and the run to {owner}: somebody may have planted it",
+                ExitCode.RUN_DIRECTORY,
+            )
+    return run
 
 
 def every(environment: Mapping[str, str]) -> list[RunDirectory]:
@@ -52,7 +84,7 @@ def every(environment: Mapping[str, str]) -> list[RunDirectory]:
     Raises:
         OSError: `runs/` cannot be read.
     """
-    found = {path.resolve() for path in (*_runs_below(), *known.runs(environment)) if _is_run(path)}
+    found = {resolved(path) for path in (*_runs_below(), *known.runs(environment)) if _is_run(path)}
     return [RunDirectory(path) for path in sorted(found, key=_changed_at, reverse=True)]
 
 
@@ -73,13 +105,53 @@ def checkpoints(wanted: str, environment: Mapping[str, str]) -> Path:
     if path.is_dir() and not _is_run(path):
         names = os.listdir(path)
         if path.name == "checkpoints" or LINEAGE_NAME in names or any(map(_is_step, names)):
-            return path
+            return _followed(path)
         raise StepkeeperError(
             f"{wanted}: neither a run directory nor one with step directories; "
             "name a run directory or its checkpoints/",
             ExitCode.NOTHING_FOUND,
         )
-    return find(wanted, environment).checkpoints
+    return resolved(find(wanted, environment).checkpoints)
+
+
+def step_directory(wanted: str) -> Path:
+    """Return the step directory that is meant; it may be missing.
+
+    Raises:
+        StepkeeperError: it is no directory, or a link in a run leads to it that is not ours.
+    """
+    path = Path(wanted)
+    if not path.is_dir():
+        what = "not a directory" if os.path.lexists(path) else "no such directory"
+        raise StepkeeperError(
+            f"{wanted}: {what}; name a step directory, such as RUN/checkpoints/{step_name(100)}", ExitCode.NOTHING_FOUND
+        )
+    return _followed(path)
+
+
+def resolved(path: Path) -> Path:
+    """Return a path without links; one that leads nowhere stays."""
+    return Path(os.path.realpath(path))
+
+
+def _followed(path: Path) -> Path:
+    """Return what a path leads to.  Whoever may write a run could have planted a link in it, so only ours are followed.
+
+    Raises:
+        StepkeeperError: which link is somebody else's.
+    """
+    for each in (path, path.parent):
+        if (each.name == "checkpoints" or _is_step(each.name)) and each.is_symlink():
+            _require_own_link(each, os.lstat(each))
+    return resolved(path)
+
+
+def _require_own_link(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise StepkeeperError(
+            f"{path}: is a symbolic link of user id {found.st_uid}, which is not followed; name what it leads to",
+            ExitCode.RUN_DIRECTORY,
+        )
 
 
 def _is_step(name: str) -> bool:
@@ -95,7 +167,7 @@ def _at(path: Path) -> RunDirectory:
         raise StepkeeperError(
             f"{path}: not a run directory: it has none of {', '.join(_PARTS)}", ExitCode.NOTHING_FOUND
         )
-    return RunDirectory(path.resolve())
+    return RunDirectory(resolved(path))
 
 
 def _here(environment: Mapping[str, str]) -> RunDirectory:
@@ -103,9 +175,9 @@ def _here(environment: Mapping[str, str]) -> RunDirectory:
         return RunDirectory(Path.cwd())
     named = environment.get("STEPKEEPER_RUN_DIR", "")
     if named and "%" not in named and _is_run(Path(named)):
-        return RunDirectory(Path(named).resolve())
+        return RunDirectory(resolved(Path(named)))
     if runs := [run for run in _runs_below() if _is_run(run)]:
-        return RunDirectory(max(runs, key=_changed_at).resolve())
+        return RunDirectory(resolved(max(runs, key=_changed_at)))
     searched = ["the working directory", f"{RUNS_NAME}/ in it"]
     if named:
         searched.insert(1, f"STEPKEEPER_RUN_DIR ({named})")
@@ -126,7 +198,7 @@ def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
         saying = [run for run in candidates if chains.worked_on(run, int(job))]
     called = [run for run in candidates if run.name.endswith(f"-{job}") and _is_run(run)]
     if found := saying or called or [run for run in meant if _is_run(run)]:
-        return RunDirectory(max(found, key=_changed_at).resolve())
+        return RunDirectory(resolved(max(found, key=_changed_at)))
     searched = [
         f"{RUNS_NAME}/*-{job}",
         f"the job ids in {RUNS_NAME}/*/status.json and journal.jsonl ({len(below)} runs)",
@@ -136,7 +208,7 @@ def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
         searched.insert(0, f"STEPKEEPER_RUN_DIR ({named})")
     raise StepkeeperError(
         f"job {job}: no run directory found below {Path.cwd()}; searched {', '.join(searched)}; "
-        "go to the submit directory, or name the run directory",
+        f"go to the submit directory, or name the run directory; `squeue -j {job}` tells whether it waits in the queue",
         ExitCode.NOTHING_FOUND,
     )
 
@@ -174,10 +246,13 @@ def _jobs(run: Path) -> set[str]:
     try:
         status = status_file.read(run / "status.json")
         held = lease.read(run)
+        submitted = submission.read(run)
     except (OSError, msgspec.MsgspecError, lease.LeaseError):
         return jobs
     if status is not None:
         jobs |= {str(status.job_id), status.slurm_name or str(status.job_id)}
     if held is not None:
         jobs.add(str(held.job_id))
+    if submitted is not None:
+        jobs.add(submitted.job)
     return jobs

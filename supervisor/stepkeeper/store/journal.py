@@ -29,6 +29,7 @@ from stepkeeper.core.state import Phase
 from stepkeeper.core.usual import Usual
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import append_line, write_all
+from stepkeeper_trainer.formats.plain import open_plain
 
 VERSION = 1
 RECORDS_WAITING_MAX = 100_000
@@ -95,7 +96,7 @@ def read_lines(path: Path, *, newest_first: bool = False) -> Iterator[Line]:
         OSError: the file is there and cannot be read.
     """
     try:
-        file = lines.open_plain(path)
+        file = open_plain(path, within=path.parent)
     except FileNotFoundError:
         return
     with file:

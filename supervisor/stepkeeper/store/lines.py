@@ -1,72 +1,50 @@
 """Lines of files that somebody else writes, may have torn, or wrote to hurt: from either end.
 
-Memory stays small whatever the file holds: a line beyond the limit is cut, and its rest passed over.
-Only plain files are read: a link, a device or a pipe in their place is refused.
+Memory stays small whatever the file holds: a line beyond the limit is cut, and its rest passed over.  So is time:
+what is passed over has a limit too, since a file of a terabyte without a line end may take no room on a disk.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
 from stepkeeper.redaction import redact
-from stepkeeper_trainer.formats.plain import fresh
 
 LINE_BYTES_MAX = 1024 * 1024
 BLOCK_BYTES = 64 * 1024
-
-
-def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file for reading.
-
-    Raises:
-        OSError: it is missing, no plain file, or may not be read.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    file = os.fdopen(descriptor, "rb")
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
-    return file
-
-
-def read_small(path: Path, bytes_max: int = LINE_BYTES_MAX) -> bytes:
-    """Return the content of a small plain file.
-
-    Raises:
-        OSError: as `open_plain`, or it is larger than `bytes_max`.
-    """
-
-    def read() -> bytes:
-        with open_plain(path) as file:
-            return file.read(bytes_max + 1)
-
-    data = fresh(read)
-    if len(data) > bytes_max:
-        raise OSError(errno.EFBIG, f"more than {bytes_max} bytes", str(path))
-    return data
+PASSED_OVER_MAX = 256 * 1024 * 1024  # of one file
 
 
 def forwards(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines without their ends, oldest first."""
+    """Yield the lines without their ends, oldest first.
+
+    Raises:
+        OSError: it cannot be read, or holds next to no line.
+    """
+    passed_over = 0
     while line := file.readline(LINE_BYTES_MAX):
         rest = line
         while rest and not rest.endswith(b"\n"):
             rest = file.readline(LINE_BYTES_MAX)
+            passed_over = _pass_over(file, passed_over + len(rest))
         yield line.removesuffix(b"\n")
 
 
 def backwards(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines without their ends, newest first; of one beyond the limit, its end."""
+    """Yield the lines without their ends, newest first; of one beyond the limit, its end.
+
+    Raises:
+        OSError: it cannot be read, or holds next to no line.
+    """
     position = file.seek(0, os.SEEK_END)
     tail = b""  # of the line that begins before `position`
     is_first = True
+    passed_over = 0
     while position > 0:
         count = min(BLOCK_BYTES, position)
         position -= count
@@ -80,9 +58,17 @@ def backwards(file: BinaryIO) -> Iterator[bytes]:
             is_first = False
             tail = pieces[0]
         else:
-            tail = (pieces[0] + tail)[-LINE_BYTES_MAX:]
+            whole = pieces[0] + tail
+            tail = whole[-LINE_BYTES_MAX:]
+            passed_over = _pass_over(file, passed_over + len(whole) - len(tail))
     if tail or not is_first:
         yield tail
+
+
+def _pass_over(file: BinaryIO, count: int) -> int:
+    if count > PASSED_OVER_MAX:
+        raise OSError(errno.EFBIG, f"{PASSED_OVER_MAX} bytes of it are no lines: it is damaged", file.name)
+    return count
 
 
 def encode(record: msgspec.Struct) -> bytes:

@@ -13,11 +13,11 @@ FAILED_NAME = "failed"
 ERRORS_NAME = "errors"  # directory: torch's error files, one a rank
 STACKS_NAME = stacks.DIRECTORY  # of ranks that stood still
 KEPT_MAX = 20
-SUPERVISOR_NAME = "supervisor.log"
+SUPERVISOR_NAME = "supervisor.jsonl"
 
 
 def open_supervisors(attempt: Path) -> TextIO:
-    """Open what is left of an attempt's own lines where Slurm empties the job's log for the next one.
+    """Open the supervisor's own lines of an attempt, as JSON: for programs, and where Slurm empties the job's log.
 
     Args:
         attempt: the directory of its logs.

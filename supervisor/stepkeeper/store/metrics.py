@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from stepkeeper.store import lines
+from stepkeeper_trainer.formats.plain import open_plain
 
 NAME = "metrics.csv"
 BYTES_MAX = 512 * 1024  # of its end that are read: thousands of steps
@@ -67,7 +67,7 @@ def losses_before(run: Path, most: int = LOSSES_MAX) -> tuple[tuple[int, float],
 
 def _newest_rows(run: Path) -> list[dict[str, str | None]]:
     """Return what the end of the file holds, oldest first.  Raises OSError."""
-    with lines.open_plain(run / NAME) as file:
+    with open_plain(run / NAME, within=run) as file:
         header = file.readline(4096).decode(errors="replace").strip().split(",")
         start = max(file.tell(), file.seek(0, 2) - BYTES_MAX)
         file.seek(start)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.store import lines
+from stepkeeper_trainer.formats.plain import open_plain
 
 RESCUES_NAME = "rescues.jsonl"
 
@@ -28,7 +29,7 @@ def read(run_directory: Path) -> Iterator[Rescued]:
         OSError: the file is there and cannot be read.
     """
     try:
-        file = lines.open_plain(run_directory / RESCUES_NAME)
+        file = open_plain(run_directory / RESCUES_NAME, within=run_directory)
     except FileNotFoundError:
         return
     with file:

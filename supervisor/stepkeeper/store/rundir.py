@@ -6,6 +6,7 @@ import grp
 import os
 import pwd
 import re
+import shlex
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -32,6 +33,11 @@ class RunDirectory:
     """The paths of a run.  The directory exists."""
 
     path: Path
+
+    @property
+    def typed(self) -> str:
+        """Its path as a shell takes it."""
+        return shlex.quote(str(self.path))
 
     @property
     def run_id(self) -> str:

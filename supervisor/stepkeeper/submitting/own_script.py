@@ -6,6 +6,7 @@ read here, such as a path in a container, shows nothing.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -17,10 +18,9 @@ import msgspec
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm import cmd
-from stepkeeper.store import lines
+from stepkeeper_trainer.formats.plain import open_plain
 
 BYTES_MAX = 256 * 1024
-RESUME_OPTION = "--resume-from"
 _SHEBANG = re.compile(r"#!\s*\S*/(?:env\s+(?:-\S+\s+)*)?(?:ba|da|z|k)?sh\b")
 _SHELL_NAMES = (".sh", ".bash", ".zsh")
 _HERE_DOCUMENT = re.compile(r"<<-?\s*(?P<quote>['\"]?)(?P<end>\w+)(?P=quote)")
@@ -33,11 +33,16 @@ _BEFORE = frozenset(
 _SPEAKING = frozenset(
     ("echo", "printf", "which", "command", "type", "hash", "pip", "pip3", "test", "[", "[[", "alias", "unset", "grep")
 )
-_HEARS_ARGUMENTS = re.compile(rf"\$(?:[@*1]|\{{[@*1])|{cmd.RESUME_VARIABLE}")
+_PASSES_ARGUMENTS = re.compile(r"\$(?:[@*1]|\{[@*1])")
+_HEARS_ARGUMENTS = re.compile(rf"{_PASSES_ARGUMENTS.pattern}|{cmd.RESUME_VARIABLE}")
 _STRICT_OPTIONS = re.compile(
     r"\.parse_args\(|\.parse_args_into_dataclasses\(|@\w+\.command\b|\b(?:typer\.run|tyro\.cli)\("
 )
-_KNOWS_RESUME = re.compile(rf"resume[-_]from|parse_known_args|{cmd.RESUME_VARIABLE}")
+_ANY_OPTION = "parse_known_args"
+_BY_NAMES = re.compile(r"\b(?:typer|tyro|fire|HfArgumentParser)\b")  # they make options of parameters and fields
+_RESUME_NAME = cmd.RESUME_OPTION[2:].replace("-", "_")
+_TRAINS = re.compile(r"\.backward\(")
+_GOES_ON = re.compile(r"(?i)resume|restore|checkpoint|ckpt|torch\.load|load_state|stepkeeper_trainer")
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +51,9 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     starts_ranks: str = ""  # by a launcher, which wants one task a node
     starts_everywhere: str = ""  # by srun or another program that starts processes on all nodes
     deaf: str = ""  # it passes no argument on
-    strict: str = ""  # it would end on an argument that it does not know
+    takes: bool = False  # it declares the resume option
+    strict: str = ""  # it would end on that option, which it does not know
+    no_way: str = ""  # it trains, and nothing in it goes on from a checkpoint
     missing: str = ""  # a relative path at which there is nothing: mistyped, unless it is one in a container
 
 
@@ -55,6 +62,7 @@ class Doubts(msgspec.Struct, frozen=True, kw_only=True):
 
     no_place: str = ""
     unknown: str = ""
+    no_way: str = ""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +82,7 @@ def look(command: Sequence[str], directory: Path) -> Found:
     """
     found = _look(command, directory)
     if cmd.is_own_srun(command):
-        return Found(deaf=found.deaf, strict=found.strict, missing=found.missing)
+        return msgspec.structs.replace(found, starts_ranks="", starts_everywhere="")
     return found
 
 
@@ -82,14 +90,26 @@ def _look(command: Sequence[str], directory: Path) -> Found:
     for word, is_shell in _candidates(command):
         text = _read(directory / word)
         if text is None:
-            if not os.path.isabs(word) and not os.path.lexists(directory / word):
+            if word in command and not os.path.isabs(word) and not os.path.lexists(directory / word):
                 return Found(missing=f"{word}: no such file in {directory}")
             continue
         if word.endswith(".py"):
-            return Found(strict=_strict(word, text))
+            return of_python(word, text)
         if is_shell or _SHEBANG.match(text):
-            return of_shell(word, text)
+            return _with_what_it_runs(of_shell(word, text), text, directory)
     return Found()
+
+
+def _with_what_it_runs(found: Found, text: str, directory: Path) -> Found:
+    """Add what the Python script shows that a shell script passes its arguments on to."""
+    for command in commands(text):
+        if any(_PASSES_ARGUMENTS.search(word) for word in command.words):
+            inner = next((name for name, _ in _candidates(command.words) if name.endswith(".py")), "")
+            shown = _read(directory / inner) if inner else None
+            if shown is not None:
+                said = of_python(inner, shown)
+                return msgspec.structs.replace(found, takes=said.takes, strict=said.strict, no_way=said.no_way)
+    return found
 
 
 def require_startable(found: Found, *, torchrun: bool) -> None:
@@ -113,29 +133,34 @@ def require_startable(found: Found, *, torchrun: bool) -> None:
         )
 
 
-def doubts(command: Sequence[str], found: Found, *, append: bool) -> Doubts:
+def doubts(command: Sequence[str], found: Found, *, append: bool | None) -> Doubts:
     """Return why a training may not resume.
 
     Args:
         command: CMD.
         found: in its script.
-        append: the argument is appended where CMD does not say where it goes.
+        append: the argument is appended where CMD does not say where it goes; None: if the script takes it.
     """
-    if not append or any(cmd.RESUME_PLACEHOLDER in word for word in command):
+    if append is False or any(cmd.RESUME_PLACEHOLDER in word for word in command):
         return Doubts()
-    no_place = unknown = ""
+    no_place = unknown = no_way = ""
     deaf = "" if cmd.takes_resume(command) else "CMD is the script of a shell"
     if deaf := deaf or found.deaf:
         no_place = (
             f"{deaf}: the resume argument has no place; say {cmd.RESUME_PLACEHOLDER} where it shall go, or read "
             f"${cmd.RESUME_VARIABLE}, as the trainer library does; any other script starts from the beginning each time"
         )
-    if found.strict:
+    if found.strict and append:
         unknown = (
-            f"{found.strict}, which a resume appends: it would end there; add that option, or, if it uses the trainer "
-            "library, which needs none, say --no-resume-argument"
+            f"{found.strict}, which --resume-argument appends on a resume: it would end there; add that option, or "
+            "leave out --resume-argument"
         )
-    return Doubts(no_place=no_place, unknown=unknown)
+    if found.no_way:
+        no_way = (
+            f"{found.no_way}: it starts from the beginning in each attempt, and every requeue loses all its work; see "
+            "`Adopting the trainer library` in the README"
+        )
+    return Doubts(no_place=no_place, unknown=unknown, no_way=no_way)
 
 
 def _candidates(command: Sequence[str]) -> Iterator[tuple[str, bool]]:
@@ -144,7 +169,10 @@ def _candidates(command: Sequence[str]) -> Iterator[tuple[str, bool]]:
         return  # it stands in the line itself
     after_shell = False
     for place, word in enumerate(command):
+        if word == "-m" and cmd.is_launcher_module(command[place + 1 : place + 2]):
+            continue
         if word == "-m":
+            yield from _of_module(command[place + 1 : place + 2])
             return
         if word.endswith(".py") or (after_shell and not word.startswith("-")):
             yield word, after_shell
@@ -155,10 +183,16 @@ def _candidates(command: Sequence[str]) -> Iterator[tuple[str, bool]]:
             yield word, named
 
 
+def _of_module(names: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Yield where `python -m` may find a module of the directory that it is started in."""
+    for name in names:
+        yield f"{name.replace('.', '/')}.py", False
+
+
 def _read(path: Path) -> str | None:
     """Return the text of a script; None where there is none that could be read."""
     try:
-        with lines.open_plain(Path(os.path.realpath(path))) as file:
+        with open_plain(Path(os.path.realpath(path))) as file:
             data = file.read(BYTES_MAX)
     except (OSError, ValueError):
         return None  # on other nodes alone, in a container, or no name of a file
@@ -227,7 +261,29 @@ def _command(line: int, words: Sequence[str]) -> Command | None:
     return None
 
 
-def _strict(name: str, text: str) -> str:
-    if not _STRICT_OPTIONS.search(text) or _KNOWS_RESUME.search(text):
-        return ""
-    return f"{name} reads its options and knows no {RESUME_OPTION}"
+def of_python(name: str, text: str) -> Found:
+    """Return what a Python script shows."""
+    takes = _takes_resume(text)
+    knows = takes or _ANY_OPTION in text
+    strict = f"{name} reads its options and knows no {cmd.RESUME_OPTION}"
+    no_way = f"{name} trains, and nothing in it goes on from a checkpoint"
+    return Found(
+        takes=takes,
+        strict=strict if _STRICT_OPTIONS.search(text) and not knows else "",
+        no_way=no_way if _TRAINS.search(text) and not _GOES_ON.search(text) else "",
+    )
+
+
+def _takes_resume(text: str) -> bool:
+    """Tell whether a Python script declares the resume option; what comments and texts say of it does not count."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError):  # of another Python
+        return False
+    declared = (word for node in nodes if isinstance(node, ast.Call) for word in node.args)
+    if any(isinstance(word, ast.Constant) and word.value == cmd.RESUME_OPTION for word in declared):
+        return True
+    fields = (node.target for node in nodes if isinstance(node, ast.AnnAssign))
+    named = any(isinstance(field, ast.Name) and field.id == _RESUME_NAME for field in fields)
+    named = named or any(isinstance(node, ast.arg) and node.arg == _RESUME_NAME for node in nodes)
+    return named and _BY_NAMES.search(text) is not None

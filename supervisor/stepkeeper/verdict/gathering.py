@@ -21,11 +21,12 @@ from stepkeeper.core.events import JobFacts, NodeFaulted, RankExited
 from stepkeeper.core.judge import Notice
 from stepkeeper.core.state import Phase
 from stepkeeper.printing import instant
-from stepkeeper.store import journal, lines
+from stepkeeper.store import journal
 from stepkeeper.store.logs import ERRORS_NAME, FAILED_NAME
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.verdict import errorfiles, logs, planes, reading, recorded, wordless
 from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
+from stepkeeper_trainer.formats.plain import open_plain, read_plain
 
 FILES_MAX = 4096  # logs of one launch that are read
 FAULTS_BEFORE_S = 120.0  # the kernel logs a fault before the rank that it kills has ended
@@ -299,7 +300,7 @@ def of_logs(
             break
         if path.suffix == ".json":
             match = _RANK.fullmatch(path.stem)
-            said = errorfiles.sight(lines.read_small(path), rank=int(match[1]) if match else None)
+            said = errorfiles.sight(read_plain(path, within=directory), rank=int(match[1]) if match else None)
             found += [said] if said is not None else []
         else:
             found += of_log(path, ends)
@@ -312,10 +313,22 @@ def of_log(path: Path, ends: reading.Ends = reading.THOROUGH) -> list[Evidence]:
     Raises:
         OSError: it cannot be read.
     """
-    with lines.open_plain(path) as file:
+    with open_plain(path, within=path.parent) as file:
         log = reading.read(file, ends)
     node = "" if path.name == SRUN_NAME else path.stem
-    return [msgspec.structs.replace(each, node=node) for each in logs.sight(log)]
+    return [msgspec.structs.replace(each, log=str(path)) for each in logs.sight(log, node=node)]
+
+
+def log_of(directory: Path, node: str) -> Path | None:
+    """Return the log of a launch that its last lines are read from: of the node, else the one written last.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    logs = [path for path in _files(directory) if path.suffix == ".log"]
+    ranks = [path for path in logs if path.name != SRUN_NAME]
+    own = [path for path in ranks if path.stem == node]
+    return max(own or ranks or logs, key=lambda path: path.lstat().st_mtime, default=None)
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from stepkeeper.store import lines
 from stepkeeper.store.logs import STACKS_NAME
 from stepkeeper.verdict import collectives
 from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
 from stepkeeper_trainer.formats import nccl_dumps
 from stepkeeper_trainer.formats.collectives import Place, reduce_parsed
 from stepkeeper_trainer.formats.decoding import DecodeError
+from stepkeeper_trainer.formats.plain import open_plain
 
 FILES_MAX = 256  # of a launch: of a thousand ranks most say the same
 RULE = "nccl-flight-recorder"
@@ -33,7 +33,7 @@ def sight(directory: Path, enough: Callable[[], bool]) -> list[Evidence]:
     for rank, path in _files(directory / STACKS_NAME):
         if enough():
             break
-        with lines.open_plain(path) as file:
+        with open_plain(path, within=directory) as file:
             data = file.read(nccl_dumps.BYTES_MAX + 1)
         try:
             places[rank] = reduce_parsed(nccl_dumps.parse(data))

@@ -32,6 +32,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     resubmit: bool = False  # submit the job again where Slurm may not requeue it
     words: tuple[str, ...] = ()  # the supervisor's own command line
     batch: bool = True  # false: nothing of the job can be requeued or submitted again
+    stop_signal: str = "TERM"  # for ranks without the trainer library
     bus: int = 0  # the higher one takes over from the lower
 
     @property

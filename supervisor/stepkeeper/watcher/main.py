@@ -53,6 +53,8 @@ class Watcher:
         kill_older_watchers(assignment, self.node)
         self.ranks = RankSocket(assignment.socket_name(self.node))
         self.launch: int | None = None
+        self.cleared: int | None = None  # the launch that the node was cleared for: we have heard all its ranks
+        self.signaled: int | None = None  # the launch whose ranks got the stop signal from us
         self.wrapped: set[int] = set()
         self.started: dict[int, tuple[str, int]] = {}  # rank -> launch, pid, as its wrapper says
         self.greeted: dict[int, tuple[str, int, int | None]] = {}  # rank -> launch, pid, step of its newest hello
@@ -166,11 +168,14 @@ class Watcher:
                 )
                 self.save_again_at = 0.0
                 self.save_until = time.monotonic() + SAVE_AGAIN_FOR_S
+                if message.signal:
+                    self._signal_ranks(message.launch, message.signal, heard=message.heard)
             case bus.Kill():
                 self._kill()
                 self.senses.look_ahead()
             case bus.Clear():
                 self.clearing = message
+                self.cleared = message.launch
                 self.fitness = None
                 self.senses.check(message)
                 self.saving = None
@@ -318,6 +323,26 @@ class Watcher:
         self.saving = None
         kill_ranks(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
 
+    def _signal_ranks(self, launch: int, name: str, *, heard: bool) -> None:
+        """Send the stop signal, once a launch, to the ranks that have no trainer library.
+
+        Args:
+            launch: of the ranks.
+            name: of the signal.
+            heard: some ranks have the library: whoever has not heard all of them since their start signals none.
+        """
+        from stepkeeper.watcher import stop_signal  # noqa: PLC0415 - most watchers never need it
+
+        if self.signaled == launch or (heard and self.cleared != launch):
+            return
+        self.signaled = launch
+        of_launch = f"{self.assignment.attempt}.{launch}"
+        theirs = {pid for known, pid, _ in self.greeted.values() if known == of_launch}
+        attempt, run_id = self.assignment.attempt, self.assignment.run_id
+        sent = stop_signal.send(run_id, self.node, name, attempt_max=attempt, heard=theirs)
+        if sent:
+            self.say(bus.Told(node=self.node, launch=launch, text=shorten(stop_signal.in_words(name, sent))))
+
     def _clear(self) -> None:
         """End what is left; confirm once nothing is and the node has been looked at.  Called again until then."""
         assert self.clearing is not None, "the clock calls it while there is something to clear"
@@ -373,6 +398,8 @@ class Watcher:
             sys.stderr.flush()
         if result.left:
             self._kill()
+        elif result.done and self.launch is not None:  # Slurm is about to end the ranks
+            self._signal_ranks(self.launch, self.assignment.stop_signal, heard=True)
         self.quit = result.done
         self.rescue_tries += 1
         pause_s = min(RESCUE_AGAIN_S * 1.5**self.rescue_tries, RESCUE_AGAIN_MAX_S)

@@ -37,6 +37,8 @@ class Save(_Line, frozen=True, kw_only=True, tag="save"):
     stop: bool
     why: str
     deadline_at: float | None = None
+    signal: str = ""  # for ranks without the trainer library; empty: they have it already, or shall not have it
+    heard: bool = False  # a rank of the launch, on some node, has the trainer library
 
 
 class Kill(_Line, frozen=True, kw_only=True, tag="kill"):
@@ -247,6 +249,14 @@ class Lost(_Line, frozen=True, kw_only=True, tag="lost"):
     rank: int
 
 
+class Told(_Line, frozen=True, kw_only=True, tag="told"):
+    """Ranks of a launch on this node got the stop signal: no trainer library answers there."""
+
+    node: str
+    launch: int
+    text: str
+
+
 class Note(_Line, frozen=True, kw_only=True, tag="note"):
     """Something for the log."""
 
@@ -256,7 +266,9 @@ class Note(_Line, frozen=True, kw_only=True, tag="note"):
 
 OfStacks = Stood | StoodBelow | Entered | StacksTaken  # what ranks do that stand still
 ToWatcher = Lease | Save | Kill | Clear | Check | Look | Read | ReadNoMore | Stacks | Quit
-FromWatcher = Ready | Alive | Signaled | Cleared | Checked | Faulted | ShareRead | OfStacks | Rank | Paced | Lost | Note
+FromWatcher = (
+    Ready | Alive | Signaled | Cleared | Checked | Faulted | ShareRead | OfStacks | Rank | Paced | Lost | Told | Note
+)
 
 _encoder = msgspec.json.Encoder()
 _to_watcher: msgspec.json.Decoder[ToWatcher] = msgspec.json.Decoder(ToWatcher)

@@ -60,9 +60,10 @@ def a_notice_ends_ranks_that_can_save_only_where_no_save_could_come(turns):
     """The work since the last save is lost by it: what is not known must not be taken for hopeless."""
     for turn in turns:
         before = turn.before
-        able = before.phase is Phase.TRAINING and before.heard and before.step is not None
+        able = before.phase is Phase.TRAINING and (before.step is not None if before.heard else before.begun)
         leaves = turn.after.plan is not None and turn.after.plan.next is Next.REQUEUE
         if able and leaves and isinstance(turn.event, on.SlurmAnswered) and turn.ordered(do.KillRanks):
+            assert before.heard, "nobody knows how long a script of its own way takes to save"
             assert before.saving is None
             assert before.pace.saves >= SAVES_ENOUGH
             assert turn.after.leave_at - turn.event.at < before.pace.quickest

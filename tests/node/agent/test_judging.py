@@ -112,3 +112,16 @@ def test_a_gpu_that_cannot_be_listed_before_a_reset_asks_for_one() -> None:
     (fault,) = faults(judging(), health)
 
     assert (fault.action, health.silent) == (Action.DRAIN_RESET, False)
+
+
+def test_a_missing_gpu_is_named_by_what_was_there_before() -> None:
+    """By NVML's list since the boot, or by the PCI bus where the agent has just started."""
+    judge = Judging(catalogue.packaged(), expected_gpus=3, gpus=[("0000:af:00.0", "")])
+    pcis = ("0000:3b:00.0", "0000:86:00.0")
+    gpus = tuple(Gpu(index=index, pci=pci, uuid=f"GPU-{index}") for index, pci in enumerate(pcis))
+    found: list[Fault] = []
+    for at, listed in ((T, gpus), (T + 10, gpus[:1]), (T + 20, gpus[:1])):
+        found = faults(judge, NvmlStatus(at=at, state=NvmlState.READY, gpus=listed))
+
+    (fault,) = found
+    assert fault.why == "1 of 3 GPUs are there; missing: 0000:86:00.0 (GPU-1), 0000:af:00.0"

@@ -31,8 +31,6 @@ from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.examples.corpus import Corpus
 from stepkeeper_trainer.examples.transformer import ModelSize, Transformer
 
-DEFAULT_RUN_DIR = Path("runs/train_lm")
-
 
 @dataclass(frozen=True, slots=True)
 class Training:
@@ -100,8 +98,7 @@ def main() -> None:
     keeper.resume()
     gc.freeze()
     gc.enable()
-    # The iterator of a DataLoader would be made here; making it draws from the generators, so that
-    # `keeper.restore_random_state()` would come next.
+    # The iterator of a DataLoader is made here, and `keeper.restore_random_state()` comes next: making it draws.
     if options.save_at_start:
         keeper.save()
     done = keeper.finished
@@ -162,16 +159,13 @@ def check(options: argparse.Namespace, place: Place) -> None:
     accumulation_steps(options.batch, options.micro_batch, place.world_size)
     if options.width % options.heads:
         raise UsageError(f"--width {options.width} is no multiple of --heads {options.heads}")
-    if options.run_dir is None and "STEPKEEPER_RUN_DIR" not in os.environ:
-        options.run_dir = DEFAULT_RUN_DIR
-        DEFAULT_RUN_DIR.parent.mkdir(exist_ok=True)
 
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--run-dir", type=Path, help="where checkpoints and metrics.csv go; else STEPKEEPER_RUN_DIR")
+    add("--run-dir", type=Path, help="where checkpoints and metrics.csv go; else STEPKEEPER_RUN_DIR, else below runs/")
     add("--resume-from", help="a step directory, or `latest`; else STEPKEEPER_RESUME_FROM")
     add("--steps", type=positive, default=200, help="optimizer steps of the whole run")
     add("--seed", type=int, default=0, help="of weights, data order and dropout")

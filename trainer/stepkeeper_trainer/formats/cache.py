@@ -3,7 +3,8 @@
 One small file a step below `checkpoints/.verified/`, written by whoever read the bytes.  It remembers single
 files: (inode, size, mtime, ctime) and what the manifest says of the bytes.  The kernel sets the ctime and nobody
 can set it back, so a file that was written to, replaced or restored is read again; one whose manifest says
-something else is too.  A record never says that a step is whole: names, sizes, manifest and `.metadata` are looked
+something else is too.  Files that were found wrong are remembered likewise, for people who list the steps: they are
+read again all the same.  A record never says that a step is verified: names, sizes, manifest and `.metadata` are looked
 at each time.  What it cannot see is a disk that forgets bytes by itself; `checkpoints verify` therefore reads
 everything, unless asked not to.
 """
@@ -44,6 +45,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     at: float  # Unix seconds
     files: dict[str, Fact]
+    wrong: dict[str, tuple[str, Fact]] = {}  # what is wrong with a file, and the file that it was then
 
 
 _decoder = msgspec.json.Decoder(Record)
@@ -73,26 +75,40 @@ class Cache:
         """
         if not self._knows:
             return set()
-        missing = set(wanted)
-        found = missing & self._facts(f"{manifest_digest}.json")
+        own = self._record(f"{manifest_digest}.json")
+        missing = set(wanted).difference(fact for _, fact in own.wrong.values())
+        found = missing.intersection(own.files.values())
         if found == missing or own_only:
             return found
         for name in self._names():
-            found |= missing & self._facts(name)
+            found |= missing.intersection(self._record(name).files.values())
         return found
 
-    def remember(self, manifest_digest: str, facts: Mapping[str, Fact], *, read_at: float) -> bool:
-        """Record files whose every byte was read and right; false where nothing could be recorded.
+    def known_wrong(self, manifest_digest: str, facts: Mapping[str, Fact]) -> list[str]:
+        """Return what was found wrong once in the files of a step that are as they were then."""
+        wrong = self._record(f"{manifest_digest}.json").wrong if self._knows else {}
+        return [problem for name, (problem, fact) in sorted(wrong.items()) if facts.get(name) == fact]
+
+    def remember(
+        self,
+        manifest_digest: str,
+        facts: Mapping[str, Fact],
+        *,
+        read_at: float,
+        wrong: Mapping[str, tuple[str, Fact]] | None = None,
+    ) -> bool:
+        """Record files whose every byte was read and right, and those that are wrong; false where that is impossible.
 
         Args:
             manifest_digest: of the step's manifest.
             facts: by name, taken before the bytes were read and unchanged after.
             read_at: Unix seconds, before the first byte was read.
+            wrong: by name, what is wrong with a file, and its fact.
         """
         settled = {name: fact for name, fact in facts.items() if fact[3] / 1e9 < read_at - SETTLED_S}
-        if not settled or not self._ours():
+        if not (settled or wrong) or not self._ours():
             return False
-        record = Record(at=time.time(), files=settled)
+        record = Record(at=time.time(), files=settled, wrong=dict(wrong or {}))
         try:
             os.makedirs(self._directory, mode=0o755, exist_ok=True)
             write_atomically(self._directory / f"{manifest_digest}.json", msgspec.json.encode(record), mode=0o644)
@@ -122,19 +138,19 @@ class Cache:
         except OSError:  # there is none, or it is not for us
             return []
 
-    def _facts(self, name: str) -> frozenset[Fact]:
+    def _record(self, name: str) -> Record:
         """Read a record that only its owner may write, who must be the one that may change the steps too."""
+        none = Record(at=0.0, files={})
         try:
-            with open_plain(self._directory / name) as file:
+            with open_plain(self._directory / name, within=self._directory.parent) as file:
                 status = os.fstat(file.fileno())
                 if status.st_mode & _OTHERS_MAY_WRITE or status.st_size > RECORD_BYTES_MAX:
-                    return frozenset()
+                    return none
                 if status.st_uid not in self._trusted():
-                    return frozenset()
-                record = decode_format(_decoder, file.read(), newest=FORMAT)
+                    return none
+                return decode_format(_decoder, file.read(RECORD_BYTES_MAX), newest=FORMAT)
         except (OSError, DecodeError):
-            return frozenset()
-        return frozenset(record.files.values())
+            return none
 
     def _trusted(self) -> set[int]:
         trusted = {os.geteuid(), 0}

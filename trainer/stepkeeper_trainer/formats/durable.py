@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
+import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from stepkeeper_trainer.formats.plain import open_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,8 +20,12 @@ _TEMPORARY = re.compile(r"\.(?:[\w.-]+\.json|\.tiers-id)\.[a-z0-9_]{8}")  # as `
 
 
 @contextlib.contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+def naming(path: str | os.PathLike[str], *, always: bool = False) -> Iterator[None]:
     """Have an error of the system name its file: calls on descriptors do not, and "No space left" alone helps nobody.
+
+    Args:
+        path: of the file.
+        always: also where the error names something: relative to a descriptor it is the end of the path only.
 
     Raises:
         OSError: as it was, with the name.
@@ -27,7 +33,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if always or error.filename is None:
             error.filename = os.fspath(path)
         raise
 
@@ -62,29 +68,44 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+def write_atomically(
+    path: Path, data: bytes, *, mode: int = 0o600, within: Path | None = None, name_durable: bool = True
+) -> None:
     """Replace `path` by `data`: after a crash it holds the old bytes or the new ones, never a mixture.
 
-    The temporary file stands beside `path`, with a name of its own, so two writers cannot mix.
+    The temporary file stands beside `path`, with a name of its own, so two writers cannot mix.  With `within` no
+    symbolic link below that directory is followed, whoever may change it meanwhile.  Without `name_durable` the rename
+    is the last act: a crash may undo it, and no error comes once others can see it.
 
     Raises:
-        OSError: nothing was replaced, and the temporary file is gone.
+        OSError: nothing was replaced, and the temporary file is gone; or only its name may not be durable.
     """
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    directory = open_directory(path.parent, within=path.parent if within is None else within)
+    try:
+        with naming(path, always=True):
+            _replace(directory, path.name, data, mode)
+            if name_durable:
+                os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _replace(directory: int, name: str, data: bytes, mode: int) -> None:
+    temporary = f".{name}.{secrets.token_hex(4)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600, dir_fd=directory)
     try:
         try:
-            with naming(path):
-                os.fchmod(descriptor, mode)
-                write_all(descriptor, data)
-                os.fsync(descriptor)
+            os.fchmod(descriptor, mode)
+            write_all(descriptor, data)
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.rename(temporary, path)
+        os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):  # renamed already, or never made
-            os.unlink(temporary)
+            os.unlink(temporary, dir_fd=directory)
         raise
-    fsync_directory(path.parent)
 
 
 def clear_temporaries(directory: Path) -> None:

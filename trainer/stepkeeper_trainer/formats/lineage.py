@@ -3,10 +3,15 @@
 Append-only, one JSON object a line, fsynced, each with a digest of itself (older lines have none).  A line that is
 torn (a writer died in it) or damaged is skipped: the manifests on disk bridge it.  After a rollback a step number
 can exist twice; the lineage tells which one counts, and which data was left out on the way.
+
+An attempt that a newer one has fenced off may be late with a line, since it cannot look and write at once.  So a commit
+of a lower attempt than one before it counts only if it goes on from the head: else it is a commit beside the state.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,12 +21,14 @@ import xxhash
 
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import append_line
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.plain import fresh, open_plain
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LINEAGE_NAME = "lineage.jsonl"
+LINEAGE_BYTES_MAX = 128 * 1024 * 1024  # half a million commits
+COMPACTED_EVERY = 1000  # lines
 PINNED = "pinned"  # marks: kept whatever the policy says
 SUSPECT = "suspect"  # committed within a loss anomaly
 EPOCH = "epoch"  # at the end of one
@@ -83,6 +90,7 @@ class Lineage:
     damaged: int = 0  # lines that were there and are not what was written
     rolled_back_at: float | None = None  # Unix seconds, where the newest line of commits is a rollback
     left_out: tuple[LeftOut, ...] = ()  # data that the current state has not seen, or will not see
+    attempt: int = 0  # the highest of any commit or rollback
 
     def chain(self, manifests: Mapping[str, str | None] | None = None) -> list[str]:
         """Return the save_ids that lead to the head, newest first, as far back as anything is known.
@@ -107,41 +115,97 @@ class Lineage:
         return (manifests or {}).get(save_id)
 
 
-def read(checkpoints: Path) -> Lineage | None:
+def read(checkpoints: Path, *, pruned: bool = True) -> Lineage | None:
     """Return the lineage of a `checkpoints/` directory; None where there is no file.
+
+    Args:
+        checkpoints: the directory.
+        pruned: also commits whose steps were removed on purpose.  Without them memory is bounded by the steps that are
+            there, however many saves a run has made; what is known of the others' order stays.
 
     Raises:
         OSError: the file is there and cannot be read.
     """
+    path = checkpoints / LINEAGE_NAME
+
+    def parse() -> Lineage:
+        told = _Told()
+        with open_plain(path, within=checkpoints) as file:
+            if os.fstat(file.fileno()).st_size > LINEAGE_BYTES_MAX:
+                raise OSError(errno.EFBIG, f"more than {LINEAGE_BYTES_MAX} bytes, which no lineage has", str(path))
+            for count, line in enumerate(file, 1):
+                told.take(line.rstrip(b"\r\n"))
+                if not pruned and count % COMPACTED_EVERY == 0:
+                    told.forget_pruned()
+        if not pruned:
+            told.forget_pruned()
+        return told.lineage()
+
     try:
-        data = read_plain(checkpoints / LINEAGE_NAME)
+        return fresh(parse)
     except FileNotFoundError:
         return None
-    commits: dict[str, Commit] = {}
-    marks: dict[str, frozenset[str]] = {}
-    head: str | None = None
-    tells_steps, damaged = False, 0
-    rolled_back_at: float | None = None
-    left_out: tuple[LeftOut, ...] = ()
-    for line in data.splitlines():
+
+
+class _Told:
+    """What the lines of a file tell, so far."""
+
+    def __init__(self) -> None:
+        self._commits: dict[str, Commit] = {}
+        self._marks: dict[str, frozenset[str]] = {}
+        self._head: str | None = None
+        self._tells_steps, self._damaged, self._attempt = False, 0, 0
+        self._rolled_back_at: float | None = None
+        self._left_out: tuple[LeftOut, ...] = ()
+
+    def lineage(self) -> Lineage:
+        return Lineage(
+            self._commits,
+            self._head,
+            self._marks,
+            self._tells_steps,
+            self._damaged,
+            self._rolled_back_at,
+            self._left_out,
+            self._attempt,
+        )
+
+    def take(self, line: bytes) -> None:
         if line[-_SUM_BYTES:].startswith(_SUM) and _summed(line[:-_SUM_BYTES]) != line:
-            damaged += 1
-            continue
+            self._damaged += 1
+            return
         try:
             record = decode(_decoder, line)
         except DecodeError:
-            continue  # torn by a crash, or of a newer version: neither may hide the other lines
+            return  # torn by a crash, or of a newer version: neither may hide the other lines
         match record:
             case Commit():
-                commits[record.save_id] = record
-                head, tells_steps, rolled_back_at = record.save_id, True, None
+                self._commits[record.save_id] = record
+                if record.attempt >= self._attempt or record.parent == self._head:
+                    self._head, self._rolled_back_at = record.save_id, None
             case Rollback():
-                head, tells_steps, rolled_back_at = record.save_id, True, record.at
-                left_out = record.left_out if record.left_out is not None else left_out
+                self._head, self._rolled_back_at = record.save_id, record.at
+                self._left_out = record.left_out if record.left_out is not None else self._left_out
             case Mark():
-                before = marks.get(record.save_id, frozenset())
-                marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
-    return Lineage(commits, head, marks, tells_steps, damaged, rolled_back_at, left_out)
+                before = self._marks.get(record.save_id, frozenset())
+                self._marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
+                return
+        self._tells_steps, self._attempt = True, max(self._attempt, record.attempt)
+
+    def forget_pruned(self) -> None:
+        """Leave out what was removed; the steps that came after it follow on those before it."""
+        commits = self._commits
+        gone = {save_id for save_id, marks in self._marks.items() if PRUNED in marks and save_id != self._head}
+        orphans = [commit for save_id, commit in commits.items() if save_id not in gone and commit.parent in gone]
+        for commit in orphans:
+            parent, passed = commit.parent, {commit.save_id}
+            while parent in gone and parent in commits and parent not in passed:
+                passed.add(parent)
+                parent = commits[parent].parent
+            commits[commit.save_id] = msgspec.structs.replace(commit, parent=parent)
+        for save_id in gone:
+            commits.pop(save_id, None)
+            del self._marks[save_id]
 
 
 def append(checkpoints: Path, record: LineageRecord) -> None:

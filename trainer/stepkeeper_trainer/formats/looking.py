@@ -13,7 +13,13 @@ import xxhash
 
 from stepkeeper_trainer.formats.cache import Cache, Fact, fact
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError, read_manifest
-from stepkeeper_trainer.formats.metadata import METADATA_BYTES_MAX, METADATA_NAME, MetadataError, check_coverage, parse
+from stepkeeper_trainer.formats.metadata import (
+    METADATA_BYTES_MAX,
+    METADATA_NAME,
+    MetadataError,
+    check_coverage,
+    parse_of,
+)
 from stepkeeper_trainer.formats.names import parse_step_name
 from stepkeeper_trainer.formats.plain import open_plain
 
@@ -116,7 +122,7 @@ def _metadata_problems(directory: Path, manifest: Manifest) -> list[str]:
     if entry.bytes > METADATA_BYTES_MAX:
         return [f"{path}: {entry.bytes} bytes is more than we read at once"]
     try:
-        with open_plain(path) as file:
+        with open_plain(path, within=directory) as file:
             data = file.read(entry.bytes)
     except OSError as error:
         # one that is missing, or no plain file, is named by the look at the files
@@ -126,6 +132,6 @@ def _metadata_problems(directory: Path, manifest: Manifest) -> list[str]:
         return [] if len(data) != entry.bytes else [f"{path}: its bytes are not what the manifest says"]
     sizes = {name: file.bytes for name, file in manifest.files.items()}
     try:
-        return [f"{directory}: {problem}" for problem in check_coverage(parse(data), sizes)]
-    except MetadataError as error:
+        return [f"{directory}: {problem}" for problem in check_coverage(parse_of(directory, data), sizes)]
+    except (MetadataError, OSError) as error:
         return [f"{path}: {error}"]

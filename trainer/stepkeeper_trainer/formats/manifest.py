@@ -6,16 +6,15 @@ one without is not.  Format 1 stays readable for ever; a newer format is refused
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
 
 from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, check_format, decode
-from stepkeeper_trainer.formats.plain import open_plain
+from stepkeeper_trainer.formats.plain import read_plain
 
 FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
@@ -23,7 +22,8 @@ LEFT_OUT = "left_out"  # in `state`: data that the state has never seen, each {"
 PENDING_NAME = "MANIFEST.pending"  # sealed, of a save whose files are on the nodes' own disks yet
 CHUNK_BYTES = 16 * 1024 * 1024
 _NO_PARTS = frozenset(("", ".", ".."))  # of a plain path: absolute, doubled slashes, and ways out
-MANIFEST_BYTES_MAX = 1024 * 1024 * 1024
+MANIFEST_BYTES_MAX = 256 * 1024 * 1024  # of a step of 100 TB
+CHUNK_BYTES_MAX = 256 * 1024 * 1024  # a reader holds a chunk in memory
 _DIGEST_FIELD = re.compile(rb'("manifest_xxh3_128"\s*:\s*")([0-9a-f]{32})(")')
 
 
@@ -31,12 +31,15 @@ class ManifestError(ValueError):
     """The manifest is missing, torn, of a newer format, or names something it must not."""
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # what a file system and torch can count to
+
+
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One file: its size and digests, of the whole and of each chunk (the last may be shorter)."""
 
-    bytes: int
+    bytes: Count
     xxh3_128: str
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=0, le=CHUNK_BYTES_MAX)] = CHUNK_BYTES
     chunks: tuple[str, ...] = ()
 
 
@@ -44,9 +47,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a step directory.  `manifest_xxh3_128` is last, so that it can seal the rest."""
 
     format: int = FORMAT
-    step: int
-    tokens: int
-    world_size: int
+    step: Count
+    tokens: Count
+    world_size: Count
     framework: str = "torch.distributed.checkpoint"
     created_at: str
     save_id: str
@@ -106,20 +109,16 @@ def unseal(data: bytes, *, source: str) -> Manifest:
     return manifest
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read and check `MANIFEST.json` of a step directory.
+def read_manifest(directory: Path, *, within: Path | None = None) -> Manifest:
+    """Read and check `MANIFEST.json` of a step directory, which may be known to lie `within` another one.
 
     Raises:
-        ManifestError: it is missing, torn, of a newer format, too large, or leads outside.
-        OSError: it is there and cannot be read.
+        ManifestError: it is missing, torn, of a newer format, or leads outside.
+        OSError: it is there and cannot be read, or is too large.
     """
     path = directory / MANIFEST_NAME
     try:
-        with open_plain(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MANIFEST_BYTES_MAX:
-                raise ManifestError(f"{path}: {size} bytes is more than a manifest can have")
-            return unseal(file.read(), source=str(path))
+        return unseal(read_plain(path, MANIFEST_BYTES_MAX, within=within or directory), source=str(path))
     except FileNotFoundError:
         raise ManifestError(f"{path}: missing: the save was never committed") from None
 

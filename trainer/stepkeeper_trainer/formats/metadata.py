@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.pickles import OpcodeError, find_end
+from stepkeeper_trainer.formats.trying import comes_to_an_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
 METADATA_NAME = ".metadata"
 METADATA_BYTES_MAX = 2 * 1024 * 1024 * 1024
 PROBLEMS_MAX = 20  # a torn save can lack thousands of pieces
+COUNT_MAX = 2**63 - 1  # what torch and a file system can count to: of numbers, and of bytes
+DIMENSIONS_MAX = 64  # of a tensor, in torch
+TRIED_S, TRIED_BYTES_PER_S = 5, 1_000_000  # of another user's: several times what a real one takes
+TRIED_BYTES, TRIED_BYTES_A_BYTE = 512 * 1024 * 1024, 64
+CORNERS_MAX = 2**22  # of a tensor's pieces, compared to tell whether they cover it
 _ITEM_BYTES = {
     **dict.fromkeys(("float64", "double", "int64", "long", "complex64", "uint64"), 8),
     **dict.fromkeys(("float32", "float", "int32", "int", "complex32", "uint32"), 4),
@@ -179,6 +187,20 @@ class _Restricted(pickle.Unpickler):
         raise MetadataError(f"names {f'{module}.{name}'[:200]!r}, which no checkpoint needs: it was not loaded")
 
 
+def parse_of(directory: Path, data: bytes) -> Contents:
+    """Read the bytes of the `.metadata` of a step directory; of another user's, only what is known to come to an end.
+
+    Raises:
+        MetadataError: why it cannot be used.
+        OSError: the directory is gone.
+    """
+    if os.stat(directory).st_uid != os.geteuid():
+        seconds, more = TRIED_S + len(data) // TRIED_BYTES_PER_S, TRIED_BYTES + TRIED_BYTES_A_BYTE * len(data)
+        if not comes_to_an_end(lambda: parse(data), seconds=seconds, bytes_more=more):
+            raise MetadataError(f"takes more than {seconds} s or {more} bytes to read: it was not loaded")
+    return parse(data)
+
+
 def parse(data: bytes) -> Contents:
     """Read the bytes of a `.metadata` without running anything of it.
 
@@ -193,6 +215,8 @@ def parse(data: bytes) -> Contents:
         raise
     except OpcodeError as error:
         raise MetadataError(f"{error}: it was not loaded") from error
+    except MemoryError:
+        raise
     except Exception as error:  # damaged bytes can raise anything
         raise MetadataError(f"torn or damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
@@ -204,7 +228,10 @@ def _contents(root: Any) -> Contents:
     stored: dict[tuple[str, tuple[int, ...] | None], Extent] = {}
     for index, info in (fields.get("storage_data") or {}).items():
         key = vars(index)
-        stored[key["fqn"], key.get("offset")] = _extent(info)
+        name, offset = key["fqn"], key.get("offset")
+        if type(name) is not str:
+            raise MetadataError("a tensor's name is no text")
+        stored[name, None if offset is None else _box(offset)] = _extent(info)
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, Extent | None] = {}
     used: set[tuple[str, tuple[int, ...] | None]] = set()
@@ -230,6 +257,8 @@ def _tensor(
 ) -> TensorEntry:
     pieces = []
     size = _box(fields["size"])
+    if math.prod(size) > COUNT_MAX:
+        raise MetadataError(f"{name[:200]!r} has more numbers than a tensor can have")
     for chunk in fields["chunks"]:
         box = vars(chunk)
         offsets, sizes = _box(box["offsets"]), _box(box["sizes"])
@@ -252,16 +281,19 @@ def _extent(info: Any) -> Extent:
     file, start, length = fields["relative_path"], fields["offset"], fields["length"]
     if type(file) is not str or type(start) is not int or type(length) is not int:
         raise MetadataError("an extent is not a name and two numbers")
+    if max(abs(start), abs(length)) > COUNT_MAX:
+        raise MetadataError(f"an extent of {file[:200]!r} is larger than a file can be")
     return Extent(file, start, length, bool(fields.get("transform_descriptors")))
 
 
 def _box(value: Any) -> tuple[int, ...]:
-    if type(value) is not tuple:
-        raise MetadataError("a size is not a list of numbers")
-    for number in value:
-        if type(number) is not int or number < 0:
-            raise MetadataError("a size is not a list of numbers")
+    if type(value) is not tuple or len(value) > DIMENSIONS_MAX or not all(map(_is_count, value)):
+        raise MetadataError("a size is not a list of numbers that a tensor can have")
     return value
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= COUNT_MAX
 
 
 # Whether it is whole ----------------------------------------------------------------------------------------------
@@ -334,22 +366,25 @@ def _hole(tensor: TensorEntry) -> str | None:
     filled = sum(math.prod(piece.sizes) for piece in pieces)
     if filled != volume:
         return f"its pieces hold {filled} of its {volume} numbers"
-    return "two of its pieces overlap" if volume and _overlap(list(pieces)) else None
+    return _overlap(tensor) if volume else None
 
 
-def _overlap(pieces: list[Piece]) -> bool:
-    """Sweep along the first dimension: only pieces that share a part of it are compared."""
-    boxes = sorted((p for p in pieces if math.prod(p.sizes)), key=lambda p: p.offsets)
-    open_boxes: list[Piece] = []
-    for box in boxes:
-        if not box.offsets:  # a number: two pieces of it are the same
-            return len(boxes) > 1
-        open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > box.offsets[0]]
-        for other in open_boxes:
-            if all(
-                a < b + s and b < a + t
-                for a, t, b, s in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
-            ):
-                return True
-        open_boxes.append(box)
-    return False
+def _overlap(tensor: TensorEntry) -> str | None:
+    """Say whether some pieces overlap, by their corners alone: n pieces cost n steps, however they lie.
+
+    Each corner of a box counts 1 or -1, by the number of its upper ends.  Boxes fill a larger one, each number once,
+    exactly if their corners cancel out but for those of that one.
+    """
+    cut = [d for d, limit in enumerate(tensor.size) if any(piece.sizes[d] != limit for piece in tensor.pieces)]
+    boxes = [piece for piece in tensor.pieces if math.prod(piece.sizes)]
+    if len(boxes) << len(cut) > CORNERS_MAX:
+        return f"is cut into {len(boxes)} pieces along {len(cut)} dimensions: too many to tell whether they cover it"
+    counts: dict[tuple[int, ...], int] = {}
+    whole = Piece((0,) * len(tensor.size), tensor.size, None)
+    for box, weight in [*((box, 1) for box in boxes), (whole, -1)]:
+        ends = [((box.offsets[d], 1), (box.offsets[d] + box.sizes[d], -1)) for d in cut]
+        for corner in product(*ends):
+            at = tuple(place for place, _ in corner)
+            sign = math.prod(each for _, each in corner)
+            counts[at] = counts.get(at, 0) + weight * sign
+    return "two of its pieces overlap" if any(counts.values()) else None

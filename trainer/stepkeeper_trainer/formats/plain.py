@@ -1,4 +1,8 @@
-"""Opening files that anybody may have put there: plain ones only, and without waiting for a pipe's other end.
+"""The one way in which files of a run directory are opened for reading, whoever wrote them, and whoever looks.
+
+Only plain files are opened, without waiting for a pipe's other end, and no symbolic link is followed.  With `within`
+that holds for each directory below it too, one after the other from its descriptor, so that nobody can swap one; and
+each of them, and the file, belongs to the owner of `within`, to root or to us.  Links may lead to `within` itself.
 
 What another node has replaced a moment ago may be stale here (ESTALE): a network file system still takes the name for
 the file of before, which is gone, until its cache is a few seconds older.
@@ -6,49 +10,72 @@ the file of before, which is gone, until its cache is a few seconds older.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 STALE_PAUSES_S = (0.0, 0.1, 0.4, 1.0, 2.0, 3.0)  # longer than attributes of a new file are kept, by default
-FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+RECORD_BYTES_MAX = 1024 * 1024  # of a small file that holds one record
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_WAY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC  # may be entered, and need not be readable
 
 
-def open_plain(path: Path) -> BinaryIO:
-    """Open a file for reading.
+def open_descriptor(path: Path, *, within: Path | None = None, flags: int = 0) -> int:
+    """Open a plain file for reading and return its descriptor; `flags` are more than those for reading.
 
     Raises:
         FileNotFoundError: there is none.
-        OSError: it cannot be opened, or is a link, a directory, a pipe or the like.
+        OSError: it cannot be opened, is a link, a directory, a pipe or the like, or belongs to a stranger.
     """
-    descriptor = os.open(path, FLAGS)
-    plain = False
-    try:
-        plain = stat.S_ISREG(os.fstat(descriptor).st_mode)
-    finally:
-        if not plain:
-            os.close(descriptor)
-    if not plain:
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
-    return os.fdopen(descriptor, "rb")
+    with _naming(path):
+        if within is None:
+            return _plain(path, None, flags)
+        with _parent(path, within) as (parent, owner):
+            descriptor = _plain(path.name, parent, flags)
+            try:
+                _require_trusted(descriptor, owner)
+            except OSError:
+                os.close(descriptor)
+                raise
+            return descriptor
 
 
-def read_plain(path: Path) -> bytes:
+def open_plain(path: Path, *, within: Path | None = None) -> BinaryIO:
+    """Open a plain file for reading.  Raises OSError, as `open_descriptor`."""
+    return os.fdopen(open_descriptor(path, within=within), "rb")
+
+
+def open_directory(path: Path, *, within: Path) -> int:
+    """Open a directory below `within` and return its descriptor.
+
+    Raises:
+        OSError: there is none, it is a link, or it belongs to a stranger.
+    """
+    with _naming(path), _parent(path / "_", within) as (parent, _):
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
+
+
+def read_plain(path: Path, bytes_max: int = RECORD_BYTES_MAX, *, within: Path | None = None) -> bytes:
     """Return the content of a file.
 
     Raises:
         FileNotFoundError: there is none.
-        OSError: as `open_plain`, or it cannot be read.
+        OSError: as `open_descriptor`, it cannot be read, or it is larger than `bytes_max`.
     """
 
     def read() -> bytes:
-        with open_plain(path) as file:
-            return file.read()
+        with open_plain(path, within=within) as file, _naming(path):
+            if os.fstat(file.fileno()).st_size <= bytes_max:
+                data = file.read(bytes_max + 1)
+                if len(data) <= bytes_max:  # else it has grown meanwhile
+                    return data
+            raise OSError(errno.EFBIG, f"more than {bytes_max} bytes, which no such file has", str(path))
 
     return fresh(read)
 
@@ -67,3 +94,58 @@ def fresh(read: Callable[[], T]) -> T:
                 raise
         time.sleep(pause_s)
     return read()
+
+
+def trusts(owner: int, found: int) -> bool:
+    """Tell whether a file of one user may stand in a directory of another: of root, of us, or of that one."""
+    return found in (owner, 0, os.geteuid())
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have an error name the whole path: relative to a descriptor, the system knows the end of it only."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    except ValueError as error:  # a NUL in it
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+
+
+def _plain(name: str | Path, directory: int | None, flags: int) -> int:
+    descriptor = os.open(name, _FLAGS | flags, dir_fd=directory)
+    plain = False
+    try:
+        plain = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    finally:
+        if not plain:
+            os.close(descriptor)
+    if not plain:
+        raise OSError(errno.EINVAL, "not a plain file")
+    return descriptor
+
+
+@contextlib.contextmanager
+def _parent(path: Path, within: Path) -> Iterator[tuple[int, int]]:
+    """Go from `within` to the directory of `path`; give its descriptor, and the owner of `within`."""
+    way = path.parent.relative_to(within).parts
+    at = os.open(within, _WAY)
+    try:
+        owner = os.fstat(at).st_uid
+        for part in way:
+            if part == os.pardir:
+                raise OSError(errno.EINVAL, f"leads out of {within}")
+            below = os.open(part, _WAY | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = below
+            _require_trusted(at, owner)
+        yield at, owner
+    finally:
+        os.close(at)
+
+
+def _require_trusted(descriptor: int, owner: int) -> None:
+    found = os.fstat(descriptor).st_uid
+    if not trusts(owner, found):
+        raise OSError(errno.EPERM, f"belongs to user id {found}, and the directory to {owner}: not read")

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from stepkeeper_trainer.formats.manifest import FileEntry
-from stepkeeper_trainer.formats.plain import FLAGS
+from stepkeeper_trainer.formats.plain import open_descriptor
 
 PIECE_BYTES = 512 * 1024  # read and hashed at once: fits the cache of a core
 DISK_PIECE_BYTES = 4 * 1024 * 1024  # past the page cache nobody reads ahead: the disk wants more at once
@@ -199,7 +199,8 @@ class _TaskReader:
     """One task in one thread."""
 
     def __init__(self, job: _Job, task: Task, piece: memoryview) -> None:
-        self._path, self._task, self._piece = job.directory / task.name, task, piece
+        self._directory, self._path = job.directory, job.directory / task.name
+        self._task, self._piece = task, piece
         self._how, self._pace, self._found = job.how, job.pace, job.found
         self._descriptor = -1
         self._direct = False
@@ -228,14 +229,17 @@ class _TaskReader:
     def _open(self, *, direct: bool) -> None:
         if direct:
             try:
-                self._descriptor, self._direct = os.open(self._path, FLAGS | os.O_DIRECT), True
+                self._descriptor, self._direct = self._descriptor_of(os.O_DIRECT), True
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
             else:
                 return
-        self._descriptor, self._direct = os.open(self._path, FLAGS), False
+        self._descriptor, self._direct = self._descriptor_of(0), False
         self._drop_cached()
+
+    def _descriptor_of(self, flags: int) -> int:
+        return open_descriptor(self._path, within=self._directory, flags=flags)
 
     def _drop_cached(self) -> None:
         """Let the kernel forget clean pages, so that they are read again; it may keep some."""

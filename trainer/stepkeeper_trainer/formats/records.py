@@ -38,7 +38,7 @@ def read_record(
         OSError: the file is there and cannot be read.
     """
     try:
-        data = read_plain(path)
+        data = read_plain(path, within=path.parent)
     except FileNotFoundError:
         return None
     try:

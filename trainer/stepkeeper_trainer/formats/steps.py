@@ -1,6 +1,9 @@
-"""The step directories of a run: list, verify, choose the newest that is whole.
+"""The step directories of a run: list, verify, choose the newest verified one.
 
-Reads only; a torn directory is reported, never removed.  Needs no torch.
+A step directory is in one of three conditions, in these words everywhere: `verified` (every byte was compared with its
+manifest, and no file has changed since), `committed, not yet verified`, or `damaged`.
+
+Reads only; a damaged directory is reported, never removed.  Needs no torch.
 """
 
 from __future__ import annotations
@@ -16,17 +19,23 @@ from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.names import parse_step_name, step_name
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.verify import Verdict, verify
+from stepkeeper_trainer.formats.verify import Verdict, look_again, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+VERIFIED, COMMITTED, DAMAGED = "verified", "committed, not yet verified", "damaged"
+
 __all__ = [  # with what a caller of this module needs besides
+    "COMMITTED",
+    "DAMAGED",
+    "VERIFIED",
     "Choice",
     "StepDirectory",
     "Verdict",
     "current_lineage",
     "list_steps",
+    "look_again",
     "newest_verified",
     "open_step",
     "parse_step_name",
@@ -54,11 +63,14 @@ class Choice:
     skipped: tuple[tuple[StepDirectory, tuple[str, ...]], ...]
 
 
-def open_step(path: Path) -> StepDirectory:
-    """Read one step directory.  Never raises for what is wrong inside it: that is its `problem`."""
+def open_step(path: Path, *, within: Path | None = None) -> StepDirectory:
+    """Read one step directory, which may be known to lie `within` another one.
+
+    Never raises for what is wrong inside it: that is its `problem`.
+    """
     step = parse_step_name(path.name)
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, within=within)
     except (ManifestError, OSError) as error:
         return StepDirectory(path, step if step is not None else -1, None, str(error))
     if step is not None and manifest.step != step:
@@ -74,10 +86,10 @@ def list_steps(checkpoints: Path) -> list[StepDirectory]:
     """
     try:
         with os.scandir(checkpoints) as entries:
-            names = [e.name for e in entries if parse_step_name(e.name) is not None and e.is_dir(follow_symlinks=False)]
+            found = [e for e in entries if parse_step_name(e.name) is not None and e.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
-    steps = [open_step(checkpoints / name) for name in names]
+    steps = [open_step(checkpoints / entry.name, within=checkpoints) for entry in found]
     return sorted(steps, key=lambda s: (s.step, s.manifest.created_at if s.manifest else "", s.path.name), reverse=True)
 
 
@@ -119,7 +131,7 @@ def newest_verified(
     cached: bool = True,
     check: Callable[[Path, Cache | None], Verdict] | None = None,
 ) -> Choice:
-    """Choose the newest step directory of the current lineage that is whole.
+    """Choose the newest verified step directory of the current lineage.
 
     Args:
         checkpoints: the `checkpoints/` directory of a run.

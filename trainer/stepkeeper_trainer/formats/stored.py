@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
 
+from stepkeeper_trainer.formats.plain import open_descriptor
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -104,7 +106,7 @@ class StepBytes:
     def _descriptor(self, name: str, entry: FileEntry) -> int:
         if name not in self._descriptors:
             path = self._directory / name
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = open_descriptor(path, within=self._directory)
             self._descriptors[name] = descriptor
             size = os.fstat(descriptor).st_size
             count = -(-entry.bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1

@@ -34,7 +34,7 @@ _decoder = msgspec.json.Decoder(Known)
 def read_known(run_directory: Path) -> Known:
     """Return what trackers call the run; nothing where the file is missing, damaged or not plain."""
     try:
-        known = decode(_decoder, read_plain(run_directory / TRACKERS_NAME))
+        known = decode(_decoder, read_plain(run_directory / TRACKERS_NAME, within=run_directory))
     except (OSError, DecodeError):
         return Known()
     named = known.mlflow_run_id

@@ -1,4 +1,4 @@
-"""Whether a step directory is whole: complete by a look at it, and right in every byte by reading it.
+"""Whether a step directory is what its manifest says: by a look at its names and sizes, and by reading every byte.
 
     manifest -> a look (looking) -> what no cache knows to be right -> read on threads (reading) -> verdict
 
@@ -76,19 +76,39 @@ def verify(
         }
         if not look.covered:
             right.pop(METADATA_NAME, None)  # its bytes are right, and what they promise is not there
-        if not (how.first_only and problems):  # otherwise some were not read at all
-            cache.remember(digest, right, read_at=started_at)
+        if how.first_only and problems:  # some were not read at all
+            right = {name: fact for name, fact in right.items() if fact in known}
+        wrong = {
+            name: (found.lines([name])[0], facts[name])
+            for name in facts
+            if name in found.problems and name in after and fact(after[name], manifest.files[name]) == facts[name]
+        }
+        cache.remember(digest, right, read_at=started_at, wrong=wrong)
     bytes_known = sum(look.files[name].st_size for name in facts if facts[name] in known)
     return Verdict(directory, tuple(problems), found.bytes_read, bytes_known)
 
 
 def known_right(directory: Path, cache: Cache) -> bool:
     """Whether a step directory is complete and each of its files was found right before, and is unchanged since."""
+    return look_again(directory, cache)[1]
+
+
+def look_again(directory: Path, cache: Cache) -> tuple[tuple[str, ...], bool]:
+    """Look at a step directory without reading its data.
+
+    Returns:
+        What is wrong by names and sizes, or was found wrong in files that are unchanged since; and whether each file
+        was found right before, and is unchanged since.
+    """
     look = look_at(directory, cache)
     if look.manifest is None or look.problems:
-        return False
-    facts = set(look.facts().values())
-    return cache.known(look.manifest.manifest_xxh3_128, facts) == facts
+        return tuple(look.problems), False
+    facts = look.facts()
+    digest = look.manifest.manifest_xxh3_128
+    if wrong := cache.known_wrong(digest, facts):
+        return tuple(wrong), False
+    wanted = set(facts.values())
+    return (), cache.known(digest, wanted) == wanted
 
 
 def unread(directory: Path, cache: Cache) -> tuple[int, int]:

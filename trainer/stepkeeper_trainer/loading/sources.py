@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Self
 import xxhash
 
 from stepkeeper_trainer.errors import DamagedError
-from stepkeeper_trainer.formats.plain import FLAGS
+from stepkeeper_trainer.formats.plain import open_descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
 
-CHUNK_BYTES_MAX = 256 * 1024 * 1024  # a manifest that names larger ones is not of ours
 PIECE_BYTES = 512 * 1024  # read and hashed at once
 
 
 class Source:
     """A file of the step directory, read by place."""
 
-    def __init__(self, path: Path, entry: FileEntry) -> None:
+    def __init__(self, directory: Path, file: str, entry: FileEntry) -> None:
         """Open it.  Raises DamagedError where it cannot be what the manifest says."""
+        path = directory / file
         self.path, self.entry, self.name = path, entry, ""
-        if not 0 < entry.chunk_bytes <= CHUNK_BYTES_MAX or len(entry.chunks) != -(-entry.bytes // entry.chunk_bytes):
+        if not entry.chunk_bytes or len(entry.chunks) != -(-entry.bytes // entry.chunk_bytes):
             raise DamagedError(f"{path}: the manifest does not list its chunks")
         try:
-            self._descriptor = os.open(path, FLAGS)
+            self._descriptor = open_descriptor(path, within=directory)
         except OSError as error:
             raise DamagedError(f"{path}: cannot be opened: {error.strerror}") from error
         size = os.fstat(self._descriptor).st_size
@@ -81,7 +81,7 @@ def open_source(directory: Path, manifest: Manifest, file: str) -> Source:
     entry = manifest.files.get(file)
     if entry is None:
         raise DamagedError(f"{directory / file}: not in the manifest")
-    return Source(directory / file, entry)
+    return Source(directory, file, entry)
 
 
 def by_chunk(start: int, end: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:

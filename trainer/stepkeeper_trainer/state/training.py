@@ -71,7 +71,6 @@ class TrainingState:
             UsageError: a part is none, or no optimizer's or module's name is free.
         """
         self.counters, self.rank, self.world_size = counters, rank, world_size
-        self.objects = dict(state)
         self.parts: dict[str, Part] = {name: self._part(name, value) for name, value in state.items()}
         self.private: variants.Private = {}
         self.packed: list[Any] = []  # on rank 0: the private names of all ranks
@@ -89,6 +88,11 @@ class TrainingState:
     def optimizers(self) -> dict[str, OptimizerPart]:
         """The parts that are optimizers."""
         return {name: part for name, part in self.parts.items() if isinstance(part, OptimizerPart)}
+
+    @property
+    def others(self) -> dict[str, Stateful]:
+        """What is neither a module nor an optimizer, by name."""
+        return {n.removeprefix("others."): p.value for n, p in self.parts.items() if isinstance(p, StatefulPart)}
 
     @property
     def replicated(self) -> frozenset[str]:
@@ -287,7 +291,7 @@ class TrainingState:
 
     def _left_out(self) -> list[dict[str, int]]:
         """Return the data that this state has never seen: which samples, from where on, and before which step."""
-        found = [value for value in self.objects.values() if isinstance(value, GlobalSampler)]
+        found = [value for value in self.others.values() if isinstance(value, GlobalSampler)]
         return [
             {"step": step, "epoch": epoch, "consumed": consumed, "samples": samples}
             for sampler in found

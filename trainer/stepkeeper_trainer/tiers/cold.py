@@ -19,6 +19,7 @@ from pathlib import Path
 
 from stepkeeper_trainer.formats.manifest import ManifestError
 from stepkeeper_trainer.formats.names import step_name
+from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.copying import CopyStoppedError, push
 from stepkeeper_trainer.tiers.directory import DirectoryTier
@@ -232,7 +233,7 @@ class ColdCopies:
             names = set(os.listdir(self._board(going)))
             for name in names:
                 if name.startswith(FAILED):
-                    why = (self._board(going) / name).read_text(errors="replace")
+                    why = read_plain(self._board(going) / name, within=self._board(going)).decode(errors="replace")
                     raise TierError(f"rank {name.removeprefix(FAILED)} could not send its files: {why}")
             if wanted <= names:
                 return

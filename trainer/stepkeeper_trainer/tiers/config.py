@@ -12,9 +12,11 @@ import msgspec
 import xxhash
 
 from stepkeeper_trainer.environment import read_number
+from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.tiers.tier import TierError
 
 LOCAL_KEEP = 2
+IDENTITY_BYTES_MAX = 64
 NODE_PATTERN = "%N"  # in the local tier's path, as srun has it: the node's name
 IDENTITY_NAME = ".tiers-id"  # of a run directory, below checkpoints/: what nodes' disks have belongs to it
 
@@ -69,6 +71,21 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
         where = run_directory.resolve()
         name = f"{where.name}.{xxhash.xxh3_64_hexdigest(f'{where}/{identity}'.encode())[:12]}"
         return Path(os.path.expanduser(self.local.replace(NODE_PATTERN, node))) / name / "checkpoints"
+
+
+def read_identity(checkpoints: Path) -> str:
+    """Return the identity of a run directory, which is in the names of its places on nodes' disks.
+
+    Raises:
+        FileNotFoundError: it has none yet.
+        OSError: it cannot be read.
+        TierError: it is none.
+    """
+    path = checkpoints / IDENTITY_NAME
+    identity = read_plain(path, IDENTITY_BYTES_MAX, within=checkpoints).strip()
+    if not (identity.isalnum() and identity.isascii()):
+        raise TierError(f"{path}: not the identity of a run directory: remove it, and copies on nodes' disks are left")
+    return identity.decode()
 
 
 def check_place(where: str) -> None:

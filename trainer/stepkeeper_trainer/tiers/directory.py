@@ -14,6 +14,7 @@ from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
 from stepkeeper_trainer.formats.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, FileEntry, ManifestError
 from stepkeeper_trainer.formats.names import parse_step_name, step_name
+from stepkeeper_trainer.formats.plain import open_descriptor, read_plain
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, check_file, is_right
@@ -56,7 +57,7 @@ class DirectoryTier:
     def held(self, directory: str) -> Held:
         """Return one step by its directory's name.  Raises ManifestError or OSError."""
         path = self.checkpoints / directory / MANIFEST_NAME
-        return Held.read(directory, _read_small(path), source=str(path))
+        return Held.read(directory, read_plain(path, MANIFEST_BYTES_MAX, within=self.checkpoints), source=str(path))
 
     def problems(self, held: Held, *, deep: bool) -> list[str]:
         """Say what is wrong with a step."""
@@ -286,7 +287,7 @@ class _DirectoryStaging:
             checkpoints,
             lineages.Commit(
                 at=time.time(),
-                attempt=self._tier.attempt,
+                attempt=max(self._tier.attempt, lineage.attempt if lineage is not None else 0),
                 step=manifest.step,
                 save_id=manifest.save_id,
                 parent=manifest.parent,
@@ -301,15 +302,8 @@ class _DirectoryStaging:
             return ""
 
 
-def _read_small(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file, naming(path):
-        return file.read(MANIFEST_BYTES_MAX)
-
-
 def _read_chunks(path: Path, entry: FileEntry, first: int) -> Iterator[bytes]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
+    with open(open_descriptor(path), "rb", buffering=0) as file:
         file.seek(first * entry.chunk_bytes)
         for index in range(first, len(entry.chunks)):
             wanted = min(entry.chunk_bytes, entry.bytes - index * entry.chunk_bytes)

@@ -1,50 +1,43 @@
 """Each node's files of the local tier are kept by the next node too, so that one lost node loses none of them.
 
-The first rank of each node listens on a TCP port; a key that only this launch knows was handed round by the ranks'
-own process group.  Who connects proves to know it (HMAC over a challenge and what is asked for); each chunk is
-compared with the receiver's own manifest before a file gets its name.  Bytes are not encrypted, as those of the
-training itself are not.
+The first rank of each node listens on a TCP port (`peer_keeping`); a key that only this launch knows was handed round
+by the ranks' own process group.  Who connects proves to know it (HMAC over a challenge and what is asked for); each
+chunk is compared with the receiver's own manifest before a file gets its name.  Bytes are not encrypted, as those of
+the training itself are not.
 """
 
 from __future__ import annotations
 
-import errno
 import hmac
-import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.manifest import FileEntry
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.pace import Pace
 from stepkeeper_trainer.tiers.tier import Held, TierError, check_chunk, writer_of
 
-KEY_BYTES = 32
 WITHIN_S = 60.0  # of one read or write, and until the receiver has the step's manifest itself
 HEADER_BYTES_MAX = 4096
 GO, HAVE, DONE = b"G", b"H", b"D"  # one byte each: send it; it is there already; it is kept
 CHALLENGE_BYTES = 32
-_PAUSE_S = 0.05
-# of `accept`: the next try may do, and a node that listens no more loses a copy at each save
-_PASSING = {errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EPROTO, errno.EINTR}
+PROOF_BYTES = 32
+PROVED_WITHIN_S = 1.0  # who knows the key answers at once
+CONNECTED_WITHIN_S = 3.0  # tried anew until then: a proof may be late once
+PAUSE_S = 0.05
 
 
-class _Wanted(msgspec.Struct, frozen=True):
+class Wanted(msgspec.Struct, frozen=True):
+    """What a connection asks for: to send this file."""
+
     save_id: str
     step: int
     file: str
-
-
-_wanted = msgspec.json.Decoder(_Wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,87 +47,6 @@ class Address:
     host: str
     port: int
     key: bytes
-
-
-class Keeping:
-    """Keeps the files of the node before this one."""
-
-    def __init__(self, local: LocalTier, host: str) -> None:
-        """Listen on `host`.  Raises OSError."""
-        self._local = local
-        self._key = secrets.token_bytes(KEY_BYTES)
-        self._closed = threading.Event()
-        self._waits = False  # that it cannot take a connection now was said
-        self._socket = socket.create_server((host, 0), backlog=8)
-        self.address = Address(host, self._socket.getsockname()[1], self._key)
-        self._thread = threading.Thread(target=self._listen, name="stepkeeper-peers", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._closed.set()
-        with suppress(OSError):  # nobody is connected to it
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError as error:
-                if self._closed.is_set():
-                    return
-                if error.errno not in _PASSING:
-                    warn("peer_copies_off", why=error)
-                    return
-                if not self._waits:
-                    warn("peer_copies_wait", why=error)
-                self._waits = True
-                self._closed.wait(_PAUSE_S)
-                continue
-            self._waits = False
-            with connection:
-                connection.settimeout(WITHIN_S)
-                try:
-                    self._serve(connection)
-                except (OSError, TierError, DecodeError, ValueError) as error:
-                    warn("peer_copy_refused", why=error)
-
-    def _serve(self, connection: socket.socket) -> None:
-        """Take in files, one after the other, until the sender closes."""
-        stream = connection.makefile("rb")
-        while True:
-            challenge = secrets.token_bytes(CHALLENGE_BYTES)
-            connection.sendall(challenge)
-            line = stream.readline(HEADER_BYTES_MAX)
-            if not line:
-                return
-            proof = stream.read(32)
-            if not hmac.compare_digest(proof, _proof(self._key, challenge, line)):
-                raise TierError("it does not know this launch's key")
-            wanted = decode(_wanted, line)
-            held = self._held(wanted)
-            entry = held.manifest.files.get(wanted.file)
-            if entry is None:
-                raise TierError(f"{wanted.file}: not a file of step {wanted.step}")
-            if wanted.file in self._local.files(held):
-                connection.sendall(HAVE)
-                continue
-            connection.sendall(GO)
-            where = f"step {wanted.step}, {wanted.file}, from the node before"
-            self._local.receive(held, wanted.file, entry, _received(stream, entry, where))
-            connection.sendall(DONE)
-
-    def _held(self, wanted: _Wanted) -> Held:
-        """Return our own manifest of the step, as soon as this node has it."""
-        limit_at = time.monotonic() + WITHIN_S
-        while True:
-            for held in self._local.steps():
-                if held.manifest.save_id == wanted.save_id:
-                    return held
-            if time.monotonic() > limit_at:
-                raise TierError(f"step {wanted.step}: this node has nothing of it")
-            time.sleep(_PAUSE_S)
 
 
 class PeerCopies:
@@ -177,20 +89,55 @@ class PeerCopies:
                 say("peer_copied", step=held.manifest.step, to=self._next.host, bytes=size)
 
     def _send(self, held: Held) -> int:
+        own = {
+            name: entry
+            for name, entry in held.manifest.files.items()
+            if writer_of(name) in self._ranks and self._local.tier.has_file(held, name, entry)
+        }
+        if not own:
+            return 0
         sent = 0
-        with socket.create_connection((self._next.host, self._next.port), timeout=WITHIN_S) as connection:
-            for name, entry in held.manifest.files.items():
+        first = next(iter(own))
+        with self._connect(held, first) as connection:  # when all is known: it wants a proof at once
+            for name, entry in own.items():
                 if self._stopping:
                     raise TierError("the process leaves")
-                if writer_of(name) in self._ranks and self._local.tier.has_file(held, name, entry):
-                    sent += self._send_file(connection, held, name, entry)
+                if name != first:
+                    self._ask(connection, held, name)
+                sent += self._send_file(connection, held, name, entry)
         return sent
 
-    def _send_file(self, connection: socket.socket, held: Held, name: str, entry: FileEntry) -> int:
-        manifest = held.manifest
-        line = msgspec.json.encode(_Wanted(manifest.save_id, manifest.step, name)) + b"\n"
+    def _connect(self, held: Held, name: str) -> socket.socket:
+        """Connect, and ask for the first file: again where a busy node was late with its proof, or in a crowd.
+
+        Raises:
+            OSError, TierError: the next node does not take it.
+        """
+        began = time.monotonic()
+        while True:
+            connection = socket.create_connection((self._next.host, self._next.port), timeout=WITHIN_S)
+            try:
+                self._ask(connection, held, name)
+                _require_answer(connection)
+            except (OSError, TierError):
+                connection.close()
+                if self._stopping or time.monotonic() - began > CONNECTED_WITHIN_S:
+                    raise
+                time.sleep(PAUSE_S)
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                return connection
+
+    def _ask(self, connection: socket.socket, held: Held, name: str) -> None:
+        """Say which file is to come, and prove to know the key."""
+        line = msgspec.json.encode(Wanted(held.manifest.save_id, held.manifest.step, name)) + b"\n"
         challenge = _exactly(connection, CHALLENGE_BYTES)
-        connection.sendall(line + _proof(self._next.key, challenge, line))
+        connection.sendall(line + proof_of(self._next.key, challenge, line))
+
+    def _send_file(self, connection: socket.socket, held: Held, name: str, entry: FileEntry) -> int:
+        """Send a file that was asked for, unless it is there."""
         if _exactly(connection, 1) == HAVE:
             return 0
         where = f"{self._local.checkpoints}/{held.directory}/{name}"
@@ -219,8 +166,14 @@ def next_node(leaders: list[int], own: int) -> int | None:
     return leaders[(leaders.index(own) + 1) % len(leaders)] if len(leaders) > 1 else None
 
 
-def _proof(key: bytes, challenge: bytes, line: bytes) -> bytes:
+def proof_of(key: bytes, challenge: bytes, line: bytes) -> bytes:
+    """Return what only who knows the key can tell of a challenge."""
     return hmac.digest(key, challenge + line, "sha256")
+
+
+def _require_answer(connection: socket.socket) -> None:
+    if not connection.recv(1, socket.MSG_PEEK):
+        raise TierError("the next node has closed the connection")
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -231,14 +184,3 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
             raise TierError("the next node has closed the connection")
         data += more
     return data
-
-
-def _received(stream: BinaryIO, entry: FileEntry, where: str) -> Iterator[bytes]:
-    """Yield chunks as they come, each compared with the manifest.  Raises TierError."""
-    for index in range(len(entry.chunks)):
-        left = min(entry.chunk_bytes, entry.bytes - index * entry.chunk_bytes)
-        chunk = stream.read(left)
-        if len(chunk) != left:
-            raise TierError(f"{where}: ends in chunk {index}")
-        check_chunk(chunk, entry, index, where=where)
-        yield chunk

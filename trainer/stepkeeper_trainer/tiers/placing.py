@@ -23,7 +23,8 @@ from pathlib import Path
 
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats.durable import fsync_directory, write_atomically
-from stepkeeper_trainer.formats.manifest import PENDING_NAME, FileEntry
+from stepkeeper_trainer.formats.manifest import MANIFEST_BYTES_MAX, PENDING_NAME, FileEntry
+from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.report import report_name
 from stepkeeper_trainer.tiers.copying import CopyStoppedError, push
@@ -244,7 +245,8 @@ class Placing:
         limit_at = time.monotonic() + SEALED_WITHIN_S
         for _ in self._pauses(save):
             with suppress(FileNotFoundError):  # not yet
-                return Held.read(save.directory.name, path.read_bytes(), source=str(path))
+                data = read_plain(path, MANIFEST_BYTES_MAX, within=save.directory)
+                return Held.read(save.directory.name, data, source=str(path))
             if time.monotonic() > limit_at:
                 raise TierError(f"{path}: did not come within {SEALED_WITHIN_S:g} s")
         raise AssertionError("the pauses end by an error only")
@@ -321,7 +323,7 @@ class Placing:
             sizes = _sizes(save.directory)
             for name in sizes:
                 if name.startswith(FAILED):
-                    why = (save.directory / name).read_text(errors="replace")
+                    why = read_plain(save.directory / name, within=save.directory).decode(errors="replace")
                     raise TierError(f"rank {name.removeprefix(FAILED)} could not copy: {why}")
             lacking = [name for name, entry in held.manifest.files.items() if sizes.get(name) != entry.bytes]
             gone = self.ended(range(held.manifest.world_size))

@@ -20,7 +20,9 @@ from stepkeeper.node.core.plan import (
     answered,
     call,
     failed,
+    fraction,
     left_alone,
+    look_again_at,
     may_return,
     next_watch,
     pending,
@@ -45,9 +47,10 @@ def on_nodes_answered(state: State, event: on.NodesAnswered, policy: Policy) -> 
         return Decision(state)  # of a call that was given up
     own = next((each for each in event.nodes if each.name == state.node), None)
     if event.error or own is None:
+        state = replace(state, listened=False)
         return failed(state, event.at, event.error or f"Slurm does not know the node {state.node}", policy)
     kind = state.call
-    state = answered(state)
+    state = answered(replace(state, listened=False))
     if kind is Call.COUNT:
         return _counted(state, event, own, policy)
     if kind is Call.RECOUNT:
@@ -75,11 +78,24 @@ def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Poli
     if own.drained or own.states & TAKEN:
         why = f"the node is {'+'.join(sorted(own.states))} already, by somebody else: {own.reason or 'no reason given'}"
         return _end(_watching(state, event.at, policy), wanted, Outcome.FOREIGN, why)
+    if event.alone:
+        return _listened(state, event, policy)
     if why := breaker.refuses(own, event.nodes, event.at, policy):
-        state = _watching(state, event.at, policy)
+        state = _watching(state, event.at, policy, refused=True)
         return _end(state, wanted, Outcome.REFUSED, f"circuit breaker: {why}; look for a common cause")
     note = own.reason if own.reason and not own.ours else ""
     return _set_drain(state, event.at, wanted, reason_for(worst, note), policy)
+
+
+def _listened(state: State, event: on.NodesAnswered, policy: Policy) -> Decision:
+    """Go on to the count of all nodes: at once, unless Slurm was slow to tell of one."""
+    state = replace(state, listened=True)
+    if event.took_s < policy.crowded_s:
+        return Decision(state)
+    longest_s = min(policy.crowd_spread_max_s, policy.crowd_spread * event.took_s)
+    wait_s = longest_s * fraction(f"{state.node} {event.at}")
+    why = f"Slurm took {event.took_s:.1f} s to tell of one node: all nodes are counted in {wait_s:.0f} s"
+    return Decision(replace(state, retry_at=event.at + wait_s), (), why)
 
 
 def _is_silence(own: NodeFacts) -> bool:
@@ -129,8 +145,10 @@ def _end(state: State, incidents: Iterable[Incident], outcome: Outcome, why: str
     return Decision(state, effects, why)
 
 
-def _watching(state: State, at: float, policy: Policy) -> State:
-    return state if state.drain is not None else replace(state, watch_at=at + policy.watch_s)
+def _watching(state: State, at: float, policy: Policy, *, refused: bool = False) -> State:
+    if state.drain is not None:
+        return state
+    return replace(state, watch_at=look_again_at(state, at, policy, refused=refused))
 
 
 def _held(state: State) -> list[Incident]:
@@ -173,7 +191,7 @@ def _watched(state: State, at: float, own: NodeFacts, policy: Policy) -> Decisio
 
 def _look_again(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
     """Have the node checked where it has a fault that was left alone, and nobody holds it any more."""
-    state = replace(state, watch_at=at + policy.watch_s)
+    state = replace(state, watch_at=look_again_at(state, at, policy, refused=False))
     if own.drained or own.states & TAKEN or not left_alone(state):
         return Decision(state)
     state, effects = call(state, Call.CHECK, at, policy)
@@ -224,7 +242,7 @@ def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> De
             wanted = [each for each in state.incidents if each.id in state.call_incidents]
             return _drained(state, event.at, wanted, state.call_reason, policy=policy)
         case Call.TAKE_BACK:
-            return _taken_back(_watching(replace(state, drain=None), event.at, policy))
+            return _taken_back(_watching(replace(state, drain=None), event.at, policy, refused=True))
         case Call.RESUME:
             return _returned(state)
         case Call.CHECK:

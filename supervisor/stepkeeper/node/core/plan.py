@@ -1,6 +1,6 @@
 """Which call comes next.  At most one is in flight; what hurries comes first.  Pure.
 
-a drain that is wanted        COUNT, then DRAIN, at once; RECOUNT a moment later
+a drain that is wanted        COUNT, our own node alone first, then all; then DRAIN, at once; RECOUNT a moment later
 a drain that we hold          WATCH, from time to time: has a person taken it away, may a remedy begin?
 a fault that was left alone   WATCH, from time to time; where nobody holds the node any more: CHECK, then COUNT as above
 after a reset or a reboot     CHECK, and where it passed and we may: WATCH, then RESUME
@@ -25,6 +25,9 @@ REASON_CHARACTERS_MAX = 240
 LEFT_ALONE = (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
 RECOUNT_AFTER_S = 1.5
 """Slurm's times are whole seconds, and within one the name decides: wait until nobody can drain in ours any more."""
+RECOUNT_SPREAD_S = 2.0
+REFUSED_WATCHES = 12
+"""What the breaker refused is looked at again after this many `watch_s`: an hour, as the breaker counts by the hour."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -63,7 +66,7 @@ def proceed(decision: Decision, at: float, policy: Policy) -> Decision:
     if pending(state):
         state, effects = call(state, Call.COUNT, at, policy)
     elif state.drain is not None and not state.drain.counted:
-        if at < state.drain.at + RECOUNT_AFTER_S:
+        if at < recount_at(state, state.drain):
             return decision
         state, effects = call(state, Call.RECOUNT, at, policy)
     elif state.drain is not None and at >= state.watch_at:
@@ -84,7 +87,7 @@ def due_at(state: State) -> float | None:
     elif pending(state):
         dues.append(state.retry_at)
     elif state.drain is not None and not state.drain.counted:
-        dues.append(max(state.retry_at, state.drain.at + RECOUNT_AFTER_S))
+        dues.append(max(state.retry_at, recount_at(state, state.drain)))
     elif state.drain is not None or left_alone(state):
         dues.append(max(state.watch_at, state.retry_at))
     return min(dues, default=None)
@@ -100,8 +103,10 @@ def call(state: State, kind: Call, at: float, policy: Policy) -> tuple[State, tu
 
 def _effect(state: State, kind: Call, number: int) -> do.Effect:
     match kind:
-        case Call.COUNT | Call.RECOUNT | Call.WATCH:
-            return do.AskNodes(call=number)
+        case Call.COUNT:
+            return do.AskNodes(call=number, alone=not state.listened)
+        case Call.RECOUNT | Call.WATCH:
+            return do.AskNodes(call=number, alone=kind is Call.WATCH)
         case Call.DRAIN:
             return do.SetDrain(call=number, reason=state.call_reason)
         case Call.TAKE_BACK | Call.RESUME:
@@ -125,12 +130,22 @@ def answered(state: State) -> State:
 def failed(state: State, at: float, error: str, policy: Policy) -> Decision:
     """Try again, after a pause that grows and differs from node to node."""
     pause: float = min(policy.retry_max_s, policy.retry_s * 2.0 ** min(state.tries, 16))
-    pause *= 0.75 + 0.5 * (zlib.crc32(f"{state.node} {state.tries}".encode()) / 2**32)
+    pause *= 0.75 + 0.5 * fraction(f"{state.node} {state.tries}")
     state = replace(state, call=None, tries=state.tries + 1, retry_at=at + pause)
     effects: tuple[do.Effect, ...] = ()
     if state.tries == 1 or state.tries % 60 == 0:
         effects = (do.Alarm(text=f"a call failed and will be made again: {error}"),)
     return Decision(state, effects, f"{error}; again in {pause:.1f} s")
+
+
+def fraction(name: str) -> float:
+    """Return a number from 0 to 1 that differs from name to name, so that agents spread their calls."""
+    return zlib.crc32(name.encode()) / 2**32
+
+
+def recount_at(state: State, drain: Drain) -> float:
+    """Return when the breaker is looked at again after a drain."""
+    return drain.at + RECOUNT_AFTER_S + RECOUNT_SPREAD_S * fraction(f"{state.node} recount")
 
 
 def _checks_first(drain: Drain) -> bool:
@@ -161,7 +176,18 @@ def next_watch(drain: Drain, at: float, policy: Policy) -> float:
     """Return when Slurm is asked about our drain next."""
     if drain.repair is not Repair.NONE and not drain.passed:
         return at + policy.check_again_s
-    return at + (policy.idle_poll_s if remedy(drain, policy) is not None else policy.watch_s)
+    pause = policy.idle_poll_s if remedy(drain, policy) is not None else policy.watch_s
+    return at + pause * (0.75 + 0.5 * fraction(f"{drain.reason} {at}"))
+
+
+def look_again_at(state: State, at: float, policy: Policy, *, refused: bool) -> float:
+    """Return when Slurm is asked again who holds a node whose fault was left alone."""
+    return at + policy.watch_s * (REFUSED_WATCHES if refused else 1) * (0.75 + 0.5 * fraction(f"{state.node} {at}"))
+
+
+def waits_for_crowd(state: State, at: float) -> bool:
+    """Tell whether a drain is wanted, and waits because many agents ask Slurm: whether it may be made is not known."""
+    return state.listened and state.call is None and at < state.retry_at
 
 
 def gpus_to_reset(state: State) -> tuple[str, ...]:

@@ -1,0 +1,67 @@
+"""Whatever stands in a run directory is opened by one function, and in no other way."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAMS = (ROOT / "supervisor" / "stepkeeper", ROOT / "trainer" / "stepkeeper_trainer")
+READERS = (
+    *(f"stepkeeper/{name}" for name in ("store", "seeing", "report", "verdict", "planning", "commands")),
+    *(f"stepkeeper/{name}" for name in ("actions", "sources")),
+    *(f"stepkeeper_trainer/{name}" for name in ("formats", "tiers", "loading")),
+    *(f"stepkeeper_trainer/{name}.py" for name in ("commit", "report", "history", "retention", "replay", "resuming")),
+    *(f"stepkeeper_trainer/{name}.py" for name in ("reader", "tiering", "persist", "export", "records", "outcomes")),
+)  # fmt: skip
+ELSEWHERE = {  # what these open is not in a run directory, or is opened to be written
+    "stepkeeper_trainer/formats/plain.py": "the one function",
+    "stepkeeper_trainer/formats/durable.py": "writes",
+    "stepkeeper_trainer/formats/trying.py": "/proc",
+    "stepkeeper_trainer/formats/processes.py": "/proc",
+    "stepkeeper_trainer/formats/safetensors.py": "a model that a person names",
+    "stepkeeper_trainer/tiers/local.py": "writes",
+    "stepkeeper_trainer/commit.py": "writes",
+    "stepkeeper_trainer/export.py": "writes, and copies files that a person names",
+    "stepkeeper_trainer/tiers/directory.py": "writes, and reads back its own",
+    "stepkeeper/store/known.py": "the home",
+    "stepkeeper/store/sharing.py": "opens by itself, to change permissions only",
+    "stepkeeper/store/rundir.py": "directories",
+    "stepkeeper/store/journal.py": "writes",
+    "stepkeeper/store/logs.py": "writes",
+    "stepkeeper/actions/launch.py": "writes",
+    "stepkeeper/actions/standbys.py": "writes",
+    "stepkeeper/commands/dev.py": "/dev/kmsg",
+    "stepkeeper/commands/explain.py": "a log that a person names",
+    "stepkeeper/commands/xid.py": "a log that a person names",
+    "stepkeeper/report/page.py": "our own resources",
+    "stepkeeper/verdict/rules.py": "our own resources",
+}
+
+
+def opens(path: Path) -> Iterator[int]:
+    """Yield the lines of a module that open a file by another way."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            function = node.func
+            if isinstance(function, ast.Name) and function.id == "open":
+                yield node.lineno
+            if isinstance(function, ast.Attribute) and function.attr in {"read_text", "read_bytes", "open"}:
+                yield node.lineno
+
+
+def found() -> dict[str, list[int]]:
+    modules = {str(path.relative_to(program.parent)): path for program in PROGRAMS for path in program.rglob("*.py")}
+    lines = {name: list(opens(path)) for name, path in modules.items() if name.startswith(READERS)}
+    return {name: numbers for name, numbers in lines.items() if numbers}
+
+
+def test_what_stands_in_a_run_directory_is_opened_by_one_function() -> None:
+    others = {name: lines for name, lines in found().items() if name not in ELSEWHERE}
+
+    assert not others, f"use stepkeeper_trainer.formats.plain, or say in ELSEWHERE what is opened: {others}"
+
+
+def test_no_module_is_excepted_that_opens_nothing() -> None:
+    assert ELSEWHERE.keys() <= found().keys()

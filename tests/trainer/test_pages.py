@@ -1,0 +1,101 @@
+"""README.md and docs/trainer-api.md on the library: the script runs as it stands, and every name has its place."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stepkeeper_trainer
+from stepkeeper_trainer import GlobalSampler, Keeper
+from stepkeeper_trainer.formats.steps import newest_verified
+from tests.trainer.ranks import ROOT, Ranks, losses
+
+README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs/trainer-api.md").read_text()
+STEPS = 400
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    section = README.split("## Adopting the trainer library")[1].split("\n## ")[0]
+    (found,) = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    path = tmp_path / "train.py"
+    path.write_text(found)
+    return path
+
+
+def launch(script: Path, ranks: int, **environment: str) -> Ranks:
+    """Start it as a user does who gives it nothing: in its own directory."""
+    run_dir = script.parent / "runs/train"
+    run_dir.parent.mkdir(exist_ok=True)  # for the logs
+    return Ranks(ranks, run_dir, command=[sys.executable, script.name], cwd=script.parent, environment=environment)
+
+
+def test_the_script_is_stopped_by_a_signal_and_goes_on(script: Path) -> None:
+    """Two ranks, no supervisor, no argument: one SIGTERM to one rank saves and stops both."""
+    with launch(script, 2) as ranks:
+        ranks.until_step(5)
+        ranks.processes[1].send_signal(signal.SIGTERM)
+        assert ranks.wait() == [75, 75], ranks.output()
+        assert "run_directory_chosen" in ranks.output()
+    chosen = newest_verified(script.parent / "runs/train/checkpoints").chosen
+    assert chosen is not None
+    assert 5 <= chosen.step < STEPS
+
+    with launch(script, 2, STEPKEEPER_RESUME_FROM="latest") as ranks:
+        assert ranks.wait() == [0, 0], ranks.output()
+        said = ranks.output()
+
+    assert sorted(losses(script.parent / "runs/train")) == list(range(1, STEPS + 1))
+    for warning in ("evaluation_draws", "random_numbers_differ", "data_position"):
+        assert warning not in said
+
+
+def test_the_script_runs_alone(script: Path) -> None:
+    script.write_text(script.read_text().replace(f"STEPS, BATCH = {STEPS},", "STEPS, BATCH = 20,"))
+    with launch(script, 1) as ranks:
+        assert ranks.wait() == [0], ranks.output()
+
+    assert max(losses(script.parent / "runs/train")) == 20
+
+
+def test_every_name_has_its_place_on_the_page() -> None:
+    for name in set(stepkeeper_trainer.__all__) - {"__version__"}:
+        assert re.search(rf"^\| `{name}` \|", PAGE, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("kind", [Keeper, GlobalSampler])
+def test_every_method_and_argument_has_its_place_on_the_page(kind: type) -> None:
+    for name, member in inspect.getmembers(kind):
+        if name.startswith("_") and name != "__init__":
+            continue
+        if name not in ("__init__", "expect", "skip", "skipped_at"):  # what the Keeper calls
+            assert f"`{name}" in PAGE, name
+        if inspect.isfunction(member) and name not in ("expect", "skip", "skipped_at"):
+            for parameter in list(inspect.signature(member).parameters)[1:]:
+                assert re.search(rf"\b{parameter}\b", PAGE), f"{name}({parameter})"
+
+
+def test_every_argument_of_a_keeper_has_a_row_with_its_default() -> None:
+    table = PAGE.split("\n## Keeper\n")[1].split("\n| method |")[0]
+    for name, parameter in list(inspect.signature(Keeper.__init__).parameters.items())[1:]:
+        (row,) = re.findall(rf"^\| `{name}` \| ?(.*?) ?\|", table, re.MULTILINE)
+        default = parameter.default
+        expected = "" if default is parameter.empty else f"{default:g}" if isinstance(default, float) else str(default)
+        assert row.strip("`") == expected, name
+
+
+def test_the_package_lists_its_names_and_imports_no_torch_for_that() -> None:
+    code = (
+        "import sys, stepkeeper_trainer as library; "
+        "assert set(library.__all__) <= set(dir(library)), dir(library); "
+        "assert 'torch' not in sys.modules; "
+        "[getattr(library, name) for name in library.__all__]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -158,11 +158,15 @@ class Boundary:
         self._saver.prepare(self._state.collect(), compare=drifted and divided is None)
 
     def _tell_divided(self, divided: Divided) -> None:
-        """Tell on rank 0 which values differ: as a fault of a device where their types say that they are equal."""
+        """Tell on rank 0 which values differ: as a fault of a device where their types say that they are equal.
+
+        A parameter that was equal in an earlier save of this launch counts likewise.
+        """
         if divided.every_rank is None:
             return
         ranks = ",".join(map(str, divided.ranks[:RANKS_TOLD_MAX]))
-        typed = sorted(set(divided.names) & (self._state.replicated | set(divided.sharded)))
+        were_equal = self._state.parameter_keys if self._saver.committed else frozenset()
+        typed = sorted(set(divided.names) & (self._state.replicated | set(divided.sharded) | were_equal))
         others = sorted(set(divided.names) - set(typed))
         if typed:
             self._state.drifted = sorted({*self._state.drifted, *typed})

@@ -27,7 +27,7 @@ from stepkeeper_trainer import objects
 from stepkeeper_trainer.comparing import hash_tensor
 from stepkeeper_trainer.errors import DividedError, SaveError
 from stepkeeper_trainer.formats.collecting import paused
-from stepkeeper_trainer.replicas import Replicas, find_replicas
+from stepkeeper_trainer.replicas import Replicas, find_replicas, minority
 from stepkeeper_trainer.state import variants
 from stepkeeper_trainer.state.variants import TREE_PREFIX, is_sharded, kind_of
 
@@ -86,7 +86,7 @@ class Divided:
     own: variants.Private
     every_rank: tuple[variants.Private, ...] | None = None
     names: tuple[str, ...] = ()  # told apart now, and not before
-    ranks: tuple[int, ...] = ()  # that hold another value than the lowest
+    ranks: tuple[int, ...] = ()  # that hold another value than most; all, where there is no majority
     sharded: tuple[str, ...] = ()  # of the names: those of DTensors
 
 
@@ -212,11 +212,18 @@ class Planner:
         if found == self.private:
             return None
         changed = sorted({n for now, then in zip(found, self.private, strict=True) for n in now.keys() - then.keys()})
-        ranks = sorted(rank for rank, own in enumerate(found) if own.keys() & set(changed))
+        ranks = sorted({rank for name in changed for rank in _odd_ones(name, seen, found)})
         answers = [Divided(own) for own in found]
         sharded = [n for n in changed if any(is_sharded(own[n].kind) for own in seen if n in own)]
         answers[0] = Divided(found[0], tuple(found), tuple(changed), tuple(ranks), tuple(sharded))
         return answers
+
+
+def _odd_ones(
+    name: str, seen: Sequence[Mapping[str, variants.Look]], private: Sequence[variants.Private]
+) -> tuple[int, ...]:
+    """Return the ranks whose value of a name fewer ranks hold; all that hold it where there is no majority."""
+    return minority({rank: private[rank].get(name, name) for rank, own in enumerate(seen) if name in own})
 
 
 def _looks(

@@ -95,6 +95,11 @@ class TrainingState:
         return {n.removeprefix("others."): p.value for n, p in self.parts.items() if isinstance(p, StatefulPart)}
 
     @property
+    def parameter_keys(self) -> frozenset[str]:
+        """The names under which parameters of modules are saved."""
+        return frozenset(f"{part.name}.{name}" for part in self.modules.values() for name in part.parameters())
+
+    @property
     def replicated(self) -> frozenset[str]:
         """Names whose values all ranks hold alike by their type: where they differ, a device computes wrongly."""
         return frozenset(name for part in self.modules.values() for name in part.replicated)
@@ -138,7 +143,7 @@ class TrainingState:
 
     def early(self, names: Iterable[str]) -> frozenset[str]:
         """Return those that may change before the optimizer's next step: buffers, and whatever the script adds."""
-        late = {f"{part.name}.{name}" for part in self.modules.values() for name in part.parameters()}
+        late = self.parameter_keys
         states = tuple(f"{name}.state." for name in self.optimizers)
         return frozenset(name for name in names if not name.startswith(states) and name not in late)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stepkeeper_trainer.errors import StateError
-from stepkeeper_trainer.optimizers import OptimizerStates
 from stepkeeper_trainer.state import Counters, TrainingState
+from stepkeeper_trainer.state.optimizer import OptimizerPart
 
 
 class Training:
@@ -70,12 +70,15 @@ CHANGES: list[Callable[[Training], None]] = [
 ]
 
 
+def part_of(training: Training) -> OptimizerPart:
+    state = TrainingState({"model": training.model, "optimizer": training.optimizer}, counters=Counters(), rank=0)
+    return state.optimizers["optimizer"]
+
+
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("single", [True, False], ids=["one optimizer", "by name"])
-def test_a_state_is_collected_as_if_for_the_first_time(change: Callable[[Training], None], *, single: bool) -> None:
+def test_a_state_is_collected_as_if_for_the_first_time(change: Callable[[Training], None]) -> None:
     training = Training()
-    optimizer = training.optimizer if single else {"main": training.optimizer}
-    kept = OptimizerStates(training.model, optimizer)
+    kept = part_of(training)
     for _ in range(2):
         kept.collect({})
     change(training)
@@ -85,25 +88,21 @@ def test_a_state_is_collected_as_if_for_the_first_time(change: Callable[[Trainin
         expected: dict[str, torch.Tensor] = {}
         said = kept.collect(found)
 
-        assert said == OptimizerStates(training.model, optimizer).collect(expected)
+        assert said == part_of(training).collect(expected)
         assert list(found) == list(expected), "in the same order too"
         for name, tensor in expected.items():
             assert found[name] is tensor or torch.equal(found[name], tensor), name
 
 
-def test_a_model_whose_state_is_no_tensor_is_refused() -> None:
+def test_an_extra_state_that_is_neither_tensor_nor_json_is_refused() -> None:
     class Odd(torch.nn.Linear):
-        def get_extra_state(self) -> str:
-            return "text"
+        def get_extra_state(self) -> object:
+            return {1, 2}
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), Odd(2, 2))
     state = TrainingState(
-        model=model,
-        optimizers=OptimizerStates(model, torch.optim.SGD(model.parameters())),
-        others={},
-        counters=Counters(),
-        rank=0,
+        {"model": model, "optimizer": torch.optim.SGD(model.parameters())}, counters=Counters(), rank=0
     )
 
-    with pytest.raises(StateError, match=r"1\._extra_state of the model is no tensor"):
+    with pytest.raises(StateError, match=r"model\.1\._extra_state is a set"):
         state.collect()

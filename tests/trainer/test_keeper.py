@@ -384,7 +384,7 @@ class _Others:
 
     def settle_all(self, values: list[int], *, within_s: float) -> list[int]:
         assert within_s > 0
-        return [max(pair) for pair in zip(values, [int(self.busy), self.sequence, 0, 0], strict=True)]
+        return [max(pair) for pair in zip(values, [int(self.busy), self.sequence, 0, 0, 0, 0], strict=True)]
 
     def settle(self, value: int, *, within_s: float) -> int:
         assert within_s > 0

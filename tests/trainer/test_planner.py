@@ -22,7 +22,7 @@ def test_a_share_that_was_sent_is_what_it_was_and_costs_no_name_of_all_that_is_r
             own[names[0]] = own.pop(names[0])  # in another order than on the others
     plans = [create_default_local_save_plan(own, rank == 0) for rank, own in enumerate(state)]
 
-    shares = _divide(plans, to_lowest=False)
+    shares = _divide(plans)
     sent = [pickle.dumps(_Sent.of(share, plan)) for share, plan in zip(shares, plans, strict=True)]
 
     for share, data, plan in zip(shares, sent, plans, strict=True):

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer import Keeper
-from stepkeeper_trainer.optimizers import plain_name
+from stepkeeper_trainer.state import plain_name
 
 KINDS = (
     torch.float64,

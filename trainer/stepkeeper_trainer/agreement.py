@@ -43,6 +43,8 @@ class Wish:
     broken: bool = False  # the group that saves use has failed on this rank
     committed: int = 0  # sequence number of the newest commit (rank 0 knows)
     held: bool = False  # periodic saves wait: storage has failed on this rank
+    drifted: bool = False  # ranks hold different values under one name, and it is not known which (rank 0)
+    divided: bool = False  # it is known, and not yet in force
 
     def pack(self) -> list[int]:
         """Return the integers to reduce."""
@@ -57,12 +59,14 @@ class Wish:
             int(self.broken),
             self.committed,
             int(self.held),
+            int(self.drifted),
+            int(self.divided),
         ]
 
     @staticmethod
     def unpack(values: list[int]) -> Wish:
         """Read reduced integers."""
-        want, deadline, request_id, busy, failed_save, sequence, broken, committed, held = values
+        want, deadline, request_id, busy, failed_save, sequence, broken, committed, held, drifted, divided = values
         return Wish(
             want=Want(want),
             deadline_at=None if deadline == _NO_DEADLINE else -deadline / 1000,
@@ -73,6 +77,8 @@ class Wish:
             broken=bool(broken),
             committed=committed,
             held=bool(held),
+            drifted=bool(drifted),
+            divided=bool(divided),
         )
 
 

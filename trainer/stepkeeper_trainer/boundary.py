@@ -15,7 +15,8 @@ from stepkeeper_trainer import attach
 from stepkeeper_trainer.agreement import AGREE_WITHIN_S, Agreement, Wish
 from stepkeeper_trainer.backpressure import WhenBusy, on_periodic, take_over
 from stepkeeper_trainer.formats.collecting import paused
-from stepkeeper_trainer.log import say
+from stepkeeper_trainer.formats.messages import shorten
+from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.outcomes import TOGETHER_WITHIN_S
 from stepkeeper_trainer.saver import Saver
 from stepkeeper_trainer.saves import Summary
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from stepkeeper_trainer.periodic import Periodic
+    from stepkeeper_trainer.planner import Divided
     from stepkeeper_trainer.requests import Requests
     from stepkeeper_trainer.state import TrainingState
 
 
+TELL_APART_MAX = 4  # times that ranks find out what differs, before a save that is waited for
+RANKS_TOLD_MAX = 16
 MAKE_UP_MAX = 3  # times that the end of an epoch is saved anew: what fails for ever is not for every step
 
 
@@ -87,6 +91,11 @@ class Boundary:
         saver.tell_if_stuck()
         if agreed.failed_save:
             self._make_up(agreed.failed_save)
+        if (agreed.divided or agreed.drifted) and not agreed.busy and not self._unsaid_save:
+            self._periodic.due = self._periodic.due or agreed.failed_save == agreed.sequence > 0
+            self._tell_apart(drifted=agreed.drifted, limit_at=time.time() + AGREE_WITHIN_S)
+            if not requests.stop_agreed and requests.deadline_at is None:
+                return  # the save comes when what was found out is in force, and the memory for it is there
         if not self.wanted:
             return
         if not (requests.stop_agreed or requests.deadline_at is not None):
@@ -123,13 +132,54 @@ class Boundary:
         left_s = max(0.0, limit_at - time.time())
         unable = saver.busy or (last and not left_s)
         within_s = left_s + (TOGETHER_WITHIN_S if last else AGREE_WITHIN_S)
-        mine = [int(unable), saver.sequence, int(saver.broken), saver.committed]
-        any_unable, sequence, broken, committed = self.agreement.settle_all(mine, within_s=within_s)
+        for _ in range(TELL_APART_MAX):
+            mine = [int(unable), saver.sequence, int(saver.broken), saver.committed, saver.drifted, saver.divided]
+            settled = self.agreement.settle_all([int(each) for each in mine], within_s=within_s)
+            any_unable, sequence, broken, committed, drifted, divided = settled
+            if any_unable or not (drifted or divided):
+                break
+            self._tell_apart(drifted=bool(drifted), limit_at=limit_at)
+            saver.wait_prepared(limit_at)
         saver.hear_committed(committed)
         if not any_unable:
             self._renew(bool(broken))
             self._begin(sequence=sequence + 1, emergency=emergency, ask_room=not (emergency or last))
         return not any_unable
+
+    def _tell_apart(self, *, drifted: bool, limit_at: float) -> None:
+        """Have each value saved of names that have several; or find out first which ranks hold which.
+
+        All ranks call it between the same two steps.
+        """
+        divided = self._saver.take_divided(limit_at)
+        if divided is not None:
+            self._state.divide(divided.own, divided.every_rank)
+            self._tell_divided(divided)
+        self._saver.prepare(self._state.collect(), compare=drifted and divided is None)
+
+    def _tell_divided(self, divided: Divided) -> None:
+        """Tell on rank 0 which values differ: as a fault of a device where their types say that they are equal.
+
+        A parameter that was equal in an earlier save of this launch counts likewise.
+        """
+        if divided.every_rank is None:
+            return
+        ranks = ",".join(map(str, divided.ranks[:RANKS_TOLD_MAX]))
+        were_equal = self._state.parameter_keys if self._saver.committed else frozenset()
+        typed = sorted(set(divided.names) & (self._state.replicated | set(divided.sharded) | were_equal))
+        others = sorted(set(divided.names) - set(typed))
+        if typed:
+            self._state.drifted = sorted({*self._state.drifted, *typed})
+            why = "ranks that must hold the same tensor hold other bytes: a device may compute wrongly; both are saved"
+            warn(
+                "replicas_differ",
+                step=self._state.counters.step,
+                tensors=shorten(", ".join(typed)),
+                ranks=ranks,
+                why=why,
+            )
+        if others:
+            say("kept_for_each_rank", step=self._state.counters.step, names=shorten(", ".join(others)), ranks=ranks)
 
     def _make_up(self, failed: int) -> None:
         """Have the end of an epoch saved by the next save, where its own came to nothing."""
@@ -195,7 +245,7 @@ class Boundary:
                     step=counters.step,
                     tokens=counters.tokens,
                     loss=loss if loss is not None and math.isfinite(loss) else None,
-                    parts=self._state.parts(),
+                    parts=self._state.summary(),
                     metrics={name: value for name, value in self._metrics.items() if math.isfinite(value)},
                     epoch_end=self._periodic.epoch_end,
                 ),

@@ -43,7 +43,7 @@ class InPlace:
         self._found = {}
         for name in self.names:
             if name not in self._staged and not tensors[name].is_cuda:
-                self._found[name] = _hash(tensors[name])
+                self._found[name] = hash_tensor(tensors[name])
 
     def issue(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have the GPU hash what it has of these, on the current stream; `of` knows them once that is done."""
@@ -58,7 +58,7 @@ class InPlace:
         """Return a tensor's hash, if it was hashed where it is."""
         rows = self._rows.get(name)
         if rows is not None:
-            return Hash(_hash(rows).value, "rows")
+            return Hash(hash_tensor(rows).value, "rows")
         return self._found.get(name)
 
 
@@ -67,7 +67,8 @@ def hash_bytes(data: memoryview | object) -> Hash:
     return Hash(xxhash.xxh3_64_digest(data), "bytes")  # type: ignore[arg-type]  # whatever has a buffer
 
 
-def _hash(tensor: torch.Tensor) -> Hash:
+def hash_tensor(tensor: torch.Tensor) -> Hash:
+    """Return the hash of a tensor in the host's memory."""
     flat = _bytes(tensor)  # is kept while its bytes are read: it may be a copy
     return hash_bytes(view_bytes(flat))
 

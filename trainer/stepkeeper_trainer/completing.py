@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.conditions import conditions, versions
 from stepkeeper_trainer.describing import Description
+from stepkeeper_trainer.errors import DriftError
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, seal
 from stepkeeper_trainer.formats.messages import Committed, SaveFailed, shorten
 from stepkeeper_trainer.formats.metadata import METADATA_NAME
-from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.log import say
 from stepkeeper_trainer.reading_back import read_back
-from stepkeeper_trainer.replicas import Drift, compare
+from stepkeeper_trainer.replicas import compare
 from stepkeeper_trainer.report import GivenUp, gather
 from stepkeeper_trainer.tiers.gathering import ANCESTORS, ANCESTORS_MAX
 from stepkeeper_trainer.writer import HashingFile
@@ -74,12 +75,13 @@ class Completer:
             limit_at=save.limit_at,
             given_up=given_up,
         )
-        drifts = compare({report.rank: report.replicas for report in reports}, share.groups)
+        if drifts := compare({report.rank: report.replicas for report in reports}, share.groups):
+            names = ", ".join(name for drift in drifts for name in drift.names)
+            raise DriftError(f"ranks hold different values of {shorten(names)}: each is saved by the next save")
         metadata = self._write_metadata(save, self._description.of(save.save_id, share, reports))
         files = {name: entry for report in reports for name, entry in report.files.items()}
         files[METADATA_NAME] = metadata
         summary = save.summary
-        drifted = sorted({name for drift in drifts for name in drift.names})
         manifest = Manifest(
             step=summary.step,
             tokens=summary.tokens,
@@ -88,18 +90,18 @@ class Completer:
             save_id=save.save_id,
             parent=self.parent,
             files=dict(sorted(files.items())),
-            state=summary.parts | ({"drift": drifted[:100]} if drifted else {}) | self._led_here(),
+            state=summary.parts | self._led_here(),
             versions=versions(),
             conditions=conditions(),
             loss=summary.loss,
             metrics=summary.metrics,
         )
         if self._placing is None:
-            self._commit(save, manifest, drifts)
+            self._commit(save, manifest)
         else:
             save.check()
             placed.files = {**placed.files, METADATA_NAME: metadata}
-            placed.commit = lambda: self._commit(save, manifest, drifts)
+            placed.commit = lambda: self._commit(save, manifest)
             placed.give_up = lambda why: self._tell_failure(save, why)
             self._placing.seal(placed, manifest.files, seal(manifest))
         self.parent = save.save_id
@@ -119,7 +121,7 @@ class Completer:
         """Return what a step of the nodes' disks is known by: the steps that led to it, which may never come here."""
         return {ANCESTORS: self._ancestors} if self._placing is not None else {}
 
-    def _commit(self, save: Save, manifest: Manifest, drifts: list[Drift]) -> None:
+    def _commit(self, save: Save, manifest: Manifest) -> None:
         """Commit what is complete on shared storage."""
         if self._placing is None:
             self._before_commit(save.limit_at)
@@ -129,7 +131,7 @@ class Completer:
         final = self._commits.commit(save.directory, manifest, self._world_size, after=self._newest_here)
         self._newest_here = save.save_id
         self.committed = (final, manifest)
-        self._tell(save, final, sum(entry.bytes for entry in manifest.files.values()), drifts)
+        self._tell(save, final, sum(entry.bytes for entry in manifest.files.values()))
         self._on_committed(save)
 
     def _tell_failure(self, save: Save, why: str) -> None:
@@ -138,16 +140,8 @@ class Completer:
             keep=True,
         )
 
-    def _tell(self, save: Save, final: Path, size: int, drifts: list[Drift]) -> None:
+    def _tell(self, save: Save, final: Path, size: int) -> None:
         step, seconds = save.summary.step, round(time.time() - save.requested_at, 3)
-        for drift in drifts[:10]:
-            warn(
-                "replicas_differ",
-                step=step,
-                tensors=shorten(", ".join(drift.names)),
-                ranks=",".join(map(str, drift.ranks[:16])),
-                why="ranks that hold the same tensor hold other bytes: a device may compute wrongly",
-            )
         say("committed", step=step, directory=final.name, bytes=size, seconds=seconds)
         self._link.send(
             Committed(
@@ -157,7 +151,7 @@ class Completer:
                 bytes=size,
                 seconds=seconds,
                 emergency=save.emergency,
-                drift=shorten(", ".join(name for drift in drifts for name in drift.names)),
+                drift=shorten(", ".join(save.summary.parts.get("drift", ()))),
                 by_disk=self._placing is not None,
             ),
             keep=True,

@@ -43,11 +43,10 @@ class Sheets:
 class Division:
     """The files of one rank, from save to save."""
 
-    def __init__(self, rank: int, staging: Staging, *, check_replicas: bool) -> None:
-        """Begin with nothing laid out; with `check_replicas` the copies of others' tensors are looked at too."""
+    def __init__(self, rank: int, staging: Staging) -> None:
+        """Begin with nothing laid out."""
         self._rank = rank
         self._staging = staging
-        self._check_replicas = check_replicas
         self._sheets: Sheets | None = None
         self._by_file = False  # the arena is laid out by the files of the share in force
         self._history: History | None = None  # of the share in force
@@ -94,7 +93,7 @@ class Division:
         """Lay the arena out by file, so that each is one stretch of whole pages."""
         self._sheets = None
         with paused():
-            self._staging.regroup(self._groups(share), share.replicas.names if self._check_replicas else ())
+            self._staging.regroup(self._groups(share), share.replicas.names)
             self._sheets = self._divide(share)
         self._by_file = True
 
@@ -107,7 +106,7 @@ class Division:
         if history is not None:
             groups += [[names[number] for number in group] for group in history.groups]
         own = set(names)
-        others = share.replicas.names - own if self._check_replicas else frozenset()
+        others = share.replicas.names - own
         if others:
             groups.append(sorted(others - self._staging.large(others)))
         return groups

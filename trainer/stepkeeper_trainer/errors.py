@@ -54,6 +54,14 @@ class SaveError(KeeperError):
     """A save came to nothing; older step directories are untouched."""
 
 
+class DriftError(SaveError):
+    """Ranks hold different values under one name, of which only one was written: the save is taken again."""
+
+
+class DividedError(SaveError):
+    """The ranks have found out that names have several values: they are saved by other names from now on."""
+
+
 class NoRoomError(SaveError):
     """The storage has no room for a save, or does not answer."""
 

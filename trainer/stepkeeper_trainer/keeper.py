@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -25,7 +25,6 @@ from stepkeeper_trainer.leave import install_excepthook, leave
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.listeners import Listeners
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.optimizers import OptimizerStates
 from stepkeeper_trainer.own_time import OwnTime
 from stepkeeper_trainer.periodic import Periodic
 from stepkeeper_trainer.records import Records, begin_records
@@ -35,7 +34,7 @@ from stepkeeper_trainer.requests import Requests
 from stepkeeper_trainer.retention import Policy
 from stepkeeper_trainer.saver import Saver
 from stepkeeper_trainer.skipping import Skipping
-from stepkeeper_trainer.state import Counters, Stateful, TrainingState
+from stepkeeper_trainer.state import Counters, Stateful, TrainingState, variants
 from stepkeeper_trainer.tiering import find_tiers
 from stepkeeper_trainer.trackers import Tracker, keep_mlflow_run, keep_wandb_run
 
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
 SAVE_WITHIN_S = 600.0
 LAST_SECONDS_S = 20.0  # for a save in flight when training fails
-Replication = Literal["check", "ignore", "save"]
 
 
 class Keeper:
@@ -71,7 +69,6 @@ class Keeper:
         seed: int = 0,
         save_within_s: float = SAVE_WITHIN_S,
         when_busy: WhenBusy = "wait",
-        replicas: Replication = "check",
         tiers: Tiers | None = None,
         load_memory_gib: float | None = None,
         read_back: bool = False,
@@ -102,8 +99,6 @@ class Keeper:
             save_within_s: how long one save may take.
             when_busy: what a periodic save does while another is in flight: `wait` until it is done, `skip`, or
                 `cancel` the other.
-            replicas: what becomes of tensors that several ranks hold: one copy is saved, and with `check` the others
-                are compared with it (`ignore`: not); with `save` all copies are saved too.
             tiers: where steps are kept besides the run directory (docs/tiers.md); the variables that `stepkeeper run`
                 sets count instead, where they name any.
             load_memory_gib: what all ranks of a node together may take to load a step, beyond the state itself; 1 GiB
@@ -119,9 +114,8 @@ class Keeper:
         self.rank, self.world_size = attach.find_rank()
         self._resume_from = str(resume_from) if resume_from else self._environment.resume_from
         check_choice("when_busy", when_busy, get_args(WhenBusy))
-        check_choice("replicas", replicas, get_args(Replication))
         check_seconds("save_within_s", save_within_s)
-        self._when_busy, self._replicas, self._tracker = when_busy, replicas, tracker
+        self._when_busy, self._tracker = when_busy, tracker
         self._rule = choose_rule(self._environment.checkpoint_every, checkpoint_every, checkpoint_every_steps)
         self._policy = choose_policy(self._environment.retention, retention, total_steps=total_steps)
         self._test_bytes = storage.bytes_to_test(storage_test)
@@ -143,15 +137,22 @@ class Keeper:
         self._records: Records | None = None  # on rank 0
         self._exactness: Exactness | None = None  # the same
         self._counters = Counters(seed=seed)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizers = {"optimizer": optimizer}
+        else:
+            optimizers = {f"optimizers.{name}": each for name, each in optimizer.items()}
+            if not optimizers or any(not name or "." in name for name in optimizer):
+                raise UsageError(f"optimizer: give one, or several by names without dots, not {sorted(optimizer)}")
         named = {"scheduler": scheduler, "sampler": sampler, **(others or {})}
         self._state = TrainingState(
-            model=model,
-            optimizers=OptimizerStates(model, optimizer),
-            others={name: part for name, part in named.items() if part is not None},
+            {
+                "model": model,
+                **optimizers,
+                **{f"others.{name}": part for name, part in named.items() if part is not None},
+            },
             counters=self._counters,
             rank=self.rank,
             world_size=self.world_size,
-            save_replicas=replicas == "save",
         )
         self._resumed: resuming.Resumed | None = None
         self._random: dict[str, torch.Tensor] | None = None  # the generators, as they were resumed
@@ -208,7 +209,7 @@ class Keeper:
             self._records = begin_records(self._counters, self.run_dir, self._environment, self._tracker)
             self._records.replay = begin_replay(self._environment, self.run_dir, resumed, self.world_size, self._link)
             self._exactness = Exactness(
-                self._state.model,
+                self._state.modules["model"].module,
                 self._state.others,
                 resumed=resumed,
                 run_directory=self.run_dir,
@@ -218,8 +219,8 @@ class Keeper:
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
         if torch.cuda.is_available():
-            for optimizer in self._state.optimizers.all.values():
-                optimizer.register_step_pre_hook(lambda *_: self._ready().wait_before_change())
+            for part in self._state.optimizers.values():
+                part.optimizer.register_step_pre_hook(lambda *_: self._ready().wait_before_change())
         self._reporter.resumed(resumed.step)
         self._skipping = Skipping(self._state.others.get("sampler"), self._environment.skip_data, self.step)
         self._periodic.start(self.step)
@@ -388,11 +389,11 @@ class Keeper:
             before_commit=self._records.sync if self._records else lambda _limit_at: None,
             guard=self._guard,
             listeners=self.listeners,
-            check_replicas=self._replicas != "ignore",
-            save_replicas=self._replicas == "save",
             placing=self._tiering.placing if self._tiering is not None else None,
             read_back=self._read_back,
         )
+        if self._state.packed:
+            self._saver.know_divided([variants.unpack(self._state.packed, rank) for rank in range(self.world_size)])
         self._boundary = Boundary(
             saver=self._saver,
             agreement=self._agreement,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from stepkeeper_trainer.commit import Commits
+    from stepkeeper_trainer.comparing import Hash
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.planner import Planner
     from stepkeeper_trainer.saves import Save
@@ -51,16 +52,14 @@ class Persister:
         staging: Staging,
         planner: Planner,
         before_commit: Callable[[float], object],
-        check_replicas: bool,
         on_committed: Callable[[Save], object] = lambda _save: None,
         placing: Placing | None = None,
     ) -> None:
         self._rank = rank
         self._staging = staging
         self._planner = planner
-        self._check_replicas = check_replicas
         self._placing = placing  # where the nodes' own disks come first
-        self._division = Division(rank, staging, check_replicas=check_replicas)
+        self._division = Division(rank, staging)
         self._completer = Completer(
             commits=commits,
             world_size=world_size,
@@ -71,6 +70,7 @@ class Persister:
             placing=placing,
         )
         self._links = Links()
+        self._hashes: dict[str, Hash | None] = {}  # of what others hold too, as the last save has it
         self._before: tuple[int, str] | None = None  # step and save_id of the last save that this rank reported
 
     @property
@@ -87,14 +87,18 @@ class Persister:
         """The arena was laid out anew: by the state's order, and not by file."""
         self._division.forget()
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor], within_s: float) -> None:
+    def prepare(self, tensors: Mapping[str, torch.Tensor], within_s: float, *, compare: bool = False) -> None:
         """Agree on the shares and lay the arena out by file, before the first save.
+
+        With `compare` the values of the save before tell which ranks hold different ones.
 
         Raises:
             SaveError, RuntimeError, StateError, OSError: it is tried again by the save itself.
         """
-        changed = not self._staging.fits(tensors)
-        share = self._planner.agree(tensors, changed=changed, problem=None, within_s=within_s)
+        changed = compare or not self._staging.fits(tensors)
+        share = self._planner.agree(
+            tensors, changed=changed, problem=None, within_s=within_s, contents=self._hashes if compare else {}
+        )
         if changed or not self._division.is_of(share):
             self._staging.take(tensors)
             self._division.begin(share)
@@ -198,7 +202,8 @@ class Persister:
         return None
 
     def _report(self, save: Save, sheets: Sheets, written: list[Written]) -> None:
-        digests = digest(sheets.share.replicas, self._staging.hash_of) if self._check_replicas else ()
+        self._hashes = {name: self._staging.hash_of(name) for name in sheets.share.replicas.names}
+        digests = digest(sheets.share.replicas, self._hashes.get)
         publish(
             save.directory,
             RankReport(

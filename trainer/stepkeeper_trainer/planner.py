@@ -10,6 +10,7 @@ import dataclasses
 from array import array
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,14 +24,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from stepkeeper_trainer import objects
-from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.comparing import hash_tensor
+from stepkeeper_trainer.errors import DividedError, SaveError
 from stepkeeper_trainer.formats.collecting import paused
-from stepkeeper_trainer.replicas import Replicas, find_replicas
+from stepkeeper_trainer.replicas import Replicas, find_replicas, minority
+from stepkeeper_trainer.state import variants
+from stepkeeper_trainer.state.variants import TREE_PREFIX, is_sharded, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.checkpoint.planner import SavePlan
+
+    from stepkeeper_trainer.comparing import Hash
 
 _LEAST_S = 0.1  # of waiting for the other ranks
 Entry = TensorStorageMetadata | BytesStorageMetadata  # what torch notes of a part of the state
@@ -73,16 +79,28 @@ class _Sent:
         return Share(self.items, Replicas(tuple(groups)))
 
 
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """How one rank saves names of which ranks hold different values; on rank 0 how all do."""
+
+    own: variants.Private
+    every_rank: tuple[variants.Private, ...] | None = None
+    names: tuple[str, ...] = ()  # told apart now, and not before
+    ranks: tuple[int, ...] = ()  # that hold another value than most; all, where there is no majority
+    sharded: tuple[str, ...] = ()  # of the names: those of DTensors
+
+
 class Planner:
     """Kept for the whole launch."""
 
-    def __init__(self, *, rank: int, world_size: int, group: Any | None, to_lowest: bool = False) -> None:
-        """Prepare; with `to_lowest` the first of the ranks that hold a tensor writes it, else shares are even."""
+    def __init__(self, *, rank: int, world_size: int, group: Any | None) -> None:
+        """Prepare."""
         self._rank = rank
         self._world_size = world_size
         self._group = group
-        self._to_lowest = to_lowest
         self.share: Share | None = None  # in force
+        self.private: list[variants.Private] = [{} for _ in range(world_size)]  # in force; rank 0 knows all
+        self.divided: Divided | None = None  # to be in force as soon as all ranks are between two steps
         self.broken = False  # the group has failed, and does not mend itself: `renew` it
 
     def renew(self, group: Any | None) -> None:
@@ -90,7 +108,13 @@ class Planner:
         self._group, self.share, self.broken = group, None, False
 
     def agree(
-        self, tensors: Mapping[str, torch.Tensor], *, changed: bool, problem: str | None, within_s: float
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        changed: bool,
+        problem: str | None,
+        within_s: float,
+        contents: Mapping[str, Hash | None] = MappingProxyType({}),
     ) -> Share:
         """Return this rank's share.  All ranks call it; `tensors` are looked at, and not read.
 
@@ -99,23 +123,20 @@ class Planner:
             changed: its layout is another than at the last call.
             problem: why this rank cannot write at all.
             within_s: how long the other ranks are waited for.
+            contents: hashes of values, by which ranks that hold different ones are told apart.
 
         Raises:
+            DividedError: names have several values: `divided` says how they are saved.
             SaveError: some rank cannot write, or the plans contradict each other.
             RuntimeError: another rank died, or did not come in time.
         """
         try:
-            return self._agree(tensors, changed=changed, problem=problem, within_s=within_s)
+            if self._any(changed=changed or self.share is None, problem=problem, within_s=within_s):
+                self.share = None
+                self.share = self._plan_together(tensors, contents)
         except RuntimeError:
             self.broken = True
             raise
-
-    def _agree(
-        self, tensors: Mapping[str, torch.Tensor], *, changed: bool, problem: str | None, within_s: float
-    ) -> Share:
-        if self._any(changed=changed or self.share is None, problem=problem, within_s=within_s):
-            self.share = None
-            self.share = self._plan_together(tensors)
         assert self.share is not None
         return self.share
 
@@ -138,41 +159,98 @@ class Planner:
             raise SaveError(problem or "another rank cannot write")
         return bool(flags[0])
 
-    def _plan_together(self, tensors: Mapping[str, torch.Tensor]) -> Share:
+    def _plan_together(self, tensors: Mapping[str, torch.Tensor], contents: Mapping[str, Hash | None]) -> Share:
         with paused():
             own = create_default_local_save_plan(cast("dict[str, Any]", dict(tensors)), self._rank == 0)
         for item in own.items:
             if item.tensor_data is None:
                 raise SaveError(f"{item.index.fqn} is no tensor")
         if self._group is None:
-            return _divide([own], to_lowest=self._to_lowest)[0]
-        gathered = objects.gather(own, self._group)
-        shares: list[Any] | None = None
+            return _divide([own])[0]
+        gathered = objects.gather((own, _looks(own, tensors, contents)), self._group)
+        answers: list[Any] | None = None
         whole: Share | None = None
         if gathered is not None:
             try:
-                found = _divide(gathered, to_lowest=self._to_lowest)
-                whole = found[0]
-                shares = [_Sent.of(share, plan) for share, plan in zip(found, gathered, strict=True)]
+                plans, looks = zip(*gathered, strict=True)
+                if divided := self._told_apart(plans, looks):
+                    answers = list(divided)
+                else:
+                    found = _divide(list(plans))
+                    whole = found[0]
+                    answers = [_Sent.of(share, plan) for share, plan in zip(found, plans, strict=True)]
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
-                shares = [f"planning failed: {error}"] * self._world_size
-        mine = objects.scatter(shares, self._group)
+                answers = [f"planning failed: {error}"] * self._world_size
+        mine = objects.scatter(answers, self._group)
         if isinstance(mine, str):
             raise SaveError(mine)
+        if isinstance(mine, Divided):
+            self.divided = mine
+            raise DividedError("ranks hold different values under one name: each value is saved from now on")
         return whole or cast("_Sent", mine).received(own)
 
+    def take_divided(self) -> Divided | None:
+        """Have what was found out be in force, if there is any: all ranks do, between the same two steps."""
+        divided, self.divided = self.divided, None
+        if divided is not None:
+            self.share = None
+            self.private = list(divided.every_rank or self.private)
+        return divided
 
-def _divide(plans: list[SavePlan], *, to_lowest: bool) -> list[Share]:
+    def _told_apart(self, plans: Sequence[SavePlan], looks: Sequence[list[Any]]) -> list[Divided] | None:
+        """Return which rank saves what by which key, if that is another than now.  On rank 0."""
+        seen: list[dict[str, variants.Look]] = []
+        for plan, own, private in zip(plans, looks, self.private, strict=True):
+            names = {key: name for name, key in private.items()}
+            seen.append(
+                {
+                    names.get(item.index.fqn, item.index.fqn): variants.Look(kind, item.index.offset, content)
+                    for item, (kind, content) in zip(plan.items, own, strict=True)
+                }
+            )
+        found = variants.divide(seen, self.private)
+        if found == self.private:
+            return None
+        changed = sorted({n for now, then in zip(found, self.private, strict=True) for n in now.keys() - then.keys()})
+        ranks = sorted({rank for name in changed for rank in _odd_ones(name, seen, found)})
+        answers = [Divided(own) for own in found]
+        sharded = [n for n in changed if any(is_sharded(own[n].kind) for own in seen if n in own)]
+        answers[0] = Divided(found[0], tuple(found), tuple(changed), tuple(ranks), tuple(sharded))
+        return answers
+
+
+def _odd_ones(
+    name: str, seen: Sequence[Mapping[str, variants.Look]], private: Sequence[variants.Private]
+) -> tuple[int, ...]:
+    """Return the ranks whose value of a name fewer ranks hold; all that hold it where there is no majority."""
+    return minority({rank: private[rank].get(name, name) for rank, own in enumerate(seen) if name in own})
+
+
+def _looks(
+    plan: SavePlan, tensors: Mapping[str, torch.Tensor], contents: Mapping[str, Hash | None]
+) -> list[tuple[Any, bytes | None]]:
+    """Return what this rank holds, item by item: descriptions are always compared, they are small."""
+    kinds: dict[Any, Any] = {}
+    found: list[tuple[Any, bytes | None]] = []
+    for item in plan.items:
+        name = item.index.fqn
+        kind = kind_of(tensors[name])
+        content = hash_tensor(tensors[name]) if TREE_PREFIX in name else contents.get(name)
+        found.append((kinds.setdefault(kind, kind), content.value if content is not None else None))
+    return found
+
+
+def _divide(plans: list[SavePlan]) -> list[Share]:
     """Give every chunk to one rank, and say which chunks several ranks hold."""
     with paused():
-        return _divide_all(plans, to_lowest=to_lowest)
+        return _divide_all(plans)
 
 
-def _divide_all(plans: list[SavePlan], *, to_lowest: bool) -> list[Share]:
+def _divide_all(plans: list[SavePlan]) -> list[Share]:
     replicas, groups = find_replicas([[item.index for item in plan.items] for plan in plans])
     names = {item.index.fqn: (item.index.fqn,) for plan in plans for item in plan.items}
     plans = [dataclasses.replace(plan, planner_data={}) for plan in plans]
-    divided, metadata = DefaultSavePlanner(dedup_save_to_lowest_rank=to_lowest).create_global_plan(plans)
+    divided, metadata = DefaultSavePlanner().create_global_plan(plans)
     entries = _once_each(metadata.state_dict_metadata)
     metadata = dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=names)  # stock tools use both
     shares = [Share(tuple(item.index for item in plan.items), replicas[rank]) for rank, plan in enumerate(divided)]

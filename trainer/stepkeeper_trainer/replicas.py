@@ -105,11 +105,12 @@ def compare(reports: Mapping[int, Sequence[Digest]], groups: Sequence[Sequence[s
             at = slice(2 * _BYTES * bucket, 2 * _BYTES * (bucket + 1))
             values = {rank: buckets[at] for rank, buckets in said.items() if buckets[at] != _UNKNOWN}
             if len(set(values.values())) > 1:
-                found.append(Drift(tuple(names[bucket::count]), _minority(values)))
+                found.append(Drift(tuple(names[bucket::count]), minority(values)))
     return found
 
 
-def _minority(values: Mapping[int, str]) -> tuple[int, ...]:
+def minority(values: Mapping[int, str]) -> tuple[int, ...]:
+    """Return the ranks that hold another value than most; all, where there is no majority."""
     counts: dict[str, int] = {}
     for value in values.values():
         counts[value] = counts.get(value, 0) + 1

@@ -83,9 +83,12 @@ def resume(
     changes = tuple(warn_of_changes(manifest, world_size))
     reader = CheckedReader(directory, manifest)
     try:
-        tensors = state.template(reader.read_metadata())
+        metadata = reader.read_metadata()
+        blobs = state.blobs(metadata)
     except OSError as error:
         raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
+    load(reader, blobs, agreement.group, limits=limits)
+    tensors = state.targets(metadata, blobs)
     load(reader, tensors, agreement.group, limits=limits)
     state.apply(tensors)
     parent = _record(commits, directory, manifest, state) if state.rank == 0 else None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from stepkeeper_trainer.agreement import Wish
-from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.errors import DividedError, DriftError, SaveError
 from stepkeeper_trainer.failing import Failing
 from stepkeeper_trainer.formats.messages import SaveStarted, shorten
 from stepkeeper_trainer.housekeeping import mark_epoch_end
@@ -31,13 +31,15 @@ from stepkeeper_trainer.staging import Staging
 from stepkeeper_trainer.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
 
     from stepkeeper_trainer.commit import Commits
     from stepkeeper_trainer.link import Link
+    from stepkeeper_trainer.planner import Divided
     from stepkeeper_trainer.rollcall import RollCall
+    from stepkeeper_trainer.state import variants
     from stepkeeper_trainer.storage import Guard
     from stepkeeper_trainer.tiers.placing import Placing
 
@@ -63,16 +65,10 @@ class Saver:
         before_commit: Callable[[float], object],
         guard: Guard,
         listeners: Listeners | None = None,
-        check_replicas: bool = True,
-        save_replicas: bool = False,
         placing: Placing | None = None,
         read_back: bool = False,
     ) -> None:
-        """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit.
-
-        With `check_replicas` copies of a tensor on several ranks are compared; with `save_replicas` the state has
-        those of the others under names of their own, and the first rank writes the tensor itself.
-        """
+        """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit."""
         self._commits = commits
         self._rank = rank
         self._link = link
@@ -85,7 +81,8 @@ class Saver:
         self._told = 0  # sequence number of the newest save that the listeners know of
         self.committed = 0  # sequence number of the newest commit (rank 0)
         self.newest: CommittedStep | None = None  # what it was (rank 0)
-        self._planner = Planner(rank=rank, world_size=world_size, group=group, to_lowest=save_replicas)
+        self._planner = Planner(rank=rank, world_size=world_size, group=group)
+        self._drifted = False  # the last save found values that differ (rank 0)
         self._staging = Staging()
         self._persister = Persister(
             commits=commits,
@@ -96,7 +93,6 @@ class Saver:
             staging=self._staging,
             planner=self._planner,
             before_commit=before_commit,
-            check_replicas=check_replicas,
             on_committed=self._heard_commit,
             placing=placing,
         )
@@ -161,7 +157,33 @@ class Saver:
             broken=self.broken,
             committed=self.committed,
             held=held,
+            drifted=self.drifted,
+            divided=self.divided,
         )
+
+    @property
+    def drifted(self) -> bool:
+        """Whether ranks hold different values under one name, and nobody has found out which (rank 0)."""
+        return self._drifted and self._planner.divided is None
+
+    @property
+    def divided(self) -> bool:
+        """Whether it is known which ranks hold different values, and not yet in force."""
+        return self._planner.divided is not None
+
+    def take_divided(self, limit_at: float) -> Divided | None:
+        """Have it in force which rank saves what by which key; all ranks call it between the same two steps."""
+        self._prepared.wait(max(0.0, limit_at - time.time()))
+        self._drifted = False
+        return self._planner.take_divided()
+
+    def wait_prepared(self, limit_at: float) -> None:
+        """Wait until nothing is being prepared, or the limit."""
+        self._prepared.wait(max(0.0, limit_at - time.time()))
+
+    def know_divided(self, every_rank: Sequence[variants.Private]) -> None:
+        """Begin with what the checkpoint says of the ranks' values; all ranks call it."""
+        self._planner.private = list(every_rank)
 
     def renew(self, group: Any | None) -> None:
         """Take another group.  All ranks call it, while none has a save in flight."""
@@ -207,11 +229,14 @@ class Saver:
         left = whole - (now - last.requested_at) if last is not None and self.busy else 0.0
         return int(1000 * max(0.0, left)), int(1000 * whole)
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Plan and allocate beside training, before the first save.  All ranks call it equally often."""
+    def prepare(self, tensors: Mapping[str, torch.Tensor], *, compare: bool = False) -> None:
+        """Plan and allocate beside training, before the first save.  All ranks call it equally often.
+
+        With `compare` the values of the save before tell which ranks hold different ones.
+        """
         self._prepared.clear()
         self._prepare_began = time.monotonic()
-        self._worker.do(lambda: self._prepare(tensors))
+        self._worker.do(lambda: self._prepare(tensors, compare=compare))
 
     def start(
         self,
@@ -296,9 +321,11 @@ class Saver:
         self._worker.do(done.set)
         return done.wait(max(0.0, limit_at - time.time()))
 
-    def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _prepare(self, tensors: Mapping[str, torch.Tensor], *, compare: bool) -> None:
         try:
-            self._persister.prepare(tensors, PREPARE_WITHIN_S)
+            self._persister.prepare(tensors, PREPARE_WITHIN_S, compare=compare)
+        except DividedError:
+            pass  # at the next boundary it is in force, and prepared again
         except BaseException as error:  # noqa: BLE001  # DCP's own is a BaseException; the first save will tell
             warn("prepare_failed", why=shorten(root_cause(error)))
         finally:
@@ -382,8 +409,9 @@ class Saver:
         try:
             if error is not None:
                 save.error = shorten(root_cause(error))
+                self._drifted = self._drifted or isinstance(error, DriftError)
                 self._failing.failed(save, save.error)
-                if save.cancelled is None:
+                if save.cancelled is None and not isinstance(error, (DriftError, DividedError)):
                     self._guard.failed(error)
         finally:
             save.settled.set()

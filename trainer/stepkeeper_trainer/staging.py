@@ -24,6 +24,7 @@ from stepkeeper_trainer.errors import StateError
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.serialise import ALIGNMENT, Frame, frame
+from stepkeeper_trainer.tree import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -213,8 +214,9 @@ class Staging:
         kinds: dict[str, Kind] = {}
         for name, tensor in tensors.items():
             own = local(tensor)
-            if own.layout is not torch.strided or own.is_quantized or own.is_meta:
-                raise StateError(f"{name} is {own.layout} of {own.dtype}: only dense tensors can be saved")
+            if own.layout is not torch.strided or own.is_quantized or own.is_meta or not is_plain(type(own)):
+                what = f"{type(own).__name__}, {own.layout} of {own.dtype}"
+                raise StateError(f"{name} is a {what}: only dense tensors can be saved")
             kinds[name] = (own.dtype, tuple(own.shape))
         self._kinds = kinds
         gpus = (own.device for own in map(local, tensors.values()) if own.is_cuda and self._device)

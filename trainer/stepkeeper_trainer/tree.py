@@ -7,13 +7,18 @@ where each belongs.  Floats keep every bit; tuples and keys that are no strings 
 from __future__ import annotations
 
 import base64
+import io
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.buffers import from_array, is_array, to_array, view_bytes
 from stepkeeper_trainer.errors import DamagedError, ResumeError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 PAD_BYTES = 4096  # and its doubles: a blob keeps its size while its content grows, so the save plan stays the same
 
@@ -32,9 +37,8 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case torch.Tensor():
-            tensors[name] = value.detach()
-            return {"$tensor": name}
-        case tuple():
+            return _split_tensor(value, name, tensors)
+        case tuple() if type(value) is not torch.Size:
             return {"$tuple": [split(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
         case list():
             return [split(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
@@ -43,8 +47,8 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
                 return {key: split(item, f"{name}.{key}", tensors) for key, item in value.items()}
             items = [[split(k, f"{name}.key", tensors), split(v, f"{name}.{k}", tensors)] for k, v in value.items()]
             return {"$items": items}
-        case bytes():
-            return {"$bytes": base64.b64encode(value).decode()}
+        case bytes() | io.BytesIO() | torch.Size() | torch.dtype() | torch.device():
+            return _split_leaf(value)
     if is_array(value):
         tensors[name] = from_array(value)
         return {"$ndarray": name}
@@ -56,7 +60,7 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def join(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Undo `split`.
 
     Raises:
@@ -67,17 +71,85 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
             return tensors[name]
         case {"$ndarray": str(name)}:
             return _array(name, tensors[name])
-        case {"$bytes": str(text)}:
-            return base64.b64decode(text)
+        case {"$subclass": str(name), "inner": dict(), "context": _, "size": list(), "stride": list()}:
+            return _join_subclass(name, skeleton, tensors)
         case {"$tuple": list(items)}:
             return tuple(join(item, tensors) for item in items)
         case {"$items": list(items)}:
             return {join(k, tensors): join(v, tensors) for k, v in items}
         case dict():
+            if len(skeleton) == 1 and (leaf := _LEAVES.get(next(iter(skeleton)))) is not None:
+                return leaf(next(iter(skeleton.values())))
             return {key: join(item, tensors) for key, item in skeleton.items()}
         case list():
             return [join(item, tensors) for item in skeleton]
     return skeleton
+
+
+def is_plain(kind: type) -> bool:
+    """Whether values of a type are tensors with memory of their own, or DTensors: quantized ones consist of several."""
+    return issubclass(kind, torch.Tensor) and (not hasattr(kind, "__tensor_flatten__") or issubclass(kind, DTensor))
+
+
+def _split_leaf(value: Any) -> dict[str, Any]:
+    """Return what JSON has no word for, as JSON."""
+    match value:
+        case bytes():
+            return {"$bytes": base64.b64encode(value).decode()}
+        case io.BytesIO():
+            return {"$bytesio": base64.b64encode(value.getvalue()).decode()}
+        case torch.Size():
+            return {"$size": list(value)}
+    return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ResumeError(f"the checkpoint names the type {name!r}, which torch {torch.__version__} does not have")
+    return found
+
+
+_LEAVES: dict[str, Callable[[Any], Any]] = {
+    "$bytes": base64.b64decode,
+    "$bytesio": lambda text: io.BytesIO(base64.b64decode(text)),
+    "$size": torch.Size,
+    "$dtype": _dtype,
+    "$device": torch.device,
+}
+
+
+def _split_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Put a tensor into `tensors`, or those that a subclass consists of, by torch's own protocol for it."""
+    kind = type(value)
+    if is_plain(kind):
+        tensors[name] = value.detach()
+        return {"$tensor": name}
+    attributes, context = value.__tensor_flatten__()
+    return {
+        "$subclass": f"{kind.__module__}.{kind.__qualname__}",
+        "inner": {key: split(getattr(value, key), f"{name}.{key}", tensors) for key in attributes},
+        "context": split(context, f"{name}.context", tensors),
+        "size": list(value.size()),
+        "stride": list(value.stride()),
+    }
+
+
+def _join_subclass(name: str, skeleton: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    inner = {key: join(item, tensors) for key, item in skeleton["inner"].items()}
+    context = join(skeleton["context"], tensors)
+    return _subclass(name).__tensor_unflatten__(inner, context, torch.Size(skeleton["size"]), tuple(skeleton["stride"]))
+
+
+def _subclass(name: str) -> Any:
+    """Return the class of this name among those that the script has imported: nothing is imported for a checkpoint."""
+    waiting: list[type] = [torch.Tensor]
+    while waiting:
+        kind = waiting.pop()
+        if f"{kind.__module__}.{kind.__qualname__}" == name:
+            return kind
+        waiting += kind.__subclasses__()
+    raise ResumeError(f"the checkpoint holds a {name}, which the script has not imported: import it before resume()")
 
 
 def _array(name: str, tensor: torch.Tensor) -> Any:

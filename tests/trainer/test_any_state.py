@@ -1,0 +1,107 @@
+"""Each rank gets back exactly what it had, whatever the parallelism: nothing but content says what ranks share."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
+from tests.trainer.any_state import SCENES, Play, Played, play
+
+ON_FOUR = {"local_experts", "hsdp", "tensor_parallel", "stages_that_are_sharded"}
+REFUSED = {"fsdp1"}
+STEPS, STOP = 6, 3
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Played]]:
+    """Every scene without an interruption, interrupted, and resumed."""
+    root = tmp_path_factory.mktemp("any-state")
+    plays: list[Play] = []
+    for name in sorted(SCENES.keys() - REFUSED):
+        ranks = 4 if name in ON_FOUR else 2
+        plays += [
+            Play(scene=name, run_dir=str(root / f"{name}-whole"), steps=STEPS, world_size=ranks, every=100),
+            Play(scene=name, run_dir=str(root / name), steps=STOP, world_size=ranks),
+            Play(scene=name, run_dir=str(root / name), steps=STEPS, world_size=ranks, resume=True),
+        ]
+    found = play(plays)
+    return {plays[at].scene: found[at : at + 3] for at in range(0, len(plays), 3)}
+
+
+@pytest.mark.parametrize("name", sorted(SCENES.keys() - REFUSED))
+def test_a_resume_goes_on_to_the_last_bit(played: dict[str, list[Played]], name: str) -> None:
+    whole, first, second = played[name]
+    for each in (whole, first, second):
+        assert set(each.codes) == {0}, each.said
+
+    for rank, expected in enumerate(whole.prints):
+        assert first.prints[rank] == {step: expected[step] for step in map(str, range(1, STOP + 1))}, first.said
+        assert second.prints[rank] == {step: expected[step] for step in map(str, range(STOP, STEPS + 1))}, second.said
+
+
+def test_each_value_is_written_once_for_those_who_hold_it_alike(played: dict[str, list[Played]]) -> None:
+    """Two pairs of ranks hold the same expert: four ranks write two of it, and one trunk."""
+    run_dir = Path(played["local_experts"][1].run_dir)
+    [*_, newest] = list_steps(run_dir / "checkpoints")
+    names = saved_names(newest.path)
+
+    assert "model.trunk.0.weight" in names
+    assert "ranks.rank_00001.model.expert.0.weight" in names
+    assert not any(name.startswith("ranks.rank_") and "trunk" in name for name in names)
+    assert not any(name.startswith(("ranks.rank_00002.", "ranks.rank_00003.")) for name in names)
+    assert verify(newest.path).problems == ()
+
+
+def test_a_replica_that_differs_is_told_with_its_rank_and_both_are_kept(played: dict[str, list[Played]]) -> None:
+    _, first, _ = played["a_replica_that_drifts"]
+    [*_, newest] = list_steps(Path(first.run_dir) / "checkpoints")
+
+    [told, *_] = [line for line in first.said.splitlines() if "replicas_differ" in line]
+    assert "step=3" in told
+    assert "model.0.weight" in told
+    assert "ranks=1 " in told
+    assert "model.0.weight" in read_manifest(newest.path).state["drift"]
+    assert {"model.0.weight", "ranks.rank_00001.model.0.weight"} <= saved_names(newest.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "told"),
+    [
+        ("local_experts", 2, r"2 ranks cannot go on where 4 were: ranks hold different values of .*expert"),
+        ("loader_of_each_rank", 4, r"4 ranks cannot go on where 2 were: ranks hold different values of others\.loader"),
+    ],
+)
+def test_what_only_as_many_ranks_can_take_is_named_before_anything_is_loaded(
+    played: dict[str, list[Played]], name: str, ranks: int, told: str
+) -> None:
+    run_dir = played[name][1].run_dir
+
+    [ended] = play([Play(scene=name, run_dir=run_dir, steps=STEPS, world_size=ranks, resume=True)])
+
+    assert set(ended.codes) == {66}, ended.said
+    assert re.search(told, ended.said), ended.said
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("fsdp2", 4), ("hsdp", 2), ("tensor_parallel", 2), ("plain", 4)])
+def test_what_is_sharded_or_equal_everywhere_goes_on_with_other_numbers_of_ranks(
+    played: dict[str, list[Played]], name: str, ranks: int
+) -> None:
+    [ended] = play([Play(scene=name, run_dir=played[name][1].run_dir, steps=STEPS, world_size=ranks, resume=True)])
+
+    assert set(ended.codes) == {0}, ended.said
+
+
+def test_what_cannot_be_saved_right_is_refused_by_name_before_the_first_step(tmp_path: Path) -> None:
+    [ended] = play([Play(scene="fsdp1", run_dir=str(tmp_path / "run"), steps=2, world_size=2)])
+
+    assert set(ended.codes) == {78}, ended.said
+    assert "model is sharded by FullyShardedDataParallel (FSDP1)" in ended.said
+    assert not any((tmp_path / "run").glob("checkpoints/step_*"))
+
+
+def saved_names(directory: Path) -> set[str]:
+    return set(dcp.FileSystemReader(directory).read_metadata().state_dict_metadata)

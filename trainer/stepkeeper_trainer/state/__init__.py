@@ -1,0 +1,13 @@
+"""The training state: what each rank has, by name, and how it gets back exactly that.
+
+parts        a module, an optimizer, anything with `state_dict`: each gives named tensors and a JSON skeleton
+variants     a name whose value is not equal on all ranks: which rank has which copy
+training     all parts together, the counters and the random generators
+"""
+
+from stepkeeper_trainer.state.module import tied_names
+from stepkeeper_trainer.state.names import plain_name
+from stepkeeper_trainer.state.stateful import Stateful
+from stepkeeper_trainer.state.training import HISTORY_STEPS, Counters, TrainingState
+
+__all__ = ["HISTORY_STEPS", "Counters", "Stateful", "TrainingState", "plain_name", "tied_names"]

@@ -1,0 +1,328 @@
+"""A part of the state that is an optimizer: by its own `load_state_dict`, with parameters called by their names.
+
+The description tells of tensors by columns ("every parameter has an `exp_avg`") and not one by one: with many
+parameters it would else be most of what a save costs.  Collecting never touches the optimizer: torch's own
+`get_optimizer_state_dict` takes a fake step before the first real one, which shifts AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from stepkeeper_trainer.errors import ResumeError, StateError
+from stepkeeper_trainer.staging import local
+from stepkeeper_trainer.state.stateful import tensor_names
+from stepkeeper_trainer.tree import is_plain, join, split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+Names = dict[int, str]  # of parameters, by id
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What the state was like at the last save: mostly it is again, and making its names is skipped."""
+
+    parameters: list[list[torch.Tensor]]  # of each group
+    states: list[torch.Tensor]  # the parameters with a state, in its order
+    keys: list[str]  # of their states, one after the other
+    types: list[type]
+    members: list[list[str]]
+    names: list[list[str]]  # as they are saved, of each group
+    columns: dict[str, Any]
+    plain: list[str]
+
+    @staticmethod
+    def of(
+        groups: list[dict[str, Any]],
+        state: Mapping[torch.Tensor, dict[str, Any]],
+        prefix: str,
+        members: list[list[str]],
+        skeleton: Mapping[str, Any],
+    ) -> _Recipe:
+        """Take note of a state that consists of tensors only."""
+        states, names = [], []
+        for group, named in zip(groups, members, strict=True):
+            own = [(name, p) for name, p in zip(named, group["params"], strict=True) if p in state]
+            states += [parameter for _, parameter in own]
+            names.append([f"{prefix}{name}.{key}" for name, p in own for key in state[p]])
+        dicts = [state[parameter] for parameter in states]
+        return _Recipe(
+            parameters=[list(group["params"]) for group in groups],
+            states=states,
+            keys=list(chain.from_iterable(dicts)),
+            types=[type(value) for values in dicts for value in values.values()],
+            members=members,
+            names=names,
+            columns=skeleton["columns"],
+            plain=skeleton["plain"],
+        )
+
+    def find(
+        self, groups: list[dict[str, Any]], state: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> list[torch.Tensor] | None:
+        """Return the tensors of the state, in the order of the names; None where it is not as it was."""
+        members = [group["params"] for group in groups]
+        if len(members) != len(self.parameters) or not all(map(_same, members, self.parameters)):
+            return None
+        if not _same(list(state), self.states):
+            return None
+        dicts = list(state.values())
+        if list(chain.from_iterable(dicts)) != self.keys:
+            return None
+        values = list(chain.from_iterable(map(dict.values, dicts)))
+        return values if list(map(type, values)) == self.types else None
+
+
+def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+class OptimizerPart:
+    """Its tensors lie under `<name>.state.<parameter>.<key>`, as flattened optimizers of torch's own checkpoints do."""
+
+    def __init__(
+        self, name: str, optimizer: torch.optim.Optimizer, names: Callable[[], tuple[Names, Mapping[str, Any]]]
+    ) -> None:
+        """Take an optimizer; `names` gives the names of the modules' parameters by id, and the parameters by name."""
+        self.name, self.optimizer = name, optimizer
+        self._find_names = names
+        self._names: Names = {}
+        self._recipe: _Recipe | None = None
+
+    @property
+    def filled(self) -> bool:
+        """Whether it has taken a step."""
+        return bool(self._state)
+
+    @property
+    def _state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """Return what it keeps for each parameter on this rank: ZeRO-1 keeps it for some parameters only."""
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            local_states: Mapping[torch.Tensor, dict[str, Any]] = self.optimizer.optim.state
+            return local_states
+        return self.optimizer.state
+
+    def collect(self, tensors: dict[str, torch.Tensor]) -> Any:
+        """Put its tensors into `tensors`, and return the rest as JSON.
+
+        Raises:
+            StateError: something cannot be saved.
+        """
+        optimizer, state = self.optimizer, self._state
+        if self._recipe is not None:
+            values = self._recipe.find(optimizer.param_groups, state)
+            if values is not None:
+                return self._collect_as_before(self._recipe, values, tensors)
+        self._recipe = None
+        columns: dict[str, list[str]] = {}
+        rest: dict[str, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        members = self._members()
+        plain: set[str] = set()  # states that are plain tensors where the parameter is a DTensor
+        outside = self._put_outside(members, tensors)
+        for named, group in zip(members, optimizer.param_groups, strict=True):
+            for name, parameter in zip(named, group["params"], strict=True):
+                own = f"{self.name}.state.{name}."
+                sharded = type(parameter) is DTensor
+                for key, value in (state.get(parameter) or {}).items():
+                    if is_plain(type(value)):
+                        columns.setdefault(key, []).append(name)
+                        tensors[f"{own}{key}"] = value
+                        if sharded and type(value) is not DTensor:
+                            plain.add(key)
+                    else:
+                        rest.setdefault(name, {})[key] = split(value, f"{own}{key}", tensors)
+            groups.append(self._options(group, len(groups), named, tensors))
+        if dotted := [key for key in columns if not isinstance(key, str) or "." in key]:
+            raise StateError(f"{self.name} has a state {dotted[0]!r}: its name must be text without dots")
+        count = sum(map(len, members))
+        short = {key: True if len(names) == count else names for key, names in columns.items()}
+        found = {"columns": short, "plain": sorted(plain), "rest": rest, "param_groups": groups, "outside": outside}
+        if not rest and not outside:
+            self._recipe = _Recipe.of(optimizer.param_groups, state, f"{self.name}.state.", members, found)
+        return found
+
+    def _collect_as_before(
+        self, recipe: _Recipe, values: list[torch.Tensor], tensors: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """Do what `collect` does, where names and order are those of the last time."""
+        groups: list[dict[str, Any]] = []
+        at = 0
+        for group, members, names in zip(self.optimizer.param_groups, recipe.members, recipe.names, strict=True):
+            tensors.update(zip(names, values[at : at + len(names)], strict=True))
+            at += len(names)
+            groups.append(self._options(group, len(groups), members, tensors))
+        return {"columns": recipe.columns, "plain": recipe.plain, "rest": {}, "param_groups": groups, "outside": []}
+
+    def _options(
+        self, group: dict[str, Any], number: int, members: list[str], tensors: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        options = {key: value for key, value in group.items() if key != "params"}
+        return {**split(options, f"{self.name}.param_groups.{number}", tensors), "params": members}
+
+    def _members(self) -> list[list[str]]:
+        """Return the names of the parameters of each group."""
+        groups = self.optimizer.param_groups
+        if any(id(parameter) not in self._names for group in groups for parameter in group["params"]):
+            self._names, _ = self._find_names()
+        return [
+            [self._names.get(id(parameter)) or f"param_{number}_{place}" for place, parameter in enumerate(g["params"])]
+            for number, g in enumerate(groups)
+        ]
+
+    def _put_outside(self, members: list[list[str]], tensors: dict[str, torch.Tensor]) -> list[str]:
+        """Put parameters of no module into `tensors`; return their names."""
+        found: list[str] = []
+        for named, group in zip(members, self.optimizer.param_groups, strict=True):
+            for name, parameter in zip(named, group["params"], strict=True):
+                if id(parameter) not in self._names:
+                    tensors[f"{self.name}.params.{name}"] = parameter
+                    found.append(name)
+        return found
+
+    def targets(self, skeleton: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
+        """Return tensors to load into: sharded as their parameters are, or as the optimizer will move them.
+
+        Raises:
+            ResumeError: the checkpoint is of another optimizer or other parameters.
+        """
+        self._names, _ = self._find_names()
+        members = self._members()
+        self._check_groups(skeleton["param_groups"], members)
+        own = {
+            name: parameter
+            for named, group in zip(members, self.optimizer.param_groups, strict=True)
+            for name, parameter in zip(named, group["params"], strict=True)
+        }
+        found: dict[str, torch.Tensor] = {}
+        for name in skeleton.get("outside", ()):
+            found[f"{self.name}.params.{name}"] = own[name].detach()
+        for key, names in skeleton["columns"].items():
+            plain = key in skeleton.get("plain", ())
+            for name in own if names is True else names:
+                if name in own:
+                    full = f"{self.name}.state.{name}.{key}"
+                    found[full] = _target(own[name], saved[full], plain=plain)
+        for name, values in skeleton["rest"].items():
+            if name in own:
+                for full in tensor_names(values):
+                    found[full] = _target(own[name], saved[full], plain=False)
+        for group in skeleton["param_groups"]:
+            for full in tensor_names(group):
+                found[full] = torch.empty(saved[full].size, dtype=saved[full].properties.dtype)
+        return found
+
+    def apply(self, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take back what was saved, through the optimizer's own `load_state_dict`.
+
+        torch's casts states to their parameters' types: those that were saved with another type keep it.
+
+        Raises:
+            ResumeError: the optimizer refuses it.
+        """
+        members = self._members()
+        numbers = {name: number for number, name in enumerate(chain.from_iterable(members))}
+        state: dict[int, dict[str, Any]] = {}
+        for key, names in skeleton["columns"].items():
+            for name in numbers if names is True else names:
+                if name in numbers:
+                    state.setdefault(numbers[name], {})[key] = tensors[f"{self.name}.state.{name}.{key}"]
+        for name, values in skeleton["rest"].items():
+            if name in numbers:
+                state.setdefault(numbers[name], {}).update(join(values, tensors))
+        groups = [
+            {**join(group, tensors), "params": _Consecutive(numbers[name] for name in named)}
+            for group, named in zip(skeleton["param_groups"], members, strict=True)
+        ]
+        try:
+            self.optimizer.load_state_dict({"state": {k: dict(v) for k, v in state.items()}, "param_groups": groups})
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise ResumeError(f"{self.name} refuses the checkpoint's state: {error}") from error
+        parameters = list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
+        for number, values in state.items():
+            here = self._state[parameters[number]]
+            for key, value in values.items():
+                if key in here:
+                    here[key] = _of_its_type(here[key], value)
+
+    def merge(self, skeletons: Sequence[Any]) -> Any:
+        """Return one description for a rank of another world, from those of all ranks of then.
+
+        Raises:
+            ResumeError: the ranks' groups had other options: nothing says which of them hold here.
+        """
+        groups = [[dict(group) for group in skeleton["param_groups"]] for skeleton in skeletons]
+        merged = [dict(group) for group in groups[0]]
+        for other in groups[1:]:
+            options = [[_without(g, "params") for g in some] for some in (merged, other)]
+            if options[0] != options[1]:
+                raise ResumeError(
+                    f"{self.name}: its groups had other options on other ranks: resume on as many ranks as then"
+                )
+            for group, more in zip(merged, other, strict=True):
+                there = set(group["params"])
+                group["params"] = [*group["params"], *(name for name in more["params"] if name not in there)]
+        columns: dict[str, list[str]] = {}
+        rest: dict[str, Any] = {}
+        for skeleton, own in zip(skeletons, groups, strict=True):
+            everyone = [name for group in own for name in group["params"]]
+            for key, names in skeleton["columns"].items():
+                known = columns.setdefault(key, [])
+                before = set(known)
+                known += [name for name in (everyone if names is True else names) if name not in before]
+            rest |= skeleton["rest"]
+        outside, plain = ([n for s in skeletons for n in s.get(key, ())] for key in ("outside", "plain"))
+        return {"columns": columns, "plain": plain, "rest": rest, "param_groups": merged, "outside": outside}
+
+    def _check_groups(self, saved: Sequence[Mapping[str, Any]], members: list[list[str]]) -> None:
+        if len(saved) != len(members):
+            raise ResumeError(f"{self.name} has {len(members)} parameter groups, the checkpoint {len(saved)}")
+        for then, now in zip(saved, members, strict=True):
+            if lacking := set(now).difference(then["params"]):
+                raise ResumeError(
+                    f"{self.name} holds {min(lacking)}, which is not in that parameter group of the checkpoint: "
+                    "resume with the script and settings that it was made with"
+                )
+
+
+class _Consecutive(list[int]):
+    """Numbers one after the other: torch looks up each state in the list of its group, which takes minutes of many."""
+
+    def __contains__(self, number: object) -> bool:
+        return bool(self) and isinstance(number, int) and self[0] <= number <= self[-1]
+
+
+def _without(group: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != key}
+
+
+def _target(parameter: torch.Tensor, entry: TensorStorageMetadata, *, plain: bool) -> torch.Tensor:
+    """Make an empty tensor as the optimizer would: sharded as its parameter, or a number, which it moves itself."""
+    dtype = entry.properties.dtype
+    if entry.size in (parameter.size(), local(parameter).size()) and not (plain and type(parameter) is DTensor):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    device = "cpu" if math.prod(entry.size) == 1 else parameter.device
+    return torch.zeros(entry.size, dtype=dtype, device=device)
+
+
+def _of_its_type(here: Any, saved: Any) -> Any:
+    """Return what the optimizer has taken over, with the types of what was saved."""
+    if isinstance(saved, torch.Tensor) and isinstance(here, torch.Tensor):
+        return here if here.dtype == saved.dtype and type(here) is type(saved) else saved.to(here.device)
+    if isinstance(saved, (list, tuple)) and isinstance(here, (list, tuple)) and len(saved) == len(here):
+        return type(saved)(_of_its_type(one, other) for one, other in zip(here, saved, strict=True))
+    if isinstance(saved, dict) and isinstance(here, dict):
+        return {key: _of_its_type(here[key], value) if key in here else value for key, value in saved.items()}
+    return here

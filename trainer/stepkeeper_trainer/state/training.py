@@ -1,0 +1,329 @@
+"""The whole training state as one flat dict of tensors, and back: each rank gets back exactly what it had.
+
+Parts give named tensors and a JSON skeleton; a skeleton is saved as a tensor too.  Ranks may hold different values
+under one name (`variants`).  On another number of ranks everything is loaded that was sharded as a DTensor or equal
+everywhere; what cannot be is named before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from stepkeeper_trainer import random_state
+from stepkeeper_trainer.errors import ResumeError, UsageError
+from stepkeeper_trainer.formats.manifest import LEFT_OUT
+from stepkeeper_trainer.log import warn
+from stepkeeper_trainer.sampler import GlobalSampler
+from stepkeeper_trainer.staging import local
+from stepkeeper_trainer.state import old, variants
+from stepkeeper_trainer.state.module import ModulePart, tied_names
+from stepkeeper_trainer.state.optimizer import OptimizerPart
+from stepkeeper_trainer.state.stateful import Stateful, StatefulPart
+from stepkeeper_trainer.state.variants import TREE_PREFIX
+from stepkeeper_trainer.tree import from_blob, to_blob
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+HISTORY_STEPS = 50
+NAMED_MAX = 5  # in one error message
+DRIFT_MAX = 100  # names in a manifest
+COUNTERS_KEY, HISTORY_KEY, VARIANTS_KEY = "keeper.json", "keeper.loss_history", "keeper.variants"
+Part = ModulePart | OptimizerPart | StatefulPart
+
+
+@dataclass(slots=True)
+class Counters:
+    """How far training is."""
+
+    step: int = 0  # optimizer steps completed
+    tokens: int = 0  # seen by all ranks together
+    seed: int = 0
+    # on rank 0: steps and their losses
+    history: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
+
+    @property
+    def last_loss(self) -> float | None:
+        """The newest loss that is known: on rank 0 of the newest step, or of the one before."""
+        return self.history[-1][1] if self.history else None
+
+
+class TrainingState:
+    """Everything that a resumed run needs to go on as if it had never stopped."""
+
+    def __init__(
+        self,
+        state: Mapping[str, torch.nn.Module | torch.optim.Optimizer | Stateful],
+        *,
+        counters: Counters,
+        rank: int,
+        world_size: int = 1,
+    ) -> None:
+        """Take the parts by name.
+
+        Raises:
+            UsageError: a part is none, or no optimizer's or module's name is free.
+        """
+        self.counters, self.rank, self.world_size = counters, rank, world_size
+        self.parts: dict[str, Part] = {name: self._part(name, value) for name, value in state.items()}
+        self.private: variants.Private = {}
+        self.packed: list[Any] = []  # on rank 0: the private names of all ranks
+        self.drifted: list[str] = []  # on rank 0: names that all ranks hold alike by their type, and do not
+        self._saved: dict[str, Any] = {}  # skeletons of the checkpoint that is being loaded
+        self._keys: dict[str, str] = {}  # of what is being loaded, by name
+        self._rng: dict[str, str] = {}
+
+    @property
+    def modules(self) -> dict[str, ModulePart]:
+        """The parts that are modules."""
+        return {name: part for name, part in self.parts.items() if isinstance(part, ModulePart)}
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerPart]:
+        """The parts that are optimizers."""
+        return {name: part for name, part in self.parts.items() if isinstance(part, OptimizerPart)}
+
+    @property
+    def others(self) -> dict[str, Stateful]:
+        """What is neither a module nor an optimizer, by name."""
+        return {n.removeprefix("others."): p.value for n, p in self.parts.items() if isinstance(p, StatefulPart)}
+
+    @property
+    def parameter_keys(self) -> frozenset[str]:
+        """The names under which parameters of modules are saved."""
+        return frozenset(f"{part.name}.{name}" for part in self.modules.values() for name in part.parameters())
+
+    @property
+    def replicated(self) -> frozenset[str]:
+        """Names whose values all ranks hold alike by their type: where they differ, a device computes wrongly."""
+        return frozenset(name for part in self.modules.values() for name in part.replicated)
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        """Return references to every tensor of the state: copy them before training goes on.
+
+        Raises:
+            StateError: something is neither a tensor nor JSON.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        for name, part in self.parts.items():
+            skeleton = part.collect(tensors)
+            tensors[f"{TREE_PREFIX}{name}"] = to_blob(skeleton)
+        counters = self.counters
+        tensors[COUNTERS_KEY] = to_blob(
+            {
+                "step": counters.step,
+                "tokens": counters.tokens,
+                "seed": counters.seed,
+                "world_size": self.world_size,
+                "parts": list(self.parts),
+            }
+        )
+        if self.private:
+            tensors = {self.private.get(n, n): local(t) if n in self.private else t for n, t in tensors.items()}
+        if self.rank == 0:  # the others know neither the losses nor the other ranks
+            rows = [(float(step), loss) for step, loss in counters.history]
+            rows += [(math.nan, math.nan)] * (HISTORY_STEPS - len(rows))  # of one size, so that the plan stays
+            tensors[HISTORY_KEY] = torch.tensor(rows, dtype=torch.float64)
+            tensors[VARIANTS_KEY] = to_blob({"divided": self.packed, "drifted": self.drifted})
+        for name, value in random_state.collect().items():
+            tensors[f"{_rng_key(self.rank)}{name}"] = value
+        return tensors
+
+    def divide(self, own: variants.Private, every_rank: Sequence[variants.Private] | None) -> None:
+        """Save names of which ranks hold different values by other keys from now on; rank 0 knows of all ranks."""
+        self.private = own
+        if every_rank is not None:
+            self.packed = variants.pack(every_rank)
+
+    def early(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those that may change before the optimizer's next step: buffers, and whatever the script adds."""
+        late = self.parameter_keys
+        states = tuple(f"{name}.state." for name in self.optimizers)
+        return frozenset(name for name in names if not name.startswith(states) and name not in late)
+
+    def blobs(self, metadata: Metadata) -> dict[str, torch.Tensor]:
+        """Return tensors for what says what a checkpoint holds: load these first, then `targets`."""
+        saved = metadata.state_dict_metadata
+        wanted = [
+            name
+            for name in saved
+            if name in (COUNTERS_KEY, VARIANTS_KEY) or name.startswith(TREE_PREFIX) or _is_private_tree(name)
+        ]
+        if (legacy := old.blob_of(self.rank)) in saved:
+            wanted.append(legacy)
+        return {name: torch.empty(_tensor(name, saved).size, dtype=torch.uint8) for name in wanted}
+
+    def targets(self, metadata: Metadata, blobs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors for all the rest that this rank needs of a checkpoint.
+
+        Raises:
+            ResumeError: the checkpoint is of another state, or of another number of ranks than can take it.
+        """
+        saved = {name: _tensor(name, metadata.state_dict_metadata) for name in metadata.state_dict_metadata}
+        counters = from_blob(blobs[COUNTERS_KEY], name=COUNTERS_KEY)
+        keys = self._find_keys(counters, blobs)
+        entries = {name: saved[key] for name, key in keys.items() if key in saved}
+        entries = {name: entry for name, entry in saved.items() if name not in entries} | entries
+        tensors: dict[str, torch.Tensor] = {}
+        self._keys = {}
+        for name, part in self.parts.items():
+            try:
+                targets = part.targets(self._saved[name], entries)
+            except KeyError as error:
+                raise ResumeError(f"{name} needs {error.args[0]}, which the checkpoint does not hold") from error
+            for each, target in targets.items():
+                key = keys.get(each, each)
+                self._keys[each] = key
+                tensors[key] = local(target) if key != each else target
+            self._saved[name] = (self._saved[name], targets)
+        if HISTORY_KEY in saved:
+            tensors[HISTORY_KEY] = torch.empty(saved[HISTORY_KEY].size, dtype=torch.float64)
+        self._rng = {key: key.removeprefix(_rng_key(self.rank)) for key in saved if key.startswith(_rng_key(self.rank))}
+        for key in self._rng:
+            tensors[key] = torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
+        self._counters = counters
+        return tensors
+
+    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over what was loaded; the generators come last, and nothing may draw after them.
+
+        Raises:
+            ResumeError: a part refuses its state.
+        """
+        for name, part in self.parts.items():
+            skeleton, targets = self._saved[name]
+            part.apply(skeleton, targets)
+        counters = self._counters
+        self.counters.step, self.counters.tokens = counters["step"], counters["tokens"]
+        self.counters.history.clear()
+        for step, loss in tensors[HISTORY_KEY].tolist():
+            if not math.isnan(step):
+                self.counters.history.append((int(step), loss))
+        self._saved, self._keys = {}, {}
+        if self._rng:
+            random_state.restore({name: tensors[key] for key, name in self._rng.items()})
+        else:
+            seed = random_state.derive(counters["seed"], counters["step"], self.rank)
+            warn("rng_derived", rank=self.rank, seed=seed, why="the checkpoint was made by fewer ranks")
+
+    def summary(self) -> dict[str, Any]:
+        """Say what the state holds, for the manifest."""
+        named = [name for name, part in self.parts.items() if not isinstance(part, OptimizerPart)]
+        tied = {k: v for part in self.modules.values() for k, v in tied_names(part.module).items()}
+        return {
+            **{name.removeprefix("others."): True for name in named},
+            "optimizer": any(part.filled for part in self.optimizers.values()),
+            "rng": True,
+            "loss_history": True,
+            **({"drift": self.drifted[:DRIFT_MAX]} if self.drifted else {}),
+            **({"tied": tied} if tied else {}),
+            **({LEFT_OUT: left_out} if (left_out := self._left_out()) else {}),
+        }
+
+    def _part(self, name: str, value: Any) -> Part:
+        if isinstance(value, torch.nn.Module):
+            return ModulePart(name, value)
+        if isinstance(value, torch.optim.Optimizer):
+            return OptimizerPart(name, value, self._parameter_names)
+        if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            return StatefulPart(name, value)
+        raise UsageError(
+            f"{name} is a {type(value).__name__}: give a module, an optimizer, or something with state_dict() and "
+            "load_state_dict()"
+        )
+
+    def _parameter_names(self) -> tuple[dict[int, str], Mapping[str, Any]]:
+        """Return the names of all modules' parameters: the model's own, and others behind their part's name."""
+        by_name = {
+            (name if part == "model" else f"{part}.{name}"): value
+            for part, module in self.modules.items()
+            for name, value in module.parameters().items()
+        }
+        return {id(value): name for name, value in reversed(by_name.items())}, by_name
+
+    def _find_keys(self, counters: Mapping[str, Any], blobs: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Find the skeletons that count for this rank, and return the keys of its private values.
+
+        Raises:
+            ResumeError: this number of ranks cannot take the state.
+        """
+        if "parts" not in counters:
+            self._saved, keys = old.read(counters, blobs, self.rank, self.world_size, self.parts)
+            return keys
+        then = counters["world_size"]
+        _check_parts(set(self.parts), set(counters["parts"]))
+        several = from_blob(blobs[VARIANTS_KEY], name=VARIANTS_KEY)
+        packed = several["divided"]
+        if then == self.world_size:
+            keys = self.private = variants.unpack(packed, self.rank)
+            if self.rank == 0:
+                self.packed, self.drifted = packed, several["drifted"]
+            for name in self.parts:
+                key = f"{TREE_PREFIX}{name}"
+                self._saved[name] = from_blob(blobs[keys.get(key, key)], name=key)
+            return keys
+        self._check_other_world(then, variants.names_of(packed) - set(several["drifted"]))
+        for name, part in self.parts.items():
+            key = f"{TREE_PREFIX}{name}"
+            trees = [from_blob(blob, name=at) for at, blob in blobs.items() if at == key or at.endswith(f".{key}")]
+            if len(trees) > 1 and isinstance(part, OptimizerPart):
+                self._saved[name] = part.merge(trees)
+            elif len(trees) > 1 and isinstance(part, ModulePart):
+                self._saved[name] = {"extra": {k: v for tree in trees for k, v in tree["extra"].items()}}
+            else:
+                self._saved[name] = trees[0]
+        return {}
+
+    def _check_other_world(self, then: int, divided: frozenset[str]) -> None:
+        """Refuse what only as many ranks as then can take; of replicas that drifted, the lowest rank's copy counts."""
+        trees = {f"{TREE_PREFIX}{name}": part for name, part in self.parts.items()}
+        mergeable = {key for key, part in trees.items() if not isinstance(part, StatefulPart)}
+        wrong = sorted(name.removeprefix(TREE_PREFIX) for name in divided - mergeable)
+        fixed = sorted(n for n, part in self.parts.items() if isinstance(part, StatefulPart) and part.of_one_rank)
+        if not wrong and not fixed:
+            return
+        names = ", ".join(sorted({*fixed, *wrong})[:NAMED_MAX])
+        raise ResumeError(
+            f"{self.world_size} ranks cannot go on where {then} were: ranks hold different values of {names}; "
+            f"resume on {then} ranks, or use what all ranks hold alike (GlobalSampler for data, DTensor for weights)"
+        )
+
+    def _left_out(self) -> list[dict[str, int]]:
+        """Return the data that this state has never seen: which samples, from where on, and before which step."""
+        found = [value for value in self.others.values() if isinstance(value, GlobalSampler)]
+        return [
+            {"step": step, "epoch": epoch, "consumed": consumed, "samples": samples}
+            for sampler in found
+            for step, epoch, consumed, samples in sampler.skipped
+        ]
+
+
+def _check_parts(here: set[str], saved: set[str]) -> None:
+    if here == saved:
+        return
+    missing, extra = sorted(here - saved)[:3], sorted(saved - here)[:3]
+    raise ResumeError(
+        f"the checkpoint's parts are not this script's: it lacks {missing or 'none'} and has {extra or 'none'} "
+        "besides; resume with the script and settings that it was made with"
+    )
+
+
+def _is_private_tree(name: str) -> bool:
+    return name.startswith("ranks.rank_") and f".{TREE_PREFIX}" in name
+
+
+def _tensor(name: str, saved: Mapping[str, Any]) -> TensorStorageMetadata:
+    entry = saved[name]
+    if not isinstance(entry, TensorStorageMetadata):
+        raise ResumeError(f"{name} in the checkpoint is a pickle, which is never loaded: use Stepkeeper's own")
+    return entry
+
+
+def _rng_key(rank: int) -> str:
+    return f"rng.rank_{rank:05d}."

@@ -35,12 +35,15 @@ class Acts:
         *,
         check: Callable[[], str],
         reset: Callable[[Sequence[str]], str],
+        noted: Callable[[], str],
     ) -> None:
+        """`noted` waits until the ledger holds all that was decided, and says what is wrong where it does not."""
         self._node = node
         self._client = client
         self._inbox = inbox
         self._check = check
         self._reset = reset
+        self._noted = noted
 
     def list_jobs(self, effect: do.ListJobs) -> None:
         """Ask who is on the node; `JobsListed` comes."""
@@ -74,11 +77,11 @@ class Acts:
 
     def resume(self, effect: do.Resume) -> None:
         """Return the node to service."""
-        self._call(effect.call, lambda: self._client.resume(self._node))
+        self._call(effect.call, lambda: self._client.resume(self._node), noted=True)
 
     def reboot(self, effect: do.Reboot) -> None:
         """Have Slurm reboot the node."""
-        self._call(effect.call, lambda: self._client.reboot(self._node, effect.reason))
+        self._call(effect.call, lambda: self._client.reboot(self._node, effect.reason), noted=True)
 
     def reset_gpus(self, effect: do.ResetGpus) -> None:
         """Reset GPUs."""
@@ -88,8 +91,12 @@ class Acts:
         """Look whether the node is fit."""
         self._answer(effect.call, "check", self._check)
 
-    def _call(self, number: int, act: Callable[[], None]) -> None:
+    def _call(self, number: int, act: Callable[[], None], *, noted: bool = False) -> None:
+        """Make a call; with `noted`, only once the ledger says so: who is killed after it must know of it."""
+
         def error() -> str:
+            if noted and (problem := self._noted()):
+                return problem
             try:
                 act()
             except WRONG as failure:

@@ -69,7 +69,9 @@ class Agent:
         self._judging = judging.Judging(
             catalogue, expected_gpus=config.expected_gpus, only_pci_prefix=config.test.only_pci_prefix
         )
-        self._acts = Acts(config.name, client, self.inbox, check=self._check, reset=self._reset)
+        self._acts = Acts(
+            config.name, client, self.inbox, check=self._check, reset=self._reset, noted=self._wait_for_ledger
+        )
         self._sources = Sources(config, state, client=client, jobs=self, inbox=self.inbox, log=log)
         self._sight = Sight()
         self._looking = threading.Lock()  # of the two that follow
@@ -268,6 +270,11 @@ class Agent:
         self._book.append(line)
 
     # --- on threads -------------------------------------------------------------------------------
+
+    def _wait_for_ledger(self) -> str:
+        if self._book.flush(LEDGER_WITHIN_S):
+            return ""
+        return f"the ledger does not hold it yet ({self._book.failed or 'the disk is slow'})"
 
     def _check(self) -> str:
         if not self.config.nvml:

@@ -34,7 +34,10 @@ from stepkeeper.slurm.nodes import NodeFacts
 
 replace = msgspec.structs.replace
 IN_USE = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
-TAKEN = frozenset(("DOWN", "FAIL", "FAILING", "MAINT", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"))
+MAINTAINED = frozenset(("MAINT", "MAINTENANCE"))
+"""A reservation for maintenance covers the node: `scontrol` prints the flag in full, `IDLE+MAINTENANCE+RESERVED`."""
+TAKEN = MAINTAINED | {"DOWN", "FAIL", "FAILING", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"}
+REBOOTING = frozenset(("REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "DOWN", "POWERING_UP"))
 SILENT_AGAIN_S = 30.0
 """A node that Slurm itself lost sight of comes back by itself: look again then."""
 
@@ -65,7 +68,7 @@ def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Poli
         if drain.action.severity >= worst.action.severity:
             return _drained(state, event.at, wanted, own.reason, policy=policy)
         return _set_drain(state, event.at, wanted, reason_for(worst), policy)  # our own reason, for the worse fault
-    if own.drained and own.ours and any(f"[{each.id}]" in own.reason for each in state.incidents):
+    if own.drained and _is_for(own, state.incidents):
         return _drained(state, event.at, wanted, own.reason, policy=policy)  # we ended between the drain and its note
     if own.states & TAKEN and _is_silence(own):
         state = replace(state, retry_at=event.at + SILENT_AGAIN_S)
@@ -85,6 +88,11 @@ def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Poli
 def _is_silence(own: NodeFacts) -> bool:
     """Tell whether Slurm itself took the node down, because it hears nothing from it."""
     return "DOWN" in own.states and not own.drained and (not own.reason or own.reason.startswith("Not responding"))
+
+
+def _is_for(own: NodeFacts, incidents: Iterable[Incident]) -> bool:
+    """Tell whether the node's reason is one that we gave it, for one of these."""
+    return own.ours and any(own.reason.endswith(f"[{each.id}]") for each in incidents)
 
 
 def _set_drain(state: State, at: float, wanted: list[Incident], reason: str, policy: Policy) -> Decision:
@@ -112,6 +120,7 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
         boot_id=state.boot_id,
         # a repair before this fault has not helped; a reboot after it may have, and the checks will tell
         repair=Repair.REBOOT if rebooted else Repair.NONE,
+        resume_sent=state.drain is not None and state.drain.resume_sent,  # it may still take effect
     )
     state = replace(state, drain=drain, watch_at=next_watch(drain, at, policy))
     return Decision(state, (do.RecordDrain(drain=drain), *effects), f"the node is drained: {reason}")
@@ -141,7 +150,7 @@ def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Po
     drain = state.drain
     assert drain is not None, "RECOUNT follows a drain"
     if not own.drained or own.reason != drain.reason:
-        return _lost(state, own)
+        return _lost(state, event.at, own, policy)
     if why := breaker.gives_back(own, event.nodes, event.at, policy):
         state, effects = call(replace(state, call_reason=why), Call.TAKE_BACK, event.at, policy)
         return Decision(state, effects, f"circuit breaker: {why}: this drain is taken back")
@@ -155,9 +164,10 @@ def _watched(state: State, at: float, own: NodeFacts, policy: Policy) -> Decisio
         return _look_again(state, at, own, policy)
     state = replace(state, watch_at=next_watch(drain, at, policy))
     if not own.drained or own.reason != drain.reason:
-        if drain.reboot_asked and not drain.passed and drain.repair is Repair.NONE and not own.drained:
-            return Decision(state)  # Slurm's own states of a reboot under way
-        return _lost(state, own)
+        under_way = drain.slurm_returns and not drain.passed and drain.repair is Repair.NONE
+        if under_way and not own.drained and own.states & REBOOTING:
+            return Decision(state)
+        return _lost(state, at, own, policy)
     if drain.repair is not Repair.NONE and not drain.passed:
         state, effects = call(state, Call.CHECK, at, policy)
         return Decision(state, effects, f"checks after the {drain.repair.value}")
@@ -165,7 +175,7 @@ def _watched(state: State, at: float, own: NodeFacts, policy: Policy) -> Decisio
         state, effects = call(state, Call.RESUME, at, policy)
         return Decision(state, effects, "the node has passed its checks: it is returned to service")
     cure = remedy(drain, policy)
-    if cure is None or own.states & IN_USE:
+    if cure is None or own.states & (IN_USE | MAINTAINED):
         return Decision(state)
     state, effects = call(state, cure, at, policy)
     return Decision(state, effects, f"no job uses the node: {cure.value}")
@@ -194,10 +204,12 @@ def _looked_again(state: State, event: on.CallAnswered) -> Decision:
     return Decision(state, effects, why if effects else "")
 
 
-def _lost(state: State, own: NodeFacts) -> Decision:
-    """Let go of a drain that somebody else took away or took over."""
+def _lost(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
+    """Let go of a drain that is gone: our own return took it away, or somebody else did, or took it over."""
     drain = state.drain
     assert drain is not None, "a drain that we hold"
+    if drain.resume_sent and not own.drained:
+        return _returned_late(state, at, drain, policy)
     if own.drained:
         outcome, why = Outcome.FOREIGN, f"the drain is somebody else's now: {own.reason}"
     else:
@@ -209,6 +221,21 @@ def _lost(state: State, own: NodeFacts) -> Decision:
         state = put(state, incident)
         effects += (do.Record(incident=incident),)
     return Decision(state, effects, why)
+
+
+def _returned_late(state: State, at: float, drain: Drain, policy: Policy) -> Decision:
+    """Take up that the node is in service by our own word, whose answer was lost: what asked for the drain stands."""
+    if drain.passed:
+        return _returned(state)
+    if not drain.counted:
+        return _taken_back(_watching(replace(state, drain=None), at, policy))
+    why = "our own return, whose answer was lost, took effect late: the drain is made anew"
+    effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=None),)
+    for incident in _held(state):
+        incident = replace(incident, outcome=Outcome.OPEN, outcome_why=why)  # noqa: PLW2901 - it is asked for anew
+        state = put(state, incident)
+        effects += (do.Record(incident=incident),)
+    return Decision(replace(state, drain=None), effects, why)
 
 
 def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
@@ -240,7 +267,7 @@ def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> De
 
 
 def _taken_back(state: State) -> Decision:
-    why = f"circuit breaker: {state.call_reason}; look for a common cause"
+    why = f"circuit breaker: {state.call_reason or 'too many drains'}; look for a common cause"
     ended = _end(state, _held(state), Outcome.TAKEN_BACK, why)
     return Decision(ended.state, (do.RecordDrain(drain=None), *ended.effects), why)
 
@@ -277,8 +304,8 @@ def _checked(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
 
 def _check_failed(state: State, event: on.CallAnswered, drain: Drain, policy: Policy) -> Decision:
     why = f"the node has not passed its checks: {event.error}"
-    if drain.reboot_asked:  # Slurm returns the node by itself: drain it anew, before it takes a job
-        drain = replace(drain, reboot_asked=False)
+    if drain.slurm_returns:  # Slurm returns the node by itself: drain it anew, before it takes a job
+        drain = replace(drain, reboot_asked=False, reboot_sent=False)
         state = replace(state, drain=drain)
         effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=drain), do.Alarm(text=why))
         for incident in _held(state):

@@ -23,6 +23,8 @@ from stepkeeper.slurm.nodes import REASON_PREFIX
 replace = msgspec.structs.replace
 REASON_CHARACTERS_MAX = 240
 LEFT_ALONE = (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
+RETURNS = (Call.TAKE_BACK, Call.RESUME, Call.REBOOT)
+"""Calls after which the node may be in service, whether or not an answer comes."""
 RECOUNT_AFTER_S = 1.5
 """Slurm's times are whole seconds, and within one the name decides: wait until nobody can drain in ours any more."""
 
@@ -95,7 +97,18 @@ def call(state: State, kind: Call, at: float, policy: Policy) -> tuple[State, tu
     number = state.call_number + 1
     within_s = policy.answer_within_s + (policy.reset_within_s if kind is Call.RESET else 0.0)
     state = replace(state, call=kind, call_number=number, call_until=at + within_s)
-    return state, (_effect(state, kind, number),)
+    state, noted = _noted(state, kind)
+    return state, (*noted, _effect(state, kind, number))
+
+
+def _noted(state: State, kind: Call) -> tuple[State, tuple[do.Effect, ...]]:
+    """Note a call that may return the node to service: its answer may be lost, and we may end before it comes."""
+    drain = state.drain
+    if drain is None or kind not in RETURNS:
+        return state, ()
+    rebooted = kind is Call.REBOOT
+    drain = replace(drain, resume_sent=drain.resume_sent or not rebooted, reboot_sent=drain.reboot_sent or rebooted)
+    return replace(state, drain=drain), (do.RecordDrain(drain=drain),)
 
 
 def _effect(state: State, kind: Call, number: int) -> do.Effect:
@@ -135,7 +148,7 @@ def failed(state: State, at: float, error: str, policy: Policy) -> Decision:
 
 def _checks_first(drain: Drain) -> bool:
     """Tell whether the node must pass its checks now: after a repair, and before Slurm is asked."""
-    return drain.repair is not Repair.NONE and not drain.passed and drain.reboot_asked
+    return drain.repair is not Repair.NONE and not drain.passed and drain.slurm_returns
 
 
 def may_return(drain: Drain, policy: Policy) -> bool:

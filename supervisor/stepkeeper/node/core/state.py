@@ -80,10 +80,17 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float
     boot_id: str
     counted: bool = False  # the breaker was looked at again after it
+    resume_sent: bool = False  # we asked Slurm to return the node, and its answer may be lost
+    reboot_sent: bool = False  # we asked Slurm to reboot it, and its answer may be lost
     repair: Repair = Repair.NONE
     reset_failed: bool = False
     reboot_asked: bool = False
     passed: bool = False  # the checks, after the repair
+
+    @property
+    def slurm_returns(self) -> bool:
+        """Whether Slurm itself may return the node, after the reboot that we asked for."""
+        return self.reboot_asked or self.reboot_sent
 
 
 class Call(StrEnum):

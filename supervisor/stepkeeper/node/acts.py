@@ -9,6 +9,7 @@ from typing import Protocol
 
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
+from stepkeeper.node.fitness import Fitness
 from stepkeeper.node.inbox import Inbox
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.nodes import JobsHere, NodeClient
@@ -33,7 +34,7 @@ class Acts:
         client: LocalClient,
         inbox: Inbox,
         *,
-        check: Callable[[], str],
+        check: Callable[[], Fitness],
         reset: Callable[[Sequence[str]], str],
         noted: Callable[[], str],
     ) -> None:
@@ -89,7 +90,12 @@ class Acts:
 
     def check_node(self, effect: do.CheckNode) -> None:
         """Look whether the node is fit."""
-        self._answer(effect.call, "check", self._check)
+
+        def work() -> None:
+            found = self._check()
+            self._inbox.put(on.CallAnswered(at=self._now(), call=effect.call, error=found.unfit, looked=found.looked))
+
+        self._inbox.run_thread("check", work)
 
     def _call(self, number: int, act: Callable[[], None], *, noted: bool = False) -> None:
         """Make a call; with `noted`, only once the ledger says so: who is killed after it must know of it."""

@@ -19,11 +19,13 @@ from stepkeeper.node.config import NodeConfig
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
 from stepkeeper.node.core.decide import decide
+from stepkeeper.node.core.looks import SYSCTL
 from stepkeeper.node.core.plan import due_at
 from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.inbox import Do, Inbox, Item, Stop
 from stepkeeper.node.notify import Systemd
 from stepkeeper.node.sensors import nvml
+from stepkeeper.node.sensors.kmsg import users_may_write
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid, Reading
 from stepkeeper.node.sight import KERNEL_LOG, Sight
 from stepkeeper.node.socket.requests import LookRequest
@@ -39,7 +41,7 @@ LEDGER_WITHIN_S = 3.0
 LOOK_WITHIN_S = 8.0
 LISTED_AGAIN_MARGIN_S = 0.5  # the two listings are timed by their own processes
 IDLE_S = 60.0
-OVER = (Outcome.RESOLVED, Outcome.NOTED, Outcome.PASSED)
+NOT_TO_LEAVE_FOR = (Outcome.RESOLVED, Outcome.NOTED, Outcome.PASSED, Outcome.SUSPECTED, Outcome.DOUBTED)
 
 
 class Agent:
@@ -97,6 +99,9 @@ class Agent:
         self._sources.start()
         self._on_clock()
         self._systemd.say(READY="1", STATUS=self._status())
+        if users_may_write():
+            text = f"{SYSCTL} is 1: any user can write records into the kernel log that begin as he likes; set it to 0"
+            self.log.error("alarm", text=text, incident="")
         self.log.info("agent_ready", mode=self.policy.mode.value, incidents=len(self.state.incidents))
         try:
             while not self._stopping:
@@ -276,10 +281,10 @@ class Agent:
             return ""
         return f"the ledger does not hold it yet ({self._book.failed or 'the disk is slow'})"
 
-    def _check(self) -> str:
+    def _check(self) -> fitness.Fitness:
         if not self.config.nvml:
-            return "NVML is switched off in the configuration: nothing can be checked"
-        return fitness.unfit(self._catalogue, self.config.expected_gpus)
+            return fitness.Fitness(unfit="NVML is switched off in the configuration: nothing can be checked")
+        return fitness.look(self._catalogue, self.config.expected_gpus)
 
     def _reset(self, pcis: Sequence[str]) -> str:
         self._sources.pause_nvml()  # whoever holds a GPU open keeps it from being reset
@@ -334,8 +339,8 @@ class Agent:
 
 
 def _is_open(incident: Incident, state: State) -> bool:
-    over = incident.outcome in OVER
-    return incident.boot_id == state.boot_id and incident.settled and incident.action.drains and not over
+    counts = incident.action.drains and incident.outcome not in NOT_TO_LEAVE_FOR
+    return incident.boot_id == state.boot_id and incident.settled and counts
 
 
 def _to_leave_for(state: State) -> list[Incident]:
@@ -343,7 +348,7 @@ def _to_leave_for(state: State) -> list[Incident]:
     return [
         each
         for each in state.incidents
-        if each.boot_id == state.boot_id and each.action.drains and each.outcome not in OVER
+        if each.boot_id == state.boot_id and each.action.drains and each.outcome not in NOT_TO_LEAVE_FOR
     ]
 
 

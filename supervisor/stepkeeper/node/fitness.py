@@ -5,7 +5,11 @@ By the very rules that drain it: a node that is returned must not be drained at 
 
 from __future__ import annotations
 
+import msgspec
+
+from stepkeeper.node.core.events import Looked
 from stepkeeper.node.sensors import nvml
+from stepkeeper.node.sensors.evidence import Roots, gpu_addresses
 from stepkeeper.node.sensors.readings import NvmlState
 from stepkeeper.node.xid import health
 from stepkeeper.node.xid.catalogue import Catalogue
@@ -14,13 +18,22 @@ from stepkeeper.node.xid.model import Action
 LOOK_WITHIN_S = 30.0
 
 
-def unfit(catalogue: Catalogue, expected_gpus: int, within_s: float = LOOK_WITHIN_S) -> str:
-    """Return why the node is not fit; "" where every GPU answers and asks for nothing."""
+class Fitness(msgspec.Struct, frozen=True, kw_only=True):
+    """What a look has found."""
+
+    unfit: str = ""  # why the node is not fit; "" where every GPU answers and asks for nothing
+    looked: Looked | None = None  # None: NVML is not there
+
+
+def look(catalogue: Catalogue, expected_gpus: int, within_s: float = LOOK_WITHIN_S) -> Fitness:
+    """Look at all GPUs, once."""
     look = nvml.once(within_s)
     status = look.status
     if status.state is not NvmlState.READY:
-        return f"NVML is {status.state.value}: {status.detail}"
+        stuck = Looked(answers=False) if status.state is NvmlState.STUCK else None
+        return Fitness(unfit=f"NVML is {status.state.value}: {status.detail}", looked=stuck)
     problems = []
+    well = []
     if (gone := health.missing(expected_gpus, len(status.gpus), at=status.at, catalogue=catalogue)) is not None:
         problems.append(gone.why)
     if len(look.health) < len(status.gpus):
@@ -29,5 +42,13 @@ def unfit(catalogue: Catalogue, expected_gpus: int, within_s: float = LOOK_WITHI
         if each.silent:
             problems.append(f"GPU {each.pci} does not answer: {'; '.join(each.errors)}")
         found = health.judge_health(each, None, catalogue=catalogue)
-        problems += [f"GPU {each.pci}: {fault.why}" for fault in found if fault.action is not Action.LOG]
-    return "; ".join(problems)
+        asks = [f"GPU {each.pci}: {fault.why}" for fault in found if fault.action is not Action.LOG]
+        problems += asks
+        if not (asks or each.silent):
+            well.append(each)
+    looked = Looked(
+        well=tuple(each.pci for each in well),
+        vouched=tuple(each.pci for each in well if each.recovery_action is not None),
+        here=tuple(sorted({*(gpu.pci for gpu in status.gpus), *gpu_addresses(Roots())})),
+    )
+    return Fitness(unfit="; ".join(problems), looked=looked)

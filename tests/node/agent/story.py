@@ -10,6 +10,7 @@ from stepkeeper.node.core.decide import decide
 from stepkeeper.node.core.plan import due_at
 from stepkeeper.node.core.policy import Mode, Policy
 from stepkeeper.node.core.state import Incident, State
+from stepkeeper.node.sensors.readings import NvmlState
 from stepkeeper.node.xid.model import Action, Domain, Fault, Kind, Source
 from stepkeeper.slurm.nodes import NodeFacts
 
@@ -77,15 +78,26 @@ class Cluster:
 class Node:
     """One agent without its threads: what it asks for is done when the test says so."""
 
-    def __init__(self, cluster: Cluster, name: str, policy: Policy = ACT, *, boot_id: str = "boot-1") -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        policy: Policy = ACT,
+        *,
+        boot_id: str = "boot-1",
+        nvml: NvmlState = NvmlState.ABSENT,
+    ) -> None:
         self.cluster = cluster
         self.name = name
         self.policy = policy
-        self.state = State(node=name, boot_id=boot_id, gpus=((PCI, UUID),))
+        since = 0.0 if nvml is NvmlState.READY else None
+        self.state = State(node=name, boot_id=boot_id, gpus=((PCI, UUID),), nvml=nvml, nvml_since=since)
         self.waiting: list[do.Effect] = []
         self.done: list[do.Effect] = []
         self.ledger: dict[str, Incident] = {}
         self.fit = ""  # what the checks say
+        self.tells = True  # the driver knows of recovery actions
+        self.blind = False  # NVML is not there when one looks
         self.jobs: tuple[int, ...] = ()
         self.owners: dict[int, int] = {}  # of jobs; another user for each that is not in it
         self.reset = ""  # what a reset says
@@ -132,12 +144,17 @@ class Node:
                     self.cluster.resume(self.name)
                 self.feed(on.CallAnswered(at=at, call=effect.call, error=error))
             case do.CheckNode():
-                self.feed(on.CallAnswered(at=at, call=effect.call, error=self.fit))
+                self.feed(on.CallAnswered(at=at, call=effect.call, error=self.fit, looked=self._looked()))
             case do.ResetGpus():
                 self.feed(on.CallAnswered(at=at, call=effect.call, error=self.reset))
             case do.Reboot():
                 self.feed(on.CallAnswered(at=at, call=effect.call, error=error))
         return True
+
+    def _looked(self) -> on.Looked | None:
+        gpus = tuple(pci for pci, _ in self.state.gpus)
+        well = () if self.fit else gpus
+        return None if self.blind else on.Looked(well=well, vouched=well if self.tells else (), here=gpus)
 
     def settle(self, until: float) -> None:
         """Let everything happen that is due by then, each call answered at once."""
@@ -163,6 +180,8 @@ class Node:
             boot_id=boot,
             known_sequence=known,
             gpus=self.state.gpus,
+            nvml=self.state.nvml,
+            nvml_since=at if self.state.nvml is NvmlState.READY else None,
             incidents=incidents,
             drain=drains[-1] if drains else None,
         )

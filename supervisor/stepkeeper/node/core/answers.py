@@ -14,7 +14,9 @@ import msgspec
 from stepkeeper.node.core import breaker
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
+from stepkeeper.node.core.endings import close, held, lost, returned_by_us, taken_back, watching
 from stepkeeper.node.core.incidents import put
+from stepkeeper.node.core.looks import is_over, on_looked
 from stepkeeper.node.core.plan import (
     Decision,
     answered,
@@ -55,7 +57,7 @@ def on_nodes_answered(state: State, event: on.NodesAnswered, policy: Policy) -> 
         return _counted(state, event, own, policy)
     if kind is Call.RECOUNT:
         return _recounted(state, event, own, policy)
-    return _watched(state, event.at, own, policy)
+    return _watched(state, event, own, policy)
 
 
 def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
@@ -77,10 +79,10 @@ def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Poli
         )
     if own.drained or own.states & TAKEN:
         why = f"the node is {'+'.join(sorted(own.states))} already, by somebody else: {own.reason or 'no reason given'}"
-        return _end(_watching(state, event.at, policy), wanted, Outcome.FOREIGN, why)
+        return close(watching(state, event.at, policy), wanted, Outcome.FOREIGN, why)
     if why := breaker.refuses(own, event.nodes, event.at, policy):
-        state = _watching(state, event.at, policy)
-        return _end(state, wanted, Outcome.REFUSED, f"circuit breaker: {why}; look for a common cause")
+        state = watching(state, event.at, policy)
+        return close(state, wanted, Outcome.REFUSED, f"circuit breaker: {why}; look for a common cause")
     note = own.reason if own.reason and not own.ours else ""
     return _set_drain(state, event.at, wanted, reason_for(worst, note), policy)
 
@@ -112,7 +114,7 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
         effects += (do.Record(incident=incident), do.Tell(incident=incident, drained=True))
     actions = [each.action for each in incidents] + ([state.drain.action] if state.drain is not None else [])
     action = max(actions, key=lambda action: action.severity)
-    rebooted = action is not Action.DRAIN_RMA and all(each.boot_id != state.boot_id for each in _held(state))
+    rebooted = action is not Action.DRAIN_RMA and all(each.boot_id != state.boot_id for each in held(state))
     drain = Drain(
         reason=reason,
         action=action,
@@ -126,31 +128,11 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
     return Decision(state, (do.RecordDrain(drain=drain), *effects), f"the node is drained: {reason}")
 
 
-def _end(state: State, incidents: Iterable[Incident], outcome: Outcome, why: str) -> Decision:
-    """Close incidents without a drain, and say it loudly, once."""
-    effects: tuple[do.Effect, ...] = ()
-    for before in incidents:
-        incident = replace(before, outcome=outcome, outcome_why=why)
-        state = put(state, incident)
-        effects += (do.Record(incident=incident),)
-        if before.outcome_why != why:
-            effects += (do.Alarm(text=why, incident=incident.id),)
-    return Decision(state, effects, why)
-
-
-def _watching(state: State, at: float, policy: Policy) -> State:
-    return state if state.drain is not None else replace(state, watch_at=at + policy.watch_s)
-
-
-def _held(state: State) -> list[Incident]:
-    return [each for each in state.incidents if each.outcome is Outcome.DRAINED]
-
-
 def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
     drain = state.drain
     assert drain is not None, "RECOUNT follows a drain"
     if not own.drained or own.reason != drain.reason:
-        return _lost(state, event.at, own, policy)
+        return lost(state, event.at, own, policy)
     if why := breaker.gives_back(own, event.nodes, event.at, policy):
         state, effects = call(replace(state, call_reason=why), Call.TAKE_BACK, event.at, policy)
         return Decision(state, effects, f"circuit breaker: {why}: this drain is taken back")
@@ -158,16 +140,16 @@ def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Po
     return Decision(replace(state, drain=drain), (do.RecordDrain(drain=drain),))
 
 
-def _watched(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
-    drain = state.drain
+def _watched(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
+    drain, at = state.drain, event.at
     if drain is None:
-        return _look_again(state, at, own, policy)
+        return _look_again(state, event, own, policy)
     state = replace(state, watch_at=next_watch(drain, at, policy))
     if not own.drained or own.reason != drain.reason:
         under_way = drain.slurm_returns and not drain.passed and drain.repair is Repair.NONE
         if under_way and not own.drained and own.states & REBOOTING:
             return Decision(state)
-        return _lost(state, at, own, policy)
+        return lost(state, at, own, policy)
     if drain.repair is not Repair.NONE and not drain.passed:
         state, effects = call(state, Call.CHECK, at, policy)
         return Decision(state, effects, f"checks after the {drain.repair.value}")
@@ -181,64 +163,45 @@ def _watched(state: State, at: float, own: NodeFacts, policy: Policy) -> Decisio
     return Decision(state, effects, f"no job uses the node: {cure.value}")
 
 
-def _look_again(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
+def _look_again(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
     """Have the node checked where it has a fault that was left alone, and nobody holds it any more."""
-    state = replace(state, watch_at=at + policy.watch_s)
-    if own.drained or own.states & TAKEN or not left_alone(state):
+    left = left_alone(state)
+    state = replace(state, watch_at=event.at + policy.watch_s)
+    if own.drained and _is_for(own, left):
+        why = "a drain of ours, whose answer was lost, took effect late"
+        found = _drained(state, event.at, left, own.reason, policy=policy)
+        return Decision(found.state, found.effects, f"{why}: {own.reason}")
+    if own.drained or own.states & TAKEN or not left:
         return Decision(state)
-    state, effects = call(state, Call.CHECK, at, policy)
+    # what the breaker still forbids may be found to be over, and is left alone else
+    state = replace(state, call_reason=breaker.refuses(own, event.nodes, event.at, policy))
+    state, effects = call(state, Call.CHECK, event.at, policy)
     return Decision(state, effects, "nobody holds the node, and it has a fault that was left alone: checks")
 
 
 def _looked_again(state: State, event: on.CallAnswered) -> Decision:
     effects: tuple[do.Effect, ...] = ()
-    why = f"the node is in service and has not passed its checks: {event.error}" if event.error else ""
+    whys: list[str] = []
     for incident in left_alone(state):
-        if event.error:
+        if not event.error and is_over(incident, event.looked, state):
+            whys.append("the node has passed its checks")
+            incident = replace(incident, outcome=Outcome.PASSED, outcome_why=whys[-1])  # noqa: PLW2901 - it is over
+        elif not state.call_reason:
+            whys.append(
+                f"the node is in service and has not passed its checks: {event.error}"
+                if event.error
+                else f"the node is in service, and no check can tell whether {incident.name} is over: it asks for "
+                f"{incident.action}, and neither reset nor reboot was seen since"
+            )
             incident = replace(incident, outcome=Outcome.OPEN)  # noqa: PLW2901 - the drain is asked for anew
         else:
-            why = "the node has passed its checks"
-            incident = replace(incident, outcome=Outcome.PASSED, outcome_why=why)  # noqa: PLW2901 - it is over
+            continue
         state = put(state, incident)
         effects += (do.Record(incident=incident),)
-    return Decision(state, effects, why if effects else "")
+    return Decision(state, effects, "; ".join(dict.fromkeys(whys)))
 
 
-def _lost(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
-    """Let go of a drain that is gone: our own return took it away, or somebody else did, or took it over."""
-    drain = state.drain
-    assert drain is not None, "a drain that we hold"
-    if drain.resume_sent and not own.drained:
-        return _returned_late(state, at, drain, policy)
-    if own.drained:
-        outcome, why = Outcome.FOREIGN, f"the drain is somebody else's now: {own.reason}"
-    else:
-        outcome, why = Outcome.RESOLVED, "somebody else returned the node to service"
-    state = replace(state, drain=None)
-    effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=None),)
-    for incident in _held(state):
-        incident = replace(incident, outcome=outcome, outcome_why=why, returned=True)  # noqa: PLW2901 - closed
-        state = put(state, incident)
-        effects += (do.Record(incident=incident),)
-    return Decision(state, effects, why)
-
-
-def _returned_late(state: State, at: float, drain: Drain, policy: Policy) -> Decision:
-    """Take up that the node is in service by our own word, whose answer was lost: what asked for the drain stands."""
-    if drain.passed:
-        return _returned(state)
-    if not drain.counted:
-        return _taken_back(_watching(replace(state, drain=None), at, policy))
-    why = "our own return, whose answer was lost, took effect late: the drain is made anew"
-    effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=None),)
-    for incident in _held(state):
-        incident = replace(incident, outcome=Outcome.OPEN, outcome_why=why)  # noqa: PLW2901 - it is asked for anew
-        state = put(state, incident)
-        effects += (do.Record(incident=incident),)
-    return Decision(replace(state, drain=None), effects, why)
-
-
-def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
+def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> Decision:  # noqa: C901 - one case a call
     """Go on after an act, or try it again."""
     if event.call != state.call_number or state.call is None:
         return Decision(state)  # of a call that was given up
@@ -251,11 +214,13 @@ def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> De
             wanted = [each for each in state.incidents if each.id in state.call_incidents]
             return _drained(state, event.at, wanted, state.call_reason, policy=policy)
         case Call.TAKE_BACK:
-            return _taken_back(_watching(replace(state, drain=None), event.at, policy))
+            return taken_back(watching(replace(state, drain=None), event.at, policy))
         case Call.RESUME:
-            return _returned(state)
+            return returned_by_us(state)
         case Call.CHECK:
             return _checked(state, event, policy)
+        case Call.LOOK:
+            return on_looked(state, event)
         case Call.RESET:
             return _reset(state, event, policy)
         case Call.REBOOT:
@@ -264,26 +229,6 @@ def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> De
             return Decision(state)  # an answer of the wrong kind: the call is made again
         case _:
             assert_never(kind)
-
-
-def _taken_back(state: State) -> Decision:
-    why = f"circuit breaker: {state.call_reason or 'too many drains'}; look for a common cause"
-    ended = _end(state, _held(state), Outcome.TAKEN_BACK, why)
-    return Decision(ended.state, (do.RecordDrain(drain=None), *ended.effects), why)
-
-
-def _returned(state: State) -> Decision:
-    state, effects = _resolve(state, "it passed its checks and was returned to service")
-    return Decision(state, effects, "the node is in service again")
-
-
-def _resolve(state: State, why: str) -> tuple[State, tuple[do.Effect, ...]]:
-    effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=None),)
-    for incident in _held(state):
-        incident = replace(incident, outcome=Outcome.RESOLVED, outcome_why=why)  # noqa: PLW2901 - the same one
-        state = put(state, incident)
-        effects += (do.Record(incident=incident),)
-    return replace(state, drain=None), effects
 
 
 def _checked(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
@@ -308,7 +253,7 @@ def _check_failed(state: State, event: on.CallAnswered, drain: Drain, policy: Po
         drain = replace(drain, reboot_asked=False, reboot_sent=False)
         state = replace(state, drain=drain)
         effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=drain), do.Alarm(text=why))
-        for incident in _held(state):
+        for incident in held(state):
             incident = replace(incident, action=Action.DRAIN_RMA, escalated=why, outcome=Outcome.OPEN)  # noqa: PLW2901
             state = put(state, incident)
             effects += (do.Record(incident=incident),)

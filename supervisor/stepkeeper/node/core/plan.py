@@ -1,5 +1,6 @@
 """Which call comes next.  At most one is in flight; what hurries comes first.  Pure.
 
+a fault that is suspected     LOOK: does NVML agree, did the GPU pass?
 a drain that is wanted        COUNT, then DRAIN, at once; RECOUNT a moment later
 a drain that we hold          WATCH, from time to time: has a person taken it away, may a remedy begin?
 a fault that was left alone   WATCH, from time to time; where nobody holds the node any more: CHECK, then COUNT as above
@@ -14,7 +15,7 @@ from typing import assert_never
 import msgspec
 
 from stepkeeper.node.core import effects as do
-from stepkeeper.node.core.incidents import is_pending
+from stepkeeper.node.core.incidents import is_left_alone, is_pending
 from stepkeeper.node.core.policy import Mode, Policy
 from stepkeeper.node.core.state import Call, Drain, Incident, Outcome, Repair, State
 from stepkeeper.node.xid.model import Action
@@ -22,7 +23,6 @@ from stepkeeper.slurm.nodes import REASON_PREFIX
 
 replace = msgspec.structs.replace
 REASON_CHARACTERS_MAX = 240
-LEFT_ALONE = (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
 RETURNS = (Call.TAKE_BACK, Call.RESUME, Call.REBOOT)
 """Calls after which the node may be in service, whether or not an answer comes."""
 RECOUNT_AFTER_S = 1.5
@@ -43,14 +43,13 @@ def pending(state: State) -> list[Incident]:
 
 
 def left_alone(state: State) -> list[Incident]:
-    """Return the faults of this boot that asked for a drain which somebody, or the breaker, forbade."""
-    if state.observing or state.drain is not None:
-        return []
-    return [
-        each
-        for each in state.incidents
-        if each.outcome in LEFT_ALONE and each.boot_id == state.boot_id and each.action.drains and not each.returned
-    ]
+    """Return the faults that asked for a drain which somebody, or the breaker, forbade, and that are not over."""
+    return [] if state.observing or state.drain is not None else list(filter(is_left_alone, state.incidents))
+
+
+def suspected(state: State) -> list[Incident]:
+    """Return the faults for which the GPUs have to be looked at."""
+    return [each for each in state.incidents if each.outcome is Outcome.SUSPECTED]
 
 
 def proceed(decision: Decision, at: float, policy: Policy) -> Decision:
@@ -64,6 +63,9 @@ def proceed(decision: Decision, at: float, policy: Policy) -> Decision:
         return decision
     if pending(state):
         state, effects = call(state, Call.COUNT, at, policy)
+    elif suspects := suspected(state):
+        state = replace(state, call_incidents=tuple(each.id for each in suspects))
+        state, effects = call(state, Call.LOOK, at, policy)
     elif state.drain is not None and not state.drain.counted:
         if at < state.drain.at + RECOUNT_AFTER_S:
             return decision
@@ -83,7 +85,7 @@ def due_at(state: State) -> float | None:
     dues = [each.settle_at for each in state.incidents if not each.settled]
     if state.call is not None:
         dues.append(state.call_until)
-    elif pending(state):
+    elif pending(state) or suspected(state):
         dues.append(state.retry_at)
     elif state.drain is not None and not state.drain.counted:
         dues.append(max(state.retry_at, state.drain.at + RECOUNT_AFTER_S))
@@ -119,7 +121,7 @@ def _effect(state: State, kind: Call, number: int) -> do.Effect:
             return do.SetDrain(call=number, reason=state.call_reason)
         case Call.TAKE_BACK | Call.RESUME:
             return do.Resume(call=number)
-        case Call.CHECK:
+        case Call.CHECK | Call.LOOK:
             return do.CheckNode(call=number)
         case Call.RESET:
             return do.ResetGpus(call=number, pcis=gpus_to_reset(state))

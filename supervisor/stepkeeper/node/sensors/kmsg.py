@@ -14,6 +14,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -21,6 +22,7 @@ from stepkeeper.node.sensors.readings import Evidence, KernelGap, KernelRecord, 
 
 DEVICE = "/dev/kmsg"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
+NETFILTER_OF_ALL = Path("/proc/sys/net/netfilter/nf_log_all_netns")
 RECORD_BYTES_MAX = 16384  # the kernel writes at most 8192
 FACILITY_SHIFT = 3
 KERNEL = 0
@@ -81,6 +83,14 @@ def boot_id(path: str = BOOT_ID) -> str:
     """Return the id of this boot.  Raises OSError."""
     with open(path, encoding="ascii") as file:
         return file.read().strip()
+
+
+def users_may_write(path: Path = NETFILTER_OF_ALL) -> bool:
+    """Tell whether any user can have netfilter begin records of the kernel log with a text of his choice."""
+    try:
+        return path.read_text(encoding="ascii").strip() not in ("", "0")
+    except OSError:
+        return False  # no netfilter, or no log of it
 
 
 class KernelLog:

@@ -1,4 +1,4 @@
-"""No open fault is forgotten: it ends by a repair that was seen, by the checks' and NVML's word, or in a person's hands.
+"""No open fault is forgotten: a repair that was seen ends it, or the checks and NVML, or a person has it in hand.
 
 Slurm's answers come late, or never; the agent is killed between an act and its note; the breaker is open.
 """
@@ -14,7 +14,7 @@ from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
 from stepkeeper.node.core.plan import due_at, left_alone
 from stepkeeper.node.core.policy import Mode, Policy
-from stepkeeper.node.core.state import Outcome, Repair, State
+from stepkeeper.node.core.state import Outcome, State
 from stepkeeper.node.sensors.readings import NvmlState
 from stepkeeper.node.xid.model import Action, Fault, Kind, Source
 from tests.node.agent.story import ACT, PCI, UUID, Cluster, Node, fault, replace
@@ -431,7 +431,7 @@ def test_a_look_that_was_due_before_a_reboot_is_not_made(seeing: Node) -> None:
 # --- every history --------------------------------------------------------------------------------
 
 HISTORIES = settings(
-    max_examples=150,
+    max_examples=200,
     deadline=None,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -589,7 +589,7 @@ steps = st.one_of(
 policies = st.sampled_from([ACT, CURES, replace(ACT, undrain=True), replace(CURES, reset_gpus=False)])
 
 
-def play(world: World, step: str, value: object) -> None:  # noqa: C901 - one case a step
+def play(world: World, step: str, value: object) -> None:  # noqa: C901, PLR0912 - one case a step
     match step:
         case "fault":
             assert isinstance(value, int)
@@ -641,4 +641,3 @@ def test_a_bad_gpu_in_service_is_watched_or_a_person_has_returned_it(policy, vis
     if own.ours and own.drained:
         assert state.drain is not None
         assert state.drain.reason == own.reason
-    assert state.drain is None or state.drain.repair in Repair

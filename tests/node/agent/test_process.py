@@ -29,9 +29,13 @@ echo "$*" >> calls
 case "$*" in
 *"show nodes") reason=$(cat reason 2>/dev/null)
     [ -n "$reason" ] && echo "NodeName=n1 State=IDLE+DRAIN Partitions=p Reason=$reason [root@$(date +%s)]" \
-        || echo "NodeName=n1 State=IDLE Partitions=p" ;;
-*State=DRAIN*) for word; do case $word in Reason=*) echo "${{word#Reason=}}" > reason;; esac; done ;;
-*State=RESUME*) rm -f reason ;;
+        || echo "NodeName=n1 State=IDLE Partitions=p"
+    [ ! -e others ] || for n in n2 n3; do
+        echo "NodeName=$n State=IDLE+DRAIN Partitions=p Reason=stepkeeper: theirs [root@1000]"
+    done ;;
+*State=DRAIN*) for word; do case $word in Reason=*) echo "${{word#Reason=}}" > reason;; esac; done
+    [ ! -e races ] || touch others ;; # two nodes that other agents have drained before, as Slurm tells from now on
+*State=RESUME*) rm -f reason; [ ! -e races ] || exec sleep 60 ;; # it takes effect, and the answer does not come
 *listpids*) echo "No job steps exist on this node." >&2; exit 1 ;;
 esac
 """
@@ -259,13 +263,89 @@ def test_a_second_agent_on_the_node_is_refused(agent: Process) -> None:
 
 
 @pytest.fixture
-def curing(agent: Process) -> Process:
-    nvml = FakeNvml(agent.directory / "nvml", gpus=1)
-    nvml.place(0, pci=PCI, uuid="GPU-1")
+def nvml(agent: Process) -> FakeNvml:
+    found = FakeNvml(agent.directory / "nvml", gpus=1)
+    found.place(0, pci=PCI, uuid="GPU-1")
+    return found
+
+
+@pytest.fixture
+def curing(agent: Process, nvml: FakeNvml) -> Process:
     agent.environment = nvml.environment()
     agent.settings += "nvml = true\nexpected_gpus = 1\nhealth_every_s = 0.5\n"
     agent.tables += "[remedies]\nundrain = true\nreset_gpus = true\nreboot = true\n"
     return agent
+
+
+def double_bit_error(agent: Process, nvml: FakeNvml) -> None:
+    """Start the agent, and let both the kernel log and NVML tell of a fault."""
+    agent.start()
+    nvml.wait_for_call("nvmlEventSetWait_v2")
+    nvml.xid(0, 48)
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 48, DBE (double bit error) ECC Error encountered")
+
+
+def alarms(agent: Process) -> str:
+    return "\n".join(str(line["text"]) for _, line in agent.log() if line["event"] == "alarm")
+
+
+@pytest.mark.parametrize("code", [79, 119])
+def test_a_kernel_record_that_nvml_does_not_bear_out_drains_nothing(curing: Process, nvml: FakeNvml, code: int) -> None:
+    curing.start()
+    nvml.wait_for_call("nvmlEventSetWait_v2")
+    curing.say(f"NVRM: Xid (PCI:{PCI}): {code}, GPU has fallen off the bus.")
+    curing.until(lambda: "NVML finds that GPU well: no drain" in alarms(curing), "the alarm")
+
+    assert curing.calls() == [each for each in curing.calls() if "listpids" in each]
+
+
+def test_a_gpu_that_nvml_finds_lost_is_drained_without_an_event(curing: Process, nvml: FakeNvml) -> None:
+    curing.settings = curing.settings.replace("health_every_s = 0.5", "health_every_s = 600")
+    curing.tables = curing.tables.partition("[remedies]")[0]
+    curing.start()
+    nvml.wait_for_call("nvmlEventSetWait_v2")
+    nvml.lose(0)
+    curing.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.")
+
+    curing.until(lambda: "XID 79" in curing.reason(), "the drain")
+
+
+def test_what_netfilter_writes_for_a_user_is_no_report(agent: Process) -> None:
+    """As any user gets it into the kernel's own records where `net.netfilter.nf_log_all_netns` is 1."""
+    agent.start()
+    tail = (
+        "IN= OUT=lo SRC=127.0.0.1 DST=127.0.0.1 LEN=29 TOS=0x00 PREC=0x00 TTL=64 ID=1 DF PROTO=UDP SPT=4 DPT=9 LEN=9 "
+    )
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.{tail}")
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 79, pid=1, name={tail}")
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 31, pid=1, name=x, Ch 1")
+    agent.until(lambda: any(line["event"] == "incident" for _, line in agent.log()), "the incident")
+
+    assert {line["name"] for _, line in agent.log() if line["event"] == "incident"} == {"XID 31"}
+
+
+def test_a_return_is_asked_for_only_once_the_ledger_holds_it(curing: Process, nvml: FakeNvml) -> None:
+    """An agent that is killed right after it must know that the return was its own."""
+    double_bit_error(curing, nvml)
+    curing.until(lambda: any("State=RESUME" in each for each in curing.calls()), "the node's return")
+    ledger = (curing.directory / "state" / "incidents.jsonl").read_text()
+
+    assert '"resume_sent":true' in ledger
+
+
+def test_a_lost_take_back_leaves_the_fault_open(curing: Process, nvml: FakeNvml) -> None:
+    """The controller returns the node, and its answer comes too late."""
+    (curing.directory / "races").touch()
+    curing.tables = curing.tables.partition("[remedies]")[0] + "call_within_s = 1.0\n"
+    double_bit_error(curing, nvml)
+    curing.until(lambda: any("State=RESUME" in each for each in curing.calls()), "the take-back")
+    nvml.field(0, 230, 2)  # meanwhile NVML asks for a reboot
+    curing.until(lambda: "circuit breaker" in alarms(curing), "the breaker's alarm")
+    for name in ("races", "others"):
+        (curing.directory / name).unlink()
+    curing.until(curing.reason, "the drain, once the breaker is closed")
+
+    assert "somebody else returned the node" not in (curing.directory / "log").read_text()
 
 
 def test_an_agent_that_cannot_read_the_kernel_log_says_so_aloud(agent: Process) -> None:
@@ -290,10 +370,9 @@ def test_a_list_that_is_too_short_is_made_again_before_it_counts(curing: Process
     assert len(listings) == 2
 
 
-def test_a_gpu_is_reset_checked_and_the_node_returned(curing: Process) -> None:
+def test_a_gpu_is_reset_checked_and_the_node_returned(curing: Process, nvml: FakeNvml) -> None:
     """While nvidia-smi resets, our own NVML process is gone: it would keep the GPU busy."""
-    curing.start()
-    curing.say(f"NVRM: Xid (PCI:{PCI}): 48, DBE (double bit error) ECC Error encountered")
+    double_bit_error(curing, nvml)
     curing.until(lambda: any("State=RESUME" in each for each in curing.calls()), "the node's return")
 
     calls = [
@@ -306,10 +385,9 @@ def test_a_gpu_is_reset_checked_and_the_node_returned(curing: Process) -> None:
     ]
 
 
-def test_a_reset_in_vain_is_followed_by_a_reboot(curing: Process) -> None:
+def test_a_failed_reset_is_followed_by_a_reboot(curing: Process, nvml: FakeNvml) -> None:
     (curing.directory / "reset_fails").touch()
-    curing.start()
-    curing.say(f"NVRM: Xid (PCI:{PCI}): 48, DBE (double bit error) ECC Error encountered")
+    double_bit_error(curing, nvml)
 
     curing.until(lambda: any(each.startswith("reboot ASAP nextstate=RESUME reason=") for each in curing.calls()), "it")
 

@@ -112,6 +112,7 @@ def _node(line: str) -> NodeFacts:
     if states is None:
         raise SlurmError(f"scontrol show nodes: unexpected answer about {name}: {line[:200]!r}")
     partitions = re.search(r"\sPartitions=(\S+)", head)
+    gres = re.search(r"\sGres=(\S+)", head)
     reason, reason_at = _reason(line)
     return NodeFacts(
         name=name,
@@ -119,6 +120,7 @@ def _node(line: str) -> NodeFacts:
         reason=reason,
         reason_at=reason_at,
         partitions=tuple(partitions.group(1).split(",")) if partitions else (),
+        gres="" if gres is None or gres.group(1) == "(null)" else gres.group(1),
     )
 
 

@@ -17,6 +17,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     reason_at: float | None = None  # Unix seconds
     partitions: tuple[str, ...] = ()
+    gres: str = ""  # what Slurm counts here, such as `gpu:h100:8(S:0-1)`
 
     @property
     def drained(self) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,10 +115,18 @@ class Process:
         self.notify.close()
 
     def say(self, text: str, *, facility: int = 0) -> None:
-        """Have the kernel (facility 0), or a program, write a line."""
+        """Have the kernel (facility 0), or a program, write a line: the pipe keeps no bounds, so one at a time."""
+        if self.process is not None:
+            self.until(lambda: not self.unread(), "the line before is read")
         self.sequence += 1
         usec = int(time.monotonic() * 1e6)
         os.write(self.kmsg, f"{facility << 3 | 4},{self.sequence},{usec},-;{text}\n".encode())
+
+    def unread(self) -> int:
+        """Return how many bytes of the kernel log the agent has not read yet."""
+        waiting = array.array("i", [0])
+        fcntl.ioctl(self.kmsg, termios.FIONREAD, waiting)
+        return waiting[0]
 
     def heard(self) -> str:
         """Return all that systemd was told."""

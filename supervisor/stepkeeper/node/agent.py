@@ -19,7 +19,6 @@ from stepkeeper.node.config import NodeConfig
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
 from stepkeeper.node.core.decide import decide
-from stepkeeper.node.core.looks import SYSCTL
 from stepkeeper.node.core.plan import due_at
 from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.inbox import Do, Inbox, Item, Stop
@@ -32,6 +31,7 @@ from stepkeeper.node.socket.requests import LookRequest
 from stepkeeper.node.sources import Sources
 from stepkeeper.node.xid.catalogue import Catalogue
 from stepkeeper.node.xid.health import LISTED_AGAIN_AFTER_S
+from stepkeeper.node.xid.parse import SYSCTL
 from stepkeeper.sources.clock import Clock
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)

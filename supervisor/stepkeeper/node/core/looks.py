@@ -14,10 +14,10 @@ from stepkeeper.node.core.incidents import put
 from stepkeeper.node.core.plan import Decision, suspected
 from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.xid.model import Action, Kind, Source
+from stepkeeper.node.xid.parse import SYSCTL
 
 replace = msgspec.structs.replace
 OFF_THE_BUS = 79
-SYSCTL = "net.netfilter.nf_log_all_netns"
 
 
 def on_looked(state: State, event: on.CallAnswered) -> Decision:

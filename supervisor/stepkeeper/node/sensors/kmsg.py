@@ -19,10 +19,11 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.node.sensors.readings import Evidence, KernelGap, KernelRecord, Reading
+from stepkeeper.node.xid.parse import SYSCTL
 
 DEVICE = "/dev/kmsg"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
-NETFILTER_OF_ALL = Path("/proc/sys/net/netfilter/nf_log_all_netns")
+NETFILTER_OF_ALL = Path("/proc/sys") / SYSCTL.replace(".", "/")
 RECORD_BYTES_MAX = 16384  # the kernel writes at most 8192
 FACILITY_SHIFT = 3
 KERNEL = 0

@@ -27,6 +27,7 @@ import msgspec
 
 from stepkeeper.node.xid.model import TEXT_CHARACTERS_MAX, Kind
 
+SYSCTL = "net.netfilter.nf_log_all_netns"  # with it, records of netfilter begin with any user's text
 RECORD_CHARACTERS_MAX = 16_384  # the kernel's own limit is far below
 NAME_CHARACTERS_MAX = 15  # of a process, as the kernel keeps it
 

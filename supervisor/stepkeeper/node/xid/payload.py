@@ -40,7 +40,7 @@ _CHANGED = re.compile(
     r"GPU recovery action changed from 0x[0-9a-fA-F]{1,8}(?: \([^)]{0,80}\))? to 0x([0-9a-fA-F]{1,8})"
 )
 # Of 13: `Graphics SM Warp Exception on (GPC 7, TPC 7, SM 0): ...`; of 31: `MMU Fault: ENGINE GRAPHICS GPC2
-# GPCCLIENT_T1_8 faulted ...`, where drivers before 535 do not name the GPC: that is half a place, and so none.
+# GPCCLIENT_T1_8 faulted ...`, where older drivers do not name the GPC: half a place is none.
 _ON_PROCESSOR = re.compile(r"\(GPC (?P<gpc>[0-9]{1,3}), TPC (?P<tpc>[0-9]{1,3})(?:, SM [0-9]{1,3})?\)")
 _OF_CLIENT = re.compile(r"\bGPC(?P<gpc>[0-9]{1,3}) GPCCLIENT_T[0-9]{1,3}_(?P<tpc>[0-9]{1,3})\b")
 _CAUSED_BY = re.compile(r"caused by previous Xid ([0-9]{1,5})\s*\Z")

@@ -33,7 +33,7 @@ def look(catalogue: Catalogue, expected_gpus: int, within_s: float = LOOK_WITHIN
         stuck = Looked(answers=False) if status.state is NvmlState.STUCK else None
         return Fitness(unfit=f"NVML is {status.state.value}: {status.detail}", looked=stuck)
     problems = []
-    well = []
+    answering, well = [], []
     if (gone := health.missing(expected_gpus, len(status.gpus), at=status.at, catalogue=catalogue)) is not None:
         problems.append(gone.why)
     if len(look.health) < len(status.gpus):
@@ -44,9 +44,12 @@ def look(catalogue: Catalogue, expected_gpus: int, within_s: float = LOOK_WITHIN
         found = health.judge_health(each, None, catalogue=catalogue)
         asks = [f"GPU {each.pci}: {fault.why}" for fault in found if fault.action is not Action.LOG]
         problems += asks
-        if not (asks or each.silent):
-            well.append(each)
+        if not (each.silent or each.lost):
+            answering.append(each.pci)
+            if not asks:
+                well.append(each)
     looked = Looked(
+        answering=tuple(answering),
         well=tuple(each.pci for each in well),
         vouched=tuple(each.pci for each in well if each.recovery_action is not None),
         here=tuple(sorted({*(gpu.pci for gpu in status.gpus), *gpu_addresses(Roots())})),

@@ -97,6 +97,7 @@ class Node:
         self.ledger: dict[str, Incident] = {}
         self.fit = ""  # what the checks say
         self.tells = True  # the driver knows of recovery actions
+        self.asks = False  # a GPU that is not fit answers all the same
         self.blind = False  # NVML is not there when one looks
         self.jobs: tuple[int, ...] = ()
         self.owners: dict[int, int] = {}  # of jobs; another user for each that is not in it
@@ -154,7 +155,12 @@ class Node:
     def _looked(self) -> on.Looked | None:
         gpus = tuple(pci for pci, _ in self.state.gpus)
         well = () if self.fit else gpus
-        return None if self.blind else on.Looked(well=well, vouched=well if self.tells else (), here=gpus)
+        answering = gpus if self.asks else well
+        return (
+            None
+            if self.blind
+            else on.Looked(answering=answering, well=well, vouched=well if self.tells else (), here=gpus)
+        )
 
     def settle(self, until: float) -> None:
         """Let everything happen that is due by then, each call answered at once."""

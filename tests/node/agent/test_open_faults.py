@@ -373,6 +373,24 @@ def test_a_gpu_that_nvml_does_not_find_well_is_drained(seeing: Node, how: str) -
     assert seeing.acts(do.Tell)
 
 
+@pytest.mark.parametrize("code", [48, 79])
+def test_a_gpu_that_answers_is_on_the_bus_whatever_else_it_asks_for(seeing: Node, code: int) -> None:
+    """A row that waits for a reset is common, and makes no forged XID 79 true."""
+    seeing.fit, seeing.asks = "a memory row waits for a reset", True
+    seeing.see(fault(code, T))
+    seeing.settle(T + 60)
+
+    assert seeing.cluster.held == ({"a"} if code == 48 else set())
+
+
+def test_an_nvml_that_is_older_than_a_code_agrees_to_it(seeing: Node) -> None:
+    seeing.see(fault(119, T))
+    seeing.see(replace(fault(119, T + 1, source=Source.NVML), code=999, action=Action.LOG))
+    seeing.settle(T + 60)
+
+    assert seeing.cluster.held == {"a"}
+
+
 def test_a_gpu_that_is_not_in_this_node_is_no_reason(seeing: Node) -> None:
     seeing.fit = "something else"
     seeing.see(fault(79, T, pci="fade:3b:00.0"))
@@ -431,7 +449,7 @@ def test_a_look_that_was_due_before_a_reboot_is_not_made(seeing: Node) -> None:
 # --- every history --------------------------------------------------------------------------------
 
 HISTORIES = settings(
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -45,6 +45,7 @@ esac
 NVIDIA_SMI = """#!/bin/sh
 cd {directory} || exit 1
 echo "nvidia-smi $*" >> calls
+[ ! -e ledger_breaks ] || {{ mv state/incidents.jsonl state/aside; mkdir state/incidents.jsonl; }}
 [ ! -e reset_fails ] || {{ echo "In use by another client" >&2; exit 1; }}
 """
 
@@ -337,11 +338,17 @@ def test_what_netfilter_writes_for_a_user_is_no_report(agent: Process) -> None:
 
 def test_a_return_is_asked_for_only_once_the_ledger_holds_it(curing: Process, nvml: FakeNvml) -> None:
     """An agent that is killed right after it must know that the return was its own."""
+    (curing.directory / "ledger_breaks").touch()  # at the reset
     double_bit_error(curing, nvml)
-    curing.until(lambda: any("State=RESUME" in each for each in curing.calls()), "the node's return")
-    ledger = (curing.directory / "state" / "incidents.jsonl").read_text()
+    curing.until(lambda: "the ledger does not hold it yet" in alarms(curing), "the alarm")
+    assert not any("State=RESUME" in each for each in curing.calls())
+    assert curing.reason()
 
-    assert '"resume_sent":true' in ledger
+    state = curing.directory / "state"
+    (state / "incidents.jsonl").rmdir()
+    (state / "aside").rename(state / "incidents.jsonl")
+    curing.until(lambda: any("State=RESUME" in each for each in curing.calls()), "the node's return")
+    assert '"resume_sent":true' in (state / "incidents.jsonl").read_text()
 
 
 def test_a_lost_take_back_leaves_the_fault_open(curing: Process, nvml: FakeNvml) -> None:

@@ -64,8 +64,9 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a look at the GPUs has shown, where NVML is there."""
 
     answers: bool = True  # False: NVML is stuck
-    well: tuple[str, ...] = ()  # PCI addresses of the GPUs that answer and ask for nothing
-    vouched: tuple[str, ...] = ()  # those of them whose recovery action NVML tells: none
+    answering: tuple[str, ...] = ()  # PCI addresses of the GPUs that answer
+    well: tuple[str, ...] = ()  # those of them that ask for nothing
+    vouched: tuple[str, ...] = ()  # those of these whose recovery action NVML tells: none
     here: tuple[str, ...] = ()  # all that NVML or the kernel's list of devices knows
 
 

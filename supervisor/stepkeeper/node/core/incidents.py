@@ -16,6 +16,7 @@ from stepkeeper.node.xid.model import Action, Fault, Kind, Source
 replace = msgspec.structs.replace
 LASTING = (Kind.HEALTH, Kind.LOST, Kind.STUCK)  # a condition that is seen at every look, until it is mended
 LEFT_ALONE = (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
+NVML_KNOWS_NOT = 999  # what an NVML says that is older than the code
 MESSENGERS = (45, 154)  # they follow a cause: the incident keeps the cause's name
 
 
@@ -152,7 +153,8 @@ def _says_itself(fault: Fault) -> bool:
 
 def agreed(incident: Incident) -> bool:
     """Tell whether NVML says so too, as far as it was heard."""
-    return incident.agreed or (incident.decisive is not None and incident.decisive in incident.nvml_codes)
+    heard = (incident.decisive, NVML_KNOWS_NOT)
+    return incident.agreed or (incident.decisive is not None and any(code in heard for code in incident.nvml_codes))
 
 
 def wants_agreement(state: State, incident: Incident, policy: Policy) -> bool:

@@ -53,11 +53,10 @@ def _finds_it_well(incident: Incident, looked: on.Looked, state: State) -> bool:
     A GPU that answers is on the bus.  Of other faults NVML sends an event, unless it was not listened to then; its
     recovery action tells of those too, where the driver has it.
     """
-    if incident.pci not in looked.well:
-        return False
-    gone = incident.kind is Kind.LOST or incident.decisive == OFF_THE_BUS
+    if incident.kind is Kind.LOST or incident.decisive == OFF_THE_BUS:
+        return incident.pci in looked.answering
     listened = state.nvml_since is not None and incident.first_at >= state.nvml_since
-    return gone or listened or incident.pci in looked.vouched
+    return incident.pci in looked.well and (listened or incident.pci in looked.vouched)
 
 
 def _checked(incident: Incident, event: on.CallAnswered) -> Incident:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.node.xid.parse import canonical
+from stepkeeper.slurm.client import SlurmError
 
 _OF_STEP = "SLURM_STEP_GPUS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -84,7 +85,7 @@ class OwnGpus:
         try:
             if not self._counted():
                 return Concern(counts=True, why="Slurm does not count the GPUs of this node: any may be the job's")
-        except Exception as error:  # noqa: BLE001 - said: the fault counts then
+        except (SlurmError, ValueError) as error:
             return Concern(counts=True, why=f"whether Slurm counts the GPUs of this node is not known: {error}")
         if any(_has_gpu_open(self._proc / str(pid)) for pid in processes):
             return Concern(counts=True, why="the job was given no GPU, and a process of it uses one")

@@ -52,9 +52,9 @@ campaign: setup  ## the long ones: each thing that can befall a run, at each mom
 newest-slurm: setup  ## build the newest Slurm, where that has not been done
 	$(AS_ROOT) $(V)/python -m tests.lab.newest_or_skip
 
-# as CI does: one session instead of two, so that nobody waits for the last one twice
-campaign-and-newest: newest-slurm  ## both `make campaign` and `make test-slurm-newest`
-	$(AS_ROOT) $(V)/python -m pytest -m 'campaign or newest' $(PYTEST)
+# one session instead of two, so that nobody waits for the last one twice
+campaign-and-newest: newest-slurm  ## both `make campaign` and `make test-slurm-newest`; PART=K/N plays one part
+	$(AS_ROOT) $(V)/python -m pytest -m 'campaign or newest' $(PYTEST) $(if $(PART),-p tests.scheduling --campaign-part $(PART))
 
 second-look: setup  ## what failed in the session before, if it was very little, once more and alone
 	$(AS_ROOT) $(V)/python -m tests.second_look $(FAILED) $(ONE)

@@ -27,7 +27,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Bring the tests into the order in which workers get them."""
+    """Choose the part of the campaign, and bring the tests into the order in which workers get them."""
+    scheduling.leave_out(config, items)
     if workers := getattr(config, "workerinput", {}).get("workercount"):
         scheduling.arrange(items, workers)
 

@@ -79,6 +79,43 @@ def has_none_of(path: Path, wanted: str) -> bool:
     return not any(mark in text for mark in wanted.split(" or "))
 
 
+def parts(names: Iterable[str], count: int) -> list[set[str]]:
+    """Divide tests into parts that take about as long; the units of one stay together.
+
+    >>> parts(["a.py::one", "a.py::two", "b.py::one"], 2)
+    [{'a.py::one', 'a.py::two'}, {'b.py::one'}]
+    """
+    members: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        members[unit(name)].append(name)
+    takes = {each: sum(seconds().get(name, USUAL_S) for name in found) for each, found in members.items()}
+    found: list[set[str]] = [set() for _ in range(count)]
+    loads = [0.0] * count
+    for each in sorted(takes, key=lambda each: (-takes[each], each)):
+        least = loads.index(min(loads))
+        loads[least] += takes[each]
+        found[least].update(members[each])
+    return found
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the command line choose one part of what is marked `campaign` (with `-p tests.scheduling`)."""
+    parser.addoption("--campaign-part", metavar="K/N", help="play the K-th of N parts of the campaign, from 1")
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of the campaign that are not in the chosen part."""
+    if not (wanted := config.getoption("campaign_part", None)):
+        return
+    number, _, count = wanted.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"--campaign-part {wanted}: give K/N with 1 <= K <= N, such as 2/3")
+    campaign = [item.nodeid for item in items if item.get_closest_marker("campaign")]
+    others = set(campaign) - parts(campaign, int(count))[int(number) - 1]
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
+    items[:] = [item for item in items if item.nodeid not in others]
+
+
 def write_down(reports: Iterable[pytest.TestReport]) -> None:
     """Take the seconds of these tests over into the table, where that is asked for."""
     if not os.environ.get(VARIABLE):

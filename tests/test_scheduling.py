@@ -59,3 +59,25 @@ def test_what_was_seen_is_written_down_only_where_that_is_asked_for(tmp_path, mo
     monkeypatch.setenv(scheduling.VARIABLE, "1")
     scheduling.write_down([report])
     assert scheduling.TABLE.read_text().splitlines()[-1] == "12.3 a.py::short"
+
+
+def test_the_parts_of_the_campaign_take_about_as_long_and_have_every_test_once() -> None:
+    names = ["a.py::long", "a.py::short", "a.py::new", "b.py::long", "c.py::long", "d.py::new"]
+
+    found = scheduling.parts(names, 2)
+
+    assert sorted(name for part in found for name in part) == sorted(names)
+    assert [sorted(part) for part in found] == [
+        ["a.py::long", "a.py::new", "a.py::short"],
+        ["b.py::long", "c.py::long", "d.py::new"],
+    ]
+
+
+@pytest.mark.parametrize("wanted", ["0/3", "4/3", "1", "a/b"])
+def test_a_part_that_there_is_not_is_refused(wanted: str) -> None:
+    class Chosen:
+        def getoption(self, *_: object) -> str:
+            return wanted
+
+    with pytest.raises(pytest.UsageError, match="give K/N"):
+        scheduling.leave_out(Chosen(), [])  # type: ignore[arg-type]

@@ -69,12 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS and not words[0].startswith("-"):
         parser().error(f"no command `{words[0]}`{_nearest(words[0], COMMANDS)}")
     top = parser(words[:1] if words[0] in COMMANDS else COMMANDS)
+    arguments = None
     try:
         arguments, unknown = top.parse_known_args(words)
         if unknown:
             top.called(words).refuse(unknown[0])
         return int(arguments.execute(arguments))
     except StepkeeperError as error:
+        if error.code is ExitCode.NOTHING_FOUND and arguments is not None:
+            from stepkeeper.commands import pending  # noqa: PLC0415 - a supervisor stays small
+
+            if (answered := pending.answers(arguments)) is not None:
+                return answered
         print(f"stepkeeper: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
         return int(error.code)
     except BrokenPipeError:

@@ -9,13 +9,14 @@ _NAMES = (
     r"(?:api|access|account|private|signing|encryption|shared)[_-]?key|secret|passw(?:or)?d|passphrase"
     r"|authorization|credential|x-amz-signature"
 )
+_TOK = r"token(?!i[sz])"  # a tokenizer is none
 _COUNT = r"(?!-?[\d.,_]+(?:e[+-]?\d+)?[kmbgt]?(?:[\s\"',;&/)\]}]|$))"  # tokens=4096 is no secret
 _SECRETS = re.compile(
     rf"""
     (?P<name>(?:{_NAMES})\w{{0,40}}\\*["']?\s{{0,9}}[=:]>?\s{{0,9}}\\*["']?(?:(?:bearer|basic|token)\s{{1,9}})?)
         (?!(?:bearer|basic|token)\s|\*\*\*)[^\s"',;&\\]{{4,}}
     | (?P<token>tokens?\\*["']?\s{{0,9}}[=:]\s{{0,9}}\\*["']?){_COUNT}[^\s"',;&\\]{{4,}}
-    | (?P<option>(?:^|(?<=\s))--?[\w-]{{0,40}}(?:{_NAMES}|token)[\w-]{{0,40}}\s{{1,9}}["']?)
+    | (?P<option>(?:^|(?<=\s))--?[\w-]{{0,40}}(?:{_NAMES}|{_TOK})[\w-]{{0,40}}\s{{1,9}}["']?)
         (?![\s"']|--){_COUNT}[^\s"',;&\\]{{4,}}
     | (?P<bearer>bearer\s+)[A-Za-z0-9._~+/=-]{{8,}}
     | (?P<login>wandb\s+login\s+(?:--\S+\s+)*)[0-9a-z_]{{20,}}
@@ -29,7 +30,7 @@ _SECRETS = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-_SECRET_OPTION = re.compile(rf"--?[\w-]*(?:{_NAMES}|token)[\w-]*", re.IGNORECASE)
+_SECRET_OPTION = re.compile(rf"--?[\w-]*(?:{_NAMES}|{_TOK})[\w-]*", re.IGNORECASE)
 _A_COUNT = re.compile(rf"(?!{_COUNT}).*", re.IGNORECASE)
 HIDDEN = "***"
 
@@ -48,8 +49,8 @@ def redact(text: str) -> str:
 def redact_words(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with secrets replaced, also where the value is a word of its own.
 
-    >>> redact_words(["train.py", "--hub-token", "abcd", "--max-tokens", "4096"])
-    ['train.py', '--hub-token', '***', '--max-tokens', '4096']
+    >>> redact_words(["train.py", "--hub-token", "abcd", "--max-tokens", "4096", "--tokenizer", "gpt2"])
+    ['train.py', '--hub-token', '***', '--max-tokens', '4096', '--tokenizer', 'gpt2']
     """
     shown: list[str] = []
     hide = False

@@ -121,10 +121,12 @@ class Supervisor:
             restart_count=setting.lease.restart_count,
             attempt=setting.lease.attempt,
             launch=0,
+            launched=False,
             phase=Phase.STARTING.value,
             nodes=setting.assignment.nodes,
             started_at=now,
             updated_at=now,
+            alive_at=now,
         )
         self.telling = Telling(
             status=status,
@@ -177,6 +179,8 @@ class Supervisor:
             if self.standbys is not None:
                 self.standbys.renew()
             self.telling.look_at_journal()
+        if self._is_due("alive", status_file.ALIVE_EVERY_S):
+            self.telling.alive(now)
 
     def _is_due(self, what: str, every_s: float) -> bool:
         now = self.inbox.clock.now()

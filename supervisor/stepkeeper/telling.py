@@ -69,6 +69,12 @@ class Telling:
         if record is not None:
             self._journal.append(record)
 
+    def alive(self, now: float) -> None:
+        """Let the status say that the supervisor runs, also while nothing happens."""
+        self.status = msgspec.structs.replace(self.status, alive_at=now)
+        if not self._fenced:
+            self._status_writer.show(self.status)
+
     def found(self, effect: Told) -> None:
         """Tell of what the rules noticed."""
         match effect:

@@ -36,7 +36,7 @@ static const unsigned long long XID = 0x8, NO_INSTANCE = 0xffffffffu;
 typedef struct { unsigned id; long long value; int known; } Field;
 
 typedef struct {
-    int index, lost, pending, failed, correctable, uncorrectable, ecc, sram, temperature, links;
+    int index, lost, pending, failed, correctable, uncorrectable, ecc, sram, temperature, links, pages_pending;
     unsigned long long throttle, events, links_down;
     unsigned domain, bus, device;
     char uuid[96], name[96];
@@ -70,6 +70,7 @@ static void fresh(void) {
         gpu->index = i;
         gpu->temperature = 40 + i;
         gpu->events = 0xffff;
+        gpu->pages_pending = -1; /* a GPU that remaps rows retires no pages */
         gpu->bus = 0x10 + (unsigned)i;
         snprintf(gpu->uuid, sizeof gpu->uuid, "GPU-00000000-0000-4000-8000-%012x", i);
         snprintf(gpu->name, sizeof gpu->name, "Fake H100 80GB");
@@ -99,6 +100,7 @@ static void set_value(Gpu *gpu, const char *key, const char *value) {
     int number = (int)strtol(value, NULL, 0);
     if (!strcmp(key, "temperature")) gpu->temperature = number;
     else if (!strcmp(key, "rows_pending")) gpu->pending = number;
+    else if (!strcmp(key, "pages_pending")) gpu->pages_pending = number;
     else if (!strcmp(key, "rows_failed")) gpu->failed = number;
     else if (!strcmp(key, "rows_correctable")) gpu->correctable = number;
     else if (!strcmp(key, "rows_uncorrectable")) gpu->uncorrectable = number;
@@ -397,6 +399,13 @@ EXPORT int nvmlDeviceGetFieldValues(Gpu *gpu, int wanted, FieldValue *values) {
             values[i].value.u = (unsigned)field->value;
         }
     }
+    return leave(OK);
+}
+
+EXPORT int nvmlDeviceGetRetiredPagesPendingStatus(Gpu *gpu, unsigned *pending) {
+    ENTER_GPU;
+    if (gpu->pages_pending < 0) return leave(NOT_SUPPORTED);
+    *pending = (unsigned)gpu->pages_pending;
     return leave(OK);
 }
 

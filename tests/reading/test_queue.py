@@ -42,13 +42,13 @@ def requeued(run: RunDirectory) -> RunDirectory:
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        ("PENDING|N/A|Resources", "job 12 is PENDING (Resources)\n"),
-        ("PENDING|1|Priority", "job 12 is PENDING (Priority)\n"),
-        ("PENDING|N/A|JobHeldUser", "(JobHeldUser): it waits until somebody does `scontrol release 12`"),
-        ("PENDING|N/A|JobHeldAdmin", "(JobHeldAdmin): it waits until an administrator does `scontrol release 12`"),
-        ("PENDING|N/A|launch failed requeued held", "held): it waits until somebody does `scontrol release 12`"),
-        ("COMPLETING|1790000000|None", "job 12 is COMPLETING\n"),
-        ("RUNNING|1790000000|None", "job 12 is RUNNING\n"),
+        ("12|PENDING|N/A|Resources", "job 12 is PENDING (Resources): Slurm tells no expected start yet"),
+        ("12|PENDING|1|Priority", "job 12 is PENDING (Priority): Slurm tells no expected start yet"),
+        ("12|PENDING|N/A|JobHeldUser", "(JobHeldUser): it waits until somebody does `scontrol release 12`"),
+        ("12|PENDING|N/A|JobHeldAdmin", "(JobHeldAdmin): it waits until an administrator does `scontrol release 12`"),
+        ("12|PENDING|N/A|launch failed requeued held", "held): it waits until somebody does `scontrol release 12`"),
+        ("12|COMPLETING|1790000000|None", "job 12 is COMPLETING\n"),
+        ("12|RUNNING|1790000000|None", "job 12 is RUNNING\n"),
     ],
 )
 def test_a_run_that_was_requeued_shows_what_its_job_waits_for(
@@ -63,17 +63,15 @@ def test_a_run_that_was_requeued_shows_what_its_job_waits_for(
 
 
 def test_when_slurm_plans_to_start_it_is_said(command: Command, squeue: Squeue, requeued: RunDirectory) -> None:
-    squeue(f"echo 'PENDING|{time.time() + 2 * 3600 + 115:.0f}|Resources'")
+    squeue(f"echo '12|PENDING|{time.time() + 2 * 3600 + 115:.0f}|Resources'")
 
-    assert "job 12 is PENDING (Resources): to start in 2 h 01 min, as Slurm plans now" in (
-        command("status", requeued.path).out
-    )
+    assert "job 12 is PENDING (Resources): expected to start in 2 h 01 min (" in command("status", requeued.path).out
 
 
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("echo 'CANCELLED|N/A|None'", "job 12 is CANCELLED: nothing goes on by itself"),
+        ("echo '12|CANCELLED|N/A|None'", "job 12 is CANCELLED: nothing goes on by itself"),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "job 12 is not in the queue any more"),
         ("true", "`sacct -j 12` tells how it ended"),
     ],
@@ -86,7 +84,7 @@ def test_a_job_that_nobody_will_see_again_is_said_and_how_to_go_on(
     said = command("status", requeued.path).out
 
     assert told in said
-    assert f"to go on: submit it again with --run-dir {requeued.path}" in said
+    assert f"to go on: stepkeeper resume {requeued.path}" in said
 
 
 def test_where_slurm_does_not_answer_nothing_is_concluded(
@@ -106,7 +104,7 @@ def test_the_job_that_was_submitted_in_its_place_is_asked_for(
 ) -> None:
     answered = on.RequeueAnswered(at=build.START + 60, ok=True, job_id=13)
     build.write_journal(requeued, [*build.story(requeued), build.record(answered, phase=Phase.REQUEUEING)])
-    squeue("echo 'PENDING|N/A|Dependency'")
+    squeue("echo '13|PENDING|N/A|Dependency'")
 
     document = json.loads(command("status", requeued.path, "--json").out)
 
@@ -117,7 +115,7 @@ def test_the_job_that_was_submitted_in_its_place_is_asked_for(
 
 
 def test_a_run_that_fell_silent_shows_what_slurm_says(command: Command, squeue: Squeue, run: RunDirectory) -> None:
-    squeue("echo 'SUSPENDED|1790000000|None'")
+    squeue("echo '12|SUSPENDED|1790000000|None'")
     build.write_status(run, updated_at=time.time() - 3662)
 
     assert "job 12 is SUSPENDED" in command("status", run.path).out

@@ -39,7 +39,7 @@ def test_what_an_on_call_person_needs_fits_on_a_small_terminal(run: RunDirectory
         "my-run",
         "TRAINING for",
         "job 12 (restart 1), attempt 1, launch 0",
-        "step    250, loss 2.125, 0.5 s a step, 250,000 tokens, heard 30 s ago",
+        "step    250, loss 2.125, 1 s a step, 250,000 tokens, heard 30 s ago",
         "saved   step 200, 50 steps ago, 50 s ago",
         "4.41 to 4.88",
         "nodes   2 in use; left: n9 (XID 79)",
@@ -67,7 +67,9 @@ def test_a_terminal_without_unicode_gets_none(run: RunDirectory) -> None:
 def test_silence_is_said(run: RunDirectory) -> None:
     said = "\n".join(drawn(run, now=NOW + 3600))
 
-    assert "SILENT  for 1 h 00 min: is the job there, or suspended? squeue -j 12" in said
+    assert "NO WORD for 1 h 00 min, was TRAINING  job 12" in said
+    assert "is the job there, or suspended? squeue -j 12" in said
+    assert "TRAINING for" not in said
 
 
 def test_what_a_training_writes_cannot_act_on_the_terminal(run: RunDirectory) -> None:
@@ -120,8 +122,8 @@ def test_a_loss_that_is_no_number_is_said_beside_the_curve_of_those_before(run: 
 
     (row,) = [each for each in drawn(run) if each.startswith("loss")]
 
-    assert row.startswith("loss    no finite number now  ")
-    assert row.endswith("4.41 to 4.68")
+    assert row.startswith("loss    NaN or infinite now  ")
+    assert row.endswith("4.41 to 4.69")
 
 
 def test_on_a_narrow_terminal_the_run_the_reason_and_how_many_nodes_were_left_can_be_told(run: RunDirectory) -> None:

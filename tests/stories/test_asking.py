@@ -41,6 +41,11 @@ def test_saved_on_request_then_stopped_and_gone_on_by_another_job(lab: Lab, refe
     report = json.loads(asked(training, "report", str(training.run_dir), "--json"))
     assert [launch["ending"] for launch in report["launches"]] == ["stopped"], report["launches"]
 
-    again = Training(lab, name="asked", every=1000, step_seconds=0.0).submit()
-    again.wait_end()
-    assert_complete(again, reference)
+    (training.run_dir / "submission.json").unlink()  # as if an older version had started it: Slurm still knows
+    words = (training.stepkeeper, "resume", training.run_dir, "--json")
+    shell = {"STEPKEEPER": str(training.stepkeeper)}
+    resumed = lab.run(*words, user=training.user, env=shell, check=False, timeout_s=90.0)
+    assert resumed.returncode == 0, (resumed.stderr, training.story())
+    training.job_id = int(json.loads(resumed.stdout)["job"])
+    training.wait_end()
+    assert_complete(training, reference)

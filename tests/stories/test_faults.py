@@ -143,25 +143,24 @@ def test_during_a_checkpoint_no_verified_step_is_lost(lab: Lab, agents: Agents, 
 
 
 @pytest.mark.campaign
-def test_an_observing_agent_makes_the_job_leave_and_exclude_the_node(
-    lab: Lab, agents: Agents, reference: Training
-) -> None:
-    """Nobody drains it: so the job is requeued away from it, and at once, because the agent may help with that."""
+def test_an_observing_agent_tells_the_job_and_training_goes_on(lab: Lab, agents: Agents, reference: Training) -> None:
+    """Mode `observe` changes nothing: the launch, the node and the losses are those of a run without an agent."""
     for node in lab.node_names:
         agents.configure(node, mode="observe")
     agents.start()
     training = start(lab, agents, "observed", nodes=2)
-    bad = next(node for node in training.launches()[0] if node != lab.job(training.job_id).batch_host)
+    (nodes,) = training.launches()
+    bad = next(node for node in nodes if node != lab.job(training.job_id).batch_host)
 
     agents.inject(bad, 79)
-    training.wait_attempt(1)
-    excluded = lab.run("scontrol", "-o", "show", "job", str(training.job_id)).stdout
+    told = training.wait_event(on.NodeFaulted)
     training.wait_end()
 
     assert_complete(training, reference)
+    assert training.launches() == [nodes], training.story()
     assert not drained(lab)
-    assert f"ExcNodeList={bad}" in excluded
-    assert all(bad not in nodes for nodes in training.launches()[1:])
+    assert [(each.node, each.action, each.leave) for each in faults(training)] == [(bad, "drain_reboot", False)], told
+    assert "the node agent only observes" in training.output()
 
 
 @pytest.mark.campaign

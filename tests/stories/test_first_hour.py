@@ -58,6 +58,9 @@ def test_a_run_is_followed_explained_and_found_and_an_edit_between_two_attempts_
     assert asked(training, "logs", str(training.job_id), "--failed") != ""
     assert asked(training, "logs", str(training.job_id), "--rank", "0") != ""
     assert "cause" in asked(training, "explain", str(training.job_id))
+    killed = asked(training, "explain", str(training.run_dir), "--attempt", "0", "--launch", "0")
+    assert "host_memory (a guess, 50 %" in killed, killed
+    assert all(words in killed for words in ("SIGKILL", "next       launch 0.1 followed", "confirm    on ")), killed
     assert "signal 9" in asked(training, "events", str(training.run_dir))
 
 

@@ -21,6 +21,12 @@ def submit(lab: Lab, *words: str, check: bool = True) -> subprocess.CompletedPro
     return lab.run(command, "submit", *words, user=USER, cwd=lab.workdir(USER), check=check, timeout_s=180.0)
 
 
+def ask(lab: Lab, *words: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Type a command, from a place that tells nothing of the run."""
+    command = site_python(USER).parent / "stepkeeper"
+    return lab.run(command, *map(str, words), user=USER, cwd=Path("/"), check=check, timeout_s=180.0)
+
+
 def test_a_dry_run_prints_the_script_and_submits_nothing(lab: Lab) -> None:
     done = submit(lab, "--dry-run", "-N", "2", "--spares", "1", "--set", "policy.leave_within_s=7", "--", "true")
     assert "#SBATCH --nodes=2" in done.stdout
@@ -80,3 +86,70 @@ def test_a_training_is_submitted_and_finishes(lab: Lab) -> None:
     assert again.returncode == ExitCode.RUN_DIRECTORY
     assert "this run has finished, at step 4" in again.stderr
     assert list(journal.read(run_dir / "journal.jsonl")), "the run directory is where it was said to be"
+
+
+def test_what_slurm_says_of_a_job_of_sbatch_is_shown_before_it_has_a_run(lab: Lab) -> None:
+    job = lab.submit("exec true", sbatch_args=["--hold", "--array=3"], user=USER)
+    try:
+        for command in ("status", "events"):
+            seen = ask(lab, command, f"{job}_3").stdout
+            assert f"job {job}_3 is PENDING (JobHeldUser)" in seen, seen
+        assert "no run directory found" in ask(lab, "status", "999999", check=False).stderr
+    finally:
+        lab.cancel(job)
+
+
+def test_a_run_is_known_while_its_job_waits_can_be_stopped_there_and_is_submitted_again_as_it_was(lab: Lab) -> None:
+    python = str(site_python(USER))
+    done = submit(
+        lab,
+        "--gpus-per-node=1",
+        "--sbatch=--mem=2000",
+        "--sbatch=--cpus-per-task=1",
+        "--sbatch=--begin=now+2hours",
+        "--setup=export FROM_SETUP=yes",
+        "--job-name=waits",
+        "--",
+        *(python, "-m", "stepkeeper_trainer.examples.train_lm", "--steps=4", *SMALL),
+    )
+    job = int(done.stdout.split()[1])
+    run_dir = lab.workdir(USER) / "runs" / f"waits-{job}"
+    assert f"Slurm says     job {job} is PENDING" in done.stdout
+
+    seen = ask(lab, "status", job).stdout
+    for words in (
+        str(run_dir),
+        "pending, for",
+        f"job {job} is PENDING (BeginTime): expected to start in 1 h 5",
+        f"{run_dir}/logs",
+        f"{lab.workdir(USER)}/waits-{job}.log",
+    ):
+        assert words in seen, (words, seen)
+    document = json.loads(ask(lab, "status", job, "--json").stdout)
+    assert (document["phase"], document["queue"]["reason"]) == ("pending", "BeginTime")
+    assert "pending (BeginTime)" in ask(lab, "status", "--all").stdout
+    for command in ("events", "explain", "logs"):
+        assert f"job {job} is PENDING (BeginTime)" in ask(lab, command, job).stdout, command
+    busy = ask(lab, "resume", job, check=False)
+    assert busy.returncode == ExitCode.RUN_BUSY
+    assert "goes on already" in busy.stderr
+    save = ask(lab, "save", job, check=False)
+    assert save.returncode == ExitCode.NOTHING_FOUND
+    assert "nothing is running that could save" in save.stderr
+
+    stopped = ask(lab, "stop", job).stdout
+    assert f"job {job} waited in the queue, and nothing of the run was running: it is cancelled" in stopped
+    assert lab.job(job).state == "CANCELLED"
+    assert "gone before it started, for" in (seen := ask(lab, "status", job).stdout)
+    assert f"stepkeeper resume {run_dir}" in seen
+
+    shown = ask(lab, "resume", job, "--dry-run").stdout
+    assert "| #SBATCH --begin=now+2hours" in shown
+    resumed = ask(lab, "resume", job, "--sbatch=--begin=now", "--json").stdout
+    again = int(json.loads(resumed)["job"])
+    lab.until(lambda: lab.job(again).state in ENDED, "the end of the job", 240.0)
+    assert lab.job(again).state == "COMPLETED", (lab.workdir(USER) / f"waits-{again}.log").read_text()
+    workers = {record.job_id for record in journal.read(run_dir / "journal.jsonl")}
+    assert workers == {again}, "it works in the same run directory"
+    assert not (lab.workdir(USER) / "runs" / f"waits-{again}").exists()
+    assert json.loads(ask(lab, "status", again, "--json").stdout)["total_steps"] == 4

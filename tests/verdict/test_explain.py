@@ -13,9 +13,10 @@ from stepkeeper.core.state import Phase
 from stepkeeper.printing import instant
 from stepkeeper.store import journal
 from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.verdict import rules
 from tests.reading import build
 from tests.reading.conftest import Command, command, run
-from tests.verdict.test_logs import STACK
+from tests.verdict.test_logs import OOM, STACK
 
 __all__ = ["command", "run"]  # fixtures of the reading commands
 START = build.START
@@ -82,8 +83,100 @@ def test_people_read_what_happened_why_and_what_to_do(command: Command, run: Run
     said = command("explain", run.path)
 
     assert said.code == 0
-    for words in ("gpu_memory", "A GPU ran out of memory", "train.py:61", "because", "to do"):
-        assert words in said.out
+    log = run.logs(0, 0) / "n2.log"
+    for words in (
+        "gpu_memory", "A GPU ran out of memory", "train.py:61", "because", "to do", f"message    {OOM}",
+        f"who        rank 1, node n2, {log}:4", f"last lines {log}:4 rank 1: {OOM}",
+        "next       Stepkeeper starts the ranks again on the same nodes; if it fails in the same way again, it stops",
+        "confirm    on n2: nvidia-smi",
+    ):  # fmt: skip
+        assert words in said.out, said.out
+    for internal in ("root,", "cascade", "confirmation", "were it not for", "application"):
+        assert internal not in said.out
+
+
+def test_where_no_rule_knows_the_cause_the_last_lines_and_the_next_step_are_shown(
+    command: Command, run: RunDirectory
+) -> None:
+    failing(run, code=3)
+    lines = "step 1 loss 2.5\nbuffer of the frobnicator cannot be swapped\nit/s 3\nbye\n"
+    build.write_log(run, "n2", labelled(1, lines) + b'1: save_failed error="No space left on device"\n')
+
+    said = command("explain", run.path).out
+    document = explained(command, run.path)
+
+    assert document["cause"] == "exception"
+    assert float(str(document["confidence"])) < 0.6
+    assert [line["text"] for line in document["last_lines"]] == [  # type: ignore[attr-defined]
+        "buffer of the frobnicator cannot be swapped"
+    ]
+    for words in ("(a guess, 30 %", "next       ", "to do      First confirm it.", "confirm    stepkeeper logs"):
+        assert words in said, said
+
+
+def test_a_log_without_any_error_shows_its_last_lines(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("".join(f"step {step}\n" for step in range(30)))
+
+    document = explained(command, "--log", tmp_path / "log")
+
+    assert document["cause"] == "unknown"
+    assert [line["text"] for line in document["last_lines"]][-1] == "step 29"  # type: ignore[attr-defined]
+    assert all("RUN" not in line for line in document["confirm"])  # type: ignore[attr-defined]
+
+
+def test_a_rank_that_somebody_killed_is_a_guess_to_be_confirmed(command: Command, run: RunDirectory) -> None:
+    """The order to kill the others has the very instant of its exit."""
+    killed = on.RankExited(at=START + 9, launch=0, rank=1, node="n2", signal=9)
+    build.write_journal(
+        run,
+        [
+            build.record(on.LaunchBegan(at=START + 1, launch=0), attempt=0),
+            build.record(killed, attempt=0, effects=(do.KillRanks(launch=0, why="rank 1 ended"),)),
+            build.record(on.RankExited(at=START + 9.5, launch=0, rank=0, node="n1", signal=9), attempt=0),
+            build.record(on.LaunchEnded(at=START + 10, launch=0, code=137), attempt=0, phase=Phase.STARTING),
+        ],
+    )
+
+    said = command("explain", run.path).out
+    document = explained(command, run.path)
+
+    assert (document["cause"], document["rule"], document["rank"]) == ("host_memory", "exit-killed", 1)
+    assert "a guess, 50 %" in said
+    assert "confirm    on n2: dmesg -T" in said
+    assert "to do      First confirm it." in said
+
+
+def test_what_stepkeeper_does_next_goes_by_the_settings_of_the_run(command: Command, run: RunDirectory) -> None:
+    failing(run)
+    build.write_log(run, "n2", labelled(1, STACK))
+    recorded = run.path / "attempts" / "attempt-000" / "config.json"
+    recorded.parent.mkdir(parents=True)
+    settings = {"policy.on_gpu_memory": {"value": "relaunch after 30 s, requeue, stop"}}
+    recorded.write_text(json.dumps({"settings": settings}))
+
+    following = explained(command, run.path)["next"]
+
+    assert following == (
+        "Stepkeeper starts the ranks again on the same nodes after 30 s; if it fails in the same way again, "
+        "it requeues the job; later: stops, and calls a person (notify_command)"
+    )
+
+
+def test_a_launch_that_another_one_followed_names_it(command: Command, run: RunDirectory) -> None:
+    failing(run, attempt=0, launch=0)
+    failing(run, attempt=1, launch=2, at=START + 100)
+    build.write_log(run, "n2", labelled(1, STACK), 0, 0)
+
+    assert "launch 1.2 followed" in str(explained(command, run.path, "--attempt", 0)["next"])
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_every_cause_says_how_to_confirm_it_and_what_to_do(cause: Cause) -> None:
+    meaning = rules.load().meanings[cause]
+
+    assert meaning.happened
+    assert meaning.todo
+    assert meaning.confirm
 
 
 def test_without_logs_the_exits_are_what_is_left(command: Command, run: RunDirectory) -> None:

@@ -164,3 +164,23 @@ def test_independent_evidence_raises_and_another_root_lowers_the_confidence() ->
     else_ = piece(Cause.STORAGE, confidence=0.9, rank=1, line=3)
 
     assert judge([one, same]).confidence > judge([one]).confidence > judge([one, else_]).confidence
+
+
+def test_the_exit_that_had_the_ranks_killed_is_no_kill_of_ours() -> None:
+    """The order to kill the others has the instant of the exit that it follows from."""
+    first = RankExited(at=AT, launch=0, rank=1, node="n2", signal=9)
+    ours = RankExited(at=AT + 0.1, launch=0, rank=0, node="n1", signal=9)
+
+    found = planes.exits([first, ours], killed_at=AT)
+
+    assert [(each.rank, each.rule) for each in found] == [(1, "exit-killed")]
+    assert judge(found).cause is Cause.HOST_MEMORY
+
+
+def test_being_told_to_end_gives_way_to_whatever_failed() -> None:
+    told = piece(Cause.CANCELLED, Role.CASCADE, 0.4, rank=0)
+    reported = piece(Cause.EXCEPTION, Role.CONFIRMATION, 0.35, rank=1)
+
+    assert judge([told]).cause is Cause.CANCELLED
+    assert judge([told, reported]).cause is Cause.EXCEPTION
+    assert judge([told, piece(Cause.COLLECTIVE_TIMEOUT, Role.CASCADE, 0.3)]).cause is Cause.COLLECTIVE_TIMEOUT

@@ -24,6 +24,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 def read_batch():
     raise ValueError("bad batch 17")
 
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        time.sleep(1)
+        return index
+
 @record
 def main():
     dist.init_process_group("gloo")
@@ -31,12 +39,19 @@ def main():
         how = sys.argv[1]
         if how == "raise":
             read_batch()
+        elif how == "beside-loaders":
+            time.sleep(5)
+            read_batch()
         elif how == "segfault":
             os.kill(os.getpid(), signal.SIGSEGV)
         elif how == "memory":
             torch.empty(2**60, dtype=torch.uint8)
         elif how == "load":
             torch.nn.Linear(2, 2).load_state_dict(torch.nn.Linear(3, 3).state_dict())
+    if sys.argv[1] == "beside-loaders":  # as a script does that saves on SIGTERM: it outlives its workers
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        for batch in torch.utils.data.DataLoader(Slow(), num_workers=2):
+            pass
     dist.all_reduce(torch.ones(1))
     time.sleep(60)
 
@@ -66,6 +81,7 @@ def torchrun(tmp_path: Path, how: str) -> tuple[str, list[bytes]]:
     ("how", "cause"),
     [
         ("raise", Cause.EXCEPTION),
+        pytest.param("beside-loaders", Cause.EXCEPTION, marks=pytest.mark.campaign),
         pytest.param("segfault", Cause.SEGFAULT, marks=pytest.mark.campaign),
         pytest.param("memory", Cause.HOST_MEMORY, marks=pytest.mark.campaign),
         pytest.param("load", Cause.CHECKPOINT, marks=pytest.mark.campaign),
@@ -77,7 +93,7 @@ def test_the_rank_that_failed_is_told_from_those_that_lost_their_peer(tmp_path: 
     judged = verdict(printed)
 
     assert judged.cause is cause, printed
-    if how == "raise":
+    if how in ("raise", "beside-loaders"):
         where = f"ValueError at {tmp_path / 'train.py'}:8 in read_batch"
         assert judged.location == where
         assert where in {said.location for data in error_files if (said := errorfiles.sight(data))}

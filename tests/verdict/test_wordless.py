@@ -75,10 +75,16 @@ def test_a_rescue_by_the_watcher_beside_it_says_that_the_supervisor_was_gone(
     rescue = {"at": START + 30, "job_id": 12, "restart_count": 0, "node": "n1"}
     (run.path / rescues.RESCUES_NAME).write_text('{"at": 1\n' + json.dumps(rescue) + "\n")
 
+    gone = (
+        b'0: watcher_lost why="Connection refused"\n0: rank_lost rank=1 why="[pair.cc:534] Connection closed by peer"\n'
+    )
+    build.write_log(run, "n1", gone, 0, 0)
+
     document = explained(command, run.path)
 
-    assert document["cause"] == "unknown"
-    assert "the supervisor there was gone" in str(document["evidence"])
+    assert (document["cause"], document["rule"], document["node"]) == ("unknown", "supervisor-gone", "n1")
+    assert "the supervisor there was gone" in str(document["message"])
+    assert [piece["rule"] for piece in document["evidence"]] == ["supervisor-gone"]  # type: ignore[attr-defined]
 
 
 def test_what_its_own_logs_say_outweighs_a_node_that_did_not_come_back(command: Command, run: RunDirectory) -> None:

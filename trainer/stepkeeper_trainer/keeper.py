@@ -157,7 +157,8 @@ class Keeper:
             keep_wandb_run(self._environment.run_id)
             if tracker is None:  # a tracker knows by itself
                 keep_mlflow_run(self.run_dir)
-        self._reporter = Reporter(self._link, self.rank, self.world_size, OwnTime(model, lambda: self._saver))
+        own_time = OwnTime(model, lambda: self._saver)
+        self._reporter = Reporter(self._link, self.rank, self.world_size, own_time, total_steps=total_steps)
 
     @property
     def step(self) -> int:

@@ -25,5 +25,5 @@ def _line(event: str, values: dict[str, object]) -> str:
 
 
 def _quoted(value: object) -> str:
-    text = str(value)
+    text = " ".join(str(value).splitlines())
     return f'"{text}"' if " " in text or not text else text

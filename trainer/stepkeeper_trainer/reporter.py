@@ -20,9 +20,12 @@ PROGRESS_EVERY_S = 1.0
 class Reporter:
     """Turns steps into messages."""
 
-    def __init__(self, link: Link, rank: int, world_size: int, own_time: OwnTime) -> None:
+    def __init__(
+        self, link: Link, rank: int, world_size: int, own_time: OwnTime, *, total_steps: int | None = None
+    ) -> None:
         """Introduce this rank."""
         self._link, self._rank, self._world_size, self._own_time = link, rank, world_size, own_time
+        self._total_steps = total_steps
         self._said_at = self._stepped_at = time.monotonic()
         self.resumed(None)
 
@@ -37,6 +40,7 @@ class Reporter:
                 pid=os.getpid(),
                 version=__version__,
                 resumed_step=step,
+                total_steps=self._total_steps,
             )
         )
 

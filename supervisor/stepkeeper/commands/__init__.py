@@ -16,6 +16,7 @@ COMMANDS = (
     "status",
     "save",
     "stop",
+    "resume",
     "events",
     "logs",
     "report",

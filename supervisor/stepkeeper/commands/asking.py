@@ -18,6 +18,10 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.seeing import queue
+from stepkeeper.seeing.queue import Waiting
+from stepkeeper.slurm.calling import call
+from stepkeeper.slurm.client import SlurmError
 from stepkeeper.store import asks, find, journal
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
@@ -26,6 +30,7 @@ from stepkeeper.store.status import Status
 T = TypeVar("T")
 WITHIN_S = 900.0
 LOOK_EVERY_S = 0.5
+CANCELLED_WITHIN_S = 30.0
 RECORDS_BACK_MAX = 10_000
 
 
@@ -42,8 +47,11 @@ def declare(command: argparse.ArgumentParser, kind: asks.Kind) -> None:
 def _execute(arguments: argparse.Namespace) -> int:
     kind: asks.Kind = arguments.kind
     run = find.find(arguments.run, os.environ)
-    status = _alive(run)
     give_up_at = time.monotonic() + arguments.within
+    waiting = queue.waiting(run, status_file.read(run.status))
+    if waiting is not None and _of_the_queue(arguments, run, waiting, give_up_at):
+        return ExitCode.FINISHED
+    status = _alive(run)
     asked_at = time.time()
     ask = asks.Ask(kind=kind, job_id=status.job_id, at=asked_at, by=getpass.getuser())
     name = asks.write(run.path, ask)
@@ -68,6 +76,55 @@ def _execute(arguments: argparse.Namespace) -> int:
     if kind == "save":
         return _tell(arguments, run, {"said": answer.said, **_saved(run, asked_at, give_up_at)})
     return _tell(arguments, run, {"said": answer.said, **_ended(run, status, give_up_at)})
+
+
+def _of_the_queue(arguments: argparse.Namespace, run: RunDirectory, waiting: Waiting, give_up_at: float) -> bool:
+    """Stop a run whose job waits, by cancelling it; false where its supervisor is there meanwhile, and can be asked.
+
+    Raises:
+        StepkeeperError: there is nothing to save or to stop, or Slurm does not answer.
+    """
+    queued = queue.ask(waiting.job)
+    if queue.is_pending(queued) and arguments.kind == "stop":
+        queued = _cancel(waiting.job, give_up_at)
+        if queue.is_over(queued):
+            _tell(arguments, run, _cancelled(run, waiting))
+            return True
+    said = queue.words(queued, time.time())
+    if queued.error:
+        raise StepkeeperError(f"job {waiting.job}: Slurm says {said}", ExitCode.NO_SLURM)
+    if queue.is_over(queued) or queue.is_pending(queued):
+        what = "nothing is running" if arguments.kind == "stop" else "nothing is running that could save"
+        raise StepkeeperError(f"{said}; {what}", ExitCode.NOTHING_FOUND)
+    begun = _until(lambda: queue.waiting(run, status_file.read(run.status)) is None or None, give_up_at)
+    if not begun:
+        raise StepkeeperError(f"{said}, and its supervisor has not said a word yet: ask again", ExitCode.NOTHING_FOUND)
+    return False
+
+
+def _cancel(job: str, give_up_at: float) -> queue.Queued:
+    """Cancel a job if it still waits: one that has just started is asked to save; return what Slurm says then."""
+    try:
+        call(["scancel", "--state=PENDING", job], queue.WITHIN_S, what="scancel")
+    except SlurmError as error:
+        raise StepkeeperError(f"job {job} is not cancelled: {error}", ExitCode.NO_SLURM) from error
+
+    def settled() -> queue.Queued | None:
+        queued = queue.ask(job)
+        return None if queued.error or queue.is_pending(queued) else queued
+
+    queued = _until(settled, min(give_up_at, time.monotonic() + CANCELLED_WITHIN_S))
+    if queued is None:
+        raise StepkeeperError(f"scancel {job} is done, and Slurm still says that it waits", ExitCode.NOTHING_FOUND)
+    return queued
+
+
+def _cancelled(run: RunDirectory, waiting: Waiting) -> dict[str, object]:
+    status = status_file.read(run.status)
+    step = status.checkpoint_step if status is not None else None
+    kept = f"the checkpoint of step {step} stays" if step is not None else "it had no checkpoint"
+    said = f"job {waiting.job} waited in the queue, and nothing of the run was running: it is cancelled; {kept}"
+    return {"said": said, "cancelled": waiting.job, "checkpoint_step": step}
 
 
 def _alive(run: RunDirectory) -> Status:
@@ -123,7 +180,10 @@ def _tell(arguments: argparse.Namespace, run: RunDirectory, found: dict[str, obj
         printing.say(f"step {found['step']} is saved: {found['directory']}")
     if "exit_code" in found:
         printing.say(f"ended with the checkpoint of step {found['checkpoint_step']}")
-        printing.say(f"to go on: submit it again with --run-dir {run.path}, or STEPKEEPER_RUN_DIR={run.path}")
+    if "cancelled" in found:
+        printing.say(str(found["said"]))
+    if "cancelled" in found or "exit_code" in found:
+        printing.say(f"to go on: stepkeeper resume {run.path}")
     return ExitCode.FINISHED
 
 

@@ -13,7 +13,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm import resubmission
 from stepkeeper.slurm.allocation import Allocation
 from stepkeeper.slurm.argv import Geometry
-from stepkeeper.store import journal, rundir
+from stepkeeper.store import journal, rundir, submission
 from stepkeeper.submitting import own_script
 from stepkeeper_trainer.formats import lease, outcome
 
@@ -38,10 +38,12 @@ def continued(environment: dict[str, str]) -> Path | None:
         return None
     try:
         held = lease.read(Path(directory))
+        submitted = submission.read(Path(directory)) if held is None else None  # no job has worked on it yet
     except (OSError, lease.LeaseError):
         return None  # another place than that is then what the settings say
     ours = environment.get("SLURM_JOB_ID", "")
-    return Path(directory) if held is not None and str(held.job_id) in (number, ours) else None
+    whose = str(held.job_id) if held is not None else str(submitted.number) if submitted is not None else ""
+    return Path(directory) if whose and whose in (number, ours) else None
 
 
 def standby_imports(settings: RunSettings) -> tuple[str, ...] | None:

@@ -65,7 +65,7 @@ def execute(arguments: argparse.Namespace) -> int:
             indent=2,
         )
     else:
-        _print(found, show_all=arguments.all)
+        show(found, show_all=arguments.all)
     worst = max((finding.level.weight for finding in found), default=0)
     return int(ExitCode.SITE_UNFIT) if worst == Level.PROBLEM.weight else int(ExitCode.FINISHED)
 
@@ -88,7 +88,8 @@ def _storage(directory: Path) -> list[Finding]:
     return found
 
 
-def _print(found: list[Finding], *, show_all: bool) -> None:
+def show(found: list[Finding], *, show_all: bool) -> None:
+    """Print findings for people."""
     shown = [finding for finding in found if show_all or finding.level is not Level.OK]
     for finding in shown:
         printing.say(f"{finding.level.value.upper():8} {finding.subject}: {finding.found}")

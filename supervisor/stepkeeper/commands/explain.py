@@ -11,21 +11,22 @@ from typing import Any
 import msgspec
 
 from stepkeeper import printing
+from stepkeeper.commands import explain_text
+from stepkeeper.config import record
+from stepkeeper.core import ladder
+from stepkeeper.core.causes import Cause
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.redaction import redact
-from stepkeeper.seeing.model import left_out_in_words
 from stepkeeper.store import find
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.verdict import errorfiles, gathering, logs, reading, rules
-from stepkeeper.verdict.causes import Evidence, Role, Verdict
+from stepkeeper.verdict import errorfiles, gathering, lasting, logs, reading, rules
+from stepkeeper.verdict.causes import Evidence, Verdict
 from stepkeeper.verdict.gathering import Launch
 from stepkeeper.verdict.joining import judge
 from stepkeeper_trainer.formats import lineage as lineages
 
-SHOWN_MAX = 6  # pieces of evidence, for people
-SURE, LIKELY = 0.85, 0.6
-GOES_ON = (ExitCode.REQUEUED, ExitCode.SUPERSEDED)  # ends of attempts that do not end the run
 _CODES = f"""
 exit codes:
   {ExitCode.FINISHED:<3} a verdict was given, `unknown` included
@@ -64,7 +65,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.log:
         if arguments.run is not None or arguments.attempt is not None or arguments.launch is not None:
             raise StepkeeperError("--log goes without RUN, --attempt and --launch", ExitCode.USAGE)
-        verdict, about = judge(_of_files(arguments.log)), {"logs": arguments.log}
+        verdict, about = _of_files(arguments.log)
     elif arguments.run is None:
         raise StepkeeperError("name a run directory or a job id, or logs with --log", ExitCode.USAGE)
     else:
@@ -72,7 +73,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         printing.say_json({**_document(verdict), **about}, indent=2)
     else:
-        _show(verdict, about)
+        explain_text.show(verdict, about)
     return ExitCode.FINISHED
 
 
@@ -90,14 +91,39 @@ def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, 
         raise StepkeeperError(_nothing(run, known, attempt, launch), ExitCode.NOTHING_FOUND)
     failed = [each for each in wanted if each.failed]
     chosen = (failed or wanted)[-1]
-    return judge(gathering.of_launch(run, chosen)), {
+    verdict = judge(gathering.of_launch(run, chosen))
+    later = known[known.index(chosen) + 1 :]
+    about = {
         "run": str(run.path),
         "attempt": chosen.attempt,
         "launch": chosen.launch,
         "job_id": chosen.job_id,
+        "followed": f"{later[0].attempt}.{later[0].launch}" if later else "",
         "end": _end(run),
         "left_out": _left_out(run),
+        "last_lines": [],
     }
+    said = next((each.log for each in verdict.evidence if each.log), "")
+    path = said or str(gathering.log_of(run.logs(chosen.attempt, chosen.launch), verdict.node) or "")
+    if path:
+        about["last_lines"] = _last_lines(path, _read(path), verdict.rank)
+    names = {"RUN": str(run.path), "JOB": str(chosen.job_id or ""), "NODE": explain_text.who(verdict).get("node", "")}
+    about["confirm"] = explain_text.commands(verdict.cause, names)
+    row = _row(verdict, record.policy(run.path, chosen.attempt))
+    about["next"] = explain_text.following(verdict.cause, row, about)
+    return verdict, about
+
+
+def _row(verdict: Verdict, policy: Policy) -> tuple[ladder.Try, ...]:
+    """Return the row of the ladder by which a verdict is decided."""
+    return policy.row(verdict.cause if verdict.confidence >= policy.judged_from else Cause.UNKNOWN)
+
+
+def _last_lines(name: str, log: reading.Log, rank: int | None) -> list[dict[str, Any]]:
+    return [
+        {"log": name, "line": line.number, "rank": line.rank, "text": redact(line.text[: lasting.CHARACTERS_MAX])}
+        for line in lasting.error_lines(log, rank=rank)
+    ]
 
 
 def _end(run: RunDirectory) -> dict[str, Any] | None:
@@ -118,9 +144,10 @@ def _nothing(run: RunDirectory, known: list[Launch], attempt: int | None, launch
     return f"{run.path}: no launch {asked} (attempt.launch); there are {there}"
 
 
-def _of_files(names: list[str]) -> list[Evidence]:
+def _of_files(names: list[str]) -> tuple[Verdict, dict[str, Any]]:
     several = len(names) > 1
     found: list[Evidence] = []
+    read: dict[str, reading.Log] = {}
     for name in names:
         node = Path(name).stem if several and name != "-" else ""
         log = _read(name)
@@ -129,8 +156,16 @@ def _of_files(names: list[str]) -> list[Evidence]:
             said = errorfiles.sight("\n".join(line.text for line in log.lines).encode(errors="replace"), node=node)
             found += [said] if said is not None else []
         else:
-            found += [msgspec.structs.replace(each, node=node) for each in logs.sight(log)]
-    return found
+            read[name] = log
+            found += [msgspec.structs.replace(each, log=name) for each in logs.sight(log, node=node)]
+    verdict = judge(found)
+    by = next((each.log for each in verdict.evidence if each.log), next(iter(read), ""))
+    about = {
+        "logs": names,
+        "last_lines": _last_lines(by, read[by], verdict.rank) if by else [],
+        "confirm": explain_text.commands(verdict.cause, {"NODE": explain_text.who(verdict).get("node", "")}),
+    }
+    return verdict, {**about, "next": explain_text.following(verdict.cause, _row(verdict, Policy()), about)}
 
 
 def _read(name: str) -> reading.Log:
@@ -148,43 +183,11 @@ def _document(verdict: Verdict) -> dict[str, Any]:
     document: dict[str, Any] = msgspec.to_builtins(verdict)
     for piece in document["evidence"]:
         piece["text"] = redact(piece["text"])
-    meaning = rules.load().meanings[verdict.cause]
-    return {**document, "happened": meaning.happened, "todo": meaning.todo}
-
-
-def _show(verdict: Verdict, about: dict[str, Any]) -> None:
     table = rules.load()
-    meaning = table.meanings[verdict.cause]
-    if "attempt" in about:
-        printing.say(f"launch     {about['attempt']}.{about['launch']} of {about['run']} (job {about['job_id']})")
-    printing.say(f"cause      {verdict.cause.value} ({_how_sure(verdict)}; rule {verdict.rule})")
-    printing.say(f"           {meaning.happened}")
-    where = [verdict.location, f"rank {verdict.rank}" if verdict.rank is not None else "", verdict.node]
-    if any(where):
-        printing.say(f"where      {', '.join(part for part in where if part)}")
-    for index, piece in enumerate(verdict.evidence[:SHOWN_MAX]):
-        printing.say(f"{'because' if index == 0 else '':<10} {_piece(piece, table.says(piece.rule))}")
-        printing.say(f"{'':<10}   {redact(piece.text)}")
-    if len(verdict.evidence) > SHOWN_MAX:
-        printing.say(f"{'':<10} and {len(verdict.evidence) - SHOWN_MAX} more: --json")
-    if verdict.otherwise is not None and verdict.otherwise.cause is not verdict.cause:
-        printing.say(f"otherwise  {verdict.otherwise.cause.value}: were it not for the first of these")
-    if (end := about.get("end")) is not None and end["code"] not in GOES_ON:
-        printing.say(f"the run    ended {printing.instant(end['at'])} with {end['code']}: {end['reason']}")
-    for window in about.get("left_out", ()):
-        printing.say(f"left out   {left_out_in_words(window['step'], window['steps'])}: the run goes on without it")
-    printing.say(f"to do      {meaning.todo}")
-
-
-def _how_sure(verdict: Verdict) -> str:
-    words = "sure" if verdict.confidence >= SURE else "likely" if verdict.confidence >= LIKELY else "a guess"
-    seen = ", the root itself was not seen" if verdict.role is Role.CASCADE else ""
-    return f"{words}, {100 * verdict.confidence:.0f} %{seen}"
-
-
-def _piece(piece: Evidence, says: str) -> str:
-    who = [f"rank {piece.rank}" if piece.rank is not None else "", piece.node, piece.plane.value]
-    times = f", {piece.count} times" if piece.count > 1 else ""
-    line = f", line {piece.line}" if piece.line is not None else ""
-    words = f": {says}" if says else ""
-    return f"{piece.role.value}, {', '.join(part for part in who if part)}{line}{times}{words}"
+    return {
+        **document,
+        "happened": table.meanings[verdict.cause].happened,
+        "todo": table.todo(verdict.rule, verdict.cause),
+        "message": redact(explain_text.message(verdict)),
+        "who": explain_text.who(verdict),
+    }

@@ -1,4 +1,4 @@
-"""`stepkeeper node agent|check|incidents`: what an administrator runs on a compute node."""
+"""`stepkeeper node agent|check|incidents|install|uninstall`: what an administrator runs on a compute node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TextIO, cast
 import msgspec
 
 from stepkeeper import __version__, printing
-from stepkeeper.commands import node_check
+from stepkeeper.commands import node_check, node_install
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.log import PatientStream
@@ -33,6 +33,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     actions = node.add_subparsers(dest="action", metavar="ACTION", required=True)
     node_check.add(actions)
+    node_install.add(actions)
 
     agent = actions.add_parser(
         "agent",
@@ -41,6 +42,12 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         allow_abbrev=False,
     )
     _add_config(agent)
+    agent.add_argument(
+        "--check",
+        action="store_true",
+        help="say whether configuration, Slurm, PCI bus, NVML and kernel log fit together, and end",
+    )
+    agent.add_argument("--json", action="store_true", help="with --check: one JSON document")
     agent.set_defaults(execute=run_agent)
 
     incidents = actions.add_parser(
@@ -62,7 +69,11 @@ def _add_config(command: argparse.ArgumentParser) -> None:
 
 
 def run_agent(arguments: argparse.Namespace) -> int:
-    """Run the agent until it is told to stop."""
+    """Run the agent until it is told to stop; or check its setup."""
+    if arguments.check:
+        return check_setup(arguments)
+    if arguments.json:
+        raise StepkeeperError("--json goes with --check: the agent's log is JSON in any case", ExitCode.USAGE)
     # the sensors and the socket are wanted by the agent alone: `node incidents` starts without them
     from stepkeeper.node import journald, signals  # noqa: PLC0415
     from stepkeeper.node.agent import Agent  # noqa: PLC0415
@@ -96,6 +107,28 @@ def run_agent(arguments: argparse.Namespace) -> int:
     finally:
         stream.drain(LOG_WITHIN_S)
     return ExitCode.FINISHED
+
+
+@printing.reading
+def check_setup(arguments: argparse.Namespace) -> int:
+    """Say all that an agent would find wrong with its setup.  The agent may run meanwhile; nothing is changed."""
+    from stepkeeper.commands.doctor import show  # noqa: PLC0415 - as above
+    from stepkeeper.doctor.finding import Level  # noqa: PLC0415
+    from stepkeeper.node import setup  # noqa: PLC0415
+    from stepkeeper.node.xid import catalogue  # noqa: PLC0415
+    from stepkeeper.slurm.node_commands import NodeCommands  # noqa: PLC0415
+
+    config = node_config.load(arguments.config)
+    catalogue.load(Path(config.catalogue) if config.catalogue else None)
+    client = NodeCommands(config.slurm_environment, config.limits.call_within_s)
+    found = setup.examine(config, setup.gather(config, client))
+    if arguments.json:
+        findings = [msgspec.to_builtins(finding) for finding in found]
+        printing.say_json({"node": config.name, "mode": config.mode.value, "findings": findings}, indent=2)
+    else:
+        show(found, show_all=True)
+    wrong = any(finding.level is Level.PROBLEM for finding in found)
+    return int(ExitCode.SITE_UNFIT if wrong else ExitCode.FINISHED)
 
 
 @printing.reading

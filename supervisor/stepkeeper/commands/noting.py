@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from stepkeeper.config import record
 from stepkeeper.config.resolve import Config
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.store import code, known
+from stepkeeper.slurm import repeating
+from stepkeeper.slurm.allocation import Allocation
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.store import code, known, submission
 from stepkeeper.store.rundir import RunDirectory
 
 Log = structlog.typing.FilteringBoundLogger
@@ -35,6 +39,26 @@ def note(config: Config, directory: RunDirectory, number: int, command: Sequence
     except OSError as error:  # a help for people, no more: a home may be read-only on compute nodes
         log.debug("run_not_noted", error=f"{error.filename}: {error.strerror}")
     _compare_code(directory, number, command, log, must_be_same=config.settings.same_code)
+
+
+def note_submission(directory: RunDirectory, allocation: Allocation, words: Sequence[str], log: Log) -> None:
+    """Keep how the job was submitted, for `stepkeeper resume`, on a thread: Slurm may be slow, and nothing waits.
+
+    What `submit` or `resume` has kept already stays; so an attempt that was requeued asks Slurm nothing.
+    """
+    environment = dict(os.environ)
+
+    def keep() -> None:
+        try:
+            known_already = submission.read(directory.path)
+            if known_already is not None and known_already.job == allocation.slurm_name:
+                return
+            found = repeating.find_out(allocation.slurm_name, environment, words, len(allocation.nodes))
+            submission.write(directory.path, found)
+        except (SlurmError, OSError) as error:
+            log.warning("submission_not_recorded", error=str(error))
+
+    threading.Thread(target=keep, name="submission", daemon=True).start()
 
 
 def _compare_code(

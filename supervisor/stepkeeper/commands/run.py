@@ -173,6 +173,8 @@ def _supervise(arguments: argparse.Namespace) -> int:
         to_stop=f"stepkeeper stop {directory.path}",
     )
     noting.note(config, directory, lease.attempt, command, log)
+    if batch:
+        noting.note_submission(directory, allocation, sys.argv[1:], log)
     _say_what_surprises(log, batch=batch, emptied=emptied, kept=directory.attempt_logs(lease.attempt).parent)
     if merged:
         log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")

@@ -5,26 +5,28 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import sys
 import time
 from typing import Any
 
 import msgspec
 
 from stepkeeper import printing
+from stepkeeper.commands import pending, status_list
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import duration, instant
-from stepkeeper.seeing import queue
+from stepkeeper.seeing import progress, queue
+from stepkeeper.seeing.glance import rows
+from stepkeeper.seeing.queue import Waiting
 from stepkeeper.store import find, journal
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.store.status import Status
+from stepkeeper.store.status import Status, heard_at, is_silent
 
-SILENT_S = 120.0  # a supervisor hears of each step; what says nothing for longer is pointed out
-SILENT_STEPS = 10
-RUNS_MAX = 100  # lines of the list of all runs
 GOES_ON_OR_IS_FINISHED = (None, ExitCode.FINISHED, ExitCode.REQUEUED, ExitCode.SUPERSEDED)
+BAR_COLUMNS = 30
 LINES_BACK_MAX = 20_000  # two weeks of progress records
 
 
@@ -56,107 +58,63 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.all or (unsaid and not find.is_here(os.environ)):
         found = find.every(os.environ)
         if arguments.all or len(found) > 1:
-            return _show_all(found, as_json=arguments.json)
+            return status_list.show(found, as_json=arguments.json)
     run = find.find(arguments.run, os.environ)
     if arguments.follow:
         from stepkeeper.seeing.follow import follow  # noqa: PLC0415 - a supervisor, which knows all commands, stays small
 
         return follow(run)
     status = _read(run)
-    seen = _computed(run, status, time.time())
-    waits = seen["silent"] or status.exit_code == ExitCode.REQUEUED
-    queued = queue.ask(run, status) if waits else None
+    waiting = queue.waiting(run, status)
+    if status is None and waiting is None:
+        raise StepkeeperError(
+            f"{run.status}: not there: no supervisor has worked on this run yet, or it could not write",
+            ExitCode.NOTHING_FOUND,
+        )
+    now = time.time()
+    job = waiting.job if waiting is not None else None
+    if status is not None and is_silent(status, now):
+        job = queue.name(status)
+    queued = queue.ask(job) if job is not None else None
+    if status is None:
+        assert waiting is not None, "looked at above"
+        return pending.show(run, waiting, queued, as_json=arguments.json)
+    seen = _computed(run, status, waiting, now)
     if arguments.json:
         printing.say_json({**msgspec.to_builtins(status), **seen, "queue": msgspec.to_builtins(queued)}, indent=2)
     else:
-        _show(run, status, seen, queued, asked_for=arguments.run or "")
+        _show(run, status, seen, queued, waiting, asked_for=arguments.run or "")
     return ExitCode.FINISHED
 
 
-def _show_all(runs: list[RunDirectory], *, as_json: bool) -> int:
-    """Print one line a run, the newest first; what cannot be read is said in its line."""
-    now = time.time()
-    documents: list[dict[str, Any]] = []
-    rows = [("RUN", "PHASE", "JOB", "ATTEMPT", "STEP", "LOSS", "SAVED", "UPDATED")]
-    for run in runs[:RUNS_MAX]:
-        try:
-            status = status_file.read(run.status)
-            problem = None if status is not None else "no supervisor yet"
-        except (OSError, msgspec.MsgspecError) as error:
-            status, problem = None, f"its status cannot be read: {getattr(error, 'strerror', None) or error}"
-        if status is None:
-            documents.append({"run_directory": str(run.path), "problem": problem})
-            rows.append((_place(run), problem or "", "", "", "", "", "", ""))
-            continue
-        silent = _silent(status, now)
-        documents.append({**msgspec.to_builtins(status), "run_directory": str(run.path), "silent": silent})
-        rows.append(
-            (
-                _place(run),
-                _phase_word(status) + (" (silent)" if silent else ""),
-                str(status.job_id),
-                f"{status.attempt}.{status.launch}",
-                "-" if status.step is None else str(status.step),
-                "-" if status.loss is None else f"{status.loss:.5g}",
-                "-" if status.checkpoint_step is None else str(status.checkpoint_step),
-                f"{duration(max(0.0, now - status.updated_at))} ago",
-            )
-        )
-    if as_json:
-        printing.say_json(documents, indent=2)
-    elif runs:
-        printing.say_table(rows, right=frozenset((2, 3, 4, 5, 6)))
-        if len(runs) > RUNS_MAX:
-            printing.say(f"and {len(runs) - RUNS_MAX} older ones")
-    else:
-        printing.say("no runs below runs/ here, and none that this account has started")
-    return ExitCode.FINISHED
-
-
-def _place(run: RunDirectory) -> str:
-    """Return the run's directory as it can be typed from here."""
-    here = os.path.relpath(run.path)
-    return here if len(here) < len(str(run.path)) and not here.startswith("..") else str(run.path)
-
-
-def _phase_word(status: Status) -> str:
-    if status.phase != Phase.DONE or status.exit_code is None:
-        return status.phase
-    words = {0: "finished", 10: "requeued", 11: "cancelled", 27: "stopped"}
-    return words.get(status.exit_code, f"ended ({status.exit_code})")
-
-
-def _silent(status: Status, now: float) -> bool:
-    patience_s = max(SILENT_S, SILENT_STEPS * (status.step_seconds or 0.0))
-    return status.phase != Phase.DONE and now - status.updated_at > patience_s
-
-
-def _read(run: RunDirectory) -> Status:
+def _read(run: RunDirectory) -> Status | None:
     try:
-        status = status_file.read(run.status)
+        return status_file.read(run.status)
     except msgspec.MsgspecError as error:
         raise StepkeeperError(
             f"{run.status}: not a status: {error}; the journal tells more: `stepkeeper events {run.path}`",
             ExitCode.RUN_DIRECTORY,
         ) from error
-    if status is None:
-        raise StepkeeperError(
-            f"{run.status}: not there: no supervisor has worked on this run yet, or it could not write",
-            ExitCode.NOTHING_FOUND,
-        )
-    return status
 
 
-def _computed(run: RunDirectory, status: Status, now: float) -> dict[str, Any]:
+def _computed(run: RunDirectory, status: Status, waiting: Waiting | None, now: float) -> dict[str, Any]:
     """Return what `--json` adds to the status document."""
     done = status.phase == Phase.DONE
-    age_s = max(0.0, now - status.updated_at)
+    newest = rows(run)
+    left_s = progress.seconds_left(status, newest)
+    works = status.phase == Phase.TRAINING and not is_silent(status, now)
     return {
         "run_directory": str(run.path),
         "done": done,
         "phase_since": _phase_since(run, status),
-        "updated_ago_s": round(age_s, 3),
-        "silent": _silent(status, now),
+        "updated_ago_s": round(max(0.0, now - status.updated_at), 3),
+        "heard_ago_s": round(max(0.0, now - heard_at(status)), 3),
+        "silent": is_silent(status, now),
+        "waiting": msgspec.to_builtins(waiting),
+        "progress": progress.share(status),
+        "pace_s": progress.pace(newest),
+        "seconds_left": left_s,
+        "done_at": now + left_s if left_s is not None and works else None,
         "exit_meaning": _meaning(status.exit_code),
         "checkpoint_directory": _checkpoint(run, status.checkpoint_step),
     }
@@ -200,64 +158,110 @@ def _checkpoint(run: RunDirectory, step: int | None) -> str | None:
 
 
 def _show(
-    run: RunDirectory, status: Status, seen: dict[str, Any], queued: queue.Queued | None, *, asked_for: str
+    run: RunDirectory,
+    status: Status,
+    seen: dict[str, Any],
+    queued: queue.Queued | None,
+    waiting: Waiting | None,
+    *,
+    asked_for: str,
 ) -> None:
     now = time.time()
     restarts = f" (restart {status.restart_count})" if status.restart_count else ""
-    earlier = f"; job {asked_for} worked on this run before" if _is_earlier_job(asked_for, status) else ""
-    rows = [("run", str(run.path))]
-    phase = status.phase
-    if seen["phase_since"] is not None:
-        since = seen["phase_since"]
-        phase += f", for {duration(max(0.0, now - since))} (since {instant(since)})"
-    rows.append(("phase", phase))
-    if status.exit_code is not None:
-        rows.append(("ended", f"{seen['exit_meaning']} (exit code {status.exit_code})"))
+    earlier = f"; job {asked_for} worked on this run before" if _is_earlier_job(asked_for, status, waiting) else ""
+    silent = seen["silent"]
+    gone = waiting is not None and queued is not None and queue.is_over(queued)
+    rows = [("run", str(run.path)), *_phases(status, seen, waiting, now, gone=gone)]
     if queued is not None:
         rows.append(("Slurm says", queue.words(queued, now)))
+    launch = f"launch {status.launch}" if status.launched else "no launch yet"
     rows += [
-        ("job", f"{status.job_id}{restarts}; attempt {status.attempt}, launch {status.launch}{earlier}"),
+        ("job", f"{status.job_id}{restarts}; attempt {status.attempt}, {launch}{earlier}"),
         ("nodes", f"{len(status.nodes)}: {' '.join(status.nodes)}"),
-        ("step", _progress(status)),
+        ("step", _progress(status, seen)),
+        *_done(status, seen, now),
         ("checkpoint", _newest(status, seen)),
         ("resumed from", status.resumed_from or "nothing: this attempt started from the beginning"),
         ("last decision", status.why or "none yet"),
-        ("updated", f"{duration(seen['updated_ago_s'])} ago ({instant(status.updated_at)})"),
+        ("updated", _age(status, seen)),
     ]
     if status.suspended_seconds:
         rows.insert(-1, ("suspended", f"{duration(status.suspended_seconds)} of this attempt"))
     printing.say_table(rows)
-    if seen["silent"]:
+    if silent:
         printing.say()
         printing.say(
-            f"No word from the supervisor for {duration(seen['updated_ago_s'])}: a step may take that long, "
-            f"or the job is suspended or gone; `squeue -j {status.job_id}` tells."
+            f"No word from the supervisor for {duration(seen['heard_ago_s'])}, and nobody else writes the status: the "
+            f"job is suspended or gone, or its storage hangs; `squeue -j {status.job_id}` tells."
         )
     printing.say()
     printing.say(f"events: stepkeeper events {run.path}    logs: stepkeeper logs {run.path}")
-    ended = queued is not None and queue.is_over(queued)
-    if seen["done"] and (status.exit_code not in GOES_ON_OR_IS_FINISHED or ended):
-        printing.say(f"to go on: submit it again with --run-dir {run.path}, or STEPKEEPER_RUN_DIR={run.path}")
-    if not seen["done"]:
+    if waiting is not None and queued is not None and not queue.is_over(queued):
+        printing.say(f"to stop: stepkeeper stop {run.path}, or scancel {waiting.job}; its checkpoints stay")
+    elif seen["done"] and (waiting is not None or status.exit_code not in GOES_ON_OR_IS_FINISHED):
+        unsure = queued is not None and queued.error
+        printing.say("" if unsure else f"to go on: stepkeeper resume {run.path}")
+    elif not seen["done"]:
         printing.say(f"to stop: stepkeeper stop {run.path} (saves first), or scancel {status.job_id}")
 
 
-def _is_earlier_job(asked_for: str, status: Status) -> bool:
+def _phases(
+    status: Status, seen: dict[str, Any], waiting: Waiting | None, now: float, *, gone: bool
+) -> list[tuple[str, str]]:
+    """Return what the run does now; where nobody writes, what it did when somebody did."""
+    if waiting is not None:
+        doing = "ended without job" if gone else "waiting for job"
+        rows = [("phase", f"{doing} {waiting.job}, {pending.since(waiting, now)}")]
+        if status.exit_code is not None:
+            rows.append(("before", f"{seen['exit_meaning']} (exit code {status.exit_code})"))
+        return rows
+    phase = status.phase
+    if seen["silent"]:
+        phase = f"unknown, no word for {duration(seen['heard_ago_s'])}; it was {status.phase}"
+    elif seen["phase_since"] is not None:
+        since = seen["phase_since"]
+        phase += f", for {duration(max(0.0, now - since))} (since {instant(since)})"
+    rows = [("phase", phase)]
+    if status.exit_code is not None:
+        rows.append(("ended", f"{seen['exit_meaning']} (exit code {status.exit_code})"))
+    return rows
+
+
+def _done(status: Status, seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
+    """Return how much of the steps is done, and when the rest will be, where their number is known."""
+    share = seen["progress"]
+    if share is None or status.exit_code == ExitCode.FINISHED:
+        return []
+    plain = "utf" not in (sys.stdout.encoding or "").lower()
+    left = progress.eta(seen["seconds_left"], now, works=seen["done_at"] is not None)
+    said = f"{100 * share:.1f} %" + (f", {left}" if left else "")
+    return [("done", f"{progress.bar(share, BAR_COLUMNS, plain=plain)}  {said}")]
+
+
+def _age(status: Status, seen: dict[str, Any]) -> str:
+    """Say how old the newest event is, and when the supervisor was heard of last."""
+    told = f"{duration(seen['updated_ago_s'])} ago ({instant(status.updated_at)})"
+    if seen["done"] or status.alive_at is None or heard_at(status) == status.updated_at:
+        return told
+    return f"{told}; the supervisor wrote {duration(seen['heard_ago_s'])} ago"
+
+
+def _is_earlier_job(asked_for: str, status: Status, waiting: Waiting | None) -> bool:
     """Tell whether a run was asked for by a job of its chain that another one has followed."""
-    return asked_for.isdigit() and not os.path.isdir(asked_for) and asked_for != str(status.job_id)
+    newest = waiting.job if waiting is not None else str(status.job_id)
+    return asked_for.isdigit() and not os.path.isdir(asked_for) and asked_for != newest
 
 
-def _progress(status: Status) -> str:
+def _progress(status: Status, seen: dict[str, Any]) -> str:
     if status.step is None:
         return "none completed that the supervisor heard of"
-    parts = [str(status.step)]
-    if status.loss is not None:
-        parts.append(f"loss {status.loss:.6g}")
+    parts = [progress.steps(status), progress.loss(status)]
     if status.tokens is not None:
         parts.append(f"{status.tokens:,} tokens")
-    if status.step_seconds is not None:
-        parts.append(f"{duration(status.step_seconds)} a step")
-    return ", ".join(parts)
+    a_step = seen["pace_s"] or status.step_seconds
+    if a_step is not None:
+        parts.append(f"{duration(a_step)} a step")
+    return ", ".join(part for part in parts if part)
 
 
 def _newest(status: Status, seen: dict[str, Any]) -> str:

@@ -12,8 +12,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command = subcommands.add_parser(
         "stop",
         help="have a run save a checkpoint, and end",
-        description="Have a run save a checkpoint at the next step, and end; it is not requeued.  Submitted again with "
-        "the same run directory, it goes on from there.  (`scancel JOB` ends it without a checkpoint.)",
+        description="Have a run save a checkpoint at the next step, and end; it is not requeued.  A job that waits in "
+        "the queue is cancelled: nothing runs that could save, and checkpoints of earlier attempts stay.  `stepkeeper "
+        "resume` submits the run again, and it goes on.  (`scancel JOB` ends it without a checkpoint.)",
         allow_abbrev=False,
     )
     asking.declare(command, "stop")

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from pathlib import Path
 
 from stepkeeper import printing
@@ -20,10 +21,11 @@ from stepkeeper.doctor.finding import Finding, Level
 from stepkeeper.doctor.site import Site
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.planning.measured import METRICS_NAME, measure
-from stepkeeper.slurm import cmd
+from stepkeeper.seeing import queue
+from stepkeeper.slurm import cmd, repeating
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
-from stepkeeper.store import find, rundir
+from stepkeeper.store import find, known, rundir, submission
 from stepkeeper.submitting import limit, own_script, sbatch, standing
 from stepkeeper.submitting.script import Wanted, notice_s, program, render
 
@@ -69,7 +71,8 @@ def execute(arguments: argparse.Namespace) -> int:
     script = render(wanted)
     not_checked = ""
     _limit(wanted, None)
-    run_dir = _configure(arguments, wanted).settings.run_dir
+    config = _configure(arguments, wanted)
+    run_dir = config.settings.run_dir
     try:
         here = _site(wanted)
         attempt_s = _limit(wanted, here)
@@ -93,6 +96,8 @@ def execute(arguments: argparse.Namespace) -> int:
     sbatch.check(script)
     job = sbatch.submit(script)
     where = _where(run_dir, job, wanted)
+    if not _is_array(wanted):
+        _note(where, job, script, config)
     if arguments.json:
         printing.say_json({"job": job, "run_dir": where, "notice_s": notice_s(wanted), "script": script}, indent=2)
     else:
@@ -103,7 +108,37 @@ def execute(arguments: argparse.Namespace) -> int:
             printing.say(f"  time limit     {length} an attempt; a longer training is a chain of them")
         printing.say(f"  see            stepkeeper status {shlex.quote(where)}")
         printing.say(f"  stop           stepkeeper stop {shlex.quote(where)} (saves first), or scancel {job}")
+        printing.say(f"  Slurm says     {queue.words(queue.ask(str(job)), time.time())}")
     return ExitCode.FINISHED
+
+
+def _is_array(wanted: Wanted) -> bool:
+    """Tell whether each task of the job has a run of its own."""
+    return any(option.startswith(("--array", "-a")) for option in wanted.sbatch) or "SBATCH_ARRAY_INX" in os.environ
+
+
+def _note(where: str, job: int, script: str, config: Config) -> None:
+    """Make the run directory and keep there how the job was submitted: from now on every command knows the run."""
+    is_default = config.values["run_dir"].origin is Origin.DEFAULT
+    try:
+        log = repeating.log_of(str(job))
+    except SlurmError:
+        log = ""  # a help for people: the job may be over already
+    try:
+        group_readable = config.settings.group_readable
+        directory = rundir.prepare(Path(where), group_readable=group_readable, default=is_default)
+        noted = submission.Submission(
+            job=str(job),
+            at=time.time(),
+            directory=os.getcwd(),
+            log=log,
+            script=script,
+            environment=submission.settings(os.environ),
+        )
+        submission.write(directory.path, noted)
+        known.remember(directory.path, os.environ)
+    except (StepkeeperError, OSError) as error:
+        printing.warn(f"warning: the job is submitted, and the commands know its run only when it starts: {error}")
 
 
 def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:

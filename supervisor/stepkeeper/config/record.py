@@ -12,11 +12,13 @@ from stepkeeper import __version__
 from stepkeeper.config.resolve import Config, Origin
 from stepkeeper.config.settings import SETTINGS
 from stepkeeper.config.values import shown
+from stepkeeper.core.policy import Policy
 from stepkeeper.redaction import redact
 from stepkeeper_trainer.formats.durable import write_atomically
 
 FORMAT = 1
 NAME = "config.json"
+_POLICY = "policy."
 
 
 def path_of(run_directory: Path, attempt: int) -> Path:
@@ -60,6 +62,28 @@ def write(run_directory: Path, attempt: int, config: Config) -> Path:
     data = msgspec.json.format(msgspec.json.encode(document(config)), indent=1) + b"\n"
     write_atomically(path, data, mode=0o600 | (group & stat.S_IRGRP))
     return path
+
+
+class _Setting(msgspec.Struct, frozen=True):
+    value: Any
+
+
+class _Recorded(msgspec.Struct, frozen=True):
+    settings: dict[str, _Setting]
+
+
+def policy(run_directory: Path, attempt: int) -> Policy:
+    """Return the policy by which an attempt went; the default one where nothing tells it."""
+    try:
+        recorded = msgspec.json.decode(path_of(run_directory, attempt).read_bytes(), type=_Recorded)
+        values = {
+            key.removeprefix(_POLICY): found.value
+            for key, found in recorded.settings.items()
+            if key.startswith(_POLICY) and key.removeprefix(_POLICY) in Policy.__struct_fields__
+        }
+        return msgspec.convert(values, Policy)
+    except (OSError, msgspec.MsgspecError):
+        return Policy()
 
 
 def changes(config: Config) -> dict[str, str]:

@@ -12,7 +12,7 @@ from stepkeeper.node.core import events as on
 from stepkeeper.node.fitness import Fitness
 from stepkeeper.node.inbox import Inbox
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.nodes import JobsHere, NodeClient
+from stepkeeper.slurm.nodes import JobsHere, NodeClient, NodeFacts
 
 WRONG = (SlurmError, ValueError)  # ValueError: an answer that this version cannot read
 
@@ -26,7 +26,11 @@ class LocalClient(NodeClient, Protocol):
 
 
 class Acts:
-    """Carries out effects.  `check` and `reset` are the agent's own: both look at GPUs."""
+    """Carries out effects.  `check` and `reset` are the agent's own: both look at GPUs.
+
+    `noted` waits until the ledger holds all that was decided, and says what is wrong where it does not.
+    `mistaken` says why a node of Slurm's is not this machine, "" where it may be.
+    """
 
     def __init__(
         self,
@@ -37,14 +41,15 @@ class Acts:
         check: Callable[[], Fitness],
         reset: Callable[[Sequence[str]], str],
         noted: Callable[[], str],
+        mistaken: Callable[[NodeFacts], str],
     ) -> None:
-        """`noted` waits until the ledger holds all that was decided, and says what is wrong where it does not."""
         self._node = node
         self._client = client
         self._inbox = inbox
         self._check = check
         self._reset = reset
         self._noted = noted
+        self._mistaken = mistaken
 
     def list_jobs(self, effect: do.ListJobs) -> None:
         """Ask who is on the node; `JobsListed` comes."""
@@ -64,11 +69,21 @@ class Acts:
         """Ask Slurm about the node and its peers; `NodesAnswered` comes."""
 
         def work() -> None:
+            nodes: tuple[NodeFacts, ...] = ()
+            error, began = "", time.monotonic()
             try:
-                nodes, error = self._client.peers(self._node), ""
+                nodes = (self._client.node(self._node),) if effect.alone else self._client.peers(self._node)
             except WRONG as failure:
-                nodes, error = (), str(failure)
-            self._inbox.put(on.NodesAnswered(at=self._now(), call=effect.call, nodes=nodes, error=error))
+                error = str(failure)
+            took_s = time.monotonic() - began
+            own = next((each for each in nodes if each.name == self._node), None)
+            if own is not None and (error := self._mistaken(own)):
+                nodes = ()  # nothing may be done to another machine's node
+            self._inbox.put(
+                on.NodesAnswered(
+                    at=self._now(), call=effect.call, nodes=nodes, alone=effect.alone, took_s=took_s, error=error
+                )
+            )
 
         self._inbox.run_thread("slurm", work)
 

@@ -13,24 +13,27 @@ from typing import assert_never
 
 import structlog
 
-from stepkeeper.node import fitness, judging, ledger, protocol, verdict
+from stepkeeper.node import fitness, identity, judging, ledger, protocol, setup, verdict
 from stepkeeper.node.acts import Acts, LocalClient, reset_gpus
 from stepkeeper.node.config import NodeConfig
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
 from stepkeeper.node.core.decide import decide
 from stepkeeper.node.core.plan import due_at
+from stepkeeper.node.core.policy import Mode
 from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.inbox import Do, Inbox, Item, Stop
 from stepkeeper.node.notify import Systemd
 from stepkeeper.node.sensors import nvml
 from stepkeeper.node.sensors.kmsg import users_may_write
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid, Reading
+from stepkeeper.node.setup_watch import SetupWatch
 from stepkeeper.node.sight import KERNEL_LOG, Sight
 from stepkeeper.node.socket.requests import LookRequest
 from stepkeeper.node.sources import Sources
 from stepkeeper.node.xid.catalogue import Catalogue
 from stepkeeper.node.xid.health import LISTED_AGAIN_AFTER_S
+from stepkeeper.node.xid.model import Action
 from stepkeeper.node.xid.parse import SYSCTL
 from stepkeeper.sources.clock import Clock
 
@@ -69,10 +72,19 @@ class Agent:
         self._systemd = systemd
         self._catalogue = catalogue
         self._judging = judging.Judging(
-            catalogue, expected_gpus=config.expected_gpus, only_pci_prefix=config.test.only_pci_prefix
+            catalogue,
+            expected_gpus=config.expected_gpus,
+            only_pci_prefix=config.test.only_pci_prefix,
+            gpus=[*((pci, "") for pci in setup.gpus_on_the_bus()), *state.gpus],
         )
         self._acts = Acts(
-            config.name, client, self.inbox, check=self._check, reset=self._reset, noted=self._wait_for_ledger
+            config.name,
+            client,
+            self.inbox,
+            check=self._check,
+            reset=self._reset,
+            noted=self._wait_for_ledger,
+            mistaken=identity.mistaken,
         )
         self._sources = Sources(config, state, client=client, jobs=self, inbox=self.inbox, log=log)
         self._sight = Sight()
@@ -91,6 +103,15 @@ class Agent:
         self._verdict_at = 0.0
         self._ledger_failed = ""
         self._said_gpus = (state.gpus, state.driver)
+        self._recorded = {each.id: each.count for each in state.incidents}  # sightings that the ledger tells of
+        self._setup = SetupWatch(
+            config,
+            client,
+            inbox=self.inbox,
+            log=log,
+            stopped=self._stopped,
+            on_change=lambda: self._systemd.say(STATUS=self._status()),
+        )
 
     def run(self) -> None:
         """Take items until told to stop."""
@@ -99,6 +120,7 @@ class Agent:
         self._sources.start()
         self._on_clock()
         self._systemd.say(READY="1", STATUS=self._status())
+        self._setup.start()
         if users_may_write():
             text = f"{SYSCTL} is 1: any user can write records into the kernel log that begin as he likes; set it to 0"
             self.log.error("alarm", text=text, incident="")
@@ -113,6 +135,7 @@ class Agent:
             self._systemd.say(STOPPING="1")
             self._stopped.set()
             self._sources.stop()
+            self._record_counts()
             if not self._book.flush(LEDGER_WITHIN_S):
                 self.log.warning("ledger_late", error=self._book.failed)
         self.log.info("agent_stopped", why=self._stopping)
@@ -122,7 +145,7 @@ class Agent:
     def seen(self) -> list[protocol.Seen]:
         """Return the open incidents of this boot: what a job hears when it joins.  Safe on any thread."""
         state = self.state  # a frozen record: one look at it is consistent
-        return [_seen(each) for each in state.incidents if _is_open(each, state)]
+        return [_seen(each, self.policy.mode) for each in state.incidents if _is_open(each, state)]
 
     def look(self, request: LookRequest) -> None:
         """Have a fresh look taken, and answered with the number of faults to leave the node for.
@@ -152,8 +175,10 @@ class Agent:
             self.inbox.put(Do(functools.partial(self._answer_looks, asked)))
 
     def _answer_looks(self, asked: Sequence[LookRequest]) -> None:
+        faults = [_seen(each, self.policy.mode) for each in _to_leave_for(self.state)]
+        found = sum(fault.action.drains for fault in faults)
         for request in asked:
-            self._sources.answer_look(request, len(_to_leave_for(self.state)))
+            self._sources.answer_look(request, found)
 
     # --- one item ---------------------------------------------------------------------------------
 
@@ -221,12 +246,12 @@ class Agent:
     def _perform(self, effect: do.Effect) -> None:  # noqa: C901 - one case an effect
         match effect:
             case do.Record():
-                self._book.append(ledger.IncidentLine(incident=effect.incident))
+                self._record(effect.incident)
                 self._log_incident(effect.incident)
             case do.RecordDrain():
                 self._book.append(ledger.DrainLine(drain=effect.drain))
             case do.Tell():
-                self._sources.publish(_seen(effect.incident, drained=effect.drained))
+                self._sources.publish(_seen(effect.incident, self.policy.mode, drained=effect.drained))
             case do.Alarm():
                 self.log.error("alarm", text=effect.text, incident=effect.incident)
             case do.ListJobs():
@@ -245,6 +270,17 @@ class Agent:
                 self._acts.check_node(effect)
             case _:
                 assert_never(effect)
+
+    def _record(self, incident: Incident) -> None:
+        self._book.append(ledger.IncidentLine(incident=incident))
+        self._recorded[incident.id] = incident.count
+
+    def _record_counts(self) -> None:
+        """Bring the ledger's counts up to date: that an incident was seen again is recorded now and then only."""
+        for incident in self.state.incidents:
+            if self._recorded.get(incident.id) != incident.count:
+                self._record(incident)
+        self._recorded = {each.id: each.count for each in self.state.incidents}
 
     def _log_incident(self, incident: Incident) -> None:
         say = self.log.warning if incident.action.drains else self.log.info
@@ -326,6 +362,7 @@ class Agent:
             return
         self._verdict_at = now
         self._verdicts.show(new)
+        self._record_counts()
         if not same:
             self.log.info("verdict", fit=new.fit, why=new.why)
             self._systemd.say(STATUS=self._status())
@@ -335,7 +372,8 @@ class Agent:
         bad = len(_to_leave_for(self.state))
         drained = f"; drained: {self.state.drain.reason}" if self.state.drain is not None else ""
         blind = "".join(f"; BLIND: {why}" for why in self._sight.blind.values())
-        return f"{self.policy.mode.value}: {bad} open faults{blind}{drained}"
+        wrong = f"; WRONG SETUP: {', '.join(self._setup.wrong)}" if self._setup.wrong else ""
+        return f"{self.policy.mode.value}: {bad} open faults{blind}{wrong}{drained}"
 
 
 def _is_open(incident: Incident, state: State) -> bool:
@@ -344,7 +382,7 @@ def _is_open(incident: Incident, state: State) -> bool:
 
 
 def _to_leave_for(state: State) -> list[Incident]:
-    """Return the faults that a job should leave the node for: settled or not, drained or only observed."""
+    """Return the faults that ask for a drain and are not over: settled or not, drained or only observed."""
     return [
         each
         for each in state.incidents
@@ -352,15 +390,25 @@ def _to_leave_for(state: State) -> list[Incident]:
     ]
 
 
-def _seen(incident: Incident, *, drained: bool | None = None) -> protocol.Seen:
+def _seen(incident: Incident, mode: Mode, *, drained: bool | None = None) -> protocol.Seen:
+    """Return what jobs hear of an incident.
+
+    An agent that only observes tells and changes nothing: no watcher, of an older version either, may leave the node.
+    """
+    why = incident.escalated or incident.why
+    action, observed = incident.action, None
+    if action.drains and (mode is Mode.OBSERVE or incident.outcome is Outcome.OBSERVED):
+        action, observed = Action.LOG, action
+        why = f"the node agent only observes, else it would ask for {observed.value}: {why}"
     return protocol.Seen(
         incident=incident.id,
         at=incident.first_at,
-        action=incident.action,
+        action=action,
         domain=incident.domain,
         name=incident.name,
         pci=incident.pci,
         gpu=incident.gpu,
-        why=(incident.escalated or incident.why)[:500],
+        why=why[:500],
         drained=incident.outcome is Outcome.DRAINED if drained is None else drained,
+        observed=observed,
     )

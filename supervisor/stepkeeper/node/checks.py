@@ -224,9 +224,11 @@ def _gpu(found: _Findings, health: GpuHealth, wanted: Wanted) -> None:
         found.problems.append(f"{name}: needs recovery action {health.recovery_action} ({action})")
     if health.rows_failed:
         found.problems.append(f"{name}: a row could not be remapped")
+    findings = found.problems if wanted.pending_is_problem else found.warnings
     if health.rows_pending:
-        findings = found.problems if wanted.pending_is_problem else found.warnings
         findings.append(f"{name}: a remapped row waits for a reset")
+    if health.pages_pending:
+        findings.append(f"{name}: a retired page waits for a reset")
     if health.sram_threshold_exceeded:
         found.warnings.append(f"{name}: too many SRAM errors")
     found.warnings.extend(f"{name}: {error}" for error in health.errors)

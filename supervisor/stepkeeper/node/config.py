@@ -18,6 +18,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node import protocol
 from stepkeeper.node.core.policy import Mode, Policy
+from stepkeeper.node.xid.catalogue import SITE_FILE
 from stepkeeper.slurm.environment import node_name
 from stepkeeper.store import lines
 
@@ -155,12 +156,21 @@ def load(path: Path | None) -> NodeConfig:
         data = _trusted(path or DEFAULT_PATH)
     except FileNotFoundError as error:
         if path is None:
-            return NodeConfig()
+            return _trusting(NodeConfig())
         raise StepkeeperError(f"{path}: no such file", ExitCode.USAGE) from error
     except OSError as error:
         raise StepkeeperError(f"{path or DEFAULT_PATH}: {error.strerror}", ExitCode.USAGE) from error
-    config = parse(data, str(path or DEFAULT_PATH))
-    for name, used in (("catalogue", config.catalogue), ("slurm_bin", config.slurm_bin)):
+    return _trusting(parse(data, str(path or DEFAULT_PATH)))
+
+
+def _trusting(config: NodeConfig) -> NodeConfig:
+    """Return the configuration, once each file and directory that it makes the agent use is checked.
+
+    Raises:
+        StepkeeperError: others may change one of them.
+    """
+    own_rows = str(SITE_FILE) if not config.catalogue and os.path.lexists(SITE_FILE) else config.catalogue
+    for name, used in (("catalogue", own_rows), ("slurm_bin", config.slurm_bin), ("slurm_conf", config.slurm_conf)):
         if used:
             _trust(name, Path(used))
     return config
@@ -175,7 +185,7 @@ def _trust(name: str, path: Path) -> None:
     try:
         _refuse_changeable(path.parent, path)
         if path.is_dir():
-            _refuse_changeable(*(each for each in (path / "scontrol",) if each.exists()))
+            _refuse_changeable(*(each for each in (path / "scontrol", path / "sinfo") if each.exists()))
     except OSError as error:
         raise StepkeeperError(f"{name}: {path}: {error.strerror}", ExitCode.USAGE) from error
 

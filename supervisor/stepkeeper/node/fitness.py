@@ -34,7 +34,10 @@ def look(catalogue: Catalogue, expected_gpus: int, within_s: float = LOOK_WITHIN
         return Fitness(unfit=f"NVML is {status.state.value}: {status.detail}", looked=stuck)
     problems = []
     answering, well = [], []
-    if (gone := health.missing(expected_gpus, len(status.gpus), at=status.at, catalogue=catalogue)) is not None:
+    listed, on_the_bus = {gpu.pci for gpu in status.gpus}, gpu_addresses(Roots())
+    away = [address for address in on_the_bus if address not in listed]
+    gone = health.missing(expected_gpus, len(status.gpus), at=status.at, catalogue=catalogue, gone=away)
+    if gone is not None:
         problems.append(gone.why)
     if len(look.health) < len(status.gpus):
         problems.append(f"only {len(look.health)} of {len(status.gpus)} GPUs told how they are")
@@ -52,6 +55,6 @@ def look(catalogue: Catalogue, expected_gpus: int, within_s: float = LOOK_WITHIN
         answering=tuple(answering),
         well=tuple(each.pci for each in well),
         vouched=tuple(each.pci for each in well if each.recovery_action is not None),
-        here=tuple(sorted({*(gpu.pci for gpu in status.gpus), *gpu_addresses(Roots())})),
+        here=tuple(sorted(listed.union(on_the_bus))),
     )
     return Fitness(unfit="; ".join(problems), looked=looked)

@@ -155,11 +155,16 @@ def _never_began(job: OwnedJob) -> bool:
 class _Entry:
     """A wish on its way."""
 
-    def __init__(self, wish: Wish) -> None:
+    def __init__(self, wish: Wish, before: _Entry | None = None) -> None:
+        """`before`: the wish that it replaces, whose pace it keeps."""
         self.wish = wish
         self.progress = Progress(asked_at=time.time())
         self.began_at = self.next_at = time.monotonic()
         self.unreachable = False
+        if before is not None:
+            self.next_at = before.next_at
+            if before.wish.restart_count == wish.restart_count:
+                self.began_at = before.began_at
 
 
 class Hastener:
@@ -181,6 +186,7 @@ class Hastener:
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}
+        self._turns: dict[int | None, float] = {}  # by user: no call before; of those who have a wish
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="hasten", daemon=True)
 
@@ -199,6 +205,12 @@ class Hastener:
         with self._changed:
             return len(self._entries)
 
+    def knows(self, wish: Wish) -> bool:
+        """Tell whether this very wish is on its way."""
+        with self._changed:
+            known = self._entries.get(wish.job_id)
+            return known is not None and known.wish == wish
+
     def add(self, wish: Wish) -> bool:
         """Take a wish; a later one for the same job replaces it.  False: there are too many."""
         with self._changed:
@@ -209,7 +221,7 @@ class Hastener:
                     return False
             elif known.wish == wish:
                 return True  # asked again: it goes on
-            self._entries[wish.job_id] = _Entry(wish)
+            self._entries[wish.job_id] = _Entry(wish, known)
             self._changed.notify()
         return True
 
@@ -243,13 +255,20 @@ class Hastener:
         """Return the wish whose turn it is, when it is; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing, PACE_S)
+            now, users = time.monotonic(), {each.wish.uid for each in self._entries.values()}
+            self._turns = {uid: at for uid, at in self._turns.items() if uid in users or at > now}
             while not self._closing:
-                first = min(self._entries.values(), key=lambda each: each.next_at, default=None)
-                wait_s = None if first is None else first.next_at - time.monotonic()
+                first = min(self._entries.values(), key=self._turn_at, default=None)
+                wait_s = None if first is None else self._turn_at(first) - time.monotonic()
                 if first is not None and wait_s is not None and wait_s <= 0:
+                    self._turns[first.wish.uid] = time.monotonic() + self._poll_s
                     return first
                 self._changed.wait(wait_s)
         return None
+
+    def _turn_at(self, entry: _Entry) -> float:
+        """Return when a wish may be seen to: all wishes of one user together are seen to once in `poll_s`."""
+        return max(entry.next_at, 0.0 if entry.wish.uid is None else self._turns.get(entry.wish.uid, 0.0))
 
     def _see_to(self, entry: _Entry) -> None:
         quick = time.monotonic() - entry.began_at < POLL_QUICK_FOR_S or entry.progress.sent_at is not None
@@ -288,7 +307,7 @@ class Hastener:
     def _send(self, entry: _Entry, job: OwnedJob) -> None:
         try:
             exclude = None if entry.wish.exclude is None else ",".join(entry.wish.exclude)
-            self._client.hasten(job.job_id, exclude, AFTER_S)
+            self._client.hasten(job, exclude, AFTER_S)
         except SlurmError as error:
             self._refused(entry, error)
             return
@@ -306,7 +325,7 @@ class Hastener:
     def _requeue(self, entry: _Entry, job: OwnedJob, why: str) -> None:
         self._log.warning("hastened_job_requeued", job=job.job_id, uid=job.uid, why=why)
         try:
-            self._client.requeue(job.job_id)
+            self._client.requeue(job)
         except SlurmError as error:
             self._refused(entry, error)
             return

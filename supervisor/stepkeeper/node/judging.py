@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import msgspec
 
 from stepkeeper.node.core import events as on
@@ -44,8 +46,15 @@ class Judging:
     """Remembers the newest health of each GPU and the driver's version.  Used on the loop's thread only."""
 
     def __init__(
-        self, catalogue: Catalogue, *, expected_gpus: int = 0, only_pci_prefix: str = "", kernel_log: bool = True
+        self,
+        catalogue: Catalogue,
+        *,
+        expected_gpus: int = 0,
+        only_pci_prefix: str = "",
+        kernel_log: bool = True,
+        gpus: Iterable[tuple[str, str]] = (),
     ) -> None:
+        """`gpus`: address and UUID of those that were there since the boot, or are on the PCI bus."""
         self.catalogue = catalogue
         self.health: dict[str, GpuHealth] = {}
         self.driver = ""
@@ -55,6 +64,7 @@ class Judging:
         self._short_told = False
         self._expected_gpus = expected_gpus
         self._prefix = only_pci_prefix
+        self._known = {pci: uuid for pci, uuid in gpus if pci.startswith(only_pci_prefix)}
 
     @property
     def wants_listing(self) -> bool:
@@ -123,9 +133,9 @@ class Judging:
         if status.state is NvmlState.READY:
             self.driver = status.driver or self.driver
             found.append(on.GpusListed(at=at, gpus=status.gpus, driver=status.driver))
-            faults.append(self._of_listing(len(status.gpus), status.at))
+            faults.append(self._of_listing(status.gpus, status.at))
         elif status.state is NvmlState.ABSENT and status.stuck_s >= nvml_health.ABSENT_BELIEVED_AFTER_S:
-            faults.append(self._missing(0, status.at))
+            faults.append(self._missing((), status.at))
         faults.append(nvml_health.stuck(status))
         return found + [on.FaultSeen(at=at, fault=fault) for fault in faults if fault is not None]
 
@@ -147,9 +157,10 @@ class Judging:
         silence.told = True
         return [nvml_health.silent(health, standing=silence.standing, catalogue=self.catalogue)]
 
-    def _of_listing(self, count: int, at: float) -> Fault | None:
+    def _of_listing(self, gpus: Sequence[Gpu], at: float) -> Fault | None:
         """Return the fault of a list that is too short, and was before."""
-        fault = self._missing(count, at)
+        fault = self._missing(gpus, at)
+        self._known |= {gpu.pci: gpu.uuid for gpu in gpus if gpu.uuid or gpu.pci not in self._known}
         if fault is None:
             self._short_since, self._short_told = None, False
         elif self._short_since is None:
@@ -160,5 +171,7 @@ class Judging:
         self._short_told = fault is not None
         return fault
 
-    def _missing(self, count: int, at: float) -> Fault | None:
-        return nvml_health.missing(self._expected_gpus, count, at=at, catalogue=self.catalogue)
+    def _missing(self, gpus: Sequence[Gpu], at: float) -> Fault | None:
+        listed = {gpu.pci for gpu in gpus}
+        gone = [f"{pci} ({uuid})" if uuid else pci for pci, uuid in sorted(self._known.items()) if pci not in listed]
+        return nvml_health.missing(self._expected_gpus, len(gpus), at=at, catalogue=self.catalogue, gone=gone)

@@ -74,19 +74,20 @@ class Seen(_Message, frozen=True, kw_only=True, tag="seen"):
 
     incident: str  # id: the same one again means that it was raised
     at: float  # Unix seconds, of the first sighting
-    action: Action
+    action: Action  # what the job may act on; of an agent that only observes never one that drains
     domain: Domain
     name: str  # `XID 79`
     pci: str = ""
     gpu: str = ""
     why: str = ""
     drained: bool = False  # the node is drained by the agent
+    observed: Action | None = None  # mode observe: what the fault asks for; no job leaves the node for it
 
 
 class Looked(_Message, frozen=True, kw_only=True, tag="looked"):
     """The answer to `Look`; incidents that it found come as `Seen` before."""
 
-    found: int  # open incidents that a job should leave the node for
+    found: int  # open incidents that a job should leave the node for; none where the agent only observes
 
 
 class Accepted(_Message, frozen=True, kw_only=True, tag="accepted"):

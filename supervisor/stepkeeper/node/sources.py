@@ -27,6 +27,7 @@ from stepkeeper.slurm.nodes import NodeClient
 
 CAUGHT_UP_WITHIN_S = 10.0
 EVIDENCE_EVERY_S = 60.0
+JOURNALCTL_ENDS_WITHIN_S = 2.0
 
 
 class Jobs(Protocol):
@@ -64,6 +65,8 @@ class Sources:
             boot=state.boot_id,
         )
         self._evidence = evidence.EvidenceReader(inbox.put, every_s=EVIDENCE_EVERY_S)
+        self._stopped = threading.Event()
+        self._journal: threading.Thread | None = None
         self._nvml_lock = threading.Lock()
         self._nvml: NvmlProcess | None = None
         self._socket = AgentSocket(
@@ -92,15 +95,20 @@ class Sources:
         self.resume_nvml()
         self._evidence.start()
         if self._config.previous_journal and self._config.kernel_log == DEVICE:
-            self._inbox.run_thread("journal", lambda: journal.previous_boot(self._take_line))
+            self._journal = self._inbox.run_thread(
+                "journal", lambda: journal.previous_boot(self._take_line, stopped=self._stopped)
+            )
         self._kernel_log.caught_up.wait(CAUGHT_UP_WITHIN_S)
 
     def stop(self) -> None:
         """Stop all, each within its own limit."""
+        self._stopped.set()
         self.pause_nvml()
         self._kernel_log.stop()
         self._evidence.stop()
         self._socket.close()
+        if self._journal is not None:
+            self._journal.join(JOURNALCTL_ENDS_WITHIN_S)
 
     @property
     def alive(self) -> bool:

@@ -1,8 +1,9 @@
 """`verdict.json`: whether the node is fit for jobs, for Slurm's hooks, which read this file and ask nobody.
 
 Unfit is only what the agent drains, or will as soon as Slurm answers: a hook that failed where the circuit breaker
-forbids a drain would make Slurm itself drain the node.  For the same reason a node that Slurm returned after the reboot
-that we asked for is fit until its checks say otherwise, and one that has passed them is fit before it is returned.
+forbids a drain would make Slurm itself drain the node.  For the same reason three more are fit: a node whose drain
+waits because many agents ask Slurm, one that Slurm returned after the reboot that we asked for, until its checks say
+otherwise, and one that has passed them, before it is returned.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.node.core.plan import pending
+from stepkeeper.node.core.plan import pending, waits_for_crowd
 from stepkeeper.node.core.policy import Mode, Policy
 from stepkeeper.node.core.state import Drain, Repair, State
 from stepkeeper_trainer.formats.durable import write_atomically
@@ -40,7 +41,7 @@ def verdict(state: State, at: float, policy: Policy) -> Verdict:
     wanted = pending(state)
     fit, why, incident = True, "", ""
     if policy.mode is Mode.ACT:
-        if wanted:
+        if wanted and not waits_for_crowd(state, at):
             why, incident = f"{wanted[0].name} {wanted[0].gpu_label}: {wanted[0].why}", wanted[0].id
             fit = False
         if state.drain is not None:

@@ -10,18 +10,23 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+import msgspec
+
 from stepkeeper import printing
-from stepkeeper.seeing import reading
-from stepkeeper.seeing.glance import Glance, changed_at, glance, is_over
-from stepkeeper.seeing.model import Accounts
-from stepkeeper.seeing.screen import line, screen
+from stepkeeper.seeing import queue, reading
+from stepkeeper.seeing.glance import Glance, asks_slurm, changed_at, glance, is_over
+from stepkeeper.seeing.model import Accounts, micro
+from stepkeeper.seeing.queue import Queued
+from stepkeeper.seeing.screen import line, place, screen
 from stepkeeper.store.journal import Record
 from stepkeeper.store.rundir import RunDirectory
 
 EVERY_S = 1.0
 PROGRESS_EVERY_S = 10.0  # a line of progress at most, where there is no terminal
-ACCOUNTS_EVERY_S = 60.0
+ACCOUNTS_EVERY_S = 2.0
 ACCOUNTS_TIMES = 30  # and never more than a thirtieth of the time is spent on them
+SLURM_EVERY_S = 20.0  # of a job that waits: many people may follow runs
+SLURM_WITHIN_S = 5.0
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen without a cursor, and back
 TOP, REST, BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -61,12 +66,24 @@ class _Look:
         self._run = run
         self._changed_at: object = None
         self._seen = Glance(status=None)
+        self._queued: Queued | None = None
+        self._ask_at = 0.0
 
     def look(self) -> Glance:
         changed = changed_at(self._run)
         if changed != self._changed_at:
             self._seen, self._changed_at = glance(self._run), changed
-        return self._seen
+        return msgspec.structs.replace(self._seen, queued=self._ask(asks_slurm(self._seen, time.time())))
+
+    def _ask(self, job: str | None) -> Queued | None:
+        """Return what Slurm said last of a job; it is asked now and then."""
+        if job is None:
+            return None
+        known = self._queued is not None and self._queued.job == job
+        if not known or time.monotonic() >= self._ask_at:
+            self._queued = queue.ask(job, SLURM_WITHIN_S)
+            self._ask_at = time.monotonic() + SLURM_EVERY_S
+        return self._queued
 
 
 class _Accounts:
@@ -75,15 +92,24 @@ class _Accounts:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._due_at = 0.0
+        self._until = 0  # of the newest, microseconds
         self.newest: Accounts | None = None
 
     def look(self) -> Accounts | None:
         began = time.monotonic()
         if began >= self._due_at:
-            self.newest = reading.see(self._run).accounts
+            seen = reading.see(self._run)
+            self.newest, self._until = seen.accounts, seen.until
             took = time.monotonic() - began
             self._due_at = began + max(ACCOUNTS_EVERY_S, ACCOUNTS_TIMES * took)
         return self.newest
+
+    def as_of(self, seen: Glance, now: float) -> Accounts | None:
+        """Return the newest ones; while a job waits in the queue that time counts, though nobody writes of it."""
+        waits = seen.waiting is not None and not is_over(seen)
+        if self.newest is None or not waits or not self.newest.wall_total:
+            return self.newest
+        return self.newest.with_queue(max(0, micro(now) - self._until))
 
     def look_again(self) -> None:
         """Read them now: the run is over, and these are the last ones."""
@@ -100,12 +126,12 @@ def _draw(run: RunDirectory, sleep: Callable[[float], None]) -> None:
     try:
         while True:
             seen = look.look()
-            size = shutil.get_terminal_size((80, 24))
+            now, size = time.time(), shutil.get_terminal_size((80, 24))
             last = screen(
                 str(run.path),
                 seen,
-                accounts.newest,
-                now=time.time(),
+                accounts.as_of(seen, now),
+                now=now,
                 width=size.columns,
                 height=size.lines,
                 plain=plain,
@@ -136,12 +162,15 @@ def _tell(run: RunDirectory, sleep: Callable[[float], None]) -> None:
     while True:
         seen = look.look()
         for record in _new(seen, told):
-            where = f"{record.attempt}.{record.launch}"
             at = printing.instant(record.event.at)
-            printing.say(f"{at}  {where:<6} {record.phase.value:<10}  {record.why}")
+            printing.say(f"{at}  {place(record):<6} {record.phase.value:<10}  {record.why}")
             told = record
         now = time.time()
-        newest = (seen.status.attempt, seen.status.launch, seen.status.step) if seen.status is not None else None
+        status, queued = seen.status, seen.queued
+        newest = (
+            (status.attempt, status.launch, status.step) if status is not None else None,
+            (queued.job, queued.state, queued.reason) if queued is not None else None,
+        )
         if newest != step and time.monotonic() >= progress_due_at:
             printing.say(line(seen, now))
             step, progress_due_at = newest, time.monotonic() + PROGRESS_EVERY_S

@@ -8,9 +8,14 @@ import math
 import msgspec
 
 from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
+from stepkeeper.seeing import queue
+from stepkeeper.seeing.progress import Row
+from stepkeeper.seeing.queue import Queued, Waiting
 from stepkeeper.seeing.reading import METRICS_NAME
-from stepkeeper.store import journal, lines
+from stepkeeper.seeing.rows import AT_MAX
+from stepkeeper.store import journal, lines, submission
 from stepkeeper.store import status as status_file
 from stepkeeper.store.journal import Record
 from stepkeeper.store.rundir import RunDirectory
@@ -18,7 +23,7 @@ from stepkeeper.store.status import Status
 
 RECORDS_BACK_MAX = 1_500
 TOLD_MAX = 40
-LOSSES = 120
+ROWS = 120
 
 
 class Glance(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,10 +32,24 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
     status: Status | None
     told: tuple[Record, ...] = ()  # the newest decisions with a reason, oldest first
     phase_since: float | None = None
-    losses: tuple[float, ...] = ()  # of the newest steps, oldest first; finite ones
-    loss_not_finite: bool = False  # that of the newest step
+    rows: tuple[Row, ...] = ()  # the newest completed steps, oldest first
     committed_at: float | None = None  # the newest commit
     left: tuple[tuple[str, str], ...] = ()  # (node, why): used no more in this attempt
+    waiting: Waiting | None = None  # the job that has not begun to work on it
+    queued: Queued | None = None  # what Slurm says of that job, or of one that fell silent; None: it was not asked
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Those of the newest steps that are finite, oldest first."""
+        return tuple(row.loss for row in self.rows if row.loss is not None and math.isfinite(row.loss))
+
+    @property
+    def loss_not_finite(self) -> bool:
+        """Whether the newest known loss is NaN or infinite."""
+        told = [row.loss for row in self.rows if row.loss is not None]
+        if self.status is not None and self.status.loss_not_finite:
+            return True
+        return bool(told) and not math.isfinite(told[-1])
 
 
 def glance(run: RunDirectory) -> Glance:
@@ -64,15 +83,14 @@ def glance(run: RunDirectory) -> Glance:
             left.setdefault(record.event.node, record.event.name)
         if len(told) >= TOLD_MAX and phase_over and committed_at is not None:
             break
-    values = _losses(run)
     return Glance(
         status=status,
         told=tuple(reversed(told)),
         phase_since=since,
-        losses=tuple(value for value in values if math.isfinite(value)),
-        loss_not_finite=bool(values) and not math.isfinite(values[-1]),
+        rows=rows(run),
         committed_at=committed_at,
         left=tuple(left.items()),
+        waiting=queue.waiting(run, status),
     )
 
 
@@ -83,9 +101,9 @@ def _is_ordinary(record: Record) -> bool:
 
 
 def changed_at(run: RunDirectory) -> tuple[tuple[int, int], ...]:
-    """Return what changes when there is something new to see: sizes and times of the three files."""
+    """Return what changes when there is something new to see: sizes and times of the files."""
     found = []
-    for path in (run.status, run.journal, run.path / METRICS_NAME):
+    for path in (run.status, run.journal, run.path / METRICS_NAME, run.path / submission.NAME):
         try:
             status = path.stat()
         except OSError:
@@ -94,26 +112,44 @@ def changed_at(run: RunDirectory) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _losses(run: RunDirectory) -> list[float]:
+def rows(run: RunDirectory) -> tuple[Row, ...]:
+    """Return the newest completed steps, oldest first.
+
+    Raises:
+        OSError: they cannot be read.
+    """
     try:
         file = lines.open_plain(run.path / METRICS_NAME)
     except FileNotFoundError:
-        return []
-    found: list[float] = []
+        return ()
+    found: list[Row] = []
     with file:
-        for line in itertools.islice(lines.backwards(file), 2 * LOSSES):
+        for line in itertools.islice(lines.backwards(file), 2 * ROWS):
             cells = line.split(b",")
             try:
-                value = float(cells[1])
+                loss = float(cells[1]) if cells[1] else None
+                at = float(cells[5])
+                found.append(Row(int(cells[0]), loss, at if 0 < at < AT_MAX else 0.0, (int(cells[6]), int(cells[7]))))
             except (ValueError, IndexError):
-                continue  # the header, torn, or a step without a loss
-            found.append(value)
-            if len(found) == LOSSES:
+                continue  # the header, or torn
+            if len(found) == ROWS:
                 break
-    return found[::-1]
+    return tuple(reversed(found))
 
 
 def is_over(seen: Glance) -> bool:
-    """Tell whether nothing more will come by itself: it ended, and was not requeued."""
+    """Tell whether nothing more will come by itself: it ended, and no job of it waits that Slurm knows of."""
+    if seen.waiting is not None:
+        return seen.queued is not None and queue.is_over(seen.queued)
     status = seen.status
-    return status is not None and status.phase == Phase.DONE and status.exit_code not in (None, 10, 12)
+    goes_on = (None, ExitCode.REQUEUED, ExitCode.SUPERSEDED)
+    return status is not None and status.phase == Phase.DONE and status.exit_code not in goes_on
+
+
+def asks_slurm(seen: Glance, now: float) -> str | None:
+    """Return the job that only Slurm can tell of: the one that is waited for, or whose supervisor fell silent."""
+    if seen.waiting is not None:
+        return seen.waiting.job
+    if seen.status is not None and status_file.is_silent(seen.status, now):
+        return queue.name(seen.status)
+    return None

@@ -203,6 +203,11 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
     wall_total: int
     node_total: int
 
+    def with_queue(self, waited: int) -> Accounts:
+        """Return the accounts with so many microseconds more in the queue, which cost no node-time."""
+        wall = {**self.wall, Use.QUEUE: self.wall[Use.QUEUE] + waited}
+        return msgspec.structs.replace(self, wall=wall, wall_total=self.wall_total + waited)
+
     @property
     def ettr(self) -> float | None:
         """Effective training time ratio: productive time over the time that passed.

@@ -79,4 +79,4 @@ def _updated_at(run: RunDirectory) -> int | None:
         status = status_file.read(run.status)
     except msgspec.MsgspecError:
         return None  # a status that is none tells nothing; the journal counts
-    return micro(status.updated_at) if status is not None else None
+    return micro(status_file.heard_at(status)) if status is not None else None

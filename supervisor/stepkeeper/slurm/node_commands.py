@@ -19,6 +19,16 @@ _SIGNS = "*~#!%$@^-"
 _OWNER = re.compile(r" UserId=[^=]*\((\d+)\) GroupId=")
 _REASON = re.compile(r" Reason=(.*?) \[[^\[\]@\s]*@([^\]\s]*)\](?= [A-Z][A-Za-z]*=|\s*$)")
 _REASON_ALONE = re.compile(r" Reason=(.*?)(?= [A-Z][A-Za-z]*=|\s*$)")
+_TASK = re.compile(r"JobId=\d+ ArrayJobId=(\d+) ArrayTaskId=(\d+)\s")  # before the name, which is its user's
+COLUMNS = {
+    "NodeHost": 256,
+    "NodeAddr": 256,
+    "StateComplete": 256,
+    "Partition": 256,
+    "Gres": 512,
+    "Timestamp": 64,
+    "Reason": 1024,
+}
 _HOSTLIST = re.compile(r"((?:[^,\[\]]|\[[^\]]*\])+)")
 
 
@@ -31,19 +41,28 @@ class NodeCommands:
 
     def node(self, name: str) -> NodeFacts:
         """See `NodeClient`."""
-        found = parse_nodes(self._call("-a", "-o", "show", "node", name))
-        if len(found) != 1:
-            raise SlurmError(f"scontrol show node {name}: {len(found)} nodes in the answer")
-        return found[0]
+        # `scontrol show node NAME` has the controller send all nodes, and picks one of them
+        columns = ",".join(f"{column}:{width}" for column, width in COLUMNS.items())
+        words = ["sinfo", "-a", "-h", "-N", "-n", name, "-O", columns]
+        text = call(words, self.call_within_s, what=f"sinfo -n {name}", delays=DELAYS, environment=self.environment)
+        if text.strip():
+            return parse_node(text, name)
+        # sinfo shows no node that is in no partition
+        return self._own(parse_nodes(self._call("-a", "-o", "show", "nodes")), name)
 
     def peers(self, name: str) -> tuple[NodeFacts, ...]:
         """See `NodeClient`.  One call, for all nodes: Slurm cannot be asked for those of some partitions."""
         found = parse_nodes(self._call("-a", "-o", "show", "nodes"))
-        own = next((each for each in found if each.name == name), None)
-        if own is None:
-            raise SlurmError(f"scontrol show nodes: no node {name}; is `node_name` right?")
+        own = self._own(found, name)
         ours = set(own.partitions)
         return tuple(each for each in found if each is own or ours & set(each.partitions))
+
+    @staticmethod
+    def _own(nodes: tuple[NodeFacts, ...], name: str) -> NodeFacts:
+        own = next((each for each in nodes if each.name == name), None)
+        if own is None:
+            raise SlurmError(f"Slurm knows no node {name}; is `node_name` right?")
+        return own
 
     def drain(self, name: str, reason: str) -> None:
         """See `NodeClient`."""
@@ -61,14 +80,14 @@ class NodeCommands:
         """See `NodeClient`."""
         return parse_owned_job(self._call("-o", "show", "job", str(job_id)), job_id)
 
-    def hasten(self, job_id: int, exclude: str | None, after_s: int) -> None:
+    def hasten(self, job: OwnedJob, exclude: str | None, after_s: int) -> None:
         """See `NodeClient`."""
         listed = [] if exclude is None else [f"ExcNodeList={exclude}"]
-        self._call("update", f"JobId={job_id}", *listed, f"StartTime=now+{after_s}")
+        self._call("update", f"JobId={job.address}", *listed, f"StartTime=now+{after_s}")
 
-    def requeue(self, job_id: int) -> None:
+    def requeue(self, job: OwnedJob) -> None:
         """See `NodeClient`."""
-        self._call("requeue", str(job_id))
+        self._call("requeue", job.address)
 
     def jobs_here(self, name: str) -> JobsHere:
         """Return the jobs that run on this node and their owners, asked of the node's own slurmstepds.
@@ -112,16 +131,43 @@ def _node(line: str) -> NodeFacts:
     if states is None:
         raise SlurmError(f"scontrol show nodes: unexpected answer about {name}: {line[:200]!r}")
     partitions = re.search(r"\sPartitions=(\S+)", head)
-    gres = re.search(r"\sGres=(\S+)", head)
     reason, reason_at = _reason(line)
     return NodeFacts(
         name=name,
         states=frozenset(word.strip(_SIGNS) for word in states.group(1).upper().split("+")),
         reason=reason,
         reason_at=reason_at,
-        partitions=tuple(partitions.group(1).split(",")) if partitions else (),
-        gres="" if gres is None or gres.group(1) == "(null)" else gres.group(1),
+        partitions=tuple(sorted(partitions.group(1).split(","))) if partitions else (),
+        host=_field(head, "NodeHostName"),
+        address=_field(head, "NodeAddr"),
+        gres=_field(head, "Gres").removeprefix("(null)"),
     )
+
+
+def parse_node(text: str, name: str) -> NodeFacts:
+    """Parse what `sinfo -N -n NAME -O ...` prints: a line for each partition of the node, and one at least."""
+    rows = [_cells(line) for line in text.splitlines() if line.strip()]
+    first = rows[0]
+    since, reason = first["Timestamp"], first["Reason"]
+    return NodeFacts(
+        name=name,
+        states=frozenset(word.strip(_SIGNS) for word in first["StateComplete"].upper().split("+")),
+        reason="" if reason == "none" and not since.isdigit() else reason,
+        reason_at=float(since) if since.isdigit() else None,
+        partitions=tuple(sorted(row["Partition"].rstrip("*") for row in rows if row["Partition"])),
+        host=first["NodeHost"],
+        address=first["NodeAddr"],
+        gres=first["Gres"].removeprefix("(null)"),
+    )
+
+
+def _cells(line: str) -> dict[str, str]:
+    """Cut a line into its columns, all of a fixed width; the reason, which may hold anything, is the last one."""
+    cells, at = {}, 0
+    for column, width in COLUMNS.items():
+        cells[column] = line[at : at + width].strip()
+        at += width
+    return cells
 
 
 def _reason(line: str) -> tuple[str, float | None]:
@@ -171,6 +217,7 @@ def parse_owned_job(text: str, job_id: int) -> OwnedJob:
         reason=reason,
         exit_code=_field(rest, "ExitCode"),
         ran_s=_ran_s(_field(rest, "StartTime"), _field(rest, "EndTime")),
+        task="_".join(task.groups()) if (task := _TASK.match(line)) else "",
     )
 
 

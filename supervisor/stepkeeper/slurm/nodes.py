@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 import msgspec
 
 REASON_PREFIX = "stepkeeper:"
+_GPUS = re.compile(r"(?:^|,)gpu(:[^,:(]+)?:(\d+)")
+_MIG = re.compile(r"\dg\.\d+gb")
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +21,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     reason_at: float | None = None  # Unix seconds
     partitions: tuple[str, ...] = ()
     gres: str = ""  # what Slurm counts here, such as `gpu:h100:8(S:0-1)`
+    host: str = ""  # NodeHostName
+    address: str = ""  # NodeAddr: a name or an IP address
 
     @property
     def drained(self) -> bool:
@@ -28,6 +33,16 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     def ours(self) -> bool:
         """Whether the reason is Stepkeeper's."""
         return self.reason.startswith(REASON_PREFIX)
+
+    @property
+    def gpus(self) -> int:
+        """Return how many GPUs `gres` names, without slices of MIG: one GPU has up to seven.
+
+        >>> NodeFacts(name="n", states=frozenset(), gres="gpu:h100:8(S:0-1),gpu:a100_1g.5gb:7,shard:32").gpus
+        8
+        """
+        whole = re.sub(r"\([^)]*\)", "", self.gres)
+        return sum(int(count) for kind, count in _GPUS.findall(whole) if not _MIG.search(kind))
 
 
 class JobsHere(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,17 +66,26 @@ class OwnedJob(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why it waits or failed, as Slurm prints it: Resources, JobLaunchFailure, ...
     exit_code: str = ""  # of an attempt that is over, as Slurm prints it: 1:0
     ran_s: float | None = None  # how long an attempt that is over ran
+    task: str = ""  # `12_3`: an array's last task has the array's own job id, which stands for all its tasks
+
+    @property
+    def address(self) -> str:
+        """Return how Slurm's commands are told of this job and of no other."""
+        return self.task or str(self.job_id)
 
 
 class NodeClient(Protocol):
     """Each method raises `SlurmError`, and returns within its time limit."""
 
     def node(self, name: str) -> NodeFacts:
-        """Return one node."""
+        """Return one node, at a small cost for the controller: 0.3 ms, whatever the size of the cluster."""
         ...
 
     def peers(self, name: str) -> tuple[NodeFacts, ...]:
-        """Return every node that shares a partition with this one, itself included: for the circuit breaker."""
+        """Return every node that shares a partition with this one, itself included: for the circuit breaker.
+
+        Slurm cannot be asked for counts, or for a part of the nodes: it packs all of them, 7 microseconds each.
+        """
         ...
 
     def drain(self, name: str, reason: str) -> None:
@@ -80,10 +104,10 @@ class NodeClient(Protocol):
         """Return whose job it is and where it runs."""
         ...
 
-    def hasten(self, job_id: int, exclude: str | None, after_s: int) -> None:
+    def hasten(self, job: OwnedJob, exclude: str | None, after_s: int) -> None:
         """Set StartTime of a pending job and, unless it is None, ExcNodeList, in one call."""
         ...
 
-    def requeue(self, job_id: int) -> None:
+    def requeue(self, job: OwnedJob) -> None:
         """Requeue a job whose hastened attempt Slurm failed before it began."""
         ...

@@ -124,7 +124,7 @@ def plan(
         "--begin=now",
         "--open-mode=append",  # the same log: never truncated
         _requeue(rest),
-        f"--export={_export(environment)}",
+        f"--export={export(environment.get('SLURM_EXPORT_ENV', 'ALL'))}",
         f"--nodes={wanted}",
         *submitted.choices(rest, said),
         *_tasks(rest, nodes, said, chosen=wanted != str(nodes)),
@@ -186,6 +186,15 @@ def comment_of(listing: str, number: int, ours: str) -> str:
     return ours
 
 
+def fields(shown: str) -> dict[str, str]:
+    """Return the fields of `scontrol -o show job`, without the job's name; those that are not set are left out.
+
+    Raises:
+        SlurmError: Slurm's answer is none that this version can read.
+    """
+    return _behind_the_name(shown)[1]
+
+
 def _behind_the_name(shown: str) -> tuple[str, dict[str, str]]:
     """Return a job's name, which may hold anything, and the fields behind it.  Raises SlurmError."""
     named = re.search(r" JobName=(.*) UserId=[^=]*\(\d+\) GroupId=", shown.partition(" Command=")[0])
@@ -215,9 +224,8 @@ def _field(text: str, name: str) -> str | None:
     return match.group(1) if match and match.group(1) not in _NONE else None
 
 
-def _export(environment: Mapping[str, str]) -> str:
+def export(before: str) -> str:
     """Return what is exported: as the job was submitted, and always what says whose run it goes on with."""
-    before = environment.get("SLURM_EXPORT_ENV", "ALL")
     names = [name for name in before.split(",") if name not in ("NONE", "NIL")]
     return ",".join([*names, *(() if "ALL" in names else (CONTINUES,))])
 

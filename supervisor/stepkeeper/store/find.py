@@ -11,7 +11,7 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.store import chains, known
+from stepkeeper.store import chains, known, submission
 from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lease
@@ -20,7 +20,7 @@ from stepkeeper_trainer.formats.steps import parse_step_name
 
 RUNS_NAME = "runs"
 _JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")  # Slurm counts in 32 bits; `ARRAY_TASK` is one task's name
-_PARTS = ("status.json", "journal.jsonl", lease.LEASE_NAME, "checkpoints")
+_PARTS = ("status.json", "journal.jsonl", lease.LEASE_NAME, "checkpoints", submission.NAME)
 
 
 def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
@@ -44,6 +44,11 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
         return _of_job(wanted, environment)
     what = "not a directory" if path.exists() else "no such directory, and no job id"
     raise StepkeeperError(f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND)
+
+
+def is_job(wanted: str) -> bool:
+    """Tell whether RUN is the number of a job, and no directory of that name."""
+    return _JOB.fullmatch(wanted) is not None and not Path(wanted).is_dir()
 
 
 def every(environment: Mapping[str, str]) -> list[RunDirectory]:
@@ -136,7 +141,7 @@ def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
         searched.insert(0, f"STEPKEEPER_RUN_DIR ({named})")
     raise StepkeeperError(
         f"job {job}: no run directory found below {Path.cwd()}; searched {', '.join(searched)}; "
-        "go to the submit directory, or name the run directory",
+        f"go to the submit directory, or name the run directory; `squeue -j {job}` tells whether it waits in the queue",
         ExitCode.NOTHING_FOUND,
     )
 
@@ -174,10 +179,13 @@ def _jobs(run: Path) -> set[str]:
     try:
         status = status_file.read(run / "status.json")
         held = lease.read(run)
+        submitted = submission.read(run)
     except (OSError, msgspec.MsgspecError, lease.LeaseError):
         return jobs
     if status is not None:
         jobs |= {str(status.job_id), status.slurm_name or str(status.job_id)}
     if held is not None:
         jobs.add(str(held.job_id))
+    if submitted is not None:
+        jobs.add(submitted.job)
     return jobs

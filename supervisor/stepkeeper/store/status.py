@@ -14,6 +14,11 @@ from stepkeeper.core.state import Phase, State
 from stepkeeper.store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
 
+ALIVE_EVERY_S = 5.0  # a supervisor writes the status at least so often
+SILENT_AFTER_S = 20.0  # a status that is older was not renewed: nobody writes it, or the storage hangs
+# of a version that wrote only when something happened: it heard of each step
+OLD_SILENT_S, OLD_SILENT_STEPS = 120.0, 10
+
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """What `stepkeeper status` shows.  Instants are Unix seconds."""
@@ -24,12 +29,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     slurm_name: str = ""  # as Slurm's commands name the job: `ARRAY_TASK` for a task of an array
     restart_count: int
     attempt: int
-    launch: int
+    launch: int  # the newest that was started
+    launched: bool = True  # one was started in this attempt
     phase: str
     nodes: tuple[str, ...]
     step: int | None = None
     tokens: int | None = None
+    total_steps: int | None = None  # when the work is done, where the script says it
     loss: float | None = None
+    loss_not_finite: bool = False  # that of the newest step is NaN or infinite
     step_seconds: float | None = None
     checkpoint_step: int | None = None  # newest committed one that we heard of
     resumed_from: str | None = None
@@ -37,7 +45,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     suspended_seconds: float = 0.0  # of this attempt: its supervisor did not run
     started_at: float
-    updated_at: float
+    updated_at: float  # the newest event
+    alive_at: float | None = None  # the supervisor's loop ran; None: of a version that did not tell
 
 
 def is_over(path: Path) -> bool:
@@ -53,11 +62,31 @@ def is_over(path: Path) -> bool:
     return status is not None and status.phase == Phase.DONE and status.exit_code != ExitCode.REQUEUED
 
 
+def heard_at(status: Status) -> float:
+    """Return when the supervisor wrote its newest word."""
+    return max(status.updated_at, status.alive_at or 0.0)
+
+
+def is_silent(status: Status, now: float) -> bool:
+    """Tell whether a supervisor that should write has stopped writing."""
+    if status.phase == Phase.DONE:
+        return False
+    patience_s = SILENT_AFTER_S
+    if status.alive_at is None:
+        patience_s = max(OLD_SILENT_S, OLD_SILENT_STEPS * (status.step_seconds or 0.0))
+    return now - heard_at(status) > patience_s
+
+
 def changes(status: Status, event: on.Event, before: State, state: State) -> dict[str, object]:
     """Return what one event, and the state after it, change in a status."""
-    found: dict[str, object] = {"phase": state.phase.value, "launch": state.launch}
+    found: dict[str, object] = {"phase": state.phase.value}
+    if state.running:  # else the number is that of a launch that is being prepared, and may never be started
+        found |= {"launch": state.launch, "launched": True}
     if isinstance(event, on.Progressed):
         found |= {name: getattr(event, name) for name in ("step", "tokens", "loss", "step_seconds")}
+        found["loss_not_finite"] = event.not_finite
+    if isinstance(event, on.RankHello) and event.total_steps is not None:
+        found["total_steps"] = event.total_steps
     if isinstance(event, on.StoodStill):
         found["suspended_seconds"] = status.suspended_seconds + event.seconds
     if isinstance(event, on.CheckpointCommitted):

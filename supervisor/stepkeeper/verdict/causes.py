@@ -42,6 +42,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     line: int | None = None  # of the log, from 1
     location: str = ""  # `ValueError at train.py:61 in main`
     count: int = 1  # how often the same rule matched for this rank
+    pid: int | None = None
+    gpu: str = ""  # as the line names it: an index, or `PCI:0000:3b:00`
+    log: str = ""  # the file that `line` is of
 
 
 class Otherwise(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ import msgspec
 
 from stepkeeper.verdict import logs, rules, tracebacks
 from stepkeeper.verdict.causes import Evidence
+from stepkeeper.verdict.prefixes import parse as parse_line
 from stepkeeper.verdict.reading import Line
-from stepkeeper.verdict.reading import parse as parse_line
 from stepkeeper.verdict.tracebacks import Raised
 
 BYTES_MAX = 1024 * 1024
@@ -61,10 +61,7 @@ def _parts(document: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _last(stack: str, message: str) -> Raised | None:
-    lines = [
-        Line(number, None, parse_line(text.encode(errors="replace"))[1])
-        for number, text in enumerate(stack[:BYTES_MAX].split("\n"), 1)
-    ]
+    lines = [Line(number, None, parse_line(text).text) for number, text in enumerate(stack[:BYTES_MAX].split("\n"), 1)]
     found = tracebacks.find(lines)
     return next((one for one in found if one.statement.startswith(message[:80])), found[-1] if found else None)
 

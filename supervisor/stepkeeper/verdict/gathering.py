@@ -315,7 +315,19 @@ def of_log(path: Path, ends: reading.Ends = reading.THOROUGH) -> list[Evidence]:
     with lines.open_plain(path) as file:
         log = reading.read(file, ends)
     node = "" if path.name == SRUN_NAME else path.stem
-    return [msgspec.structs.replace(each, node=node) for each in logs.sight(log)]
+    return [msgspec.structs.replace(each, log=str(path)) for each in logs.sight(log, node=node)]
+
+
+def log_of(directory: Path, node: str) -> Path | None:
+    """Return the log of a launch that its last lines are read from: of the node, else the one written last.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    logs = [path for path in _files(directory) if path.suffix == ".log"]
+    ranks = [path for path in logs if path.name != SRUN_NAME]
+    own = [path for path in ranks if path.stem == node]
+    return max(own or ranks or logs, key=lambda path: path.lstat().st_mtime, default=None)
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -17,6 +17,7 @@ from stepkeeper.verdict.causes import Cause, Evidence, Otherwise, Plane, Role, V
 LIKELY = 0.6
 SURE = 0.85
 KEPT_MAX = 20  # pieces of evidence in a verdict
+TOLD_FROM = 0.5  # of this confidence on, what is seen is told though it names no cause
 CONFIRMED_SHARE = 0.3  # of the doubt that independent evidence takes away
 CONTESTED_SHARE = 0.85  # of the confidence that is left where another root says something else
 NO_EVIDENCE = "no-evidence"
@@ -47,12 +48,16 @@ def judge(evidence: Iterable[Evidence]) -> Verdict:
     pieces = _ordered(evidence)
     strongest = _strongest(pieces)
     if strongest is None:
+        seen = max(pieces, key=lambda each: each.confidence, default=None)
+        known = seen if seen is not None and seen.confidence >= TOLD_FROM and seen.cause is Cause.UNKNOWN else None
+        rest = [each for each in pieces if each is not known]
         return Verdict(
             cause=Cause.UNKNOWN,
-            rule=NO_EVIDENCE,
+            rule=known.rule if known is not None else NO_EVIDENCE,
             confidence=0.0,
             role=Role.CONFIRMATION,
-            evidence=tuple(pieces[:KEPT_MAX]),
+            evidence=(*((known,) if known is not None else ()), *rest)[:KEPT_MAX],
+            node=known.node if known is not None else "",
         )
     rest = [each for each in pieces if each is not strongest]
     second = _strongest(rest)
@@ -100,6 +105,7 @@ def _ordered(evidence: Iterable[Evidence]) -> list[Evidence]:
             each.at if each.at is not None else math.inf,
             each.location,
             each.count,
+            (each.log, each.pid or 0, each.gpu),
         )
 
     return sorted(pieces, key=key)
@@ -120,11 +126,15 @@ def _strongest(pieces: Sequence[Evidence]) -> Evidence | None:
         return application
     weak = [each for each in failures if each.role is Role.ROOT]
     followed = [each for each in failures if each.role is Role.CASCADE]
+    told = [each for each in followed if each.cause is Cause.CANCELLED]  # to end: another one had failed
+    followed = [each for each in followed if each.cause is not Cause.CANCELLED]
     if weak or followed:
         # a cascade that says much outweighs a word that a launcher said of many things
         return weak[0] if weak else max(followed, key=lambda each: (each.confidence, -followed.index(each)))
     finished = [each for each in pieces if each.cause is Cause.FINISHED]
-    confirmed = [each for each in failures if each.confidence >= CONFIRMED_SHARE]
+    confirmed = [each for each in failures if each.role is Role.CONFIRMATION and each.confidence >= CONFIRMED_SHARE]
+    if told and not confirmed:
+        return max(told, key=lambda each: (each.confidence, -told.index(each)))
     if confirmed and not finished:
         return confirmed[0]
     if finished and not confirmed:

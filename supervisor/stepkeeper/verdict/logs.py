@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from stepkeeper.verdict import rules, tracebacks
+from stepkeeper.verdict import rules, tracebacks, who
 from stepkeeper.verdict.causes import Evidence, Role
 from stepkeeper.verdict.reading import Line, Log
 from stepkeeper.verdict.tracebacks import Raised
@@ -15,7 +15,10 @@ TEXT_CHARACTERS_MAX = 400
 EVIDENCE_MAX = 200  # of one log; the first of each rule and rank
 END_LINES = 20
 SURVIVED_AFTER_LINES = 5  # of progress behind an error: training went on
-_GENERIC = frozenset({"python-exception", "exception-without-traceback"})
+_GENERIC = frozenset({"python-exception", "exception-without-traceback", "loader-died"})
+_LAST_ERROR = re.compile(r"Last error:\s*(?P<said>\S.*)", re.DOTALL)  # NCCL's own word, in an exception of torch
+_WARNING = re.compile(r"(?:\[rank\d+\]:)?\[W\d{0,4}[ :]|.{0,200}\b\w*Warning: ")  # of torch's C++ and of Python
+WARNING_SHARE = 0.6  # of a rule's confidence that is left where the program only warns
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
 _TELLING_NUMBER = re.compile(r"(?i)scale|errno|exit|code|signal|xid|status")
 _PROGRESS = re.compile(
@@ -24,7 +27,12 @@ _PROGRESS = re.compile(
 
 
 def sight(log: Log, *, node: str = "") -> list[Evidence]:
-    """Return what the rules make of a log, in its order; the same rule for the same rank once, with a count."""
+    """Return what the rules make of a log, in its order; the same rule for the same rank once, with a count.
+
+    Args:
+        log: what was read of it.
+        node: whose log it is; empty: the node is the one that a line names, if it does.
+    """
     table = rules.load()
     raised = tracebacks.find(log.lines)
     inside = _inside(raised)
@@ -41,7 +49,8 @@ def sight(log: Log, *, node: str = "") -> list[Evidence]:
         if row is None and shape:
             progress.add(shape)
         if row is not None:
-            found.append(_evidence(row, line.text, line.rank, node, line.number))
+            said = _evidence(row, line, node)
+            found.append(_weakened(said) if _WARNING.match(line.text) else said)
     found = _unchain(sorted(found, key=lambda each: each.line or 0), raised)
     return _survived(_once(found), log.lines, table)
 
@@ -59,26 +68,38 @@ def _inside(raised: list[Raised]) -> set[tuple[int | None, int]]:
 
 
 def _of_exception(one: Raised, table: rules.Rules, node: str) -> Evidence | None:
-    row = table.of_exception(one.statement, [f"{frame.path}:{frame.function}" for frame in one.frames])
+    last = _LAST_ERROR.search(one.statement)
+    row = table.of_line(last["said"], end=False) if last is not None else None
+    if row is None:
+        row = table.of_exception(one.statement, [f"{frame.path}:{frame.function}" for frame in one.frames])
     if row is None:
         return None
-    return msgspec.structs.replace(
-        _evidence(row, one.statement, one.rank, node, one.last_line), location=one.location if one.frames else ""
-    )
+    line = Line(one.last_line, one.rank, one.statement, one.writer)
+    return msgspec.structs.replace(_evidence(row, line, node), location=one.location if one.frames else "")
 
 
-def _evidence(row: rules.Row, text: str, rank: int | None, node: str, line: int) -> Evidence:
+def _evidence(row: rules.Row, line: Line, node: str) -> Evidence:
+    about = who.find(line.text, line.writer)
     return Evidence(
         plane=row.plane,
         rule=row.id,
         cause=row.cause,
         role=row.role,
         confidence=row.confidence,
-        text=shorten(text),
-        rank=rank,
-        node=node,
-        line=line,
+        text=shorten(line.text),
+        rank=line.rank if line.rank is not None else about.rank,
+        node=node or about.node,
+        line=line.number,
+        pid=about.pid,
+        gpu=about.gpu,
     )
+
+
+def _weakened(said: Evidence) -> Evidence:
+    """Return what a warning is worth: the program goes on after it."""
+    if said.role is not Role.ROOT:
+        return said
+    return msgspec.structs.replace(said, role=Role.CASCADE, confidence=round(WARNING_SHARE * said.confidence, 3))
 
 
 def shorten(text: str) -> str:
@@ -90,21 +111,28 @@ def shorten(text: str) -> str:
 def _unchain(found: list[Evidence], raised: list[Raised]) -> list[Evidence]:
     """Of exceptions raised one from another, drop the ones that say less.
 
-    Where the first was named as the cause it is kept; else the last, which is the one that nobody handled.
+    What another process raised again says nothing of its own.  Where a rule knows one of two, it counts; else the one
+    that was named as the cause, else the last, which nobody handled.
     """
-    lines = {one.last_line: one for one in raised}
-    dropped: set[int] = set()
-    before: dict[int | None, Raised] = {}
+    specific = {each.line for each in found if each.role is Role.ROOT and each.rule not in _GENERIC}
+    generic = {each.line for each in found if each.rule in _GENERIC}
+    dropped: set[int | None] = set()
+    before: dict[tuple[int | None, str], Raised] = {}
     for one in sorted(raised, key=lambda each: each.last_line):
-        previous = before.get(one.rank)
-        if one.chained and previous is not None:
-            dropped.add(one.last_line if one.direct else previous.last_line)
-        before[one.rank] = one
-    return [
-        each
-        for each in found
-        if not (each.line in dropped and each.rule in _GENERIC and lines[each.line].rank == each.rank)
-    ]
+        writer = (one.rank, one.writer)
+        previous = before.get(writer)
+        before[writer] = one
+        if previous is None or not (one.chained or one.original):
+            continue
+        inner, outer = previous.last_line, one.last_line
+        if one.original:
+            dropped.add(inner)
+        elif outer in generic and one.direct:
+            dropped.add(outer)
+            before[writer] = previous
+        elif inner in generic and (outer in specific or outer in generic):
+            dropped.add(inner)
+    return [each for each in found if each.line not in dropped]
 
 
 def _once(found: list[Evidence]) -> list[Evidence]:

@@ -18,9 +18,12 @@ LEAD = f"""
 `stepkeeper explain RUN` tells why the newest failed launch of a run failed (`--attempt`, `--launch` name another),
 `stepkeeper explain --log FILE ...` what log files say on their own (one a node; `-` is stdin; torch's error files too).
 `--json` prints one object: `cause`, `rule`, `confidence`, `role`, `evidence`, `location`, `rank`, `node`, `otherwise`,
-`happened`, `todo`.  `otherwise` is what would have been decided without the strongest piece of evidence.  Of a run it
-tells `run`, `attempt`, `launch`, `job_id` and `end` (how the newest attempt ended: `at`, `code`, `reason`) too.  RUN by
-the number of a job means the launches of that job, where several have worked on the run.
+`happened`, `todo`, and what people read besides: `message` (what the program or Slurm said), `who` (rank, node,
+process, GPU, and `log`, the file and line), `last_lines` (the last error-like lines of that log, or its last lines),
+`next` (what Stepkeeper does next, by the settings of the run) and `confirm` (commands).  `otherwise` is the verdict
+without the strongest piece of evidence.  Of a run it tells `run`, `attempt`, `launch`, `job_id`, `followed` (the launch
+after it) and `end` (how the newest attempt ended: `at`, `code`, `reason`) too.  RUN by the number of a job means the
+launches of that job, where several have worked on the run.
 
 The rules are data: `supervisor/stepkeeper/verdict/rules.toml`.  The logs that they are measured by are in
 `tests/verdict/corpus`.
@@ -28,7 +31,8 @@ The rules are data: `supervisor/stepkeeper/verdict/rules.toml`.  The logs that t
 A supervisor that finds a launch failed judges it in the same way, while the next one is prepared, and goes by the
 cause's row of the ladder (below).  A verdict of less confidence than `policy.judged_from` decides as `unknown` does.
 What the supervisor itself saw is a root too: `progress-silence` (a hang, with what its ranks did, see below),
-`loss-not-finite`, `loss-spike` and `loss-discontinuity` (numerical).  A rank that it killed itself is no evidence.
+`loss-not-finite`, `loss-spike` and `loss-discontinuity` (numerical).  A rank that it killed itself is no evidence, nor
+are Stepkeeper's own lines in a log: JSON or text of the supervisor, lines of the trainer library.
 Why it had a launch stopped is in the journal: `asked-to-stop` (who, and when), `limit-told`, `left-on-purpose`; where
 the launch failed all the same, that only supports what else is known.
 An attempt that ended without a word is told by who had the job run again: Slurm itself, as it does where a node failed
@@ -44,6 +48,14 @@ which proves that the node lives (`supervisor-gone`).
 4. Slurm's word is the verdict where it alone says why, or where it came before any rank failed.
 5. Of several roots, that of the rank that failed first; within one log the more certain one, then the earlier one.
 6. An error that training went on after did not end it.
+7. A process that was told to end, or was killed after another one had failed, gives way to what failed.
+8. In a chain of exceptions, the one that a rule knows counts; else the one named as the cause; else the last one.
+   NCCL's `Last error:` decides over the kind of its error.
+9. A warning is a cascade, and weaker.
+
+Prefixes are taken off each line, as far as their form is known: labels of srun, torchrun, mpirun and pdsh, times with
+what loggers put behind them, Kubernetes, docker compose, Ray, colours, progress bars.  What stands before the first
+line of a traceback is taken off its other lines, whatever it is.  Tracebacks of several writers are kept apart.
 
 A log is read at both ends (0.5 MiB and 4 MiB), lines beyond {LINE_CHARACTERS_MAX:,} characters without their middle.
 """
@@ -123,8 +135,8 @@ def page() -> str:
     table = rules.load()
     out = ["# Why a launch failed", "", MADE, "", LEAD.strip(), "", "## Causes", ""]
     out += _table(
-        ("cause", "what happened", "what to do"),
-        [(f"`{cause.value}`", table.meanings[cause].happened, table.meanings[cause].todo) for cause in Cause],
+        ("cause", "what happened", "what to do", "how to confirm"),
+        [(f"`{cause.value}`", *_meaning(table.meanings[cause])) for cause in Cause],
     )
     out += ["", "## Training that stands still", "", HANG.strip()]
     out += ["", "## What follows", "", LADDER.strip(), ""]
@@ -149,6 +161,10 @@ def page() -> str:
         ],
     )
     return "\n".join([*out, ""])
+
+
+def _meaning(meaning: rules.Meaning) -> tuple[str, str, str]:
+    return meaning.happened, meaning.todo, "; ".join(f"`{command}`" for command in meaning.confirm)
 
 
 def _row(cause: Cause) -> str:

@@ -48,7 +48,8 @@ def exits(events: Iterable[RankExited], *, killed_at: float | None = None) -> li
 
     Args:
         events: as they were heard.
-        killed_at: when we ended the ranks ourselves: a signal that ended one since was ours.
+        killed_at: when we ended the ranks ourselves: a signal that ended one later was ours.  An exit at this very
+            instant is why we did.
     """
     known: dict[int, RankExited] = {}
     for event in sorted(events, key=lambda event: event.at):
@@ -56,7 +57,7 @@ def exits(events: Iterable[RankExited], *, killed_at: float | None = None) -> li
         if before is None or (before.code is None and before.signal is None):
             known[event.rank] = event
     ours = {
-        event.rank for event in known.values() if killed_at is not None and event.at >= killed_at and _is_killed(event)
+        event.rank for event in known.values() if killed_at is not None and event.at > killed_at and _is_killed(event)
     }
     known = {rank: event for rank, event in known.items() if rank not in ours}
     failed = [event for event in known.values() if _number(event) not in (None, EXIT_FINISHED, EXIT_STOPPED)]
@@ -104,6 +105,7 @@ def _of_exit(event: RankExited, *, first: bool) -> Evidence | None:
         return None
     if role is Role.ROOT and not first:
         role = Role.CASCADE  # Slurm and torchrun end the others once one has failed
+        cause = Cause.CANCELLED if signal == SIGKILL else cause
     return Evidence(
         plane=Plane.APPLICATION,
         rule=rule,

@@ -1,32 +1,22 @@
 """Logs of any size and content, as lines with their rank.
 
-A log is read at both ends only: how it began, and how it ended.  Colours, progress bars and the prefixes of srun,
-torchrun and log collectors are taken off.
+A log is read at both ends only: how it began, and how it ended.  Colours, progress bars and the prefixes of launchers
+and log collectors are taken off (prefixes.py), and so are Stepkeeper's own lines: they are no word of the training.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
+
+from stepkeeper.verdict import prefixes
+from stepkeeper.verdict.prefixes import Said
 
 HEAD_BYTES_MAX = 512 * 1024
 TAIL_BYTES_MAX = 4 * 1024 * 1024
 LINE_CHARACTERS_MAX = 2048  # of one longer than that, both ends are kept: no line keeps a rule busy for long
 STATES_MAX = 4  # of a progress bar: it overwrites its line by carriage returns
-
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
-_PREFIXES = (
-    re.compile(r"\s{0,8}(?P<rank>\d{1,8}): ?(?=\S|\s|$)"),  # srun --label
-    re.compile(r"\[(?:rank|default)(?P<rank>\d{1,8})\]: ?"),  # torch itself; torchrun --tee
-    re.compile(r"\[\d{1,8}\] (?=\[rank\d)"),  # log collectors number their lines
-    re.compile(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.\d]*(?:Z|[+-]\d\d:?\d\d)? ?(?:(?:stdout|stderr) [FP] )?"
-    ),  # kubernetes
-    re.compile(r"\((?:\w+ )?pid=\d+(?:, ip=[\d.]+)?\) ?"),  # ray
-)
-_SAYS_RANK = re.compile(r"\[rank(\d{1,8})\]|\[(?:[Gg]lobal )?[Rr]ank[ :]?\s?(\d{1,8})\]|\bRank (\d{1,8})\] ")
 
 
 class Line(NamedTuple):
@@ -35,6 +25,7 @@ class Line(NamedTuple):
     number: int  # from 1; after a gap, those of the gap are estimated as one
     rank: int | None
     text: str
+    writer: str = ""  # as its prefix names it: a host, a pod, a process of Ray
 
 
 class Log(NamedTuple):
@@ -97,31 +88,13 @@ def _lines(data: bytes, first: int) -> Iterator[Line]:
     for number, raw in enumerate(data.split(b"\n"), first):
         states = [state for state in raw.split(b"\r") if state.strip()]
         for state in states[-STATES_MAX:]:
-            rank, text = parse(state)
-            yield Line(number, rank, text)
+            said = parse(state)
+            yield Line(number, said.rank, said.text, said.writer)
 
 
-def parse(raw: bytes) -> tuple[int | None, str]:
-    r"""Return the rank that a line names, and the line without colours and prefixes.
-
-    >>> parse(b"3: [rank3]: ValueError: \x1b[31mbad\x1b[0m")
-    (3, 'ValueError: bad')
-    >>> parse(b"0:   File \"train.py\", line 3, in main")
-    (0, '  File "train.py", line 3, in main')
-    """
+def parse(raw: bytes) -> Said:
+    """Return what a line says, without colours and prefixes; of a very long one both ends."""
     if len(raw) > LINE_CHARACTERS_MAX:
         half = LINE_CHARACTERS_MAX // 2
         raw = raw[:half] + b" ... " + raw[-half:]
-    text = _ESCAPES.sub("", raw.decode(errors="replace")).rstrip()
-    rank: int | None = None
-    for prefix in _PREFIXES:
-        match = prefix.match(text)
-        if match is not None:
-            text = text[match.end() :]
-            found = match.groupdict().get("rank")
-            rank = int(found) if found else rank
-    if rank is None or "[Rank" in text:
-        match = _SAYS_RANK.search(text)
-        if match is not None:
-            rank = int(next(group for group in match.groups() if group))
-    return rank, text
+    return prefixes.parse(raw.decode(errors="replace"))

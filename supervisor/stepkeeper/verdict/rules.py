@@ -37,6 +37,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     plane: Plane = Plane.APPLICATION
     persists: bool = False  # counts although training went on after it
     says: str  # in plain words
+    todo: str = ""  # where the cause's own advice does not fit
 
 
 class Meaning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +45,8 @@ class Meaning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     happened: str
     todo: str
+    confirm: tuple[str, ...]  # commands; JOB, NODE and RUN stand for what is known of them
+    next: str = ""  # what Stepkeeper does, where no row of the ladder tells it
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +90,11 @@ class Rules(msgspec.Struct, frozen=True):
     def says(self, rule: str) -> str:
         """Return what a rule means in plain words; nothing for what is no rule of the table."""
         return next((each.row.says for each in self.rules if each.row.id == rule), "")
+
+    def todo(self, rule: str, cause: Cause) -> str:
+        """Return what a person should do: what the rule advises, else the cause."""
+        own = next((each.row.todo for each in self.rules if each.row.id == rule), "")
+        return own or self.meanings[cause].todo
 
 
 @functools.cache

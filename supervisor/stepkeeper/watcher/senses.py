@@ -20,7 +20,7 @@ import msgspec
 
 from stepkeeper import __version__
 from stepkeeper.node import protocol
-from stepkeeper.node.client import AgentClient, AgentError, connect
+from stepkeeper.node.client import AgentClient, AgentError, AgentGoneError, connect
 from stepkeeper.slurm.node_commands import NodeCommands
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.assignment import Assignment
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from stepkeeper.watcher.checking import Checking
     from stepkeeper.watcher.sharing import ShareReader
 
-AGENT_AGAIN_S = 30.0  # an agent that is absent, or was restarted, is looked for again
+AGENT_AGAIN_S = 30.0  # an agent that is absent is looked for again
+RESTARTS_WITHIN_S = 20.0  # one that has left may be restarting: it is looked for soon, and nothing takes its place yet
+AGENT_SOON_S = 0.5
 LOOKS_MAX = 8
 
 
@@ -160,18 +162,23 @@ class Senses:
 
     def _attend(self) -> None:
         """Listen to the node's agent; sense for ourselves while there is none."""
+        left_at: float | None = None
         while not self._closed.is_set():
             try:
                 client = connect(os.environ, self._node)
                 if client is not None:
                     with client:
                         self._listen(client)
-                self._sense()
+                elif not _is_recent(left_at):
+                    self._sense()
+            except AgentGoneError as error:
+                left_at = time.monotonic()
+                self._note(f"node agent: {error}")
             except AgentError as error:
                 self._note(f"node agent: {error}")
             except Exception as error:  # noqa: BLE001 - told, and tried again: without this thread nobody hears of faults
                 self._note(f"hardware faults of this node are not heard of: {error!r}")
-            self._closed.wait(AGENT_AGAIN_S)
+            self._closed.wait(AGENT_SOON_S if _is_recent(left_at) else AGENT_AGAIN_S)
 
     def _note(self, text: str) -> None:
         """Say something for the log, once until something else is to be said."""
@@ -201,7 +208,7 @@ class Senses:
                         node=self._node,
                         incident=message.incident,
                         name=shorten(message.name),
-                        action=message.action.value,
+                        action=(message.observed or message.action).value,
                         leave=message.action.drains,
                         why=shorten(message.why),
                         gpu=shorten(gpu),
@@ -245,3 +252,8 @@ class Senses:
         if self._stop_own is not None:
             self._stop_own()
             self._stop_own = None
+
+
+def _is_recent(left_at: float | None) -> bool:
+    """Tell whether the agent has left so lately that it may be restarting."""
+    return left_at is not None and time.monotonic() - left_at < RESTARTS_WITHIN_S

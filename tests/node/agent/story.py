@@ -59,6 +59,7 @@ class Cluster:
         self.away = False
         self.now = 0.0  # slurmctld's clock
         self.calls = 0
+        self.slow_s = 0.01  # so long slurmctld takes to answer
 
     def drain(self, name: str, reason: str, at: float) -> None:
         """Drain; Slurm notes whole seconds."""
@@ -134,8 +135,15 @@ class Node:
                 uids = uids if all(uids) else ()
                 self.feed(on.JobsListed(at=at, incident=effect.incident, jobs=self.jobs, uids=uids))
             case do.AskNodes():
-                nodes = () if error else tuple(self.cluster.nodes.values())
-                self.feed(on.NodesAnswered(at=at, call=effect.call, nodes=nodes, error=error))
+                nodes = tuple(
+                    each for each in self.cluster.nodes.values() if not effect.alone or each.name == self.name
+                )
+                nodes = () if error else nodes
+                took_s = self.cluster.slow_s
+                answer = on.NodesAnswered(
+                    at=at, call=effect.call, nodes=nodes, alone=effect.alone, took_s=took_s, error=error
+                )
+                self.feed(answer)
             case do.SetDrain():
                 if not error:
                     self.cluster.drain(self.name, effect.reason, at)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from stepkeeper.node.client import AgentClient
-from stepkeeper.node.protocol import Seen
+from stepkeeper.node.protocol import SOCKET_VARIABLE, Seen
 from stepkeeper.node.xid.model import Action
+from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.watcher.messages import Faulted
+from stepkeeper.watcher.senses import Senses
 from tests.lab import USERS, Lab
 from tests.lab.agents import Agents
 
@@ -121,13 +126,75 @@ def test_an_observing_agent_touches_nothing(cluster: Lab, agents: Agents) -> Non
     node = cluster.node_names[0]
     agents.configure(node, mode="observe")
     agents.start(node)
+    job = cluster.submit("sleep 600", sbatch_args=[f"-w{node}"], user=USERS[0])
+    cluster.wait_job(job, "RUNNING")
 
-    agents.inject(node, 79)
-    agents.wait_event(node, "alarm", text="would be drained")
+    with AgentClient(str(agents.socket(node))) as client:
+        client.join(job, 0)
+        agents.inject(node, 79)
+        agents.wait_event(node, "alarm", text="would be drained")
+        at_once = _faults_told(cluster, client)
+        found = client.look(job, why="NCCL says that the GPU is dead").found
+    with AgentClient(str(agents.socket(node))) as client:
+        client.join(job, 0)
+        when_it_joins = _faults_told(cluster, client)
+    watched = _faults_that_a_watcher_passes_on(cluster, agents.socket(node), job, node)
+    cluster.cancel(job)
+    cluster.wait_ended(job, 120)
 
     assert stay_in_service(cluster, node)
     assert [each["outcome"] for each in agents.incidents(node)] == ["observed"]
     assert agents.verdict(node)["fit"] is True
+    for fault in (at_once, when_it_joins):
+        assert (fault.name, fault.action, fault.observed) == ("XID 79", Action.LOG, Action.DRAIN_REBOOT)
+        assert "only observes" in fault.why
+    assert found == 0, "nothing to leave the node for"
+    assert (watched.name, watched.action, watched.leave) == ("XID 79", "drain_reboot", False)
+
+
+def _faults_told(lab: Lab, client: AgentClient) -> Seen:
+    """Return the first fault that the agent tells."""
+    seen: list[Seen] = []
+
+    def heard() -> bool:
+        seen.extend(message for message in client.receive() if isinstance(message, Seen))
+        return bool(seen)
+
+    lab.until(heard, "word of the fault", DRAINED_S)
+    return seen[0]
+
+
+def _faults_that_a_watcher_passes_on(lab: Lab, socket: Path, job: int, node: str) -> Faulted:
+    """Return what the supervisor of a job on the node hears."""
+    before = os.environ.get(SOCKET_VARIABLE)
+    os.environ[SOCKET_VARIABLE] = str(socket)
+    try:
+        assignment = Assignment(
+            run_directory="/nonexistent",
+            run_id="r",
+            job_id=job,
+            slurm_name=str(job),
+            restart_count=0,
+            attempt=0,
+            nodes=(node,),
+            kill_wait_s=10.0,
+            nonce="n",
+        )
+        senses = Senses(assignment, node)
+        senses.start()
+        words: list[object] = []
+
+        def heard() -> bool:
+            words.extend(senses.take())
+            return any(isinstance(word, Faulted) for word in words)
+
+        lab.until(heard, "the watcher's word", DRAINED_S)
+        senses.close()
+    finally:
+        os.environ.pop(SOCKET_VARIABLE)
+        if before is not None:
+            os.environ[SOCKET_VARIABLE] = before
+    return next(word for word in words if isinstance(word, Faulted))
 
 
 def test_what_programs_do_wrong_drains_nothing(cluster: Lab, agents: Agents) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from stepkeeper.node import verdict
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
+from stepkeeper.node.core.plan import due_at
 from stepkeeper.node.core.policy import Mode, Policy
 from stepkeeper.node.core.state import Outcome
 from stepkeeper.node.xid.model import Action, Kind, Source
@@ -438,8 +440,8 @@ def test_a_tie_in_one_second_is_told_by_name(cluster: Cluster) -> None:
     early, late = Node(cluster, "d"), Node(cluster, "a")
     for node in (early, late):
         node.see(fault(79, T))
-        node.answer(T + 0.1)
-        node.answer(T + 0.1)
+        for _ in ("who is on the node", "how the node is", "how all nodes are"):
+            node.answer(T + 0.1)
     while early.answer(T + 0.2):
         pass
     while late.answer(T + 0.3):
@@ -843,3 +845,47 @@ def test_a_reason_is_one_plain_line(node: Node) -> None:
     assert drain.reason.isascii()
     assert len(drain.reason) <= 240
     assert drain.reason.endswith("[a.1790000000]")
+
+
+def test_a_fault_alone_is_counted_at_once_and_a_crowd_spreads(node: Node) -> None:
+    """All nodes are asked for only where Slurm told quickly of one."""
+    node.see(fault(79, T))
+    node.settle(T + 1)
+    asked = [each.alone for each in node.acts(do.AskNodes)]
+    assert asked[:2] == [True, False]
+    assert node.incident.outcome is Outcome.DRAINED
+
+    crowd = Cluster(*(f"n{number}" for number in range(40)))
+    crowd.slow_s = 2.0
+    nodes = [Node(crowd, name) for name in crowd.nodes]
+    for each in nodes:
+        each.see(fault(79, T))
+        each.settle(T + 1)
+    assert all(len(each.acts(do.AskNodes)) == 1 for each in nodes), "one look at the own node, and no more"
+    assert not crowd.held
+    counted = []
+    for each in nodes:
+        assert verdict.verdict(each.state, T + 1, ACT).fit, "a prolog that failed now would drain past the breaker"
+        counted.append(due_at(each.state) - T)
+        each.settle(T + 2 * ACT.crowd_spread)
+    assert max(counted) <= 2.0 * ACT.crowd_spread + 1
+    assert len({round(at / 60) for at in counted}) > 10, "spread over the whole time"
+    assert 0 < len(crowd.held) <= ACT.nodes_min
+    assert {each.incident.outcome for each in nodes} <= {Outcome.DRAINED, Outcome.REFUSED}
+
+
+def test_what_the_breaker_refused_costs_slurm_little_from_then_on(cluster: Cluster) -> None:
+    """The node alone is asked about now and then, and all nodes once in an hour."""
+    for name in ("b", "c"):
+        cluster.drain(name, "stepkeeper: before", T - 7200)
+    node = Node(cluster, "a")
+    node.fit = "GPU 0000:3b:00.0: lost"
+    node.see(fault(79, T))
+    node.settle(T + 1)
+    assert node.incident.outcome is Outcome.REFUSED
+    before = sum(not each.alone for each in node.acts(do.AskNodes))
+
+    node.settle(T + 4 * 3600)
+
+    all_nodes = sum(not each.alone for each in node.acts(do.AskNodes)) - before
+    assert 2 <= all_nodes <= 6

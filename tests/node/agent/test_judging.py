@@ -181,3 +181,16 @@ def test_the_place_on_the_gpu_is_taken_from_the_drivers_text(text: str, place: s
     (fault,) = faults(judging(), record)
 
     assert fault.place == place
+
+
+def test_a_missing_gpu_is_named_by_what_was_there_before() -> None:
+    """By NVML's list since the boot, or by the PCI bus where the agent has just started."""
+    judge = Judging(catalogue.packaged(), expected_gpus=3, gpus=[("0000:af:00.0", "")])
+    pcis = ("0000:3b:00.0", "0000:86:00.0")
+    gpus = tuple(Gpu(index=index, pci=pci, uuid=f"GPU-{index}") for index, pci in enumerate(pcis))
+    found: list[Fault] = []
+    for at, listed in ((T, gpus), (T + 10, gpus[:1]), (T + 20, gpus[:1])):
+        found = faults(judge, NvmlStatus(at=at, state=NvmlState.READY, gpus=listed))
+
+    (fault,) = found
+    assert fault.why == "1 of 3 GPUs are there; missing: 0000:86:00.0 (GPU-1), 0000:af:00.0"

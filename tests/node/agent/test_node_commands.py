@@ -190,7 +190,7 @@ def test_a_real_node_is_drained_and_returned(lab: Lab, client: NodeCommands) -> 
 @pytest.mark.slurm
 def test_peers_are_those_of_the_partitions(lab: Lab, client: NodeCommands) -> None:
     assert {each.name for each in client.peers(lab.node_names[0])} == set(lab.node_names)
-    with pytest.raises(SlurmError, match="no node nowhere"):
+    with pytest.raises(SlurmError, match="knows no node nowhere"):
         client.peers("nowhere")
 
 
@@ -214,3 +214,39 @@ def test_the_jobs_of_one_node_are_told_without_the_controller(lab: Lab, client: 
     lab.wait_ended(job, 120)
 
     assert (owned.state, owned.nodes) == ("RUNNING", (mine,))
+
+
+@pytest.mark.slurm
+def test_an_arrays_last_task_is_addressed_and_not_the_array(lab: Lab, client: NodeCommands) -> None:
+    """Its job id is the array's own: Slurm would take that for all tasks."""
+    array = lab.submit("sleep 600", sbatch_args=["--array=0-2", "--begin=now+1hour"], user=USERS[0])
+    for task in (0, 1):
+        lab.run("scontrol", "update", f"JobId={array}_{task}", "Nice=1")
+    last = client.owned_job(array)
+
+    client.hasten(last, None, 1800)
+
+    begins = [client.owned_job(number).eligible_at for number in (array, array + 1, array + 2)]
+    lab.run("scancel", str(array))
+    assert last.address == f"{array}_2"
+    assert begins[0] is not None
+    assert begins[0] < time.time() + 1900
+    assert all(at is not None and at > time.time() + 3000 for at in begins[1:]), begins
+
+
+@pytest.mark.slurm
+def test_one_node_is_asked_for_without_the_list_of_all(lab: Lab, client: NodeCommands) -> None:
+    """slurmctld packs all nodes for whoever asks for the list: thousands of agents must not."""
+    name = lab.node_names[0]
+
+    def requests(kind: str) -> int:
+        found = [line for line in lab.run("sdiag").stdout.splitlines() if f"{kind} " in line and "count:" in line]
+        return sum(int(line.split("count:")[1].split()[0]) for line in found)
+
+    one, all_nodes = requests("REQUEST_NODE_INFO_SINGLE"), requests("REQUEST_NODE_INFO")
+    found = client.node(name)
+
+    assert (requests("REQUEST_NODE_INFO_SINGLE"), requests("REQUEST_NODE_INFO")) == (one + 1, all_nodes)
+    assert (found.name, found.address, set(found.partitions)) == (name, "127.0.0.1", {"train", "urgent"})
+    with pytest.raises(SlurmError, match="knows no node nowhere"):
+        client.node("nowhere")

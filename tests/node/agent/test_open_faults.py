@@ -9,13 +9,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from stepkeeper.node import verdict
 from stepkeeper.node.core import breaker
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
 from stepkeeper.node.core.plan import due_at, left_alone
 from stepkeeper.node.core.policy import Mode, Policy
 from stepkeeper.node.core.state import Outcome, State
-from stepkeeper.node.sensors.readings import NvmlState
+from stepkeeper.node.sensors.readings import Gpu, NvmlState
 from stepkeeper.node.xid.model import Action, Fault, Kind, Source
 from tests.node.agent.story import ACT, PCI, UUID, Cluster, Node, fault, replace
 
@@ -74,7 +75,7 @@ def test_a_take_back_whose_answer_is_lost_leaves_the_fault_open(cluster: Cluster
     assert cluster.held == {"b", "c"}
 
     cluster.resume("b")
-    node.settle(T + 2 * 3600)
+    node.settle(T + 3 * 3600)
     assert cluster.held == {"a", "c"}
 
 
@@ -150,7 +151,7 @@ def test_a_drain_that_takes_effect_after_it_was_taken_back_is_held_again(cluster
     assert node.incident.outcome is Outcome.TAKEN_BACK
     cluster.resume("b")
     cluster.drain("a", reason, T + 60)  # the first of two tries, which the controller got to late
-    node.settle(T + 1000)
+    node.settle(T + 5000)
 
     assert node.state.drain is not None
     assert node.incident.outcome is Outcome.DRAINED
@@ -255,6 +256,78 @@ def test_the_breaker_keeps_what_no_check_can_end_and_says_it_once(cluster: Clust
     assert cluster.held == {"a", "c"}
 
 
+def test_the_breaker_is_asked_with_all_nodes_and_only_once_nobody_holds_the_node(cluster: Cluster) -> None:
+    """A look at our own node alone must not take the breaker for closed, and a held node needs no list of all."""
+    for name in ("b", "c"):
+        cluster.drain(name, "stepkeeper: before", T - DAY)
+    node = Node(cluster, "a")
+    node.fit = "GPU recovery action 2: reboot the node"
+    node.see(fault(79, T))
+    node.settle(T + 60)
+    assert node.incident.outcome is Outcome.REFUSED
+    cluster.drain("a", "fan", T + 60)
+    asked = len(node.acts(do.AskNodes))
+    node.settle(T + 2 * 3600)
+    while_held = node.acts(do.AskNodes)[asked:]
+    assert all(each.alone for each in while_held)
+    assert len(while_held) > 5, "every five minutes, once the first hour is over"
+
+    cluster.resume("a")
+    recorded = len(node.acts(do.Record))
+    node.settle(T + 5 * 3600)
+
+    lists = [each for each in node.acts(do.AskNodes)[asked:] if not each.alone]
+    assert 2 <= len(lists) <= 5
+    assert node.incident.outcome is Outcome.REFUSED
+    assert len(node.acts(do.Record)) == recorded, "no drain was wanted meanwhile"
+    assert cluster.held == {"b", "c"}
+
+
+def test_a_refused_fault_spreads_its_list_of_all_nodes_where_slurm_is_slow(cluster: Cluster) -> None:
+    """Thousands of agents that are restarted at once ask at once: about their own nodes only."""
+    for name in ("b", "c"):
+        cluster.drain(name, "stepkeeper: before", T - DAY)
+    node = Node(cluster, "a")
+    node.fit = "GPU recovery action 2: reboot the node"
+    node.see(fault(79, T))
+    node.settle(T + 60)
+    cluster.slow_s = 2.0
+    asked = len(node.acts(do.AskNodes))
+    node.restart(T + 100)
+    node.answer(T + 100)
+    (first,) = node.acts(do.AskNodes)[asked:]
+    assert first.alone
+    due = due_at(node.state)
+    assert due is not None
+    assert T + 102 < due <= T + 102 + ACT.crowd_spread_max_s
+
+    node.settle(due)
+
+    assert [each.alone for each in node.acts(do.AskNodes)[asked:]] == [True, False]
+
+
+def test_nobody_counts_all_nodes_for_a_fault_that_is_over(cluster: Cluster) -> None:
+    for name in ("b", "c"):
+        cluster.drain(name, "stepkeeper: before", T - DAY)
+    node = Node(cluster, "a")
+    node.fit = "GPU recovery action 1: reset the GPU"
+    node.see(fault(48, T))
+    node.settle(T + 60)
+    cluster.slow_s = 2.0
+    node.restart(T + 100)
+    node.answer(T + 100)
+    node.feed(on.GpusReset(at=T + 105, why="the driver was loaded anew"))
+    assert node.incident.outcome is Outcome.PASSED
+    asked = len(node.acts(do.AskNodes))
+    node.see(fault(79, T + 500))
+
+    while node.answer(T + 500):
+        pass
+
+    (first,) = node.acts(do.AskNodes)[asked:]
+    assert first.alone, "the next fault asks about the own node first again"
+
+
 def test_a_flood_pushes_out_nothing_that_was_left_alone(node: Node) -> None:
     node.tells = False
     node.cluster.drain("a", "fan", T)
@@ -335,6 +408,32 @@ def test_what_only_the_kernel_log_says_is_doubted_where_nvml_finds_the_gpu_well(
     (alarm,) = seeing.acts(do.Alarm)
     assert isinstance(alarm, do.Alarm)
     assert "net.netfilter.nf_log_all_netns" in alarm.text
+
+
+def test_a_look_does_not_wait_until_slurm_may_be_asked(seeing: Node) -> None:
+    """Jobs hear of a second fault at once, while the drain for the first one waits its turn in a crowd."""
+    seeing.cluster.slow_s = 2.0
+    seeing.see(fault(79, T, source=Source.NVML))
+    while seeing.answer(T + 1):
+        pass
+    turn = due_at(seeing.state)
+    assert turn is not None
+    assert turn > T + 20
+    seeing.fit = "GPU recovery action 2: reboot the node"
+    second = OTHER
+    seeing.feed(on.GpusListed(at=T + 10, gpus=(Gpu(index=1, pci=second, uuid="GPU-2"),)))
+
+    seeing.see(fault(79, T + 10, pci=second))
+    while seeing.answer(T + 11):
+        pass
+
+    told = {each.incident.pci for each in seeing.acts(do.Tell)}
+    assert told == {PCI, second}
+    assert due_at(seeing.state) == turn
+    assert verdict.verdict(seeing.state, T + 11, seeing.policy).fit
+    assert len(seeing.acts(do.AskNodes)) == 1
+    seeing.settle(turn + 10)
+    assert seeing.cluster.held == {"a"}
 
 
 @pytest.mark.parametrize("first", [Source.KERNEL, Source.NVML])
@@ -648,7 +747,7 @@ def test_a_bad_gpu_in_service_is_watched_or_a_person_has_returned_it(policy, vis
     for step, value in history:
         play(world, step, value)
     world.catch_up()
-    world.pass_time(4000.0)
+    world.pass_time(6000.0)  # what the breaker refused is looked at once an hour
 
     own = world.cluster.nodes["a"]
     state = world.node.state

@@ -105,11 +105,11 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
         config.load(tmp_path / "node.toml")
 
 
-@pytest.mark.parametrize("key", ["catalogue", "slurm_bin"])
+@pytest.mark.parametrize("key", ["catalogue", "slurm_bin", "slurm_conf"])
 def test_what_the_configuration_points_at_is_trusted_no_more_than_itself(tmp_path: Path, key: str) -> None:
     used = tmp_path / "own" / "used"
     used.parent.mkdir(0o755)
-    if key == "catalogue":
+    if key != "slurm_bin":
         used.touch(0o644)
     else:
         used.mkdir(0o755)
@@ -128,6 +128,22 @@ def test_what_the_configuration_points_at_is_trusted_no_more_than_itself(tmp_pat
     used.rename(tmp_path / "gone")
     with pytest.raises(StepkeeperError, match=f"{key}: .*No such file"):
         config.load(path)
+
+
+@pytest.mark.parametrize("config_file", [True, False])
+def test_the_sites_catalogue_that_nobody_names_is_checked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, config_file: bool
+) -> None:
+    path, rows = tmp_path / "node.toml", tmp_path / "xid.csv"
+    rows.write_text("code,action\n79,log\n")
+    rows.chmod(0o666)
+    monkeypatch.setattr(config, "SITE_FILE", rows)
+    monkeypatch.setattr(config, "DEFAULT_PATH", path)
+    if config_file:
+        path.write_text('mode = "act"\n')
+
+    with pytest.raises(StepkeeperError, match=f"{rows}: others may change it"):
+        config.load(None)
 
 
 def test_the_nodes_name_stands_in_paths() -> None:

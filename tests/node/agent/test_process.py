@@ -22,6 +22,7 @@ from tests.fake_nvml import FakeNvml
 
 WITHIN_S = 90.0
 HEARS_WITHIN_S = 30.0  # a signal: the agent looks at the clock each minute, in any case
+READS = ("sinfo ", "-a -o show nodes", "listpids ")  # calls that change nothing
 BOOT = "11111111-2222-3333-4444-555555555555"
 PCI = "0000:3b:00"
 SCONTROL = """#!/bin/sh
@@ -42,6 +43,14 @@ case "$*" in
 *listpids*) echo "No job steps exist on this node." >&2; exit 1 ;;
 esac
 """
+SINFO = """#!/bin/sh
+cd {directory} || exit 1
+echo "sinfo $*" >> calls
+[ -e hang ] && exec sleep 60
+reason=$(cat reason 2>/dev/null)
+printf '%-256s%-256s%-256s%-256s%-512s%-64s%-1024s\\n' n1 127.0.0.1 "idle${{reason:++drain}}" p '(null)' \
+    "$(date +%s)" "${{reason:-none}}"
+"""
 NVIDIA_SMI = """#!/bin/sh
 cd {directory} || exit 1
 echo "nvidia-smi $*" >> calls
@@ -57,7 +66,7 @@ class Process:
         self.directory = directory
         self.bin = directory / "bin"
         self.bin.mkdir()
-        for name, text in (("scontrol", SCONTROL), ("nvidia-smi", NVIDIA_SMI)):
+        for name, text in (("scontrol", SCONTROL), ("sinfo", SINFO), ("nvidia-smi", NVIDIA_SMI)):
             (self.bin / name).write_text(text.format(directory=directory))
             (self.bin / name).chmod(0o755)
         os.mkfifo(directory / "kmsg")
@@ -377,6 +386,19 @@ def test_an_agent_that_cannot_read_the_kernel_log_says_so_aloud(agent: Process) 
     assert "kernel log: cannot read" in str(alarm[1]["text"])
 
 
+def test_a_stopped_agent_has_written_how_often_a_fault_was_seen(agent: Process) -> None:
+    agent.start()
+    for _ in range(5):
+        agent.say(f"NVRM: Xid (PCI:{PCI}): 79, pid=1, GPU has fallen off the bus.")
+        time.sleep(0.3)  # the real device gives one record a read, this one all that is there
+    agent.until(agent.reason, "the drain")
+    agent.stop()
+
+    lines = (agent.directory / "state" / "incidents.jsonl").read_text().splitlines()
+    *_, last = (json.loads(line)["incident"] for line in lines if json.loads(line)["kind"] == "incident")
+    assert last["count"] >= 3
+
+
 def test_a_list_that_is_too_short_is_made_again_before_it_counts(curing: Process) -> None:
     curing.settings = curing.settings.replace("expected_gpus = 1", "expected_gpus = 2")
     curing.tables = curing.tables.partition("[remedies]")[0]
@@ -393,9 +415,7 @@ def test_a_gpu_is_reset_checked_and_the_node_returned(curing: Process, nvml: Fak
     double_bit_error(curing, nvml)
     curing.until(lambda: any("State=RESUME" in each for each in curing.calls()), "the node's return")
 
-    calls = [
-        each.split(" Reason=")[0] for each in curing.calls() if "show nodes" not in each and "listpids" not in each
-    ]
+    calls = [each.split(" Reason=")[0] for each in curing.calls() if not each.startswith(READS)]
     assert calls == [
         "update NodeName=n1 State=DRAIN",
         f"nvidia-smi --gpu-reset -i {PCI}.0",

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,26 @@ def test_a_journalctl_that_hangs_is_ended(tmp_path: Path) -> None:
         assert "out of time" in previous_boot(Collected(), command=command, within_s=within_s)
         if pid.exists() and pid.read_text():
             break
+    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+def test_an_agent_that_stops_leaves_no_journalctl_behind(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    command = program(tmp_path / "journalctl", f"echo $$ > {pid}\nexec sleep 1000")
+    stopped = threading.Event()
+    reading = threading.Thread(
+        target=previous_boot, args=(Collected(),), kwargs={"command": command, "stopped": stopped}
+    )
+    reading.start()
+    until = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text().strip()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+    stopped.set()
+    reading.join(15.0)
+
+    assert not reading.is_alive()
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
 
 

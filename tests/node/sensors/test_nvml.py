@@ -13,6 +13,9 @@ import pytest
 from stepkeeper.node.sensors.nvml import NvmlProcess, Patience, once
 from stepkeeper.node.sensors.nvml_child import addresses_of_silent
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, NvmlState, NvmlStatus, NvmlXid
+from stepkeeper.node.xid.catalogue import packaged
+from stepkeeper.node.xid.health import judge_health
+from stepkeeper.node.xid.model import Action
 from stepkeeper.watcher.kernel import state_of
 from tests import fake_nvml
 from tests.fake_nvml import FakeNvml, wait_until
@@ -284,6 +287,16 @@ def test_what_a_gpu_does_not_support_is_left_out(nvml: FakeNvml, start: Start) -
     assert (health.ecc_uncorrected, health.rows_pending, health.recovery_action) == (None, None, None)
     assert health.errors == ()
     assert health.temperature_c == 40
+
+
+def test_a_gpu_from_before_ampere_tells_of_a_retired_page_that_waits(nvml: FakeNvml, start: Start) -> None:
+    nvml.answer("nvmlDeviceGetRemappedRows", fake_nvml.NOT_SUPPORTED, gpu=0)
+    nvml.set(0, pages_pending=1)
+    health = start().seen.wait_for(GpuHealth, lambda health: health.index == 0)
+    assert (health.rows_pending, health.pages_pending, health.errors) == (None, True, ())
+    (fault,) = judge_health(health, None, catalogue=packaged())
+    assert (fault.action, fault.gpu) == (Action.DEFER_RESET, health.uuid)
+    assert "retired" in fault.why
 
 
 def test_a_call_that_fails_is_told_and_the_others_still_answer(nvml: FakeNvml, start: Start) -> None:

@@ -40,11 +40,11 @@ class SmallSlurm:
             raise SlurmError(f"slurm_load_jobs error: Invalid job id specified: {job_id}")
         return self.jobs[job_id]
 
-    def hasten(self, job_id: int, exclude: str, after_s: int) -> None:
-        say(call="hasten", job=job_id, exclude=exclude, after_s=after_s)
+    def hasten(self, job: OwnedJob, exclude: str, after_s: int) -> None:
+        say(call="hasten", job=job.job_id, exclude=exclude, after_s=after_s)
 
-    def requeue(self, job_id: int) -> None:
-        say(call="requeue", job=job_id)
+    def requeue(self, job: OwnedJob) -> None:
+        say(call="requeue", job=job.job_id)
 
     def node(self, name: str) -> NodeFacts:
         raise AssertionError(f"the socket asked about node {name}")

@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,59 @@ def test_connections_that_come_and_go_use_bounded_processor_time(agent: AgentPro
     withstands(agent, lambda path, attack: refuses(path, attack, lambda *_: None))
 
     assert agent.cpu_s() - before < 0.6 * (time.monotonic() - began + 0.5), "accepting is paced"
+
+
+def test_two_hundred_connecting_processes_of_one_user_keep_no_other_from_joining(agent: AgentProcess) -> None:
+    """Each join of the honest one is tried once."""
+    agent.job(JOB, GAMES)
+
+    def join(path: str) -> bool:
+        with AgentClient(path) as client:
+            client.join(JOB, 0)
+        return True
+
+    def connect_on_and_on(path: str, reader: int) -> int:
+        count = 0
+        while not select.select([reader], [], [], 0.0)[0]:
+            with contextlib.suppress(OSError), raw(path):
+                count += 1
+        return count
+
+    reader, writer = os.pipe()
+    crowd = [Person(NEWS, connect_on_and_on, agent.path, reader) for _ in range(200)]
+    try:
+        until(lambda: agent.said("event", "socket_refused"), "the crowd", agent.words)
+        joined = [by(GAMES, join, agent.path) for _ in range(8)]
+    finally:
+        os.write(writer, b".")
+        for each in crowd:
+            each.end()
+        os.close(reader)
+        os.close(writer)
+
+    assert joined == [True] * 8
+
+
+def test_one_user_fills_no_log(agent: AgentProcess) -> None:
+    """Neither by what is refused nor by what is granted: joins and changed wishes."""
+    agent.job(JOB, GAMES, state="RUNNING")
+
+    def ask_on_and_on(path: str) -> float:
+        began, number = time.monotonic(), 0
+        while time.monotonic() - began < 4 * ATTACK_S:
+            number += 1
+            with contextlib.suppress(AgentError), AgentClient(path) as client:
+                client.join(JOB, 0)
+                client.hasten(JOB, 0, (f"n{number}",))
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    lasted_s = by(GAMES, ask_on_and_on, agent.path)
+
+    of_events = Counter(word["event"] for word in agent.words() if "event" in word)
+    assert sum(of_events.values()) < 20 + 2 * lasted_s, of_events
+    calls = len(agent.said("call", "owned_job"))
+    assert calls < 5 + 3 * lasted_s, "changed wishes cost no more than one"
 
 
 def test_a_full_house_of_strangers_makes_room_for_a_job(agents: Any) -> None:

@@ -149,15 +149,15 @@ class SmallSlurm:
             raise answer
         return msgspec.structs.replace(answer, job_id=job_id)
 
-    def hasten(self, job_id: int, exclude: str, after_s: int) -> None:
-        self.told.append(("hasten", job_id, exclude, after_s))
+    def hasten(self, job: OwnedJob, exclude: str, after_s: int) -> None:
+        self.told.append(("hasten", job.job_id, exclude, after_s))
         if self.refuses:
             raise self.refuses.pop(0)
         if self.after_hasten:
             self.answers = list(self.after_hasten)
 
-    def requeue(self, job_id: int) -> None:
-        self.told.append(("requeue", job_id))
+    def requeue(self, of: OwnedJob) -> None:
+        self.told.append(("requeue", of.job_id))
         self.answers = [job(restarts=3, eligible_at=time.time() + 120)]
         self.after_hasten = [job(state="RUNNING", restarts=3)]
 
@@ -274,3 +274,20 @@ def test_an_idle_hastener_asks_nothing() -> None:
     hastener.close(5.0)
 
     assert slurm.asked == 0
+
+
+def test_a_user_who_changes_his_wishes_asks_slurm_no_more_often() -> None:
+    slurm = SmallSlurm(job(state="RUNNING", restarts=1))
+    hastener = Hastener(slurm, _log(lambda _: None), poll_s=0.2)
+    hastener.start()
+    began = time.monotonic()
+    number = 0
+    while time.monotonic() - began < 2.0:
+        number += 1
+        for job_id in (7, 8, 9, 10):
+            hastener.add(Wish(job_id=job_id, uid=1000, restart_count=1, exclude=(f"n{number}",)))
+        time.sleep(0.01)
+    lasted_s = time.monotonic() - began
+    hastener.close(5.0)
+
+    assert 3 <= slurm.asked <= lasted_s / 0.2 + 2

@@ -57,13 +57,13 @@ class Recorded(NodeCommands):
         self.seen.append(found)
         return found
 
-    def hasten(self, job_id: int, exclude: str, after_s: int) -> None:
-        self.changes.append(("hasten", str(job_id), exclude))
-        super(Recorded, self).hasten(job_id, exclude, after_s)
+    def hasten(self, job: OwnedJob, exclude: str, after_s: int) -> None:
+        self.changes.append(("hasten", str(job.job_id), exclude))
+        super(Recorded, self).hasten(job, exclude, after_s)
 
-    def requeue(self, job_id: int) -> None:
-        self.changes.append(("requeue", str(job_id)))
-        super(Recorded, self).requeue(job_id)
+    def requeue(self, job: OwnedJob) -> None:
+        self.changes.append(("requeue", str(job.job_id)))
+        super(Recorded, self).requeue(job)
 
 
 @dataclass
@@ -204,7 +204,7 @@ def test_a_launch_that_slurm_fails_looks_as_it_is_expected_to(node: Node) -> Non
     verdict = judge(Wish(job_id=job, uid=GAMES, restart_count=0, exclude=()), sent, found, time.time())
 
     assert verdict.next is Next.REQUEUE, found
-    node.client.requeue(job)
+    node.client.requeue(found)
     node.lab.wait_job(job, "PENDING")
     node.lab.cancel(job)
 

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from stepkeeper.node.socket.jobs import JoinedJobs
-from stepkeeper.node.socket.limits import Bucket, Buckets, Limits, RefusalLog
+from stepkeeper.node.socket.limits import BoundedLog, Bucket, Buckets, Limits
 from stepkeeper.node.socket.peers import Membership, parse_cgroup
 
 GENERATE = (Phase.explicit, Phase.generate)
@@ -96,7 +96,7 @@ def test_refusals_are_logged_at_a_bounded_rate_and_the_others_counted() -> None:
         raise structlog.DropEvent
 
     log = structlog.wrap_logger(structlog.PrintLogger(), processors=[keep])
-    refusals = RefusalLog(log, Limits(), 0.0)
+    refusals = BoundedLog(log, Limits(), 0.0)
 
     for index in range(10_000):
         refusals.refused(index / 1000, uid=index % 50, what="join", why="no")

@@ -8,6 +8,8 @@ import pytest
 
 from stepkeeper.node.client import AgentClient, AgentError, AgentRefusedError, connect
 from stepkeeper.node.protocol import SOCKET_VARIABLE, Hasten, Refused, Seen, encode
+from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.watcher.senses import Senses
 from tests.node.socket.people import GAMES, NEWS, WAIT_S, AgentProcess, Person, by, incident, needs_root, raw, until
 
 pytestmark = needs_root
@@ -240,6 +242,39 @@ def test_a_restarted_agent_is_seen_at_once_and_takes_the_same_path(public: Any) 
     second.job(7, GAMES)
     assert by(GAMES, joins, second.path, 7) == "n1"
     second.close()
+
+
+def test_a_watcher_hears_a_restarted_agent_within_seconds(public: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told the open faults when it joins again: nothing is missed in between."""
+    first = AgentProcess(public)
+    monkeypatch.setenv(SOCKET_VARIABLE, first.path)
+    senses = Senses(assignment(job_id=7), "n1")
+    senses.start()
+    until(lambda: first.said("event", "job_joined"), "the watcher's join", first.words)
+
+    first.close()
+    second = AgentProcess(public)
+    began = time.monotonic()
+    until(lambda: second.said("event", "job_joined"), "the watcher's next join", second.words)
+    took_s = time.monotonic() - began
+    senses.close()
+    second.close()
+
+    assert took_s < 15
+
+
+def assignment(*, job_id: int) -> Assignment:
+    return Assignment(
+        run_directory="/nonexistent",
+        run_id="r",
+        job_id=job_id,
+        slurm_name=str(job_id),
+        restart_count=0,
+        attempt=0,
+        nodes=("n1",),
+        kill_wait_s=10.0,
+        nonce="n",
+    )
 
 
 def test_a_request_fits_its_packet() -> None:

@@ -139,3 +139,11 @@ def test_no_file_makes_it_fail_otherwise(tmp_path: Path, data: bytes) -> None:
     path = written(tmp_path, data)
     with contextlib.suppress(CatalogueError):  # the one error that it may raise
         assert set(packaged().rows) <= set(overridden(packaged(), path).rows)
+
+
+@pytest.mark.parametrize("code", [157, 161])
+def test_what_nvidia_ignores_at_first_stops_no_running_job(code: int) -> None:
+    row = packaged().rows[code]
+
+    assert "NVCAT[IGNORE" in row.sources
+    assert row.action is Action.DEFER_RESET

@@ -53,6 +53,7 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     pid: int
     version: str
     resumed_step: int | None = None
+    total_steps: int | None = None  # when the work is done, where the script says it
 
 
 class Progress(_Message, frozen=True, kw_only=True, tag="progress"):

@@ -28,6 +28,7 @@ class RankHello(OfLaunch, frozen=True, kw_only=True, tag="rank_hello"):
     rank: int
     node: str
     resumed_step: int | None = None  # it goes on from here; None where it has not loaded anything, or not yet
+    total_steps: int | None = None  # when the work is done; None where the script does not say it
 
 
 class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):

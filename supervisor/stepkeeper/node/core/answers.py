@@ -22,7 +22,10 @@ from stepkeeper.node.core.plan import (
     answered,
     call,
     failed,
+    fraction,
+    is_refused,
     left_alone,
+    look_again_at,
     may_return,
     next_watch,
     pending,
@@ -50,9 +53,10 @@ def on_nodes_answered(state: State, event: on.NodesAnswered, policy: Policy) -> 
         return Decision(state)  # of a call that was given up
     own = next((each for each in event.nodes if each.name == state.node), None)
     if event.error or own is None:
+        state = replace(state, listened=False)
         return failed(state, event.at, event.error or f"Slurm does not know the node {state.node}", policy)
     kind = state.call
-    state = answered(state)
+    state = answered(replace(state, listened=False))
     if kind is Call.COUNT:
         return _counted(state, event, own, policy)
     if kind is Call.RECOUNT:
@@ -79,12 +83,25 @@ def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Poli
         )
     if own.drained or own.states & TAKEN:
         why = f"the node is {'+'.join(sorted(own.states))} already, by somebody else: {own.reason or 'no reason given'}"
-        return close(watching(state, event.at, policy), wanted, Outcome.FOREIGN, why)
+        return close(watching(state, event.at, policy, refused=False), wanted, Outcome.FOREIGN, why)
+    if event.alone:
+        return _listened(state, event, policy)
     if why := breaker.refuses(own, event.nodes, event.at, policy):
-        state = watching(state, event.at, policy)
+        state = watching(state, event.at, policy, refused=True)
         return close(state, wanted, Outcome.REFUSED, f"circuit breaker: {why}; look for a common cause")
     note = own.reason if own.reason and not own.ours else ""
     return _set_drain(state, event.at, wanted, reason_for(worst, note), policy)
+
+
+def _listened(state: State, event: on.NodesAnswered, policy: Policy) -> Decision:
+    """Go on to the count of all nodes: at once, unless Slurm was slow to tell of one."""
+    state = replace(state, listened=True)
+    if event.took_s < policy.crowded_s:
+        return Decision(state)
+    longest_s = min(policy.crowd_spread_max_s, policy.crowd_spread * event.took_s)
+    wait_s = longest_s * fraction(f"{state.node} {event.at}")
+    why = f"Slurm took {event.took_s:.1f} s to tell of one node: all nodes are counted in {wait_s:.0f} s"
+    return Decision(replace(state, retry_at=event.at + wait_s), (), why)
 
 
 def _is_silence(own: NodeFacts) -> bool:
@@ -166,15 +183,19 @@ def _watched(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Poli
 def _look_again(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
     """Have the node checked where it has a fault that was left alone, and nobody holds it any more."""
     left = left_alone(state)
-    state = replace(state, watch_at=event.at + policy.watch_s)
+    refused = is_refused(state)
+    state = replace(state, watch_at=look_again_at(state, event.at, policy, refused=refused and not event.alone))
     if own.drained and _is_for(own, left):
         why = "a drain of ours, whose answer was lost, took effect late"
         found = _drained(state, event.at, left, own.reason, policy=policy)
         return Decision(found.state, found.effects, f"{why}: {own.reason}")
     if own.drained or own.states & TAKEN or not left:
         return Decision(state)
+    if refused and event.alone:  # one node says nothing of the breaker
+        return _listened(replace(state, watch_at=event.at), event, policy)
     # what the breaker still forbids may be found to be over, and is left alone else
-    state = replace(state, call_reason=breaker.refuses(own, event.nodes, event.at, policy))
+    why = breaker.refuses(own, event.nodes, event.at, policy) if refused else ""  # else asked before the drain
+    state = replace(state, call_reason=why)
     state, effects = call(state, Call.CHECK, event.at, policy)
     return Decision(state, effects, "nobody holds the node, and it has a fault that was left alone: checks")
 
@@ -208,13 +229,14 @@ def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> De
     kind = state.call
     if event.error and kind in (Call.DRAIN, Call.TAKE_BACK, Call.RESUME, Call.REBOOT):
         return failed(state, event.at, f"{kind.value}: {event.error}", policy)
-    state = answered(state)
+    # a look asks only NVML: what Slurm is asked next still waits
+    state = replace(state, call=None) if kind is Call.LOOK else answered(state)
     match kind:
         case Call.DRAIN:
             wanted = [each for each in state.incidents if each.id in state.call_incidents]
             return _drained(state, event.at, wanted, state.call_reason, policy=policy)
         case Call.TAKE_BACK:
-            return taken_back(watching(replace(state, drain=None), event.at, policy))
+            return taken_back(watching(replace(state, drain=None), event.at, policy, refused=True))
         case Call.RESUME:
             return returned_by_us(state)
         case Call.CHECK:

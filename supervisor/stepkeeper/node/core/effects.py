@@ -43,6 +43,7 @@ class AskNodes(_Effect, frozen=True, kw_only=True, tag="ask_nodes"):
     """Ask Slurm about the node and its peers, in one call."""
 
     call: int
+    alone: bool = False  # about the node only: Slurm answers that without packing all nodes
 
 
 class SetDrain(_Effect, frozen=True, kw_only=True, tag="set_drain"):

@@ -12,7 +12,7 @@ import msgspec
 
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core.incidents import put
-from stepkeeper.node.core.plan import Decision
+from stepkeeper.node.core.plan import Decision, look_again_at
 from stepkeeper.node.core.policy import Policy
 from stepkeeper.node.core.state import Drain, Incident, Outcome, State
 from stepkeeper.slurm.nodes import NodeFacts
@@ -32,9 +32,11 @@ def close(state: State, incidents: Iterable[Incident], outcome: Outcome, why: st
     return Decision(state, effects, why)
 
 
-def watching(state: State, at: float, policy: Policy) -> State:
-    """Return the state in which Slurm is asked about the node again, later."""
-    return state if state.drain is not None else replace(state, watch_at=at + policy.watch_s)
+def watching(state: State, at: float, policy: Policy, *, refused: bool) -> State:
+    """Return the state in which Slurm is asked about the node again, later; `refused`: by the breaker."""
+    if state.drain is not None:
+        return state
+    return replace(state, watch_at=look_again_at(state, at, policy, refused=refused))
 
 
 def held(state: State) -> list[Incident]:
@@ -71,7 +73,7 @@ def _returned_late(state: State, at: float, drain: Drain, policy: Policy) -> Dec
     if drain.passed:
         return returned_by_us(state)
     if not drain.counted:
-        return taken_back(watching(replace(state, drain=None), at, policy))
+        return taken_back(watching(replace(state, drain=None), at, policy, refused=True))
     why = "our own return, whose answer was lost, took effect late: the drain is made anew"
     state, effects = _let_go(state, Outcome.OPEN, why)
     return Decision(state, effects, why)

@@ -40,10 +40,12 @@ class JobsListed(_Event, frozen=True, kw_only=True, tag="jobs_listed"):
 
 
 class NodesAnswered(_Event, frozen=True, kw_only=True, tag="nodes_answered"):
-    """Slurm told about the node and those that share a partition with it; empty: it did not."""
+    """Slurm told about the node, and unless it was asked `alone`, about those that share a partition with it."""
 
     call: int
     nodes: tuple[NodeFacts, ...] = ()
+    alone: bool = False  # only our own node was asked for
+    took_s: float = 0.0
     error: str = ""
 
 

@@ -1,9 +1,10 @@
 """Which call comes next.  At most one is in flight; what hurries comes first.  Pure.
 
 a fault that is suspected     LOOK: does NVML agree, did the GPU pass?
-a drain that is wanted        COUNT, then DRAIN, at once; RECOUNT a moment later
+a drain that is wanted        COUNT, our own node alone first, then all; then DRAIN, at once; RECOUNT a moment later
 a drain that we hold          WATCH, from time to time: has a person taken it away, may a remedy begin?
 a fault that was left alone   WATCH, from time to time; where nobody holds the node any more: CHECK, then COUNT as above
+what the breaker refused      WATCH, our own node alone first, then all; the rest likewise
 after a reset or a reboot     CHECK, and where it passed and we may: WATCH, then RESUME
 """
 
@@ -27,6 +28,9 @@ RETURNS = (Call.TAKE_BACK, Call.RESUME, Call.REBOOT)
 """Calls after which the node may be in service, whether or not an answer comes."""
 RECOUNT_AFTER_S = 1.5
 """Slurm's times are whole seconds, and within one the name decides: wait until nobody can drain in ours any more."""
+RECOUNT_SPREAD_S = 2.0
+REFUSED_WATCHES = 12
+"""What the breaker refused is looked at again after this many `watch_s`: an hour, as the breaker counts by the hour."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -47,6 +51,11 @@ def left_alone(state: State) -> list[Incident]:
     return [] if state.observing or state.drain is not None else list(filter(is_left_alone, state.incidents))
 
 
+def is_refused(state: State) -> bool:
+    """Tell whether the breaker is why a fault was left alone: only a count of all nodes tells whether it still is."""
+    return any(each.outcome in (Outcome.REFUSED, Outcome.TAKEN_BACK) for each in left_alone(state))
+
+
 def suspected(state: State) -> list[Incident]:
     """Return the faults for which the GPUs have to be looked at."""
     return [each for each in state.incidents if each.outcome is Outcome.SUSPECTED]
@@ -59,25 +68,31 @@ def proceed(decision: Decision, at: float, policy: Policy) -> Decision:
         late = failed(state, at, f"{state.call.value}: no answer in time", policy)
         state = late.state
         decision = Decision(state, decision.effects + late.effects, decision.why or late.why)
-    if state.call is not None or at < state.retry_at:
+    if state.listened and not (pending(state) or left_alone(state)):  # nobody waits for the count of all nodes
+        state = replace(state, listened=False, retry_at=0.0)
+        decision = replace(decision, state=state)
+    kind = _next_call(state, at) if state.call is None else None
+    if kind is None:
         return decision
-    if pending(state):
-        state, effects = call(state, Call.COUNT, at, policy)
-    elif suspects := suspected(state):
-        state = replace(state, call_incidents=tuple(each.id for each in suspects))
-        state, effects = call(state, Call.LOOK, at, policy)
-    elif state.drain is not None and not state.drain.counted:
-        if at < state.drain.at + RECOUNT_AFTER_S:
-            return decision
-        state, effects = call(state, Call.RECOUNT, at, policy)
-    elif state.drain is not None and at >= state.watch_at:
-        first = Call.CHECK if _checks_first(state.drain) else Call.WATCH
-        state, effects = call(state, first, at, policy)
-    elif at >= state.watch_at and left_alone(state):
-        state, effects = call(state, Call.WATCH, at, policy)
-    else:
-        return decision
+    if kind is Call.LOOK:
+        state = replace(state, call_incidents=tuple(each.id for each in suspected(state)))
+    state, effects = call(state, kind, at, policy)
     return Decision(state, decision.effects + effects, decision.why)
+
+
+def _next_call(state: State, at: float) -> Call | None:
+    if pending(state) and at >= state.retry_at:
+        return Call.COUNT
+    if suspected(state):
+        return Call.LOOK  # of NVML: it does not wait until Slurm may be asked
+    if at < state.retry_at:
+        return None
+    drain = state.drain
+    if drain is not None and not drain.counted:
+        return Call.RECOUNT if at >= recount_at(state, drain) else None
+    if at < state.watch_at or (drain is None and not left_alone(state)):
+        return None
+    return Call.CHECK if drain is not None and _checks_first(drain) else Call.WATCH
 
 
 def due_at(state: State) -> float | None:
@@ -85,10 +100,12 @@ def due_at(state: State) -> float | None:
     dues = [each.settle_at for each in state.incidents if not each.settled]
     if state.call is not None:
         dues.append(state.call_until)
-    elif pending(state) or suspected(state):
+    elif suspected(state):
+        dues.append(0.0)
+    elif pending(state):
         dues.append(state.retry_at)
     elif state.drain is not None and not state.drain.counted:
-        dues.append(max(state.retry_at, state.drain.at + RECOUNT_AFTER_S))
+        dues.append(max(state.retry_at, recount_at(state, state.drain)))
     elif state.drain is not None or left_alone(state):
         dues.append(max(state.watch_at, state.retry_at))
     return min(dues, default=None)
@@ -115,7 +132,11 @@ def _noted(state: State, kind: Call) -> tuple[State, tuple[do.Effect, ...]]:
 
 def _effect(state: State, kind: Call, number: int) -> do.Effect:
     match kind:
-        case Call.COUNT | Call.RECOUNT | Call.WATCH:
+        case Call.COUNT:
+            return do.AskNodes(call=number, alone=not state.listened)
+        case Call.WATCH:
+            return do.AskNodes(call=number, alone=not (state.listened and is_refused(state)))
+        case Call.RECOUNT:
             return do.AskNodes(call=number)
         case Call.DRAIN:
             return do.SetDrain(call=number, reason=state.call_reason)
@@ -140,12 +161,22 @@ def answered(state: State) -> State:
 def failed(state: State, at: float, error: str, policy: Policy) -> Decision:
     """Try again, after a pause that grows and differs from node to node."""
     pause: float = min(policy.retry_max_s, policy.retry_s * 2.0 ** min(state.tries, 16))
-    pause *= 0.75 + 0.5 * (zlib.crc32(f"{state.node} {state.tries}".encode()) / 2**32)
+    pause *= 0.75 + 0.5 * fraction(f"{state.node} {state.tries}")
     state = replace(state, call=None, tries=state.tries + 1, retry_at=at + pause)
     effects: tuple[do.Effect, ...] = ()
     if state.tries == 1 or state.tries % 60 == 0:
         effects = (do.Alarm(text=f"a call failed and will be made again: {error}"),)
     return Decision(state, effects, f"{error}; again in {pause:.1f} s")
+
+
+def fraction(name: str) -> float:
+    """Return a number from 0 to 1 that differs from name to name, so that agents spread their calls."""
+    return zlib.crc32(name.encode()) / 2**32
+
+
+def recount_at(state: State, drain: Drain) -> float:
+    """Return when the breaker is looked at again after a drain."""
+    return drain.at + RECOUNT_AFTER_S + RECOUNT_SPREAD_S * fraction(f"{state.node} recount")
 
 
 def _checks_first(drain: Drain) -> bool:
@@ -176,7 +207,18 @@ def next_watch(drain: Drain, at: float, policy: Policy) -> float:
     """Return when Slurm is asked about our drain next."""
     if drain.repair is not Repair.NONE and not drain.passed:
         return at + policy.check_again_s
-    return at + (policy.idle_poll_s if remedy(drain, policy) is not None else policy.watch_s)
+    pause = policy.idle_poll_s if remedy(drain, policy) is not None else policy.watch_s
+    return at + pause * (0.75 + 0.5 * fraction(f"{drain.reason} {at}"))
+
+
+def look_again_at(state: State, at: float, policy: Policy, *, refused: bool) -> float:
+    """Return when Slurm is asked again who holds a node whose fault was left alone."""
+    return at + policy.watch_s * (REFUSED_WATCHES if refused else 1) * (0.75 + 0.5 * fraction(f"{state.node} {at}"))
+
+
+def waits_for_crowd(state: State, at: float) -> bool:
+    """Tell whether a drain is wanted, and waits because many agents ask Slurm: whether it may be made is not known."""
+    return state.listened and at < state.retry_at
 
 
 def gpus_to_reset(state: State) -> tuple[str, ...]:

@@ -74,6 +74,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     answer_within_s: float = 120.0
     """A call is always answered; one that was not by then is made again."""
 
+    crowded_s: float = 0.2
+    """Slurm takes this long to tell of our own node alone: many agents ask, or it is busy.  Then the count of all
+    nodes, which costs slurmctld a thousand times as much on a large cluster, waits."""
+
+    crowd_spread: float = 1800.0
+    """That wait is spread by node over so many times as long as Slurm took."""
+
+    crowd_spread_max_s: float = 3600.0
+    """No longer: of a crowd, the breaker lets a few nodes an hour be drained."""
+
     watch_s: float = 300.0
     """While we hold a drain: how often Slurm is asked whether a person has taken it away.  Else never."""
 

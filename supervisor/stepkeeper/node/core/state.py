@@ -139,6 +139,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     tries: int = 0  # in a row that failed
     retry_at: float = 0.0  # no call before
     watch_at: float = 0.0  # the next unhurried one
+    listened: bool = False  # Slurm has told of our own node: the count of all nodes is next
     observing: bool = False  # mode observe, known from the start
 
     @property

@@ -10,6 +10,7 @@ import contextlib
 import json
 import select
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
@@ -21,6 +22,7 @@ LINES_MAX = 50_000  # the newest
 BYTES_MAX = 64 * 1024 * 1024
 WITHIN_S = 20.0
 ENDS_WITHIN_S = 1.0
+LOOKS_UP_S = 0.2  # to see whether the agent stops
 FIELDS = "MESSAGE,SYSLOG_IDENTIFIER,SYSLOG_FACILITY"
 UNKNOWN_SEQUENCE = -1  # the journal does not keep the record's number
 USEC = 1_000_000
@@ -32,10 +34,11 @@ def previous_boot(
     command: Sequence[str] = COMMAND,
     within_s: float = WITHIN_S,
     bytes_max: int = BYTES_MAX,
+    stopped: threading.Event | None = None,
 ) -> str:
     """Hand over the kernel's records of the boot before, oldest first; return what was wrong, "" where nothing was.
 
-    Never raises; returns in time (and a second for journalctl to die).
+    Never raises; returns in time, or soon after `stopped` was set (and a second for journalctl to die).
     """
     arguments = [*command, "-k", "-b", "-1", "-o", "json", "--no-pager", "-q", "-n", str(LINES_MAX)]
     arguments.append(f"--output-fields={FIELDS}")
@@ -49,7 +52,7 @@ def previous_boot(
     code: int | None = None
     try:
         with process.stdout:
-            problem = _read(process.stdout, callback, time.monotonic() + within_s, bytes_max)
+            problem = _read(process.stdout, callback, time.monotonic() + within_s, bytes_max, stopped)
         if not problem:
             code = process.wait(ENDS_WITHIN_S)
     except subprocess.TimeoutExpired:
@@ -61,13 +64,21 @@ def previous_boot(
     return "no journal of the boot before" if code else problem
 
 
-def _read(stream: IO[bytes], callback: Callable[[KernelRecord], None], until: float, bytes_max: int) -> str:
+def _read(
+    stream: IO[bytes],
+    callback: Callable[[KernelRecord], None],
+    until: float,
+    bytes_max: int,
+    stopped: threading.Event | None,
+) -> str:
     rest = b""
     size = 0
     while size < bytes_max:
         left_s = until - time.monotonic()
-        if left_s <= 0 or not select.select([stream], [], [], left_s)[0]:
+        if left_s <= 0 or (stopped is not None and stopped.is_set()):
             return "the journal was not read to its end: out of time"
+        if not select.select([stream], [], [], min(left_s, LOOKS_UP_S))[0]:
+            continue
         data = stream.read(1 << 16)
         if not data:
             return ""

@@ -269,6 +269,12 @@ def _remapped_rows(lane: Lane, device: Device) -> dict[str, Any]:
     }
 
 
+def _retired_pages(lane: Lane, device: Device) -> dict[str, Any]:
+    """Ask what GPUs before Ampere do about broken memory: they retire pages, where newer ones remap rows."""
+    pending = lane.call("nvmlDeviceGetRetiredPagesPendingStatus", device.handle, of=device.gpu.pci)
+    return {"pages_pending": bool(pending)}
+
+
 def _ecc(lane: Lane, device: Device) -> dict[str, Any]:
     uncorrected, volatile = 1, 0
     count = lane.call("nvmlDeviceGetTotalEccErrors", device.handle, uncorrected, volatile, of=device.gpu.pci)
@@ -291,7 +297,7 @@ def _throttled(lane: Lane, device: Device) -> dict[str, Any]:
     return {"throttled": tuple(words for bit, words in THROTTLE_WORDS.items() if bits & bit)}
 
 
-QUESTIONS = (_recovery_action, _remapped_rows, _ecc, _sram, _temperature, _throttled)
+QUESTIONS = (_recovery_action, _remapped_rows, _retired_pages, _ecc, _sram, _temperature, _throttled)
 
 
 class Links:

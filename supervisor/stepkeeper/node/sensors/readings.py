@@ -81,6 +81,7 @@ class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
     rows_failed: bool | None = None  # remapping has failed
     rows_correctable: int | None = None
     rows_uncorrectable: int | None = None
+    pages_pending: bool | None = None  # before Ampere: a page waits for a reset to be retired
     ecc_uncorrected: int | None = None  # volatile: since the last reset
     sram_threshold_exceeded: bool | None = None
     temperature_c: int | None = None

@@ -13,9 +13,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     connections_max: int = 256
     connections_per_uid_max: int = 32
-    backlog: int = 128
-    accepts_per_s: float = 1000.0
-    accepts_burst: float = 100.0
+    backlog: int = 4096
+    accepts_per_s: float = 10_000.0  # of all: whoever waits behind one who connects without end is served soon
+    accepts_burst: float = 1000.0
     accepts_per_uid_per_s: float = 20.0
     accepts_per_uid_burst: float = 64.0
     packets_per_s: float = 5.0  # of one connection
@@ -41,6 +41,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     questions_burst: float = 20.0
     answers_kept: int = 256
     answers_kept_s: float = 5.0
+    hastens_per_uid_per_s: float = 0.1  # wishes that are new or changed: each costs Slurm calls
+    hastens_per_uid_burst: float = 10.0
     jobs_max: int = 1024
     jobs_per_uid_max: int = 128
     log_lines_per_s: float = 1.0
@@ -90,8 +92,8 @@ class Buckets:
         return bucket.take(now)
 
 
-class RefusalLog:
-    """Logs what users were refused, at a bounded rate; the lines left out are counted in the next one."""
+class BoundedLog:
+    """Logs what users cause, at a bounded rate; the lines left out are counted in the next one."""
 
     def __init__(self, log: structlog.typing.FilteringBoundLogger, limits: Limits, now: float) -> None:
         self._log = log
@@ -99,10 +101,15 @@ class RefusalLog:
         self._each = Buckets(limits.log_lines_per_uid_per_s, limits.log_lines_per_uid_burst, limits.uids_max)
         self._left_out = 0
 
-    def refused(self, now: float, *, uid: int, what: str, why: str, **more: object) -> None:
-        """Log one refusal, or count it."""
+    def room(self, now: float, uid: int) -> int | None:
+        """Return how many lines were left out before this one; None where this one is left out too."""
         if not self._each.take(uid, now) or not self._all.take(now):
             self._left_out += 1
-            return
-        self._log.warning("socket_refused", what=what, uid=uid, why=why, left_out=self._left_out, **more)
-        self._left_out = 0
+            return None
+        left_out, self._left_out = self._left_out, 0
+        return left_out
+
+    def refused(self, now: float, *, uid: int, what: str, why: str, **more: object) -> None:
+        """Log one refusal, or count it."""
+        if (left_out := self.room(now, uid)) is not None:
+            self._log.warning("socket_refused", what=what, uid=uid, why=why, left_out=left_out, **more)

@@ -15,7 +15,7 @@ from stepkeeper.node.protocol import Accepted, FromAgent, Hasten, Join, Joined, 
 from stepkeeper.node.socket import peers
 from stepkeeper.node.socket.connection import Connection
 from stepkeeper.node.socket.jobs import ROOT, JoinedJobs
-from stepkeeper.node.socket.limits import Bucket, Buckets, Limits, RefusalLog
+from stepkeeper.node.socket.limits import BoundedLog, Bucket, Buckets, Limits
 from stepkeeper.node.socket.questions import Answer, Questions
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.nodes import NodeClient
@@ -72,7 +72,7 @@ class Requests:
         on_look: Callable[[LookRequest], None],
         open_incidents: Callable[[], list[Seen]],
         log: structlog.typing.FilteringBoundLogger,
-        refusals: RefusalLog,
+        refusals: BoundedLog,
         limits: Limits,
         on_failure: Callable[[BaseException], None],
         now: float,
@@ -90,6 +90,8 @@ class Requests:
         self.jobs = JoinedJobs(jobs_max=limits.jobs_max, per_uid_max=limits.jobs_per_uid_max)
         self._looks = Bucket(limits.looks_per_s, limits.looks_burst, now)
         self._looks_of = Buckets(limits.looks_per_uid_per_s, limits.looks_per_uid_burst, limits.uids_max)
+        self._hastens_of = Buckets(limits.hastens_per_uid_per_s, limits.hastens_per_uid_burst, limits.uids_max)
+        self._granted = BoundedLog(log, limits, now)
         self._look_number = 0
 
     def handle(self, connection: Connection, message: ToAgent, now: float) -> None:
@@ -115,11 +117,11 @@ class Requests:
             self._refuse(connection, "join", "busy with the one before", now)
             return
         if peer.uid == ROOT:
-            self._joins(connection, join, "root")
+            self._joins(connection, join, "root", now)
             return
         member = peers.job_of(connection.socket, peer)
         if member is not None and member.job_id == join.job_id and member.node in ("", self._joined.node):
-            self._joins(connection, join, "control group")
+            self._joins(connection, join, "control group", now)
             return
         connection.asking = True
         number = connection.number
@@ -142,14 +144,21 @@ class Requests:
         elif answer.uid != connection.peer.uid or self._joined.node not in answer.nodes or answer.state not in _HERE:
             self._refuse(connection, "join", self._not_yours, now)
         else:
-            self._joins(connection, join, "Slurm")
+            self._joins(connection, join, "Slurm", now)
 
-    def _joins(self, connection: Connection, join: Join, by: str) -> None:
+    def _joins(self, connection: Connection, join: Join, by: str, now: float) -> None:
         again = connection.job_id == join.job_id
         connection.job_id = join.job_id
         self.jobs.add(join.job_id, connection.peer.uid, join.restart_count)
-        if not again:
-            self._log.info("job_joined", job=join.job_id, uid=connection.peer.uid, by=by, restart=join.restart_count)
+        if not again and (left_out := self._granted.room(now, connection.peer.uid)) is not None:
+            self._log.info(
+                "job_joined",
+                job=join.job_id,
+                uid=connection.peer.uid,
+                by=by,
+                restart=join.restart_count,
+                left_out=left_out,
+            )
         self._hastener.joined(join.job_id, join.restart_count)
         self._server.send(connection.number, self._joined)
         for seen in self._open_incidents():
@@ -221,10 +230,14 @@ class Requests:
                 restart_count=hasten.restart_count,
                 exclude=None if hasten.exclude is None else tuple(dict.fromkeys(hasten.exclude)),
             )
+            if uid != ROOT and not self._hastener.knows(wish) and not self._hastens_of.take(uid, now):
+                self._refuse(connection, "hasten", "too often: ask again in a minute", now)
+                return
             if not self._hastener.add(wish):
                 self._refuse(connection, "hasten", "busy with other jobs", now)
                 return
-            self._log.info("hasten_accepted", job=hasten.job_id, uid=uid, exclude=wish.exclude)
+            if (left_out := self._granted.room(now, uid)) is not None:
+                self._log.info("hasten_accepted", job=hasten.job_id, uid=uid, exclude=wish.exclude, left_out=left_out)
             self._server.send(connection.number, Accepted())
 
     def _refuse(self, connection: Connection, what: str, why: str, now: float) -> None:

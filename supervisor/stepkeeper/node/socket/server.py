@@ -22,12 +22,12 @@ from stepkeeper.node.socket import peers
 from stepkeeper.node.socket.connection import Connection, EndedError
 from stepkeeper.node.socket.door import Door
 from stepkeeper.node.socket.jobs import ROOT
-from stepkeeper.node.socket.limits import Limits, RefusalLog
+from stepkeeper.node.socket.limits import BoundedLog, Limits
 from stepkeeper.node.socket.place import Place
 from stepkeeper.node.socket.requests import LookRequest, Requests
 from stepkeeper.slurm.nodes import NodeClient
 
-ACCEPTS_PER_TURN = 16
+ACCEPTS_PER_TURN = 64
 PAUSE_S = 0.05  # of accepting, when there are too many or no descriptors are left
 SWEEP_S = 0.5
 CLOSE_WITHIN_S = 5.0
@@ -59,7 +59,7 @@ class AgentSocket:
         self._log = log
         self._limits = limits = limits or Limits()
         self._on_failure = on_failure
-        self._refusals = RefusalLog(log, limits, now)
+        self._refusals = BoundedLog(log, limits, now)
         self._hastener = hasten.Hastener(client, log, on_failure=self._failed)
         self._requests = Requests(
             self,
@@ -230,18 +230,18 @@ class AgentSocket:
         sock.setblocking(False)  # noqa: FBT003 - the method takes no keyword
         try:
             peer = peers.credentials(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer_bytes)
         except OSError:
             sock.close()  # it left already
             return
-        self._number += 1
-        connection = Connection(self._number, sock, peer, self._limits, now)
         if why := self._door.refusal(peer.uid, now, self._connections.values()):
             self._refusals.refused(now, uid=peer.uid, what="connect", why=why, pid=peer.pid)
-            with contextlib.suppress(EndedError):  # it left before it was refused: that is fine too
-                connection.send(encode(Refused(what="connect", why=why)), now)
+            with contextlib.suppress(OSError):  # it left before it was refused: that is fine too
+                sock.send(encode(Refused(what="connect", why=why)), socket.MSG_NOSIGNAL)
             sock.close()
             return
+        self._number += 1
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer_bytes)
+        connection = Connection(self._number, sock, peer, self._limits, now)
         if (leaves := self._door.makes_room(peer.uid, self._connections.values())) is not None:
             self._end(leaves)
         self._connections[connection.number] = connection

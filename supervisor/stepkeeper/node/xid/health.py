@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from stepkeeper.node.sensors.readings import GpuHealth, NvmlState, NvmlStatus
@@ -54,14 +54,17 @@ def silent(health: GpuHealth, *, standing: bool, catalogue: Catalogue) -> Fault:
     return _fault(health, Kind.LOST, decided, standing=standing)
 
 
-def missing(expected: int, found: int, *, at: float, catalogue: Catalogue) -> Fault | None:
+def missing(expected: int, found: int, *, at: float, catalogue: Catalogue, gone: Iterable[str] = ()) -> Fault | None:
     """Return the fault of a node that shows fewer GPUs than it should; None where none is missing.
+
+    `gone`: the names of GPUs that were there, or are on the PCI bus, and do not show.
 
     A GPU can be gone without a line in the log: it may never have come up.
     """
     if found >= expected:
         return None
-    decided = lost(catalogue, f"{found} of {expected} GPUs are there")
+    which = ", ".join(gone)
+    decided = lost(catalogue, f"{found} of {expected} GPUs are there" + (f"; missing: {which}" if which else ""))
     return Fault(
         at=at,
         source=Source.NVML,
@@ -105,6 +108,8 @@ def _news(health: GpuHealth, before: GpuHealth | None) -> Iterator[Decoded]:
         yield Decoded(action=Action.DRAIN_RMA, why=why, certain=True)
     if health.rows_pending and not (before is not None and before.rows_pending):
         yield Decoded(action=Action.DEFER_RESET, why="NVML: a memory row waits for a reset to be remapped")
+    if health.pages_pending and not (before is not None and before.pages_pending):
+        yield Decoded(action=Action.DEFER_RESET, why="NVML: a memory page waits for a reset to be retired")
     errors = health.ecc_uncorrected or 0
     errors_before = before.ecc_uncorrected or 0 if before is not None else 0
     if errors > errors_before:  # a smaller number means that the GPU was reset

@@ -70,22 +70,36 @@ class Acts:
 
         def work() -> None:
             nodes: tuple[NodeFacts, ...] = ()
-            error, began = "", time.monotonic()
+            error, began, size = "", time.monotonic(), 0
             try:
                 nodes = (self._client.node(self._node),) if effect.alone else self._client.peers(self._node)
             except WRONG as failure:
                 error = str(failure)
             took_s = time.monotonic() - began
+            if effect.alone and nodes and took_s >= effect.crowded_s:
+                size = self._cluster_size()
             own = next((each for each in nodes if each.name == self._node), None)
             if own is not None and (error := self._mistaken(own)):
                 nodes = ()  # nothing may be done to another machine's node
             self._inbox.put(
                 on.NodesAnswered(
-                    at=self._now(), call=effect.call, nodes=nodes, alone=effect.alone, took_s=took_s, error=error
+                    at=self._now(),
+                    call=effect.call,
+                    nodes=nodes,
+                    alone=effect.alone,
+                    took_s=took_s,
+                    cluster_size=size,
+                    error=error,
                 )
             )
 
         self._inbox.run_thread("slurm", work)
+
+    def _cluster_size(self) -> int:
+        try:
+            return self._client.cluster_size()
+        except WRONG:
+            return 0  # not known: Slurm is taken for busy, as it seemed
 
     def drain(self, effect: do.SetDrain) -> None:
         """Drain the node; `CallAnswered` comes, as for all below."""

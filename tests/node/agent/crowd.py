@@ -100,12 +100,22 @@ class Crowd:
                 if not effect.alone:
                     self.lists[int(at - T)] += 1
                 done, error = self._serve(at, cost_s)
+                took_s = done - at
+                slow = effect.alone and not error and took_s >= effect.crowded_s
+                if slow:
+                    done, _ = self._serve(done, ONE_NODE_S)
                 nodes = () if error else (self.nodes[agent],) if effect.alone else self.all_nodes()
                 self.put(
                     done,
                     agent,
                     on.NodesAnswered(
-                        at=done, call=effect.call, nodes=nodes, alone=effect.alone, took_s=done - at, error=error
+                        at=done,
+                        call=effect.call,
+                        nodes=nodes,
+                        alone=effect.alone,
+                        took_s=took_s,
+                        cluster_size=len(self.nodes) if slow else 0,
+                        error=error,
                     ),
                 )
             case do.SetDrain():

@@ -60,6 +60,7 @@ class Cluster:
         self.now = 0.0  # slurmctld's clock
         self.calls = 0
         self.slow_s = 0.01  # so long slurmctld takes to answer
+        self.size = 0  # what it tells of its size
 
     def drain(self, name: str, reason: str, at: float) -> None:
         """Drain; Slurm notes whole seconds."""
@@ -141,7 +142,13 @@ class Node:
                 nodes = () if error else nodes
                 took_s = self.cluster.slow_s
                 answer = on.NodesAnswered(
-                    at=at, call=effect.call, nodes=nodes, alone=effect.alone, took_s=took_s, error=error
+                    at=at,
+                    call=effect.call,
+                    nodes=nodes,
+                    alone=effect.alone,
+                    took_s=took_s,
+                    cluster_size=self.cluster.size if effect.alone and took_s >= effect.crowded_s else 0,
+                    error=error,
                 )
                 self.feed(answer)
             case do.SetDrain():

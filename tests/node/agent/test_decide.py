@@ -874,6 +874,25 @@ def test_a_fault_alone_is_counted_at_once_and_a_crowd_spreads(node: Node) -> Non
     assert {each.incident.outcome for each in nodes} <= {Outcome.DRAINED, Outcome.REFUSED}
 
 
+@pytest.mark.parametrize(("size", "longest_s"), [(4, 0.02), (40, 1.2), (1000, 700.0), (10_000, 3600.0)])
+def test_a_slow_node_of_a_small_cluster_does_not_wait_for_a_crowd(
+    cluster: Cluster, size: int, longest_s: float
+) -> None:
+    """A busy node starts Slurm's commands slowly: that looks like a busy controller."""
+    cluster.slow_s, cluster.size = 5.0, size
+    node = Node(cluster, "a")
+    node.see(fault(79, T))
+    while node.answer(T + 5):
+        pass
+    due = due_at(node.state)
+    assert due is not None
+    assert longest_s / 1000 < due - T - 5 <= longest_s
+
+    node.settle(due + 5)
+
+    assert node.incident.outcome is Outcome.DRAINED
+
+
 def test_what_the_breaker_refused_costs_slurm_little_from_then_on(cluster: Cluster) -> None:
     """The node alone is asked about now and then, and all nodes once in an hour."""
     for name in ("b", "c"):

@@ -22,7 +22,7 @@ from tests.fake_nvml import FakeNvml
 
 WITHIN_S = 90.0
 HEARS_WITHIN_S = 30.0  # a signal: the agent looks at the clock each minute, in any case
-READS = ("sinfo ", "-a -o show nodes", "listpids ")  # calls that change nothing
+READS = ("sinfo ", "-a -o show ", "listpids ")  # calls that change nothing
 BOOT = "11111111-2222-3333-4444-555555555555"
 PCI = "0000:3b:00"
 SCONTROL = """#!/bin/sh
@@ -37,6 +37,7 @@ case "$*" in
     [ ! -e others ] || for n in n2 n3; do
         echo "NodeName=$n State=IDLE+DRAIN Partitions=p Reason=stepkeeper: theirs [root@1000]"
     done ;;
+*"show partitions") echo "PartitionName=p State=UP TotalCPUs=8 TotalNodes=3 MaxNodes=UNLIMITED" ;;
 *State=DRAIN*) for word; do case $word in Reason=*) echo "${{word#Reason=}}" > reason;; esac; done
     [ ! -e races ] || touch others ;; # two nodes that other agents have drained before, as Slurm tells from now on
 *State=RESUME*) rm -f reason; [ ! -e races ] || exec sleep 60 ;; # it takes effect, and the answer does not come

@@ -43,6 +43,10 @@ MAINTAINED = frozenset(("MAINT", "MAINTENANCE"))
 """A reservation for maintenance covers the node: `scontrol` prints the flag in full, `IDLE+MAINTENANCE+RESERVED`."""
 TAKEN = MAINTAINED | {"DOWN", "FAIL", "FAILING", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"}
 REBOOTING = frozenset(("REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "DOWN", "POWERING_UP"))
+LISTED_NODE_S = 7e-6
+"""So long slurmctld works for each node of a list of all nodes."""
+LISTS_SPREAD = 100
+"""Were all agents to count, their lists are spread over so many times as long as slurmctld works for them."""
 SILENT_AGAIN_S = 30.0
 """A node that Slurm itself lost sight of comes back by itself: look again then."""
 
@@ -99,6 +103,8 @@ def _listened(state: State, event: on.NodesAnswered, policy: Policy) -> Decision
     if event.took_s < policy.crowded_s:
         return Decision(state)
     longest_s = min(policy.crowd_spread_max_s, policy.crowd_spread * event.took_s)
+    if event.cluster_size:  # the node itself may be slow: as many agents as there are nodes are a crowd
+        longest_s = min(longest_s, LISTS_SPREAD * LISTED_NODE_S * event.cluster_size**2)
     wait_s = longest_s * fraction(f"{state.node} {event.at}")
     why = f"Slurm took {event.took_s:.1f} s to tell of one node: all nodes are counted in {wait_s:.0f} s"
     return Decision(replace(state, retry_at=event.at + wait_s), (), why)

@@ -46,6 +46,7 @@ class NodesAnswered(_Event, frozen=True, kw_only=True, tag="nodes_answered"):
     nodes: tuple[NodeFacts, ...] = ()
     alone: bool = False  # only our own node was asked for
     took_s: float = 0.0
+    cluster_size: int = 0  # about so many nodes, never too few; 0: not known
     error: str = ""
 
 

@@ -117,7 +117,7 @@ def call(state: State, kind: Call, at: float, policy: Policy) -> tuple[State, tu
     within_s = policy.answer_within_s + (policy.reset_within_s if kind is Call.RESET else 0.0)
     state = replace(state, call=kind, call_number=number, call_until=at + within_s)
     state, noted = _noted(state, kind)
-    return state, (*noted, _effect(state, kind, number))
+    return state, (*noted, _effect(state, kind, number, policy))
 
 
 def _noted(state: State, kind: Call) -> tuple[State, tuple[do.Effect, ...]]:
@@ -130,12 +130,11 @@ def _noted(state: State, kind: Call) -> tuple[State, tuple[do.Effect, ...]]:
     return replace(state, drain=drain), (do.RecordDrain(drain=drain),)
 
 
-def _effect(state: State, kind: Call, number: int) -> do.Effect:
+def _effect(state: State, kind: Call, number: int, policy: Policy) -> do.Effect:
     match kind:
-        case Call.COUNT:
-            return do.AskNodes(call=number, alone=not state.listened)
-        case Call.WATCH:
-            return do.AskNodes(call=number, alone=not (state.listened and is_refused(state)))
+        case Call.COUNT | Call.WATCH:
+            counts = state.listened and (kind is Call.COUNT or is_refused(state))
+            return do.AskNodes(call=number, alone=not counts, crowded_s=policy.crowded_s)
         case Call.RECOUNT:
             return do.AskNodes(call=number)
         case Call.DRAIN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -97,12 +98,17 @@ nft 'add rule ip t c log prefix "{prefix}"'
 def logged_by_all() -> Iterator[None]:
     """Netfilter's records from every network namespace: off by default, and switched on for containers."""
     try:
-        before = NETFILTER.read_text()
-        NETFILTER.write_text("1")
+        setting = NETFILTER.open("r+", encoding="ascii")
     except OSError as error:
         pytest.skip(f"{NETFILTER}: {error.strerror}")
-    yield
-    NETFILTER.write_text(before)
+    with setting:
+        fcntl.flock(setting, fcntl.LOCK_EX)  # the whole machine has one: no test beside us may set it back
+        before = NETFILTER.read_text()
+        NETFILTER.write_text("1")
+        try:
+            yield
+        finally:
+            NETFILTER.write_text(before)
 
 
 @pytest.mark.parametrize("prefix", [FAKE, "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, name="])

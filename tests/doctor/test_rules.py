@@ -55,6 +55,15 @@ def test_a_site_in_order_has_no_finding_that_needs_an_eye() -> None:
     assert graver_than_ok(rules.examine(site(save_s=20.0))) == []
 
 
+def test_a_kernel_log_that_any_user_may_write_into_is_named() -> None:
+    (finding,) = [
+        each for each in rules.examine(msgspec.structs.replace(site(), users_log=True)) if "net" in each.subject
+    ]
+
+    assert (finding.level, finding.subject) == (Level.WARNING, "net.netfilter.nf_log_all_netns")
+    assert "sysctl -w net.netfilter.nf_log_all_netns=0" in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("settings", "level", "subject", "remedy"),
     [

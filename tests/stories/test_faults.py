@@ -90,6 +90,8 @@ def test_a_lost_gpu_costs_one_launch_and_its_node_is_drained(lab: Lab, agents: A
     assert list(drained(lab)) == [bad]
     assert drained(lab)[bad].startswith(f"stepkeeper: XID 79 GPU {pci} ({uuid}) ")
     assert training.records()[-1].failures == 0, "a fault of a node is no failure of the training"
+    told = f"XID 79 on {pci} {uuid} counts for this job: the driver does not tell where GPU "  # there is none here
+    assert told in training.log.read_text()
 
 
 @pytest.mark.campaign
@@ -200,6 +202,31 @@ def test_a_program_fault_keeps_its_node(lab: Lab, agents: Agents, reference: Tra
     assert [fault.leave for fault in faults(training)] == [False]
     assert len(training.launches()) == 1
     assert not drained(lab)
+
+
+def test_a_fault_of_a_gpu_that_the_job_does_not_hold_does_not_stop_it(lab: Lab, agents: Agents) -> None:
+    """It runs on CPUs beside a job with GPUs: the node is drained, and this job has no reason to leave it."""
+    agents.start()
+    socket = str(agents.directory / "%N" / "run" / "agent.sock")
+    training = Training(
+        lab,
+        name="no-gpus",
+        nodes=1,
+        steps=20,
+        step_seconds=STEP_SECONDS,
+        sbatch_args=("--gres=none",),
+        env={"STEPKEEPER_AGENT_SOCKET": socket},
+    ).submit()
+    training.wait_step(5)
+    (node,) = training.launches()[0]
+
+    agents.inject(node, 79)
+    lab.wait_node(node, "DRAIN")
+    training.wait_end()
+
+    assert len(training.launches()) == 1
+    assert not faults(training)
+    assert "concerns other jobs, and this one goes on: the job holds no GPU" in training.log.read_text()
 
 
 @pytest.mark.campaign

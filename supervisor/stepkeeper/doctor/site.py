@@ -14,6 +14,7 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.node.sensors.kmsg import users_may_write
 from stepkeeper.slurm.calling import call
 from stepkeeper.slurm.client import SlurmError
 
@@ -50,6 +51,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""
     python_file_system: str = ""
     save_s: float | None = None  # from the request of a save to durable, if it is known
+    users_log: bool = False  # netfilter writes records of any user's choice into this machine's kernel log
 
     def text(self, key: str) -> str:
         """Return a setting; empty where it is not set."""
@@ -104,6 +106,7 @@ def gather(*, partition: str | None = None, save_s: float | None = None) -> Site
         python=f"{platform.python_version()} in {sys.prefix}",
         python_file_system=file_system(Path(sys.prefix)),
         save_s=save_s,
+        users_log=users_may_write(),
     )
 
 

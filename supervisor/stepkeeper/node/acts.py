@@ -9,6 +9,7 @@ from typing import Protocol
 
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
+from stepkeeper.node.fitness import Fitness
 from stepkeeper.node.inbox import Inbox
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.nodes import JobsHere, NodeClient, NodeFacts
@@ -27,6 +28,7 @@ class LocalClient(NodeClient, Protocol):
 class Acts:
     """Carries out effects.  `check` and `reset` are the agent's own: both look at GPUs.
 
+    `noted` waits until the ledger holds all that was decided, and says what is wrong where it does not.
     `mistaken` says why a node of Slurm's is not this machine, "" where it may be.
     """
 
@@ -36,8 +38,9 @@ class Acts:
         client: LocalClient,
         inbox: Inbox,
         *,
-        check: Callable[[], str],
+        check: Callable[[], Fitness],
         reset: Callable[[Sequence[str]], str],
+        noted: Callable[[], str],
         mistaken: Callable[[NodeFacts], str],
     ) -> None:
         self._node = node
@@ -45,6 +48,7 @@ class Acts:
         self._inbox = inbox
         self._check = check
         self._reset = reset
+        self._noted = noted
         self._mistaken = mistaken
 
     def list_jobs(self, effect: do.ListJobs) -> None:
@@ -66,22 +70,36 @@ class Acts:
 
         def work() -> None:
             nodes: tuple[NodeFacts, ...] = ()
-            error, began = "", time.monotonic()
+            error, began, size = "", time.monotonic(), 0
             try:
                 nodes = (self._client.node(self._node),) if effect.alone else self._client.peers(self._node)
             except WRONG as failure:
                 error = str(failure)
             took_s = time.monotonic() - began
+            if effect.alone and nodes and took_s >= effect.crowded_s:
+                size = self._cluster_size()
             own = next((each for each in nodes if each.name == self._node), None)
             if own is not None and (error := self._mistaken(own)):
                 nodes = ()  # nothing may be done to another machine's node
             self._inbox.put(
                 on.NodesAnswered(
-                    at=self._now(), call=effect.call, nodes=nodes, alone=effect.alone, took_s=took_s, error=error
+                    at=self._now(),
+                    call=effect.call,
+                    nodes=nodes,
+                    alone=effect.alone,
+                    took_s=took_s,
+                    cluster_size=size,
+                    error=error,
                 )
             )
 
         self._inbox.run_thread("slurm", work)
+
+    def _cluster_size(self) -> int:
+        try:
+            return self._client.cluster_size()
+        except WRONG:
+            return 0  # not known: Slurm is taken for busy, as it seemed
 
     def drain(self, effect: do.SetDrain) -> None:
         """Drain the node; `CallAnswered` comes, as for all below."""
@@ -89,11 +107,11 @@ class Acts:
 
     def resume(self, effect: do.Resume) -> None:
         """Return the node to service."""
-        self._call(effect.call, lambda: self._client.resume(self._node))
+        self._call(effect.call, lambda: self._client.resume(self._node), noted=True)
 
     def reboot(self, effect: do.Reboot) -> None:
         """Have Slurm reboot the node."""
-        self._call(effect.call, lambda: self._client.reboot(self._node, effect.reason))
+        self._call(effect.call, lambda: self._client.reboot(self._node, effect.reason), noted=True)
 
     def reset_gpus(self, effect: do.ResetGpus) -> None:
         """Reset GPUs."""
@@ -101,10 +119,19 @@ class Acts:
 
     def check_node(self, effect: do.CheckNode) -> None:
         """Look whether the node is fit."""
-        self._answer(effect.call, "check", self._check)
 
-    def _call(self, number: int, act: Callable[[], None]) -> None:
+        def work() -> None:
+            found = self._check()
+            self._inbox.put(on.CallAnswered(at=self._now(), call=effect.call, error=found.unfit, looked=found.looked))
+
+        self._inbox.run_thread("check", work)
+
+    def _call(self, number: int, act: Callable[[], None], *, noted: bool = False) -> None:
+        """Make a call; with `noted`, only once the ledger says so: who is killed after it must know of it."""
+
         def error() -> str:
+            if noted and (problem := self._noted()):
+                return problem
             try:
                 act()
             except WRONG as failure:

@@ -25,6 +25,7 @@ from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.inbox import Do, Inbox, Item, Stop
 from stepkeeper.node.notify import Systemd
 from stepkeeper.node.sensors import nvml
+from stepkeeper.node.sensors.kmsg import users_may_write
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid, Reading
 from stepkeeper.node.setup_watch import SetupWatch
 from stepkeeper.node.sight import KERNEL_LOG, Sight
@@ -33,6 +34,7 @@ from stepkeeper.node.sources import Sources
 from stepkeeper.node.xid.catalogue import Catalogue
 from stepkeeper.node.xid.health import LISTED_AGAIN_AFTER_S
 from stepkeeper.node.xid.model import Action
+from stepkeeper.node.xid.parse import SYSCTL
 from stepkeeper.sources.clock import Clock
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)
@@ -42,7 +44,7 @@ LEDGER_WITHIN_S = 3.0
 LOOK_WITHIN_S = 8.0
 LISTED_AGAIN_MARGIN_S = 0.5  # the two listings are timed by their own processes
 IDLE_S = 60.0
-OVER = (Outcome.RESOLVED, Outcome.NOTED, Outcome.PASSED)
+NOT_TO_LEAVE_FOR = (Outcome.RESOLVED, Outcome.NOTED, Outcome.PASSED, Outcome.SUSPECTED, Outcome.DOUBTED)
 
 
 class Agent:
@@ -76,7 +78,13 @@ class Agent:
             gpus=[*((pci, "") for pci in setup.gpus_on_the_bus()), *state.gpus],
         )
         self._acts = Acts(
-            config.name, client, self.inbox, check=self._check, reset=self._reset, mistaken=identity.mistaken
+            config.name,
+            client,
+            self.inbox,
+            check=self._check,
+            reset=self._reset,
+            noted=self._wait_for_ledger,
+            mistaken=identity.mistaken,
         )
         self._sources = Sources(config, state, client=client, jobs=self, inbox=self.inbox, log=log)
         self._sight = Sight()
@@ -113,6 +121,9 @@ class Agent:
         self._on_clock()
         self._systemd.say(READY="1", STATUS=self._status())
         self._setup.start()
+        if users_may_write():
+            text = f"{SYSCTL} is 1: any user can write records into the kernel log that begin as he likes; set it to 0"
+            self.log.error("alarm", text=text, incident="")
         self.log.info("agent_ready", mode=self.policy.mode.value, incidents=len(self.state.incidents))
         try:
             while not self._stopping:
@@ -301,10 +312,15 @@ class Agent:
 
     # --- on threads -------------------------------------------------------------------------------
 
-    def _check(self) -> str:
+    def _wait_for_ledger(self) -> str:
+        if self._book.flush(LEDGER_WITHIN_S):
+            return ""
+        return f"the ledger does not hold it yet ({self._book.failed or 'the disk is slow'})"
+
+    def _check(self) -> fitness.Fitness:
         if not self.config.nvml:
-            return "NVML is switched off in the configuration: nothing can be checked"
-        return fitness.unfit(self._catalogue, self.config.expected_gpus)
+            return fitness.Fitness(unfit="NVML is switched off in the configuration: nothing can be checked")
+        return fitness.look(self._catalogue, self.config.expected_gpus)
 
     def _reset(self, pcis: Sequence[str]) -> str:
         self._sources.pause_nvml()  # whoever holds a GPU open keeps it from being reset
@@ -361,8 +377,8 @@ class Agent:
 
 
 def _is_open(incident: Incident, state: State) -> bool:
-    over = incident.outcome in OVER
-    return incident.boot_id == state.boot_id and incident.settled and incident.action.drains and not over
+    counts = incident.action.drains and incident.outcome not in NOT_TO_LEAVE_FOR
+    return incident.boot_id == state.boot_id and incident.settled and counts
 
 
 def _to_leave_for(state: State) -> list[Incident]:
@@ -370,7 +386,7 @@ def _to_leave_for(state: State) -> list[Incident]:
     return [
         each
         for each in state.incidents
-        if each.boot_id == state.boot_id and each.action.drains and each.outcome not in OVER
+        if each.boot_id == state.boot_id and each.action.drains and each.outcome not in NOT_TO_LEAVE_FOR
     ]
 
 

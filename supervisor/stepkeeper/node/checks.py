@@ -30,6 +30,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     gpus: int | None = None  # so many, no more and no fewer
     gpus_min: int = 0  # at least so many: a job may see more than it was given
+    gpus_held: tuple[str, ...] | None = None  # PCI addresses: no other GPU's state counts; None: all do
     nvml: bool = True  # look at the GPUs, where the library is
     nvml_required: bool = False  # its absence is a problem: for nodes that have GPUs for certain
     pending_is_problem: bool = False  # a remapped row that waits for a reset
@@ -200,7 +201,8 @@ def _gpus(found: _Findings, wanted: Wanted, within_s: float) -> None:
         if len(status.gpus) < wanted.gpus_min:
             found.problems.append(f"GPUs: {len(status.gpus)} answer, at least {wanted.gpus_min} are expected")
     for health in look.health:
-        _gpu(found, health, wanted)
+        if wanted.gpus_held is None or not health.pci or health.pci in wanted.gpus_held:
+            _gpu(found, health, wanted)
     temperatures = [health.temperature_c for health in look.health if health.temperature_c is not None]
     if temperatures:
         found.figures["temperature_max_c"] = max(temperatures)

@@ -132,6 +132,7 @@ class NodeConfig(_Table, frozen=True, kw_only=True):
             reset_within_s=self.remedies.reset_within_s,
             answer_within_s=max(_POLICY.answer_within_s, 2 * self.limits.call_within_s),
             reboot=self.remedies.reboot,
+            agreement=self.nvml and not self.test.allow_injected,  # NVML cannot see what is injected
             **msgspec.structs.asdict(self.breaker),
             **{key: value for key, value in msgspec.structs.asdict(self.limits).items() if key != "call_within_s"},
         )

@@ -20,7 +20,7 @@ from stepkeeper.node.xid import health as nvml_health
 from stepkeeper.node.xid.catalogue import Catalogue
 from stepkeeper.node.xid.judge import judge, judge_xid_event
 from stepkeeper.node.xid.model import Fault, Source
-from stepkeeper.node.xid.parse import announcement, canonical, parse
+from stepkeeper.node.xid.parse import announcement, canonical, driver_loaded, parse
 
 FRESH_S = 60.0
 
@@ -29,7 +29,8 @@ def concerns(reading: Reading) -> bool:
     """Tell whether a reading can make an event: asked by the kernel log's thread, of each line."""
     if not isinstance(reading, KernelRecord):
         return True
-    return parse(reading.text) is not None or announcement(reading.text) is not None
+    text = reading.text
+    return parse(text) is not None or announcement(text) is not None or driver_loaded(text)
 
 
 class _Silence(msgspec.Struct):
@@ -76,18 +77,18 @@ class Judging:
             case KernelRecord():
                 return self._of_record(reading, at)
             case NvmlXid():
-                faults = [self._of_event(reading)]
+                return [on.FaultSeen(at=at, fault=self._of_event(reading))]
             case GpuHealth():
                 name = reading.pci or f"#{reading.index}"  # NVML's process writes an address as `canonical` does
                 before = self.health.get(name)
                 self.health[name] = reading
-                faults = nvml_health.judge_health(reading, before, catalogue=self.catalogue)
-                faults += self._of_silence(name, reading, standing=before is None)
+                why = nvml_health.was_reset(reading, before) if before is not None else ""
+                reset = [on.GpusReset(at=at, pci=reading.pci, why=why)] if why else []
+                return [*reset, *self._of_health(name, reading, before, at)]
             case NvmlStatus():
                 return self._of_status(reading, at)
             case _:
                 return []  # gaps and evidence are logged, and prove nothing
-        return [on.FaultSeen(at=at, fault=fault) for fault in faults]
 
     def _of_event(self, event: NvmlXid) -> Fault:
         return judge_xid_event(
@@ -103,6 +104,9 @@ class Judging:
         return health.recovery_action if health is not None and abs(at - health.at) <= FRESH_S else None
 
     def _of_record(self, record: KernelRecord, at: float) -> list[on.Event]:
+        if driver_loaded(record.text):
+            loaded = on.GpusReset(at=record.at, why="the driver was loaded anew, which sets up every GPU")
+            return [] if self._prefix or record.sequence < 0 else [loaded]
         if (report := parse(record.text)) is None:
             told = announcement(record.text)
             if told is None or not told.pci.startswith(self._prefix):
@@ -124,7 +128,7 @@ class Judging:
         return [on.FaultSeen(at=at, fault=fault)]
 
     def _of_status(self, status: NvmlStatus, at: float) -> list[on.Event]:
-        found: list[on.Event] = []
+        found: list[on.Event] = [] if status.once else [on.NvmlStands(at=at, state=status.state)]
         faults: list[Fault | None] = []
         if status.state is NvmlState.READY:
             self.driver = status.driver or self.driver
@@ -134,6 +138,11 @@ class Judging:
             faults.append(self._missing((), status.at))
         faults.append(nvml_health.stuck(status))
         return found + [on.FaultSeen(at=at, fault=fault) for fault in faults if fault is not None]
+
+    def _of_health(self, name: str, health: GpuHealth, before: GpuHealth | None, at: float) -> list[on.Event]:
+        faults = nvml_health.judge_health(health, before, catalogue=self.catalogue)
+        faults += self._of_silence(name, health, standing=before is None)
+        return [on.FaultSeen(at=at, fault=fault) for fault in faults]
 
     def _of_silence(self, name: str, health: GpuHealth, *, standing: bool) -> list[Fault]:
         """Return the fault of a GPU that has been silent for long enough, once."""

@@ -57,7 +57,7 @@ def _comes_back(drain: Drain) -> str:
     """Say why a node that we hold may take jobs any moment; "" where it may not."""
     if drain.passed:
         return "the checks have passed"
-    if drain.reboot_asked and drain.repair is Repair.REBOOT:
+    if drain.slurm_returns and drain.repair is Repair.REBOOT:
         return "rebooted, and returned by Slurm itself; the checks are under way"
     return ""
 

@@ -19,6 +19,7 @@ _SIGNS = "*~#!%$@^-"
 _OWNER = re.compile(r" UserId=[^=]*\((\d+)\) GroupId=")
 _REASON = re.compile(r" Reason=(.*?) \[[^\[\]@\s]*@([^\]\s]*)\](?= [A-Z][A-Za-z]*=|\s*$)")
 _REASON_ALONE = re.compile(r" Reason=(.*?)(?= [A-Z][A-Za-z]*=|\s*$)")
+_TOTAL_NODES = re.compile(r"\sTotalNodes=(\d+)(K?)")
 _TASK = re.compile(r"JobId=\d+ ArrayJobId=(\d+) ArrayTaskId=(\d+)\s")  # before the name, which is its user's
 COLUMNS = {
     "NodeHost": 256,
@@ -56,6 +57,10 @@ class NodeCommands:
         own = self._own(found, name)
         ours = set(own.partitions)
         return tuple(each for each in found if each is own or ours & set(each.partitions))
+
+    def cluster_size(self) -> int:
+        """See `NodeClient`."""
+        return parse_size(self._call("-a", "-o", "show", "partitions"))
 
     @staticmethod
     def _own(nodes: tuple[NodeFacts, ...], name: str) -> NodeFacts:
@@ -159,6 +164,15 @@ def parse_node(text: str, name: str) -> NodeFacts:
         address=first["NodeAddr"],
         gres=first["Gres"].removeprefix("(null)"),
     )
+
+
+def parse_size(text: str) -> int:
+    r"""Sum up the nodes of all partitions in `scontrol -o show partitions`: a node in two of them counts twice.
+
+    >>> parse_size("PartitionName=a State=UP TotalNodes=4 QOS=N/A\nPartitionName=b TotalCPUs=8K TotalNodes=2K ")
+    2052
+    """
+    return sum(int(number) * (1024 if thousands else 1) for number, thousands in _TOTAL_NODES.findall(text))
 
 
 def _cells(line: str) -> dict[str, str]:

@@ -88,6 +88,10 @@ class NodeClient(Protocol):
         """
         ...
 
+    def cluster_size(self) -> int:
+        """Return about how many nodes there are, never too few, at a small cost for the controller."""
+        ...
+
     def drain(self, name: str, reason: str) -> None:
         """Set the state DRAIN with a reason."""
         ...

@@ -43,9 +43,16 @@ class _Look:
 class Checking:
     """The looks at one node."""
 
-    def __init__(self, directory: Path, *, fresh_s: float = FRESH_S) -> None:
-        """Look at the node with this run directory; `fresh_s` is how old a look may be that was begun ahead."""
+    def __init__(self, directory: Path, *, gpus: tuple[str, ...] | None = None, fresh_s: float = FRESH_S) -> None:
+        """Look at the node with this run directory.
+
+        Args:
+            directory: the run directory.
+            gpus: where the job's GPUs sit; None: not known, so all count.
+            fresh_s: how old a look may be that was begun ahead.
+        """
         self._directory = directory
+        self._gpus = gpus
         self._fresh_s = fresh_s
         self._lock = threading.Lock()
         self._usual: checks.Wanted | None = None  # what the newest launch wanted
@@ -70,7 +77,12 @@ class Checking:
             nvml=False, reference_time=asked.at + (time.time() - heard_at), clock_offset_s=CLOCK_OFFSET_MAX_S
         )
         now = checks.run_checks(clock, within_s=CHECKS_WITHIN_S)
-        wanted = checks.Wanted(gpus_min=asked.gpus or 0, writable=(self._directory,), free_bytes=asked.free_bytes)
+        wanted = checks.Wanted(
+            gpus_min=asked.gpus or 0,
+            gpus_held=self._gpus,
+            writable=(self._directory,),
+            free_bytes=asked.free_bytes,
+        )
         found = self._take(wanted) if isinstance(asked, bus.Clear) else None
         if found is None:
             found = checks.run_checks(wanted, within_s=CHECKS_WITHIN_S)

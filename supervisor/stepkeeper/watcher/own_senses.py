@@ -34,8 +34,17 @@ CLOCKS_S = 1.0  # between a record's time and our clock
 class OwnSenses:
     """Says `Faulted` and `Note`, from a thread of its own."""
 
-    def __init__(self, node: str, say: Callable[[bus.FromWatcher], None], *, since: float) -> None:
+    def __init__(
+        self,
+        node: str,
+        say: Callable[[bus.FromWatcher], None],
+        *,
+        since: float,
+        is_ours: Callable[[str, str, str], bool],
+    ) -> None:
+        """`is_ours` tells of a fault's name, PCI address and UUID whether the job leaves the node for it."""
         self._node = node
+        self._is_ours = is_ours
         self._say = say
         self._since = (since or time.time()) - CLOCKS_S
         self._readings: queue.Queue[Reading | None] = queue.Queue(READINGS_WAITING_MAX)
@@ -124,7 +133,8 @@ class OwnSenses:
             word = (incident.action, incident.name, incident.why)
             if self._said.get(incident.id) != word:
                 self._said[incident.id] = word
-                self._say(self._faulted(incident))
+                if not incident.action.drains or self._is_ours(incident.name, incident.pci, incident.gpu):
+                    self._say(self._faulted(incident))
 
     def _faulted(self, incident: Incident) -> bus.Faulted:
         return bus.Faulted(

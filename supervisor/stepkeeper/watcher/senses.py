@@ -12,7 +12,7 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,11 @@ import msgspec
 from stepkeeper import __version__
 from stepkeeper.node import protocol
 from stepkeeper.node.client import AgentClient, AgentError, AgentGoneError, connect
+from stepkeeper.slurm.node_commands import NodeCommands
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.watcher.own_gpus import OwnGpus
+from stepkeeper.watcher.processes import rank_processes
 from stepkeeper_trainer.formats.messages import shorten
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ class Senses:
         self._share_reader: ShareReader | None = None
         self._checks: Checking | None = None
         self._noted = ""
+        self._gpus = OwnGpus(os.environ, counted=self._counts_gpus)
 
     def fileno(self) -> int:
         """For select."""
@@ -94,7 +98,7 @@ class Senses:
             # imported now: a watcher that checks nothing stays small
             from stepkeeper.watcher.checking import Checking  # noqa: PLC0415
 
-            self._checks = Checking(Path(self._assignment.run_directory))
+            self._checks = Checking(Path(self._assignment.run_directory), gpus=self._gpus.addresses)
         work = (self._checks, wanted, time.time())
         threading.Thread(target=self._check, args=work, name="checks", daemon=True).start()
 
@@ -144,7 +148,13 @@ class Senses:
             return
         for warning in report.warnings:
             self._put(bus.Note(node=self._node, text=shorten(f"checks: {warning}")))
-        shared = not any(problem.startswith("GPU") for problem in report.problems)
+        of_gpus = [problem for problem in report.problems if problem.startswith("GPU")]
+        if of_gpus and self._gpus.holds_none and not self._is_ours("checks", "", ""):
+            report = msgspec.structs.replace(
+                report, problems=tuple(problem for problem in report.problems if problem not in of_gpus)
+            )
+            of_gpus = []
+        shared = not of_gpus
         unfit = "; ".join(report.problems)
         self._put(Fitness(launch=launch, number=wanted.number, unfit=unfit, shared=shared))
 
@@ -189,6 +199,8 @@ class Senses:
 
     def _on_message(self, message: protocol.FromAgent) -> None:
         match message:
+            case protocol.Seen() if message.action.drains and not self._is_ours(message.name, message.pci, message.gpu):
+                pass  # said
             case protocol.Seen():
                 gpu = " ".join(part for part in (message.pci, message.gpu) if part)
                 self._put(
@@ -208,6 +220,24 @@ class Senses:
             case _:
                 pass  # answers to what was asked
 
+    def _is_ours(self, name: str, pci: str, uuid: str) -> bool:
+        """Tell whether the job leaves the node for a fault; say where it does not, or where that cannot be told."""
+        found = self._gpus.concern(pci, uuid, self._processes())
+        gpu = " ".join(part for part in (pci, uuid) if part)
+        if not found.counts:
+            self._note(f"{name} on {gpu or 'this node'} concerns other jobs, and this one goes on: {found.why}")
+        elif found.why:
+            self._note(f"{name} on {gpu or 'this node'} counts for this job: {found.why}")
+        return found.counts
+
+    def _processes(self) -> Iterator[int]:
+        own = self._assignment
+        return rank_processes(own.run_id, self._node, attempt_max=own.attempt)
+
+    def _counts_gpus(self) -> bool:
+        """Ask Slurm, once there is a fault, whether it knows of GPUs on this node."""
+        return "gpu" in NodeCommands({}).node(self._node).gres
+
     # --- without an agent -------------------------------------------------------------------------
 
     def _sense(self) -> None:
@@ -215,7 +245,7 @@ class Senses:
         if self._stop_own is None:
             from stepkeeper.watcher.own_senses import OwnSenses  # noqa: PLC0415 - not where there is an agent
 
-            own = OwnSenses(self._node, self._put, since=self._assignment.started_at)
+            own = OwnSenses(self._node, self._put, since=self._assignment.started_at, is_ours=self._is_ours)
             self._stop_own = own.close
 
     def _rest(self) -> None:

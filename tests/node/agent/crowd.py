@@ -88,7 +88,7 @@ class Crowd:
         self.states[agent] = decision.state
         for effect in decision.effects:
             self._perform(agent, event.at, effect)
-        if any(each.outcome is not Outcome.OPEN for each in decision.state.incidents):
+        if any(each.outcome not in (Outcome.OPEN, Outcome.SUSPECTED) for each in decision.state.incidents):
             self.known_at.setdefault(agent, event.at)
         if (due := due_at(decision.state)) is not None:
             self.put(max(due, event.at), agent, None)
@@ -100,12 +100,22 @@ class Crowd:
                 if not effect.alone:
                     self.lists[int(at - T)] += 1
                 done, error = self._serve(at, cost_s)
+                took_s = done - at
+                slow = effect.alone and not error and took_s >= effect.crowded_s
+                if slow:
+                    done, _ = self._serve(done, ONE_NODE_S)
                 nodes = () if error else (self.nodes[agent],) if effect.alone else self.all_nodes()
                 self.put(
                     done,
                     agent,
                     on.NodesAnswered(
-                        at=done, call=effect.call, nodes=nodes, alone=effect.alone, took_s=done - at, error=error
+                        at=done,
+                        call=effect.call,
+                        nodes=nodes,
+                        alone=effect.alone,
+                        took_s=took_s,
+                        cluster_size=len(self.nodes) if slow else 0,
+                        error=error,
                     ),
                 )
             case do.SetDrain():

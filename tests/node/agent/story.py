@@ -10,6 +10,7 @@ from stepkeeper.node.core.decide import decide
 from stepkeeper.node.core.plan import due_at
 from stepkeeper.node.core.policy import Mode, Policy
 from stepkeeper.node.core.state import Incident, State
+from stepkeeper.node.sensors.readings import NvmlState
 from stepkeeper.node.xid.model import Action, Domain, Fault, Kind, Source
 from stepkeeper.slurm.nodes import NodeFacts
 
@@ -59,6 +60,7 @@ class Cluster:
         self.now = 0.0  # slurmctld's clock
         self.calls = 0
         self.slow_s = 0.01  # so long slurmctld takes to answer
+        self.size = 0  # what it tells of its size
 
     def drain(self, name: str, reason: str, at: float) -> None:
         """Drain; Slurm notes whole seconds."""
@@ -78,15 +80,27 @@ class Cluster:
 class Node:
     """One agent without its threads: what it asks for is done when the test says so."""
 
-    def __init__(self, cluster: Cluster, name: str, policy: Policy = ACT, *, boot_id: str = "boot-1") -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        policy: Policy = ACT,
+        *,
+        boot_id: str = "boot-1",
+        nvml: NvmlState = NvmlState.ABSENT,
+    ) -> None:
         self.cluster = cluster
         self.name = name
         self.policy = policy
-        self.state = State(node=name, boot_id=boot_id, gpus=((PCI, UUID),))
+        since = 0.0 if nvml is NvmlState.READY else None
+        self.state = State(node=name, boot_id=boot_id, gpus=((PCI, UUID),), nvml=nvml, nvml_since=since)
         self.waiting: list[do.Effect] = []
         self.done: list[do.Effect] = []
         self.ledger: dict[str, Incident] = {}
         self.fit = ""  # what the checks say
+        self.tells = True  # the driver knows of recovery actions
+        self.asks = False  # a GPU that is not fit answers all the same
+        self.blind = False  # NVML is not there when one looks
         self.jobs: tuple[int, ...] = ()
         self.owners: dict[int, int] = {}  # of jobs; another user for each that is not in it
         self.reset = ""  # what a reset says
@@ -128,7 +142,13 @@ class Node:
                 nodes = () if error else nodes
                 took_s = self.cluster.slow_s
                 answer = on.NodesAnswered(
-                    at=at, call=effect.call, nodes=nodes, alone=effect.alone, took_s=took_s, error=error
+                    at=at,
+                    call=effect.call,
+                    nodes=nodes,
+                    alone=effect.alone,
+                    took_s=took_s,
+                    cluster_size=self.cluster.size if effect.alone and took_s >= effect.crowded_s else 0,
+                    error=error,
                 )
                 self.feed(answer)
             case do.SetDrain():
@@ -140,12 +160,22 @@ class Node:
                     self.cluster.resume(self.name)
                 self.feed(on.CallAnswered(at=at, call=effect.call, error=error))
             case do.CheckNode():
-                self.feed(on.CallAnswered(at=at, call=effect.call, error=self.fit))
+                self.feed(on.CallAnswered(at=at, call=effect.call, error=self.fit, looked=self._looked()))
             case do.ResetGpus():
                 self.feed(on.CallAnswered(at=at, call=effect.call, error=self.reset))
             case do.Reboot():
                 self.feed(on.CallAnswered(at=at, call=effect.call, error=error))
         return True
+
+    def _looked(self) -> on.Looked | None:
+        gpus = tuple(pci for pci, _ in self.state.gpus)
+        well = () if self.fit else gpus
+        answering = gpus if self.asks else well
+        return (
+            None
+            if self.blind
+            else on.Looked(answering=answering, well=well, vouched=well if self.tells else (), here=gpus)
+        )
 
     def settle(self, until: float) -> None:
         """Let everything happen that is due by then, each call answered at once."""
@@ -171,6 +201,8 @@ class Node:
             boot_id=boot,
             known_sequence=known,
             gpus=self.state.gpus,
+            nvml=self.state.nvml,
+            nvml_since=at if self.state.nvml is NvmlState.READY else None,
             incidents=incidents,
             drain=drains[-1] if drains else None,
         )

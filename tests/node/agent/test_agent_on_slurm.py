@@ -413,27 +413,41 @@ def test_the_capabilities_of_the_unit_are_enough(cluster: Lab, agents: Agents) -
     wait_drained(cluster, node)
 
 
-def test_jobs_are_noted_and_three_of_them_blame_the_gpu(cluster: Lab, agents: Agents) -> None:
-    """XID 31 is a program's mistake, until the programs of two users make it on one GPU and on no other."""
+def test_jobs_are_noted_and_three_of_them_have_the_gpu_checked(cluster: Lab, gpu_agents: Agents) -> None:
+    """XID 31 is a program's mistake; where the programs of two users make it in one place, NVML is asked."""
     node = cluster.node_names[0]
-    agents.configure(node, limits={"join_s": 0.1})
-    agents.start(node)
-    jobs = []
+    gpu_agents.configure(node, limits={"join_s": 0.1})
+    gpu_agents.start(node)
     for number in range(3):
         job = cluster.submit("sleep 600", sbatch_args=[f"-w{node}"], user=USERS[number % 2])
         cluster.wait_job(job, "RUNNING")
-        jobs.append(job)
-        assert not is_drained(cluster, node)
-        agents.inject(node, 31)
-        agents.wait_event(node, "incident", text=f'"jobs": [{job}]', times=1)
+        gpu_agents.inject(node, 31, text="Ch 00000010, intr 00000000. MMU Fault: ENGINE GRAPHICS GPC2 GPCCLIENT_T1_3")
+        gpu_agents.wait_event(node, "incident", text=f'"jobs": [{job}]', times=1)
         if number < 2:
             cluster.cancel(job)
             cluster.wait_ended(job, 120)
-    wait_drained(cluster, node)
-    cluster.cancel(jobs[-1])
-    cluster.wait_ended(jobs[-1], 120)
+    gpu_agents.wait_event(node, "alarm", text="3 faults (XID 31) at GPC 2 TPC 3 of this GPU in a day, over 3 jobs")
+    gpu_agents.wait_event(node, "alarm", text="it passed")
+    cluster.cancel(job)
+    cluster.wait_ended(job, 120)
 
-    assert "3 faults (XID 31) on this GPU in a day, over 3 jobs" in reason(cluster, node)
+    assert not is_drained(cluster, node)
+
+
+def test_nothing_is_drained_in_a_reservation_for_maintenance(cluster: Lab, agents: Agents) -> None:
+    """Slurm prints it as IDLE+MAINTENANCE+RESERVED; what is still there when it ends is drained then."""
+    node = cluster.node_names[0]
+    agents.start(node)
+    words = ["ReservationName=mend", "StartTime=now", "Duration=60", "User=root", "Flags=maint,ignore_jobs"]
+    cluster.run("scontrol", "create", "reservation", *words, f"Nodes={node}")
+    try:
+        cluster.until(lambda: "MAINT" in cluster.nodes()[node].state, "the maintenance", DRAINED_S)
+        agents.inject(node, 79)
+        agents.wait_event(node, "alarm", text="MAINTENANCE")
+        assert stay_in_service(cluster, node)
+    finally:
+        cluster.run("scontrol", "delete", "ReservationName=mend")
+    wait_drained(cluster, node)
 
 
 def test_a_job_hears_of_its_nodes_faults_and_its_word_drains_nothing(cluster: Lab, gpu_agents: Agents) -> None:

@@ -575,18 +575,74 @@ def test_a_board_takes_its_history_to_another_slot(node: Node) -> None:
     assert node.state.incidents[-1].action is Action.DRAIN_RMA
 
 
-def _restarts(node: Node, *jobs: tuple[int, ...], code: int = 31) -> None:
+PLACE = "GPC 2 TPC 3"
+
+
+def _restarts(node: Node, *jobs: tuple[int, ...], code: int = 31, places: tuple[str, ...] = (PLACE,)) -> None:
+    """Let a fault of programs happen every hour; `places`: of its lines, all of a burst."""
+    node.fit = f"GPU {PCI}: it would fail a check"
     for index, at_once in enumerate(jobs):
         node.jobs = at_once
-        node.see(fault(code, T + 3600 * index))
+        for part, place in enumerate(places):
+            node.see(fault(code, T + 3600 * index + part / 10, place=place))
         node.settle(T + 3600 * index + 60)
 
 
-def test_three_jobs_that_die_on_one_gpu_blame_it(node: Node) -> None:
+def test_three_users_jobs_that_die_in_one_place_lead_to_a_check(node: Node) -> None:
+    """A check, and no drain: whoever has three accounts can prepare such faults."""
+    node.fit = ""
+    for index in range(3):
+        node.jobs = (index,)
+        node.see(fault(31, T + 3600 * index, place=PLACE))
+        node.settle(T + 3600 * index + 60)
+
+    assert len(node.acts(do.CheckNode)) == 1
+    assert not node.cluster.held
+    (alarm,) = node.acts(do.Alarm)
+    assert isinstance(alarm, do.Alarm)
+    assert f"3 faults (XID 31) at {PLACE} of this GPU in a day, over 3 jobs" in alarm.text
+    assert "it passed" in alarm.text
+
+    for index in range(3, 5):  # the count begins anew
+        node.jobs = (index,)
+        node.see(fault(31, T + 3600 * index, place=PLACE))
+        node.settle(T + 3600 * index + 60)
+    assert len(node.acts(do.CheckNode)) == 1
+
+
+def test_a_gpu_that_fails_the_check_is_drained(node: Node) -> None:
     _restarts(node, (1,), (2,), (3,))
 
     assert node.cluster.held == {"a"}
     assert node.state.incidents[-1].action is Action.DRAIN_RESET
+    assert "it failed" in node.cluster.nodes["a"].reason or "3 faults" in node.cluster.nodes["a"].reason
+
+
+def test_a_gpu_that_cannot_be_checked_is_named_and_stays(node: Node) -> None:
+    node.blind = True
+    _restarts(node, (1,), (2,), (3,))
+
+    assert not node.cluster.held
+    (alarm,) = node.acts(do.Alarm)
+    assert isinstance(alarm, do.Alarm)
+    assert "it cannot be checked" in alarm.text
+
+
+@pytest.mark.parametrize("places", [("",), ("GPC 0 TPC 0", "GPC 0 TPC 1")])
+def test_faults_all_over_the_gpu_are_the_programs(node: Node, places: tuple[str, ...]) -> None:
+    """A null pointer faults wherever the program runs; older drivers do not say where."""
+    _restarts(node, *((job,) for job in range(1, 10)), places=places)
+
+    assert not node.acts(do.CheckNode)
+
+
+def test_faults_in_different_places_do_not_add_up(node: Node) -> None:
+    for index in range(6):
+        node.jobs = (index,)
+        node.see(fault(31, T + 3600 * index, place=f"GPC {index} TPC 0"))
+        node.settle(T + 3600 * index + 60)
+
+    assert not node.acts(do.CheckNode)
 
 
 def test_one_job_that_fails_again_and_again_blames_itself(node: Node) -> None:
@@ -613,11 +669,11 @@ def test_three_jobs_of_one_user_blame_their_program(node: Node) -> None:
     """Tasks of an array have job ids of their own, and one mistake in common."""
     node.owners = dict.fromkeys(range(1, 10), 1000)
     _restarts(node, *((job,) for job in range(1, 10)))
-    assert not node.cluster.held
+    assert not node.acts(do.CheckNode)
 
     node.owners = {}
     node.jobs = (10,)
-    node.see(fault(31, T + 10 * 3600))
+    node.see(fault(31, T + 10 * 3600, place=PLACE))
     node.settle(T + 10 * 3600 + 60)
     assert node.cluster.held == {"a"}  # another user's job dies there as well
 
@@ -640,11 +696,11 @@ def test_a_job_that_faults_on_all_its_gpus_blames_none_of_them(node: Node) -> No
     for index in range(5):
         at = T + 3600 * index
         node.jobs = (index,)
-        node.see(fault(31, at))
-        node.see(fault(31, at + 0.5, pci="0000:5e:00.0"))
+        node.see(fault(31, at, place=PLACE))
+        node.see(fault(31, at + 0.5, pci="0000:5e:00.0", place=PLACE))
         node.settle(at + 60)
 
-    assert not node.cluster.held
+    assert not node.acts(do.CheckNode)
 
 
 def test_43_never_counts_against_the_gpu(node: Node) -> None:
@@ -816,6 +872,25 @@ def test_a_fault_alone_is_counted_at_once_and_a_crowd_spreads(node: Node) -> Non
     assert len({round(at / 60) for at in counted}) > 10, "spread over the whole time"
     assert 0 < len(crowd.held) <= ACT.nodes_min
     assert {each.incident.outcome for each in nodes} <= {Outcome.DRAINED, Outcome.REFUSED}
+
+
+@pytest.mark.parametrize(("size", "longest_s"), [(4, 0.02), (40, 1.2), (1000, 700.0), (10_000, 3600.0)])
+def test_a_slow_node_of_a_small_cluster_does_not_wait_for_a_crowd(
+    cluster: Cluster, size: int, longest_s: float
+) -> None:
+    """A busy node starts Slurm's commands slowly: that looks like a busy controller."""
+    cluster.slow_s, cluster.size = 5.0, size
+    node = Node(cluster, "a")
+    node.see(fault(79, T))
+    while node.answer(T + 5):
+        pass
+    due = due_at(node.state)
+    assert due is not None
+    assert longest_s / 1000 < due - T - 5 <= longest_s
+
+    node.settle(due + 5)
+
+    assert node.incident.outcome is Outcome.DRAINED
 
 
 def test_what_the_breaker_refused_costs_slurm_little_from_then_on(cluster: Cluster) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepkeeper.node.core import events as on
-from stepkeeper.node.judging import FRESH_S, Judging
+from stepkeeper.node.judging import FRESH_S, Judging, concerns
 from stepkeeper.node.sensors.readings import Gpu, GpuHealth, KernelRecord, NvmlState, NvmlStatus, NvmlXid, Reading
 from stepkeeper.node.xid import catalogue
 from stepkeeper.node.xid.model import Action, Fault
@@ -112,6 +112,75 @@ def test_a_gpu_that_cannot_be_listed_before_a_reset_asks_for_one() -> None:
     (fault,) = faults(judging(), health)
 
     assert (fault.action, health.silent) == (Action.DRAIN_RESET, False)
+
+
+# --- resets that are seen, and how NVML is doing --------------------------------------------------
+
+LOADED = "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U16)"
+
+
+def resets(judging: Judging, reading: Reading) -> list[on.GpusReset]:
+    assert concerns(reading)
+    return [each for each in judging.events(reading, reading.at) if isinstance(each, on.GpusReset)]
+
+
+def test_a_driver_that_is_loaded_anew_has_reset_every_gpu() -> None:
+    (reset,) = resets(judging(), KernelRecord(at=T, boot_id="b", sequence=7, text=LOADED))
+
+    assert (reset.at, reset.pci) == (T, "")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({"ecc_uncorrected": 3}, {"ecc_uncorrected": 0}, True),
+        ({"ecc_uncorrected": 3}, {"ecc_uncorrected": 4}, False),
+        ({"ecc_uncorrected": 3}, {}, False),
+        ({"rows_pending": True}, {"rows_pending": False}, True),
+        ({"rows_pending": True}, {"rows_pending": None}, False),
+        ({"rows_pending": False}, {"rows_pending": False}, False),
+    ],
+)
+def test_a_gpu_shows_by_its_counters_that_it_was_reset(
+    before: dict[str, int], after: dict[str, int], *, expected: bool
+) -> None:
+    judge = judging()
+    assert not resets(judge, GpuHealth(at=T, pci=PCI, **before))
+
+    found = resets(judge, GpuHealth(at=T + 10, pci=PCI, **after))
+
+    assert [each.pci for each in found] == ([PCI] if expected else [])
+
+
+def test_only_who_listens_for_events_tells_how_nvml_is_doing() -> None:
+    judge = judging()
+    ready = NvmlStatus(at=T, state=NvmlState.READY)
+
+    assert on.NvmlStands(at=T, state=NvmlState.READY) in judge.events(ready, T)
+    once = NvmlStatus(at=T, state=NvmlState.READY, once=True)
+    assert not [each for each in judge.events(once, T) if isinstance(each, on.NvmlStands)]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (
+            "31, pid=1, name=x, Ch 8, intr 0. MMU Fault: ENGINE GRAPHICS GPC2 GPCCLIENT_T1_8 faulted @ 0x0",
+            "GPC 2 TPC 8",
+        ),
+        ("31, pid=1, name=x, Ch 8, intr 0. MMU Fault: ENGINE GRAPHICS GPCCLIENT_T1_8 faulted @ 0x0", ""),
+        ("31, pid=1, name=x, Ch 8, intr 0. MMU Fault: ENGINE GRAPHICS GPC2 GPCCLIENT_PROP_0 faulted @ 0x0", ""),
+        ("13, pid=1, name=x, Graphics SM Warp Exception on (GPC 7, TPC 6, SM 0): Out Of Range", "GPC 7 TPC 6"),
+        ("13, pid=1, name=x, Graphics Exception: ESR 0x57c730=0xc04000b 0x57c734=0x24", ""),
+        ("13, pid=1, name=(GPC 1, TPC 1), Graphics Exception: ESR 0x57c730=0xc04000b", ""),
+    ],
+)
+def test_the_place_on_the_gpu_is_taken_from_the_drivers_text(text: str, place: str) -> None:
+    record = KernelRecord(at=T, boot_id="b", sequence=1, text=f"NVRM: Xid (PCI:0000:3b:00): {text}")
+
+    (fault,) = faults(judging(), record)
+
+    assert fault.place == place
 
 
 def test_a_missing_gpu_is_named_by_what_was_there_before() -> None:

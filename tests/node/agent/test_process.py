@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +22,7 @@ from tests.fake_nvml import FakeNvml
 
 WITHIN_S = 90.0
 HEARS_WITHIN_S = 30.0  # a signal: the agent looks at the clock each minute, in any case
-READS = ("sinfo ", "-a -o show nodes", "listpids ")  # calls that change nothing
+READS = ("sinfo ", "-a -o show ", "listpids ")  # calls that change nothing
 BOOT = "11111111-2222-3333-4444-555555555555"
 PCI = "0000:3b:00"
 SCONTROL = """#!/bin/sh
@@ -30,9 +33,14 @@ echo "$*" >> calls
 case "$*" in
 *"show nodes") reason=$(cat reason 2>/dev/null)
     [ -n "$reason" ] && echo "NodeName=n1 State=IDLE+DRAIN Partitions=p Reason=$reason [root@$(date +%s)]" \
-        || echo "NodeName=n1 State=IDLE Partitions=p" ;;
-*State=DRAIN*) for word; do case $word in Reason=*) echo "${{word#Reason=}}" > reason;; esac; done ;;
-*State=RESUME*) rm -f reason ;;
+        || echo "NodeName=n1 State=IDLE Partitions=p"
+    [ ! -e others ] || for n in n2 n3; do
+        echo "NodeName=$n State=IDLE+DRAIN Partitions=p Reason=stepkeeper: theirs [root@1000]"
+    done ;;
+*"show partitions") echo "PartitionName=p State=UP TotalCPUs=8 TotalNodes=3 MaxNodes=UNLIMITED" ;;
+*State=DRAIN*) for word; do case $word in Reason=*) echo "${{word#Reason=}}" > reason;; esac; done
+    [ ! -e races ] || touch others ;; # two nodes that other agents have drained before, as Slurm tells from now on
+*State=RESUME*) rm -f reason; [ ! -e races ] || exec sleep 60 ;; # it takes effect, and the answer does not come
 *listpids*) echo "No job steps exist on this node." >&2; exit 1 ;;
 esac
 """
@@ -47,6 +55,7 @@ printf '%-256s%-256s%-256s%-256s%-512s%-64s%-1024s\\n' n1 127.0.0.1 "idle${{reas
 NVIDIA_SMI = """#!/bin/sh
 cd {directory} || exit 1
 echo "nvidia-smi $*" >> calls
+[ ! -e ledger_breaks ] || {{ mv state/incidents.jsonl state/aside; mkdir state/incidents.jsonl; }}
 [ ! -e reset_fails ] || {{ echo "In use by another client" >&2; exit 1; }}
 """
 
@@ -117,10 +126,18 @@ class Process:
         self.notify.close()
 
     def say(self, text: str, *, facility: int = 0) -> None:
-        """Have the kernel (facility 0), or a program, write a line."""
+        """Have the kernel (facility 0), or a program, write a line: the pipe keeps no bounds, so one at a time."""
+        if self.process is not None:
+            self.until(lambda: not self.unread(), "the line before is read")
         self.sequence += 1
         usec = int(time.monotonic() * 1e6)
         os.write(self.kmsg, f"{facility << 3 | 4},{self.sequence},{usec},-;{text}\n".encode())
+
+    def unread(self) -> int:
+        """Return how many bytes of the kernel log the agent has not read yet."""
+        waiting = array.array("i", [0])
+        fcntl.ioctl(self.kmsg, termios.FIONREAD, waiting)
+        return waiting[0]
 
     def heard(self) -> str:
         """Return all that systemd was told."""
@@ -268,13 +285,95 @@ def test_a_second_agent_on_the_node_is_refused(agent: Process) -> None:
 
 
 @pytest.fixture
-def curing(agent: Process) -> Process:
-    nvml = FakeNvml(agent.directory / "nvml", gpus=1)
-    nvml.place(0, pci=PCI, uuid="GPU-1")
+def nvml(agent: Process) -> FakeNvml:
+    found = FakeNvml(agent.directory / "nvml", gpus=1)
+    found.place(0, pci=PCI, uuid="GPU-1")
+    return found
+
+
+@pytest.fixture
+def curing(agent: Process, nvml: FakeNvml) -> Process:
     agent.environment = nvml.environment()
     agent.settings += "nvml = true\nexpected_gpus = 1\nhealth_every_s = 0.5\n"
     agent.tables += "[remedies]\nundrain = true\nreset_gpus = true\nreboot = true\n"
     return agent
+
+
+def double_bit_error(agent: Process, nvml: FakeNvml) -> None:
+    """Start the agent, and let both the kernel log and NVML tell of a fault."""
+    agent.start()
+    nvml.wait_for_call("nvmlEventSetWait_v2")
+    nvml.xid(0, 48)
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 48, DBE (double bit error) ECC Error encountered")
+
+
+def alarms(agent: Process) -> str:
+    return "\n".join(str(line["text"]) for _, line in agent.log() if line["event"] == "alarm")
+
+
+@pytest.mark.parametrize("code", [79, 119])
+def test_a_kernel_record_that_nvml_does_not_bear_out_drains_nothing(curing: Process, nvml: FakeNvml, code: int) -> None:
+    curing.start()
+    nvml.wait_for_call("nvmlEventSetWait_v2")
+    curing.say(f"NVRM: Xid (PCI:{PCI}): {code}, GPU has fallen off the bus.")
+    curing.until(lambda: "NVML finds that GPU well: no drain" in alarms(curing), "the alarm")
+
+    assert curing.calls() == [each for each in curing.calls() if "listpids" in each]
+
+
+def test_a_gpu_that_nvml_finds_lost_is_drained_without_an_event(curing: Process, nvml: FakeNvml) -> None:
+    curing.settings = curing.settings.replace("health_every_s = 0.5", "health_every_s = 600")
+    curing.tables = curing.tables.partition("[remedies]")[0]
+    curing.start()
+    nvml.wait_for_call("nvmlEventSetWait_v2")
+    nvml.lose(0)
+    curing.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.")
+
+    curing.until(lambda: "XID 79" in curing.reason(), "the drain")
+
+
+def test_what_netfilter_writes_for_a_user_is_no_report(agent: Process) -> None:
+    """As any user gets it into the kernel's own records where `net.netfilter.nf_log_all_netns` is 1."""
+    agent.start()
+    tail = (
+        "IN= OUT=lo SRC=127.0.0.1 DST=127.0.0.1 LEN=29 TOS=0x00 PREC=0x00 TTL=64 ID=1 DF PROTO=UDP SPT=4 DPT=9 LEN=9 "
+    )
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.{tail}")
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 79, pid=1, name={tail}")
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 31, pid=1, name=x, Ch 1")
+    agent.until(lambda: any(line["event"] == "incident" for _, line in agent.log()), "the incident")
+
+    assert {line["name"] for _, line in agent.log() if line["event"] == "incident"} == {"XID 31"}
+
+
+def test_a_return_is_asked_for_only_once_the_ledger_holds_it(curing: Process, nvml: FakeNvml) -> None:
+    """An agent that is killed right after it must know that the return was its own."""
+    (curing.directory / "ledger_breaks").touch()  # at the reset
+    double_bit_error(curing, nvml)
+    curing.until(lambda: "the ledger does not hold it yet" in alarms(curing), "the alarm")
+    assert not any("State=RESUME" in each for each in curing.calls())
+    assert curing.reason()
+
+    state = curing.directory / "state"
+    (state / "incidents.jsonl").rmdir()
+    (state / "aside").rename(state / "incidents.jsonl")
+    curing.until(lambda: any("State=RESUME" in each for each in curing.calls()), "the node's return")
+    assert '"resume_sent":true' in (state / "incidents.jsonl").read_text()
+
+
+def test_a_lost_take_back_leaves_the_fault_open(curing: Process, nvml: FakeNvml) -> None:
+    """The controller returns the node, and its answer comes too late."""
+    (curing.directory / "races").touch()
+    curing.tables = curing.tables.partition("[remedies]")[0] + "call_within_s = 1.0\n"
+    double_bit_error(curing, nvml)
+    curing.until(lambda: any("State=RESUME" in each for each in curing.calls()), "the take-back")
+    nvml.field(0, 230, 2)  # meanwhile NVML asks for a reboot
+    curing.until(lambda: "circuit breaker" in alarms(curing), "the breaker's alarm")
+    for name in ("races", "others"):
+        (curing.directory / name).unlink()
+    curing.until(curing.reason, "the drain, once the breaker is closed")
+
+    assert "somebody else returned the node" not in (curing.directory / "log").read_text()
 
 
 def test_an_agent_that_cannot_read_the_kernel_log_says_so_aloud(agent: Process) -> None:
@@ -312,10 +411,9 @@ def test_a_list_that_is_too_short_is_made_again_before_it_counts(curing: Process
     assert len(listings) == 2
 
 
-def test_a_gpu_is_reset_checked_and_the_node_returned(curing: Process) -> None:
+def test_a_gpu_is_reset_checked_and_the_node_returned(curing: Process, nvml: FakeNvml) -> None:
     """While nvidia-smi resets, our own NVML process is gone: it would keep the GPU busy."""
-    curing.start()
-    curing.say(f"NVRM: Xid (PCI:{PCI}): 48, DBE (double bit error) ECC Error encountered")
+    double_bit_error(curing, nvml)
     curing.until(lambda: any("State=RESUME" in each for each in curing.calls()), "the node's return")
 
     calls = [each.split(" Reason=")[0] for each in curing.calls() if not each.startswith(READS)]
@@ -326,10 +424,9 @@ def test_a_gpu_is_reset_checked_and_the_node_returned(curing: Process) -> None:
     ]
 
 
-def test_a_reset_in_vain_is_followed_by_a_reboot(curing: Process) -> None:
+def test_a_failed_reset_is_followed_by_a_reboot(curing: Process, nvml: FakeNvml) -> None:
     (curing.directory / "reset_fails").touch()
-    curing.start()
-    curing.say(f"NVRM: Xid (PCI:{PCI}): 48, DBE (double bit error) ECC Error encountered")
+    double_bit_error(curing, nvml)
 
     curing.until(lambda: any(each.startswith("reboot ASAP nextstate=RESUME reason=") for each in curing.calls()), "it")
 

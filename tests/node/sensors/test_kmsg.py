@@ -14,7 +14,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node.sensors.kmsg import DEVICE, KernelLog, Position, boot_id, parse, unescape
+from stepkeeper.node.sensors.kmsg import DEVICE, KernelLog, Position, boot_id, parse, unescape, users_may_write
 from stepkeeper.node.sensors.readings import Evidence, KernelGap, KernelRecord
 from tests.fake_kmsg import FakeKmsg
 from tests.fake_nvml import wait_until
@@ -301,3 +301,14 @@ def test_a_program_named_like_a_fault_crashes_and_is_not_taken_for_one(
 
     assert parse_fault(record.text) is None
     assert parse_fault(forged) is not None
+
+
+@pytest.mark.parametrize(("content", "expected"), [("0\n", False), ("1\n", True), (None, False)])
+def test_whether_users_may_have_netfilter_write_is_read_from_its_switch(
+    tmp_path: Path, content: str | None, *, expected: bool
+) -> None:
+    switch = tmp_path / "nf_log_all_netns"
+    if content is not None:
+        switch.write_text(content)
+
+    assert users_may_write(switch) is expected

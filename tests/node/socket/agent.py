@@ -52,6 +52,9 @@ class SmallSlurm:
     def peers(self, name: str) -> tuple[NodeFacts, ...]:
         raise AssertionError(f"the socket asked about the peers of {name}")
 
+    def cluster_size(self) -> int:
+        raise AssertionError("the socket asked for the size of the cluster")
+
     def drain(self, name: str, reason: str) -> None:
         raise AssertionError(f"the socket drained {name}: {reason}")
 

@@ -167,6 +167,9 @@ class SmallSlurm:
     def peers(self, name: str) -> tuple[NodeFacts, ...]:
         raise AssertionError(name)
 
+    def cluster_size(self) -> int:
+        raise AssertionError
+
     def drain(self, name: str, reason: str) -> None:
         raise AssertionError(name, reason)
 

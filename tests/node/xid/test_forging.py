@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stepkeeper.node.xid.aer import parse_aer
 from stepkeeper.node.xid.logfile import record_of, scan
-from stepkeeper.node.xid.parse import announcement, parse
+from stepkeeper.node.xid.parse import announcement, driver_loaded, parse
 
 SETTINGS = settings(max_examples=60, phases=(Phase.explicit, Phase.generate), deadline=None)
 COMM_BYTES = 15
@@ -54,6 +54,18 @@ TEMPLATES = (
     "overlayfs: missing 'lowerdir': {text}",
 )
 nasty = st.lists(st.sampled_from(PIECES) | st.text(max_size=20), max_size=12).map("".join)
+
+
+INTERFACES = ("lo", "", ",", "IN=", "a\u2003b", "x\x01", "=", "GPU", "79,")
+TAILS = (
+    "SRC=127.0.0.1 DST=127.0.0.1 LEN=29 TOS=0x00 PREC=0x00 TTL=64 ID=1 DF PROTO=UDP SPT=4 DPT=9 LEN=9 ",
+    "MAC=00:00:00:00:00:00:00:00:00:00:00:00:08:00 SRC=127.0.0.1 DST=127.0.0.1 LEN=84 TOS=0x00 PREC=0x00 TTL=64 ",
+    "ARP HTYPE=1 PTYPE=0x0800 OPCODE=1",
+    "MACSRC=00:00:00:00:00:00 MACDST=00:00:00:00:00:00 MACPROTO=0800 ",
+    "TRUNCATED",
+    "",
+)  # fmt: skip
+LOADED = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  535.161.07  Sat Feb 17 22:55:48 UTC 2024"
 
 
 def as_comm(text: str) -> str:
@@ -125,3 +137,27 @@ def test_nothing_that_a_program_writes_to_dev_kmsg_counts(text: str) -> None:
         line = f"{priority},6410,1242183175,-;{FAKES[0]}{text}"
         assert record_of(line) is None
         assert record_of(f"<{priority}>[ 1.000000] {FAKES[0]}{text}") is None
+
+
+@SETTINGS
+@example(prefix=FAKES[0], into="", out="lo", tail=TAILS[0])
+@example(prefix="NVRM: Xid (PCI:0000:3b:00): 79, pid=1, name=", into="", out=",", tail=TAILS[0])
+@example(prefix="NVRM: Xid (PCI:0000:3b:00): 79,", into="a\u2003b", out="a\u2003b", tail="")
+@given(
+    prefix=st.sampled_from([*FAKES, LOADED, "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, name="]) | nasty,
+    into=st.sampled_from(INTERFACES),
+    out=st.sampled_from(INTERFACES),
+    tail=st.sampled_from(TAILS),
+)
+def test_what_netfilter_logs_with_a_users_prefix_is_no_report(prefix, into, out, tail):
+    """Any user may log packets of his own network namespace where `net.netfilter.nf_log_all_netns` is 1."""
+    record = f"{prefix}IN={into} OUT={out} {tail}"
+
+    assert parse(record) is None
+    assert announcement(record) is None
+    assert not driver_loaded(record)
+
+
+def test_the_drivers_own_records_are_told_from_those() -> None:
+    assert driver_loaded(LOADED)
+    assert all(parse(fake) or announcement(fake) or "pcieport" in fake for fake in FAKES)

@@ -14,13 +14,16 @@ import msgspec
 from stepkeeper.node.core import breaker
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
+from stepkeeper.node.core.endings import close, held, lost, returned_by_us, taken_back, watching
 from stepkeeper.node.core.incidents import put
+from stepkeeper.node.core.looks import is_over, on_looked
 from stepkeeper.node.core.plan import (
     Decision,
     answered,
     call,
     failed,
     fraction,
+    is_refused,
     left_alone,
     look_again_at,
     may_return,
@@ -36,7 +39,14 @@ from stepkeeper.slurm.nodes import NodeFacts
 
 replace = msgspec.structs.replace
 IN_USE = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
-TAKEN = frozenset(("DOWN", "FAIL", "FAILING", "MAINT", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"))
+MAINTAINED = frozenset(("MAINT", "MAINTENANCE"))
+"""A reservation for maintenance covers the node: `scontrol` prints the flag in full, `IDLE+MAINTENANCE+RESERVED`."""
+TAKEN = MAINTAINED | {"DOWN", "FAIL", "FAILING", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"}
+REBOOTING = frozenset(("REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "DOWN", "POWERING_UP"))
+LISTED_NODE_S = 7e-6
+"""So long slurmctld works for each node of a list of all nodes."""
+LISTS_SPREAD = 100
+"""Were all agents to count, their lists are spread over so many times as long as slurmctld works for them."""
 SILENT_AGAIN_S = 30.0
 """A node that Slurm itself lost sight of comes back by itself: look again then."""
 
@@ -55,7 +65,7 @@ def on_nodes_answered(state: State, event: on.NodesAnswered, policy: Policy) -> 
         return _counted(state, event, own, policy)
     if kind is Call.RECOUNT:
         return _recounted(state, event, own, policy)
-    return _watched(state, event.at, own, policy)
+    return _watched(state, event, own, policy)
 
 
 def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
@@ -68,7 +78,7 @@ def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Poli
         if drain.action.severity >= worst.action.severity:
             return _drained(state, event.at, wanted, own.reason, policy=policy)
         return _set_drain(state, event.at, wanted, reason_for(worst), policy)  # our own reason, for the worse fault
-    if own.drained and own.ours and any(f"[{each.id}]" in own.reason for each in state.incidents):
+    if own.drained and _is_for(own, state.incidents):
         return _drained(state, event.at, wanted, own.reason, policy=policy)  # we ended between the drain and its note
     if own.states & TAKEN and _is_silence(own):
         state = replace(state, retry_at=event.at + SILENT_AGAIN_S)
@@ -77,12 +87,12 @@ def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Poli
         )
     if own.drained or own.states & TAKEN:
         why = f"the node is {'+'.join(sorted(own.states))} already, by somebody else: {own.reason or 'no reason given'}"
-        return _end(_watching(state, event.at, policy), wanted, Outcome.FOREIGN, why)
+        return close(watching(state, event.at, policy, refused=False), wanted, Outcome.FOREIGN, why)
     if event.alone:
         return _listened(state, event, policy)
     if why := breaker.refuses(own, event.nodes, event.at, policy):
-        state = _watching(state, event.at, policy, refused=True)
-        return _end(state, wanted, Outcome.REFUSED, f"circuit breaker: {why}; look for a common cause")
+        state = watching(state, event.at, policy, refused=True)
+        return close(state, wanted, Outcome.REFUSED, f"circuit breaker: {why}; look for a common cause")
     note = own.reason if own.reason and not own.ours else ""
     return _set_drain(state, event.at, wanted, reason_for(worst, note), policy)
 
@@ -93,6 +103,8 @@ def _listened(state: State, event: on.NodesAnswered, policy: Policy) -> Decision
     if event.took_s < policy.crowded_s:
         return Decision(state)
     longest_s = min(policy.crowd_spread_max_s, policy.crowd_spread * event.took_s)
+    if event.cluster_size:  # the node itself may be slow: as many agents as there are nodes are a crowd
+        longest_s = min(longest_s, LISTS_SPREAD * LISTED_NODE_S * event.cluster_size**2)
     wait_s = longest_s * fraction(f"{state.node} {event.at}")
     why = f"Slurm took {event.took_s:.1f} s to tell of one node: all nodes are counted in {wait_s:.0f} s"
     return Decision(replace(state, retry_at=event.at + wait_s), (), why)
@@ -101,6 +113,11 @@ def _listened(state: State, event: on.NodesAnswered, policy: Policy) -> Decision
 def _is_silence(own: NodeFacts) -> bool:
     """Tell whether Slurm itself took the node down, because it hears nothing from it."""
     return "DOWN" in own.states and not own.drained and (not own.reason or own.reason.startswith("Not responding"))
+
+
+def _is_for(own: NodeFacts, incidents: Iterable[Incident]) -> bool:
+    """Tell whether the node's reason is one that we gave it, for one of these."""
+    return own.ours and any(own.reason.endswith(f"[{each.id}]") for each in incidents)
 
 
 def _set_drain(state: State, at: float, wanted: list[Incident], reason: str, policy: Policy) -> Decision:
@@ -120,7 +137,7 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
         effects += (do.Record(incident=incident), do.Tell(incident=incident, drained=True))
     actions = [each.action for each in incidents] + ([state.drain.action] if state.drain is not None else [])
     action = max(actions, key=lambda action: action.severity)
-    rebooted = action is not Action.DRAIN_RMA and all(each.boot_id != state.boot_id for each in _held(state))
+    rebooted = action is not Action.DRAIN_RMA and all(each.boot_id != state.boot_id for each in held(state))
     drain = Drain(
         reason=reason,
         action=action,
@@ -128,38 +145,17 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
         boot_id=state.boot_id,
         # a repair before this fault has not helped; a reboot after it may have, and the checks will tell
         repair=Repair.REBOOT if rebooted else Repair.NONE,
+        resume_sent=state.drain is not None and state.drain.resume_sent,  # it may still take effect
     )
     state = replace(state, drain=drain, watch_at=next_watch(drain, at, policy))
     return Decision(state, (do.RecordDrain(drain=drain), *effects), f"the node is drained: {reason}")
-
-
-def _end(state: State, incidents: Iterable[Incident], outcome: Outcome, why: str) -> Decision:
-    """Close incidents without a drain, and say it loudly, once."""
-    effects: tuple[do.Effect, ...] = ()
-    for before in incidents:
-        incident = replace(before, outcome=outcome, outcome_why=why)
-        state = put(state, incident)
-        effects += (do.Record(incident=incident),)
-        if before.outcome_why != why:
-            effects += (do.Alarm(text=why, incident=incident.id),)
-    return Decision(state, effects, why)
-
-
-def _watching(state: State, at: float, policy: Policy, *, refused: bool = False) -> State:
-    if state.drain is not None:
-        return state
-    return replace(state, watch_at=look_again_at(state, at, policy, refused=refused))
-
-
-def _held(state: State) -> list[Incident]:
-    return [each for each in state.incidents if each.outcome is Outcome.DRAINED]
 
 
 def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
     drain = state.drain
     assert drain is not None, "RECOUNT follows a drain"
     if not own.drained or own.reason != drain.reason:
-        return _lost(state, own)
+        return lost(state, event.at, own, policy)
     if why := breaker.gives_back(own, event.nodes, event.at, policy):
         state, effects = call(replace(state, call_reason=why), Call.TAKE_BACK, event.at, policy)
         return Decision(state, effects, f"circuit breaker: {why}: this drain is taken back")
@@ -167,15 +163,16 @@ def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Po
     return Decision(replace(state, drain=drain), (do.RecordDrain(drain=drain),))
 
 
-def _watched(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
-    drain = state.drain
+def _watched(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
+    drain, at = state.drain, event.at
     if drain is None:
-        return _look_again(state, at, own, policy)
+        return _look_again(state, event, own, policy)
     state = replace(state, watch_at=next_watch(drain, at, policy))
     if not own.drained or own.reason != drain.reason:
-        if drain.reboot_asked and not drain.passed and drain.repair is Repair.NONE and not own.drained:
-            return Decision(state)  # Slurm's own states of a reboot under way
-        return _lost(state, own)
+        under_way = drain.slurm_returns and not drain.passed and drain.repair is Repair.NONE
+        if under_way and not own.drained and own.states & REBOOTING:
+            return Decision(state)
+        return lost(state, at, own, policy)
     if drain.repair is not Repair.NONE and not drain.passed:
         state, effects = call(state, Call.CHECK, at, policy)
         return Decision(state, effects, f"checks after the {drain.repair.value}")
@@ -183,70 +180,75 @@ def _watched(state: State, at: float, own: NodeFacts, policy: Policy) -> Decisio
         state, effects = call(state, Call.RESUME, at, policy)
         return Decision(state, effects, "the node has passed its checks: it is returned to service")
     cure = remedy(drain, policy)
-    if cure is None or own.states & IN_USE:
+    if cure is None or own.states & (IN_USE | MAINTAINED):
         return Decision(state)
     state, effects = call(state, cure, at, policy)
     return Decision(state, effects, f"no job uses the node: {cure.value}")
 
 
-def _look_again(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
+def _look_again(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
     """Have the node checked where it has a fault that was left alone, and nobody holds it any more."""
-    state = replace(state, watch_at=look_again_at(state, at, policy, refused=False))
-    if own.drained or own.states & TAKEN or not left_alone(state):
+    left = left_alone(state)
+    refused = is_refused(state)
+    state = replace(state, watch_at=look_again_at(state, event.at, policy, refused=refused and not event.alone))
+    if own.drained and _is_for(own, left):
+        why = "a drain of ours, whose answer was lost, took effect late"
+        found = _drained(state, event.at, left, own.reason, policy=policy)
+        return Decision(found.state, found.effects, f"{why}: {own.reason}")
+    if own.drained or own.states & TAKEN or not left:
         return Decision(state)
-    state, effects = call(state, Call.CHECK, at, policy)
+    if refused and event.alone:  # one node says nothing of the breaker
+        return _listened(replace(state, watch_at=event.at), event, policy)
+    # what the breaker still forbids may be found to be over, and is left alone else
+    why = breaker.refuses(own, event.nodes, event.at, policy) if refused else ""  # else asked before the drain
+    state = replace(state, call_reason=why)
+    state, effects = call(state, Call.CHECK, event.at, policy)
     return Decision(state, effects, "nobody holds the node, and it has a fault that was left alone: checks")
 
 
 def _looked_again(state: State, event: on.CallAnswered) -> Decision:
     effects: tuple[do.Effect, ...] = ()
-    why = f"the node is in service and has not passed its checks: {event.error}" if event.error else ""
+    whys: list[str] = []
     for incident in left_alone(state):
-        if event.error:
+        if not event.error and is_over(incident, event.looked, state):
+            whys.append("the node has passed its checks")
+            incident = replace(incident, outcome=Outcome.PASSED, outcome_why=whys[-1])  # noqa: PLW2901 - it is over
+        elif not state.call_reason:
+            whys.append(
+                f"the node is in service and has not passed its checks: {event.error}"
+                if event.error
+                else f"the node is in service, and no check can tell whether {incident.name} is over: it asks for "
+                f"{incident.action}, and neither reset nor reboot was seen since"
+            )
             incident = replace(incident, outcome=Outcome.OPEN)  # noqa: PLW2901 - the drain is asked for anew
         else:
-            why = "the node has passed its checks"
-            incident = replace(incident, outcome=Outcome.PASSED, outcome_why=why)  # noqa: PLW2901 - it is over
+            continue
         state = put(state, incident)
         effects += (do.Record(incident=incident),)
-    return Decision(state, effects, why if effects else "")
+    return Decision(state, effects, "; ".join(dict.fromkeys(whys)))
 
 
-def _lost(state: State, own: NodeFacts) -> Decision:
-    """Let go of a drain that somebody else took away or took over."""
-    drain = state.drain
-    assert drain is not None, "a drain that we hold"
-    if own.drained:
-        outcome, why = Outcome.FOREIGN, f"the drain is somebody else's now: {own.reason}"
-    else:
-        outcome, why = Outcome.RESOLVED, "somebody else returned the node to service"
-    state = replace(state, drain=None)
-    effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=None),)
-    for incident in _held(state):
-        incident = replace(incident, outcome=outcome, outcome_why=why, returned=True)  # noqa: PLW2901 - closed
-        state = put(state, incident)
-        effects += (do.Record(incident=incident),)
-    return Decision(state, effects, why)
-
-
-def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
+def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> Decision:  # noqa: C901 - one case a call
     """Go on after an act, or try it again."""
     if event.call != state.call_number or state.call is None:
         return Decision(state)  # of a call that was given up
     kind = state.call
     if event.error and kind in (Call.DRAIN, Call.TAKE_BACK, Call.RESUME, Call.REBOOT):
         return failed(state, event.at, f"{kind.value}: {event.error}", policy)
-    state = answered(state)
+    # a look asks only NVML: what Slurm is asked next still waits
+    state = replace(state, call=None) if kind is Call.LOOK else answered(state)
     match kind:
         case Call.DRAIN:
             wanted = [each for each in state.incidents if each.id in state.call_incidents]
             return _drained(state, event.at, wanted, state.call_reason, policy=policy)
         case Call.TAKE_BACK:
-            return _taken_back(_watching(replace(state, drain=None), event.at, policy, refused=True))
+            return taken_back(watching(replace(state, drain=None), event.at, policy, refused=True))
         case Call.RESUME:
-            return _returned(state)
+            return returned_by_us(state)
         case Call.CHECK:
             return _checked(state, event, policy)
+        case Call.LOOK:
+            return on_looked(state, event)
         case Call.RESET:
             return _reset(state, event, policy)
         case Call.REBOOT:
@@ -255,26 +257,6 @@ def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> De
             return Decision(state)  # an answer of the wrong kind: the call is made again
         case _:
             assert_never(kind)
-
-
-def _taken_back(state: State) -> Decision:
-    why = f"circuit breaker: {state.call_reason}; look for a common cause"
-    ended = _end(state, _held(state), Outcome.TAKEN_BACK, why)
-    return Decision(ended.state, (do.RecordDrain(drain=None), *ended.effects), why)
-
-
-def _returned(state: State) -> Decision:
-    state, effects = _resolve(state, "it passed its checks and was returned to service")
-    return Decision(state, effects, "the node is in service again")
-
-
-def _resolve(state: State, why: str) -> tuple[State, tuple[do.Effect, ...]]:
-    effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=None),)
-    for incident in _held(state):
-        incident = replace(incident, outcome=Outcome.RESOLVED, outcome_why=why)  # noqa: PLW2901 - the same one
-        state = put(state, incident)
-        effects += (do.Record(incident=incident),)
-    return replace(state, drain=None), effects
 
 
 def _checked(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
@@ -295,11 +277,11 @@ def _checked(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
 
 def _check_failed(state: State, event: on.CallAnswered, drain: Drain, policy: Policy) -> Decision:
     why = f"the node has not passed its checks: {event.error}"
-    if drain.reboot_asked:  # Slurm returns the node by itself: drain it anew, before it takes a job
-        drain = replace(drain, reboot_asked=False)
+    if drain.slurm_returns:  # Slurm returns the node by itself: drain it anew, before it takes a job
+        drain = replace(drain, reboot_asked=False, reboot_sent=False)
         state = replace(state, drain=drain)
         effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=drain), do.Alarm(text=why))
-        for incident in _held(state):
+        for incident in held(state):
             incident = replace(incident, action=Action.DRAIN_RMA, escalated=why, outcome=Outcome.OPEN)  # noqa: PLW2901
             state = put(state, incident)
             effects += (do.Record(incident=incident),)

@@ -12,11 +12,26 @@ import msgspec
 from stepkeeper.node.core import effects as do
 from stepkeeper.node.core import events as on
 from stepkeeper.node.core.answers import on_call_answered, on_nodes_answered
-from stepkeeper.node.core.escalation import escalate
-from stepkeeper.node.core.incidents import find, forget, is_pending, joined, opened, place, put, says_more, stands
-from stepkeeper.node.core.plan import LEFT_ALONE, Decision, proceed
+from stepkeeper.node.core.escalation import escalate, suspicion
+from stepkeeper.node.core.incidents import (
+    LEFT_ALONE,
+    agreed,
+    find,
+    forget,
+    is_left_alone,
+    is_pending,
+    joined,
+    opened,
+    place,
+    put,
+    says_more,
+    stands,
+    wants_agreement,
+)
+from stepkeeper.node.core.plan import Decision, proceed, suspected
 from stepkeeper.node.core.policy import Mode, Policy
-from stepkeeper.node.core.state import JOBS_MAX, Incident, Outcome, Repair, State
+from stepkeeper.node.core.state import JOBS_MAX, Call, Incident, Outcome, Repair, State
+from stepkeeper.node.sensors.readings import NvmlState
 from stepkeeper.node.xid.model import Action, Fault, Kind, Source
 
 replace = msgspec.structs.replace
@@ -33,6 +48,10 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:
             decision = _on_fault_seen(state, event, policy)
         case on.GpusListed():
             decision = _on_gpus_listed(state, event)
+        case on.NvmlStands():
+            decision = _on_nvml_stands(state, event, policy)
+        case on.GpusReset():
+            decision = _on_gpus_reset(state, event)
         case on.JobsListed():
             decision = _on_jobs_listed(state, event, policy)
         case on.NodesAnswered():
@@ -51,9 +70,9 @@ def _on_started(state: State, event: on.Started, policy: Policy) -> Decision:
     """Take up what is left: a held drain after a reboot needs its checks; a drain that was wanted is wanted still."""
     state = replace(state, observing=policy.mode is Mode.OBSERVE)
     effects: tuple[do.Effect, ...] = ()
-    if policy.mode is Mode.OBSERVE:
-        for incident in filter(is_pending, state.incidents):
-            incident = replace(incident, outcome=Outcome.OBSERVED, outcome_why="the agent only observes now")  # noqa: PLW2901
+    for before in state.incidents:
+        incident = _taken_up(state, before, policy)
+        if incident != before:
             state = put(state, incident)
             effects += (do.Record(incident=incident),)
     drain = state.drain
@@ -71,6 +90,44 @@ def _on_started(state: State, event: on.Started, policy: Policy) -> Decision:
     return Decision(state, effects, why)
 
 
+def _taken_up(state: State, incident: Incident, policy: Policy) -> Incident:
+    """Return an incident of the ledger as it stands at our start."""
+    rebooted = incident.boot_id != state.boot_id and incident.action is not Action.DRAIN_RMA
+    if policy.mode is Mode.OBSERVE and is_pending(incident):
+        return replace(incident, outcome=Outcome.OBSERVED, outcome_why="the agent only observes now")
+    if rebooted and is_left_alone(incident):
+        return replace(incident, outcome=Outcome.PASSED, outcome_why="the node was rebooted since")
+    if rebooted and incident.outcome is Outcome.SUSPECTED:
+        return replace(incident, outcome=Outcome.NOTED, outcome_why="the node was rebooted before a look at its GPUs")
+    if incident.outcome is Outcome.DRAINED and state.drain is None and not rebooted and policy.mode is Mode.ACT:
+        why = "the ledger knows of no drain for it: Slurm is asked anew"  # of a version that wrote them in that order
+        return replace(incident, outcome=Outcome.OPEN, outcome_why=why)
+    return incident
+
+
+def _on_nvml_stands(state: State, event: on.NvmlStands, policy: Policy) -> Decision:
+    """Note how NVML is doing; what waits for its agreement waits no longer where it cannot tell any more."""
+    since = state.nvml_since if state.nvml is event.state else event.at
+    state = replace(state, nvml=event.state, nvml_since=since if event.state is NvmlState.READY else None)
+    for incident in suspected(state):
+        if incident.action.drains and not wants_agreement(state, incident, policy):
+            state = put(state, replace(incident, settled=False))
+    return Decision(state)
+
+
+def _on_gpus_reset(state: State, event: on.GpusReset) -> Decision:
+    """Close what was left alone and asked for a reset: it has been made."""
+    effects: tuple[do.Effect, ...] = ()
+    for incident in state.incidents:
+        same = not event.pci or incident.pci in ("", event.pci)
+        is_over = is_left_alone(incident) and incident.action is Action.DRAIN_RESET and incident.last_at < event.at
+        if same and is_over:
+            incident = replace(incident, outcome=Outcome.PASSED, outcome_why=event.why)  # noqa: PLW2901 - it is over
+            state = put(state, incident)
+            effects += (do.Record(incident=incident),)
+    return Decision(state, effects, event.why if effects else "")
+
+
 def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decision:
     fault = place(state, event.fault)
     if fault.source is Source.KERNEL and fault.boot_id == state.boot_id and _is_known(state, fault.sequence):
@@ -86,7 +143,8 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
     if stands(before, fault):
         return _left_in_service(state, before, fault, policy)
     incident = joined(before, fault)
-    if before.settled and (incident.action is not before.action or _still_there(before, fault, policy)):
+    heard = before.outcome in (Outcome.SUSPECTED, Outcome.DOUBTED) and before.action.drains and agreed(incident)
+    if before.settled and (incident.action is not before.action or heard or _still_there(before, fault, policy)):
         incident = replace(incident, settled=False, outcome=Outcome.OPEN, outcome_why="")  # it is settled anew
     state = put(state, incident)
     if not says_more(before, incident):
@@ -147,7 +205,11 @@ def _settle_due(decision: Decision, at: float, policy: Policy) -> Decision:
             decision = Decision(
                 settled.state, decision.effects + settled.effects, "; ".join(filter(None, (decision.why, settled.why)))
             )
-    return decision
+    state = decision.state
+    waited_for = {each.id for each in suspected(state)}
+    if state.call is Call.LOOK and not waited_for.intersection(state.call_incidents):
+        state = replace(state, call=None)  # NVML has told by itself: nobody waits for the look
+    return Decision(state, decision.effects, decision.why)
 
 
 def _settle(state: State, incident: Incident, at: float, policy: Policy) -> Decision:
@@ -164,7 +226,8 @@ def _settle(state: State, incident: Incident, at: float, policy: Policy) -> Deci
     incident = replace(incident, settled=True, outcome=outcome, outcome_why=why)
     state = put(state, incident)
     effects: tuple[do.Effect, ...] = (do.Record(incident=incident),)
-    if incident.action is not Action.LOG and incident.boot_id == state.boot_id:
+    doubtful = outcome is Outcome.SUSPECTED and incident.action.drains  # no job leaves for it yet
+    if incident.action is not Action.LOG and incident.boot_id == state.boot_id and not doubtful:
         effects += (do.Tell(incident=incident, drained=False),)
     if outcome is Outcome.OBSERVED:
         effects += (do.Alarm(text=why, incident=incident.id),)
@@ -174,6 +237,8 @@ def _settle(state: State, incident: Incident, at: float, policy: Policy) -> Deci
 def _outcome(state: State, incident: Incident, at: float, policy: Policy) -> tuple[Outcome, str]:
     label = f"{incident.name} {incident.gpu_label}".strip()
     escalated = f" ({incident.escalated})" if incident.escalated else ""
+    if not incident.action.drains and (why := suspicion(incident, state.incidents, policy)):
+        return Outcome.SUSPECTED, f"{why}: the GPU is checked"
     if not incident.action.drains:
         return Outcome.NOTED, f"{label} asks for {incident.action}: the node stays"
     if incident.boot_id != state.boot_id and incident.action is not Action.DRAIN_RMA:
@@ -183,6 +248,8 @@ def _outcome(state: State, incident: Incident, at: float, policy: Policy) -> tup
     is_late = incident.sources == (Source.KERNEL,) and incident.last_at < at - LATE_S
     if is_late and incident.action is Action.DRAIN_RESET:
         return Outcome.NOTED, f"{label} was logged long before we read it: NVML tells whether it still holds"
+    if wants_agreement(state, incident, policy):
+        return Outcome.SUSPECTED, f"{label} stands in the kernel log only: NVML is asked"
     if policy.mode is Mode.OBSERVE:
         return Outcome.OBSERVED, f"observing: {label} asks for {incident.action}{escalated}, the node would be drained"
     return Outcome.OPEN, f"{label} asks for {incident.action}{escalated}: the node has to be drained"

@@ -44,6 +44,7 @@ class AskNodes(_Effect, frozen=True, kw_only=True, tag="ask_nodes"):
 
     call: int
     alone: bool = False  # about the node only: Slurm answers that without packing all nodes
+    crowded_s: float = 0.0  # where that takes so long, the size of the cluster is wanted too
 
 
 class SetDrain(_Effect, frozen=True, kw_only=True, tag="set_drain"):

@@ -1,7 +1,8 @@
 """What comes back is more than it says it is.  Pure.
 
-The same GPU in need of a reset or a reboot a second time is broken.  Faults that programs cause (13, 31) are the
-GPU's own where they follow it from user to user: the many jobs of one user may have one mistake in common.
+The same GPU in need of a reset or a reboot a second time is broken.  Faults that programs cause (13, 31) may be the
+GPU's own where they come from one place on it, over jobs of different users: then the GPU is checked.  A drain needs
+more, for any program can make such faults at will.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ def escalate(
     others = list(others)
     before = [each for each in others if each.id != incident.id and _same(each, incident)]
     before = [each for each in before if each.first_at <= incident.first_at]
-    action, why = incident.action, ""
-    if action is Action.RESTART_JOB and (why := _restarts(incident, before, others, policy)):
-        action = Action.DRAIN_RESET
+    action = incident.action
     if action in (Action.DRAIN_RESET, Action.DRAIN_REBOOT):
         since = incident.first_at - policy.repeat_within_s
         earlier = [
@@ -38,16 +37,29 @@ def escalate(
         if earlier:
             days = (incident.first_at - earlier[-1].first_at) / 86400
             return Action.DRAIN_RMA, f"{earlier[-1].name} on this GPU {days:.1f} days before ({earlier[-1].id})"
-    return action, why
+    return action, ""
 
 
-def _restarts(incident: Incident, before: list[Incident], others: list[Incident], policy: Policy) -> str:
-    """Say that a GPU cost several jobs their lives, and no job and no user was there each time; "" where not so."""
+def suspicion(incident: Incident, others: Iterable[Incident], policy: Policy) -> str:
+    """Say that one place on a GPU cost several jobs their lives, and no job and no user was there each time.
+
+    "" where it is not so, or where the GPU has passed a check since.
+    """
+    if not _counts(incident):
+        return ""
+    others = list(others)
+    before = [each for each in others if each.id != incident.id and _same(each, incident)]
+    before = [each for each in before if each.first_at <= incident.first_at]
     since = incident.first_at - policy.restarts_within_s
+    since = max([since, *(each.last_at for each in before if each.checked)])
     counted = [
         each
         for each in [*before, incident]
-        if each.first_at >= since and _counts(each) and not any(_same_cause(each, other, policy) for other in others)
+        if each.first_at >= since
+        and _counts(each)
+        and not each.checked
+        and each.places == incident.places
+        and not any(_same_cause(each, other, policy) for other in others)
     ]
     if len(counted) < policy.restarts_max or incident not in counted:
         return ""
@@ -58,12 +70,13 @@ def _restarts(incident: Incident, before: list[Incident], others: list[Incident]
         return ""  # so does one user's program, in however many jobs
     jobs = {job for each in counted for job in each.jobs}
     names = ", ".join(sorted({each.name for each in counted}))
-    return f"{len(counted)} faults ({names}) on this GPU in a day, over {len(jobs)} jobs"
+    return f"{len(counted)} faults ({names}) at {incident.places[0]} of this GPU in a day, over {len(jobs)} jobs"
 
 
 def _counts(incident: Incident) -> bool:
-    own = frozenset(incident.codes) <= PROGRAMS_OWN and bool(incident.codes)
-    return incident.action is Action.RESTART_JOB and bool(incident.jobs and incident.uids) and not own
+    own = frozenset(incident.codes) <= PROGRAMS_OWN
+    known = bool(incident.jobs and incident.uids) and len(incident.places) == 1
+    return incident.action is Action.RESTART_JOB and known and not own
 
 
 def _same_cause(incident: Incident, other: Incident, policy: Policy) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stepkeeper.node.sensors.readings import Gpu
+from stepkeeper.node.sensors.readings import Gpu, NvmlState
 from stepkeeper.node.xid.model import Fault
 from stepkeeper.slurm.nodes import NodeFacts
 
@@ -46,18 +46,43 @@ class NodesAnswered(_Event, frozen=True, kw_only=True, tag="nodes_answered"):
     nodes: tuple[NodeFacts, ...] = ()
     alone: bool = False  # only our own node was asked for
     took_s: float = 0.0
+    cluster_size: int = 0  # about so many nodes, never too few; 0: not known
     error: str = ""
+
+
+class NvmlStands(_Event, frozen=True, kw_only=True, tag="nvml_stands"):
+    """NVML told how it is doing."""
+
+    state: NvmlState
+
+
+class GpusReset(_Event, frozen=True, kw_only=True, tag="gpus_reset"):
+    """A GPU was seen to have been reset, or all of them by a new start of the driver."""
+
+    why: str
+    pci: str = ""  # empty: all
+
+
+class Looked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a look at the GPUs has shown, where NVML is there."""
+
+    answers: bool = True  # False: NVML is stuck
+    answering: tuple[str, ...] = ()  # PCI addresses of the GPUs that answer
+    well: tuple[str, ...] = ()  # those of them that ask for nothing
+    vouched: tuple[str, ...] = ()  # those of these whose recovery action NVML tells: none
+    here: tuple[str, ...] = ()  # all that NVML or the kernel's list of devices knows
 
 
 class CallAnswered(_Event, frozen=True, kw_only=True, tag="call_answered"):
-    """A drain, resume, reboot, reset or the checks are over; an error says why it was in vain."""
+    """A drain, resume, reboot, reset, look or the checks are over; an error says why it failed."""
 
     call: int
     error: str = ""
+    looked: Looked | None = None  # of checks and looks; None: NVML is not there
 
 
 class Tick(_Event, frozen=True, kw_only=True, tag="tick"):
     """`plan.due_at` has come."""
 
 
-Event = Started | FaultSeen | GpusListed | JobsListed | NodesAnswered | CallAnswered | Tick
+Event = Started | FaultSeen | GpusListed | NvmlStands | GpusReset | JobsListed | NodesAnswered | CallAnswered | Tick

@@ -9,11 +9,14 @@ from __future__ import annotations
 import msgspec
 
 from stepkeeper.node.core.policy import Policy
-from stepkeeper.node.core.state import CODES_MAX, Incident, Outcome, State
+from stepkeeper.node.core.state import CODES_MAX, PLACES_MAX, Incident, Outcome, State
+from stepkeeper.node.sensors.readings import NvmlState
 from stepkeeper.node.xid.model import Action, Fault, Kind, Source
 
 replace = msgspec.structs.replace
 LASTING = (Kind.HEALTH, Kind.LOST, Kind.STUCK)  # a condition that is seen at every look, until it is mended
+LEFT_ALONE = (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
+NVML_KNOWS_NOT = 999  # what an NVML says that is older than the code
 MESSENGERS = (45, 154)  # they follow a cause: the incident keeps the cause's name
 
 
@@ -32,7 +35,8 @@ def find(state: State, fault: Fault, policy: Policy) -> Incident | None:
     """Return the incident that a placed fault belongs to; the newest, where there are several."""
     candidates = [each for each in state.incidents if each.boot_id == fault.boot_id and same_gpu(each, fault)]
     for incident in reversed(candidates):
-        near = incident.first_at - policy.join_s <= fault.at <= incident.last_at + policy.join_s
+        over = incident.outcome in (Outcome.RESOLVED, Outcome.PASSED) and not stands(incident, fault)
+        near = not over and incident.first_at - policy.join_s <= fault.at <= incident.last_at + policy.join_s
         if near or _lasts(incident, fault):
             return incident
     return None
@@ -79,6 +83,10 @@ def opened(state: State, fault: Fault, at: float, policy: Policy) -> Incident:
         why=fault.why,
         settle_at=min(fault.at, at) + policy.gather_s,
         codes=(fault.code,) if fault.code is not None else (),
+        decisive=fault.code,
+        nvml_codes=(fault.code,) if fault.code is not None and fault.source is Source.NVML else (),
+        agreed=_says_itself(fault),
+        places=(fault.place,) if fault.place else (),
         sources=(fault.source,),
         pci=fault.pci or "",
         gpu=fault.gpu,
@@ -96,6 +104,12 @@ def joined(incident: Incident, fault: Fault) -> Incident:
     codes, sources = incident.codes, incident.sources
     if fault.code is not None and fault.code not in codes and len(codes) < CODES_MAX:
         codes = (*codes, fault.code)
+    nvml_codes = incident.nvml_codes
+    if fault.source is Source.NVML and fault.code is not None and fault.code not in nvml_codes:
+        nvml_codes = (*nvml_codes, fault.code)[:CODES_MAX]
+    places = incident.places
+    if fault.place and fault.place not in places:
+        places = (*places, fault.place)[:PLACES_MAX]
     if fault.source not in sources:
         sources = (*sources, fault.source)
     sequence = incident.sequence
@@ -107,6 +121,9 @@ def joined(incident: Incident, fault: Fault) -> Incident:
         last_at=max(incident.last_at, fault.at),
         count=incident.count + 1,
         codes=codes,
+        nvml_codes=nvml_codes,
+        agreed=incident.agreed or _says_itself(fault),
+        places=places,
         sources=sources,
         sequence=sequence,
         pci=incident.pci or fault.pci or "",
@@ -114,12 +131,40 @@ def joined(incident: Incident, fault: Fault) -> Incident:
         instance=incident.instance or fault.instance,
     )
     if fault.action.severity > incident.action.severity:
-        incident = replace(incident, action=fault.action, domain=fault.domain, why=fault.why, text=fault.text)
+        incident = replace(
+            incident,
+            action=fault.action,
+            domain=fault.domain,
+            why=fault.why,
+            text=fault.text,
+            decisive=fault.code,
+        )
         if fault.code not in MESSENGERS and fault.kind is not Kind.HEALTH:
             incident = replace(incident, name=fault.name, kind=fault.kind)
     elif incident.kind in LASTING and fault.code is not None and fault.action is incident.action:
         incident = replace(incident, name=fault.name, kind=fault.kind, text=fault.text)  # the code says more
     return _hurried(incident, fault)
+
+
+def _says_itself(fault: Fault) -> bool:
+    """Tell whether NVML itself asks for the drain."""
+    return fault.source is Source.NVML and fault.action.drains
+
+
+def agreed(incident: Incident) -> bool:
+    """Tell whether NVML says so too, as far as it was heard."""
+    heard = (incident.decisive, NVML_KNOWS_NOT)
+    return incident.agreed or (incident.decisive is not None and any(code in heard for code in incident.nvml_codes))
+
+
+def wants_agreement(state: State, incident: Incident, policy: Policy) -> bool:
+    """Tell whether a fault that asks for a drain stands in the kernel log only, and NVML could tell more.
+
+    NVML tells nothing of switches, nor of the boot before.
+    """
+    could_tell = state.nvml in (None, NvmlState.READY) and incident.kind is not Kind.SXID
+    ours = incident.boot_id == state.boot_id and Source.KERNEL in incident.sources
+    return policy.agreement and incident.action.drains and could_tell and ours and not agreed(incident)
 
 
 def _hurried(incident: Incident, fault: Fault) -> Incident:
@@ -166,7 +211,12 @@ def _is_old(incident: Incident, at: float, policy: Policy) -> bool:
 
 def is_unfinished(incident: Incident) -> bool:
     """Tell whether something is still to come of it."""
-    return incident.outcome in (Outcome.OPEN, Outcome.DRAINED)
+    return incident.outcome in (Outcome.OPEN, Outcome.DRAINED, Outcome.SUSPECTED) or is_left_alone(incident)
+
+
+def is_left_alone(incident: Incident) -> bool:
+    """Tell whether it asks for a drain that somebody else's hold, or the breaker, forbade, and is not over."""
+    return incident.outcome in LEFT_ALONE and incident.action.drains and not incident.returned
 
 
 def is_pending(incident: Incident) -> bool:

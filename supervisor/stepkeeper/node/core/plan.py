@@ -1,8 +1,10 @@
 """Which call comes next.  At most one is in flight; what hurries comes first.  Pure.
 
+a fault that is suspected     LOOK: does NVML agree, did the GPU pass?
 a drain that is wanted        COUNT, our own node alone first, then all; then DRAIN, at once; RECOUNT a moment later
 a drain that we hold          WATCH, from time to time: has a person taken it away, may a remedy begin?
 a fault that was left alone   WATCH, from time to time; where nobody holds the node any more: CHECK, then COUNT as above
+what the breaker refused      WATCH, our own node alone first, then all; the rest likewise
 after a reset or a reboot     CHECK, and where it passed and we may: WATCH, then RESUME
 """
 
@@ -14,7 +16,7 @@ from typing import assert_never
 import msgspec
 
 from stepkeeper.node.core import effects as do
-from stepkeeper.node.core.incidents import is_pending
+from stepkeeper.node.core.incidents import is_left_alone, is_pending
 from stepkeeper.node.core.policy import Mode, Policy
 from stepkeeper.node.core.state import Call, Drain, Incident, Outcome, Repair, State
 from stepkeeper.node.xid.model import Action
@@ -22,7 +24,8 @@ from stepkeeper.slurm.nodes import REASON_PREFIX
 
 replace = msgspec.structs.replace
 REASON_CHARACTERS_MAX = 240
-LEFT_ALONE = (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
+RETURNS = (Call.TAKE_BACK, Call.RESUME, Call.REBOOT)
+"""Calls after which the node may be in service, whether or not an answer comes."""
 RECOUNT_AFTER_S = 1.5
 """Slurm's times are whole seconds, and within one the name decides: wait until nobody can drain in ours any more."""
 RECOUNT_SPREAD_S = 2.0
@@ -44,14 +47,18 @@ def pending(state: State) -> list[Incident]:
 
 
 def left_alone(state: State) -> list[Incident]:
-    """Return the faults of this boot that asked for a drain which somebody, or the breaker, forbade."""
-    if state.observing or state.drain is not None:
-        return []
-    return [
-        each
-        for each in state.incidents
-        if each.outcome in LEFT_ALONE and each.boot_id == state.boot_id and each.action.drains and not each.returned
-    ]
+    """Return the faults that asked for a drain which somebody, or the breaker, forbade, and that are not over."""
+    return [] if state.observing or state.drain is not None else list(filter(is_left_alone, state.incidents))
+
+
+def is_refused(state: State) -> bool:
+    """Tell whether the breaker is why a fault was left alone: only a count of all nodes tells whether it still is."""
+    return any(each.outcome in (Outcome.REFUSED, Outcome.TAKEN_BACK) for each in left_alone(state))
+
+
+def suspected(state: State) -> list[Incident]:
+    """Return the faults for which the GPUs have to be looked at."""
+    return [each for each in state.incidents if each.outcome is Outcome.SUSPECTED]
 
 
 def proceed(decision: Decision, at: float, policy: Policy) -> Decision:
@@ -61,22 +68,31 @@ def proceed(decision: Decision, at: float, policy: Policy) -> Decision:
         late = failed(state, at, f"{state.call.value}: no answer in time", policy)
         state = late.state
         decision = Decision(state, decision.effects + late.effects, decision.why or late.why)
-    if state.call is not None or at < state.retry_at:
+    if state.listened and not (pending(state) or left_alone(state)):  # nobody waits for the count of all nodes
+        state = replace(state, listened=False, retry_at=0.0)
+        decision = replace(decision, state=state)
+    kind = _next_call(state, at) if state.call is None else None
+    if kind is None:
         return decision
-    if pending(state):
-        state, effects = call(state, Call.COUNT, at, policy)
-    elif state.drain is not None and not state.drain.counted:
-        if at < recount_at(state, state.drain):
-            return decision
-        state, effects = call(state, Call.RECOUNT, at, policy)
-    elif state.drain is not None and at >= state.watch_at:
-        first = Call.CHECK if _checks_first(state.drain) else Call.WATCH
-        state, effects = call(state, first, at, policy)
-    elif at >= state.watch_at and left_alone(state):
-        state, effects = call(state, Call.WATCH, at, policy)
-    else:
-        return decision
+    if kind is Call.LOOK:
+        state = replace(state, call_incidents=tuple(each.id for each in suspected(state)))
+    state, effects = call(state, kind, at, policy)
     return Decision(state, decision.effects + effects, decision.why)
+
+
+def _next_call(state: State, at: float) -> Call | None:
+    if pending(state) and at >= state.retry_at:
+        return Call.COUNT
+    if suspected(state):
+        return Call.LOOK  # of NVML: it does not wait until Slurm may be asked
+    if at < state.retry_at:
+        return None
+    drain = state.drain
+    if drain is not None and not drain.counted:
+        return Call.RECOUNT if at >= recount_at(state, drain) else None
+    if at < state.watch_at or (drain is None and not left_alone(state)):
+        return None
+    return Call.CHECK if drain is not None and _checks_first(drain) else Call.WATCH
 
 
 def due_at(state: State) -> float | None:
@@ -84,6 +100,8 @@ def due_at(state: State) -> float | None:
     dues = [each.settle_at for each in state.incidents if not each.settled]
     if state.call is not None:
         dues.append(state.call_until)
+    elif suspected(state):
+        dues.append(0.0)
     elif pending(state):
         dues.append(state.retry_at)
     elif state.drain is not None and not state.drain.counted:
@@ -98,20 +116,32 @@ def call(state: State, kind: Call, at: float, policy: Policy) -> tuple[State, tu
     number = state.call_number + 1
     within_s = policy.answer_within_s + (policy.reset_within_s if kind is Call.RESET else 0.0)
     state = replace(state, call=kind, call_number=number, call_until=at + within_s)
-    return state, (_effect(state, kind, number),)
+    state, noted = _noted(state, kind)
+    return state, (*noted, _effect(state, kind, number, policy))
 
 
-def _effect(state: State, kind: Call, number: int) -> do.Effect:
+def _noted(state: State, kind: Call) -> tuple[State, tuple[do.Effect, ...]]:
+    """Note a call that may return the node to service: its answer may be lost, and we may end before it comes."""
+    drain = state.drain
+    if drain is None or kind not in RETURNS:
+        return state, ()
+    rebooted = kind is Call.REBOOT
+    drain = replace(drain, resume_sent=drain.resume_sent or not rebooted, reboot_sent=drain.reboot_sent or rebooted)
+    return replace(state, drain=drain), (do.RecordDrain(drain=drain),)
+
+
+def _effect(state: State, kind: Call, number: int, policy: Policy) -> do.Effect:
     match kind:
-        case Call.COUNT:
-            return do.AskNodes(call=number, alone=not state.listened)
-        case Call.RECOUNT | Call.WATCH:
-            return do.AskNodes(call=number, alone=kind is Call.WATCH)
+        case Call.COUNT | Call.WATCH:
+            counts = state.listened and (kind is Call.COUNT or is_refused(state))
+            return do.AskNodes(call=number, alone=not counts, crowded_s=policy.crowded_s)
+        case Call.RECOUNT:
+            return do.AskNodes(call=number)
         case Call.DRAIN:
             return do.SetDrain(call=number, reason=state.call_reason)
         case Call.TAKE_BACK | Call.RESUME:
             return do.Resume(call=number)
-        case Call.CHECK:
+        case Call.CHECK | Call.LOOK:
             return do.CheckNode(call=number)
         case Call.RESET:
             return do.ResetGpus(call=number, pcis=gpus_to_reset(state))
@@ -150,7 +180,7 @@ def recount_at(state: State, drain: Drain) -> float:
 
 def _checks_first(drain: Drain) -> bool:
     """Tell whether the node must pass its checks now: after a repair, and before Slurm is asked."""
-    return drain.repair is not Repair.NONE and not drain.passed and drain.reboot_asked
+    return drain.repair is not Repair.NONE and not drain.passed and drain.slurm_returns
 
 
 def may_return(drain: Drain, policy: Policy) -> bool:
@@ -187,7 +217,7 @@ def look_again_at(state: State, at: float, policy: Policy, *, refused: bool) -> 
 
 def waits_for_crowd(state: State, at: float) -> bool:
     """Tell whether a drain is wanted, and waits because many agents ask Slurm: whether it may be made is not known."""
-    return state.listened and state.call is None and at < state.retry_at
+    return state.listened and at < state.retry_at
 
 
 def gpus_to_reset(state: State) -> tuple[str, ...]:

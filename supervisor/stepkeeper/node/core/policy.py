@@ -54,7 +54,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Faults that cost a GPU's job its life count together for this long."""
 
     restarts_max: int = 3
-    """So many of those on one GPU, with no job and no user there each time, and it is the GPU."""
+    """So many of those in one place of a GPU, with no job and no user there each time, and the GPU is checked."""
+
+    agreement: bool = True
+    """What only the kernel log says drains the node once NVML, where it is there, does not find the GPU well."""
 
     keep_s: float = 8 * 86400.0
     """Incidents are remembered this long: longer than anything above looks back."""

@@ -6,9 +6,11 @@ from enum import StrEnum
 
 import msgspec
 
+from stepkeeper.node.sensors.readings import NvmlState
 from stepkeeper.node.xid.model import Action, Domain, Kind, Source
 
 CODES_MAX = 16
+PLACES_MAX = 2  # of one incident: more than one is no place
 JOBS_MAX = 32
 
 
@@ -23,7 +25,9 @@ class Outcome(StrEnum):
     REFUSED = "refused"  # the circuit breaker is open
     TAKEN_BACK = "taken_back"  # two agents passed the breaker at once, and we were the later one
     RESOLVED = "resolved"  # drained by us, and back in service
-    PASSED = "passed"  # left alone, and the node has passed its checks since
+    PASSED = "passed"  # left alone, and over: the checks vouch for the GPU, or it was reset or the node rebooted since
+    SUSPECTED = "suspected"  # a look at the GPU decides: NVML must agree, or programs' faults repeat in one place
+    DOUBTED = "doubted"  # only the kernel log says so, and NVML finds the GPU well
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,6 +47,11 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     outcome: Outcome = Outcome.OPEN
     outcome_why: str = ""
     codes: tuple[int, ...] = ()  # every XID and SXID, in the order of their first sighting
+    decisive: int | None = None  # the code that gave the action
+    nvml_codes: tuple[int, ...] = ()  # those that NVML has seen
+    agreed: bool = False  # NVML says so too, or cannot say
+    places: tuple[str, ...] = ()  # on the GPU, as far as its lines tell: `GPC 7 TPC 7`
+    checked: bool = False  # the GPU passed a check because of it: what was before counts no more
     count: int = 1  # sightings
     sources: tuple[Source, ...] = ()
     pci: str = ""
@@ -80,15 +89,23 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float
     boot_id: str
     counted: bool = False  # the breaker was looked at again after it
+    resume_sent: bool = False  # we asked Slurm to return the node, and its answer may be lost
+    reboot_sent: bool = False  # we asked Slurm to reboot it, and its answer may be lost
     repair: Repair = Repair.NONE
     reset_failed: bool = False
     reboot_asked: bool = False
     passed: bool = False  # the checks, after the repair
 
+    @property
+    def slurm_returns(self) -> bool:
+        """Whether Slurm itself may return the node, after the reboot that we asked for."""
+        return self.reboot_asked or self.reboot_sent
+
 
 class Call(StrEnum):
     """What is in flight."""
 
+    LOOK = "look"  # at the GPUs, for what is suspected
     COUNT = "count"  # before a drain: is the node free for it, and may we?
     DRAIN = "drain"
     RECOUNT = "recount"  # after it: did two agents pass the breaker at once?
@@ -108,13 +125,15 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     known_sequence: int = -1  # kernel records up to here, of this boot, were dealt with before we started
     driver: str = ""
     gpus: tuple[tuple[str, str], ...] = ()  # (PCI address, UUID), of all GPUs ever listed since the boot
+    nvml: NvmlState | None = None  # None: it has not told yet
+    nvml_since: float | None = None  # since when it has been ready without a break
     incidents: tuple[Incident, ...] = ()  # oldest first
     drain: Drain | None = None
 
     call: Call | None = None
     call_number: int = 0
     call_until: float = 0.0
-    call_incidents: tuple[str, ...] = ()  # that the drain in flight is for
+    call_incidents: tuple[str, ...] = ()  # that the drain or look in flight is for
     call_reason: str = ""
     call_action: Action = Action.LOG
     tries: int = 0  # in a row that failed

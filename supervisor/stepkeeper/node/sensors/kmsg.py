@@ -14,13 +14,16 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from stepkeeper.node.sensors.readings import Evidence, KernelGap, KernelRecord, Reading
+from stepkeeper.node.xid.parse import SYSCTL
 
 DEVICE = "/dev/kmsg"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
+NETFILTER_OF_ALL = Path("/proc/sys") / SYSCTL.replace(".", "/")
 RECORD_BYTES_MAX = 16384  # the kernel writes at most 8192
 FACILITY_SHIFT = 3
 KERNEL = 0
@@ -81,6 +84,14 @@ def boot_id(path: str = BOOT_ID) -> str:
     """Return the id of this boot.  Raises OSError."""
     with open(path, encoding="ascii") as file:
         return file.read().strip()
+
+
+def users_may_write(path: Path = NETFILTER_OF_ALL) -> bool:
+    """Tell whether any user can have netfilter begin records of the kernel log with a text of his choice."""
+    try:
+        return path.read_text(encoding="ascii").strip() not in ("", "0")
+    except OSError:
+        return False  # no netfilter, or no log of it
 
 
 class KernelLog:

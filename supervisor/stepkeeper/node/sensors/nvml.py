@@ -355,14 +355,15 @@ def once(within_s: float) -> Once:
             state=NvmlState.STUCK,
             call=call,
             stuck_s=within_s,
+            once=True,
             detail=f"no answer within {within_s:g} s: {call}",
         )
         return Once(status=stuck, health=tuple(health))
     if status is None or code not in (0, nvml_wire.ENDS_ABSENT):
         detail = f"the NVML process ended with {code} in {call}; {child.said()}".rstrip("; ")
         status = _status(NvmlState.ENDED, detail)
-    return Once(status=status, health=tuple(health))
+    return Once(status=msgspec.structs.replace(status, once=True), health=tuple(health))
 
 
 def _status(state: NvmlState, detail: str) -> NvmlStatus:
-    return NvmlStatus(at=time.time(), state=state, detail=detail)
+    return NvmlStatus(at=time.time(), state=state, detail=detail, once=True)

@@ -52,6 +52,7 @@ class NvmlStatus(_Reading, frozen=True, kw_only=True, tag="nvml_status"):
     gpus: tuple[Gpu, ...] = ()
     stuck_s: float = 0.0  # or absent, for so long
     call: str = ""  # that is stuck
+    once: bool = False  # of a single look: nobody listens for events
 
 
 class NvmlXid(_Reading, frozen=True, kw_only=True, tag="nvml_xid"):

@@ -38,6 +38,16 @@ def judge_health(health: GpuHealth, before: GpuHealth | None, *, catalogue: Cata
     return [_fault(health, Kind.HEALTH, each, standing=before is None) for each in _news(health, before)]
 
 
+def was_reset(health: GpuHealth, before: GpuHealth) -> str:
+    """Say by what a GPU shows that it was reset since the reading `before`; "" where it does not."""
+    errors, errors_before = health.ecc_uncorrected, before.ecc_uncorrected
+    if errors is not None and errors_before is not None and errors < errors_before:
+        return "the GPU was reset: it counts its memory errors anew"
+    if before.rows_pending and health.rows_pending is False:
+        return "the GPU was reset: no memory row waits for that any more"
+    return ""
+
+
 def silent(health: GpuHealth, *, standing: bool, catalogue: Catalogue) -> Fault:
     """Return the fault of a GPU that has not answered for several looks in a row: as good as lost."""
     decided = lost(catalogue, f"the GPU does not answer: {'; '.join(health.errors)}")

@@ -66,6 +66,7 @@ def judge(
         pci=report.pci,
         gpu=gpu,
         instance=report.instance,
+        place=payload.place(report.payload) if report.kind is Kind.XID else "",
         cause=cause,
         text=report.record[:TEXT_CHARACTERS_MAX],
         boot_id=boot_id,

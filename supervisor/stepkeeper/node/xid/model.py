@@ -77,6 +77,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pci: str | None = None  # `0000:3b:00.0`, lower case, with function; of the GPU or the switch
     gpu: str = ""  # UUID, where it is known
     instance: str = ""  # of MIG: `GI 5`, `GI 5 CI 0`
+    place: str = ""  # on the GPU, where the text tells: `GPC 7 TPC 7`
     cause: int | None = None  # of XID 45: the code that it says it was caused by
     text: str = ""  # the kernel's line, at most TEXT_CHARACTERS_MAX
     boot_id: str = ""

@@ -2,8 +2,11 @@ r"""One record of the kernel log: is it a fault report?
 
 Every pattern is anchored at the start of the *record*, never searched for and never multi-line: any local user can put
 text of his choice into the middle of a genuine kernel record (the name of a program that crashes, the path of one that
-is started), but not at its start.  The code stands before the process name, so that cannot change it; and the name is
-cut off so that no part of it is ever taken for the driver's text.
+is started), but not at its start.  One kind of record does begin with a user's text: netfilter's, with the prefix of a
+`log` rule, which any user may have in a network namespace of his own where `net.netfilter.nf_log_all_netns` is 1.
+Netfilter always adds `IN=... OUT=...` behind the prefix, so a record that holds that is no report.  The code stands
+before the process name, so that cannot change it; and the name is cut off so that no part of it is ever taken for the
+driver's text.
 
 Drivers wrote the report in these ways, oldest first; the function number is in the tracepoint's and the switches'.
 
@@ -24,6 +27,7 @@ import msgspec
 
 from stepkeeper.node.xid.model import TEXT_CHARACTERS_MAX, Kind
 
+SYSCTL = "net.netfilter.nf_log_all_netns"  # with it, records of netfilter begin with any user's text
 RECORD_CHARACTERS_MAX = 16_384  # the kernel's own limit is far below
 NAME_CHARACTERS_MAX = 15  # of a process, as the kernel keeps it
 
@@ -44,6 +48,9 @@ _LOST_AT_PROBE = re.compile(
     r"(?:NVRM:\s+)?fallen off the bus"
 )
 _ANNOUNCEMENT = re.compile(rf"NVRM: GPU at PCI:{_PCI}(?:\.(?P<function>[0-7]))?: (?P<uuid>GPU-[0-9a-fA-F-]{{36}})\s*\Z")
+# IN=lo OUT= MAC=... SRC=...: the kernel allows no space in the name of an interface, but all else that looks like one
+_NETFILTER = re.compile(r"IN=[^ ]* OUT=[^ ]*(?: |\Z)")
+_DRIVER_LOADED = "NVRM: loading NVIDIA UNIX "
 _PID = re.compile(r"pid=(?:[0-9]{1,10}|'?<unknown>'?)(?:,[ ]?|\Z)")
 _ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
 
@@ -71,7 +78,7 @@ def parse(record: str) -> Report | None:
 
     `record` is the text alone: without priority, time stamp or `kernel:`, and with the kernel's escapes undone.
     """
-    if len(record) > RECORD_CHARACTERS_MAX:
+    if len(record) > RECORD_CHARACTERS_MAX or _NETFILTER.search(record):
         return None
     if match := _XID.match(record):
         return Report(
@@ -102,6 +109,11 @@ def announcement(record: str) -> Announcement | None:
     """Return which GPU a record says is where; None for all others."""
     match = _ANNOUNCEMENT.match(record) if len(record) <= RECORD_CHARACTERS_MAX else None
     return Announcement(_address(match), match["uuid"]) if match else None
+
+
+def driver_loaded(record: str) -> bool:
+    """Tell whether a record says that the driver was loaded, which sets up every GPU anew."""
+    return record.startswith(_DRIVER_LOADED) and not _NETFILTER.search(record)
 
 
 def canonical(pci: str) -> str:

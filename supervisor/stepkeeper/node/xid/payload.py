@@ -39,6 +39,10 @@ _RECOVERY_OTHER: Final = (Action.DRAIN_REBOOT, "no agreed meaning: drain, and le
 _CHANGED = re.compile(
     r"GPU recovery action changed from 0x[0-9a-fA-F]{1,8}(?: \([^)]{0,80}\))? to 0x([0-9a-fA-F]{1,8})"
 )
+# Of 13: `Graphics SM Warp Exception on (GPC 7, TPC 7, SM 0): ...`; of 31: `MMU Fault: ENGINE GRAPHICS GPC2
+# GPCCLIENT_T1_8 faulted ...`, where older drivers do not name the GPC: half a place is none.
+_ON_PROCESSOR = re.compile(r"\(GPC (?P<gpc>[0-9]{1,3}), TPC (?P<tpc>[0-9]{1,3})(?:, SM [0-9]{1,3})?\)")
+_OF_CLIENT = re.compile(r"\bGPC(?P<gpc>[0-9]{1,3}) GPCCLIENT_T[0-9]{1,3}_(?P<tpc>[0-9]{1,3})\b")
 _CAUSED_BY = re.compile(r"caused by previous Xid ([0-9]{1,5})\s*\Z")
 _FLAGS = re.compile(r"RST: (?P<reset>Yes|No), D-RST: (?P<drain_reset>Yes|No)")
 _NO_ROWS_LEFT = ("all reserved rows", "table is full", "dram retirement failed")
@@ -63,6 +67,16 @@ def cause(text: str) -> int | None:
     """Return the code that XID 45 says it was caused by."""
     match = _CAUSED_BY.search(text)
     return int(match[1]) if match else None
+
+
+def place(text: str) -> str:
+    """Return which processor of the GPU a text blames; "" where it names none.
+
+    >>> place("Graphics SM Warp Exception on (GPC 7, TPC 7, SM 0): Illegal Instruction Parameter")
+    'GPC 7 TPC 7'
+    """
+    match = _ON_PROCESSOR.search(text) or _OF_CLIENT.search(text)
+    return f"GPC {int(match['gpc'])} TPC {int(match['tpc'])}" if match else ""
 
 
 def decode(code: int, text: str) -> Decoded | None:

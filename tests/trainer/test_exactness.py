@@ -267,7 +267,7 @@ def test_a_loader_without_its_position_in_the_state_is_told_once(tmp_path: Path,
         loop.keeper.step_done()
 
     (line,) = said("data_position_not_saved")
-    assert 'step=1 loader="torch\'s DataLoader"' in line
+    assert 'step=2 loader="torch\'s DataLoader"' in line
     assert "sampler=GlobalSampler(...)" in line
 
 

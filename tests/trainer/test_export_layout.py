@@ -187,7 +187,8 @@ def test_a_run_starts_from_an_export_and_then_from_its_own_steps(tmp_path: Path)
 
 def _step(net: Net, keeper: Keeper) -> None:
     net(torch.arange(6)).square().mean().backward()
-    [optimizer] = keeper._state.optimizers.all.values()
+    [part] = keeper._state.optimizers.values()
+    optimizer = part.optimizer
     optimizer.step()
     keeper.step_done(loss=0.0)
 

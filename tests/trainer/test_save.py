@@ -171,6 +171,7 @@ def test_an_exception_that_is_none_ends_the_save_and_not_the_thread(
 
     with monkeypatch.context() as patch:
         patch.setattr(planner, "create_default_local_save_plan", refused)
+        assert loop.saver._prepared.wait(60.0)
         loop.saver._planner.share = None
         assert loop.save() == "plans differ"
     loop.step()

@@ -119,7 +119,7 @@ def test_many_tensors_are_looked_at_while_they_are_copied(threads: int) -> None:
 
 
 def test_a_sparse_tensor_is_refused_by_name() -> None:
-    with pytest.raises(StateError, match=r"embedding is torch\.sparse_coo"):
+    with pytest.raises(StateError, match=r"embedding is a Tensor, torch\.sparse_coo"):
         taken({"embedding": torch.eye(3).to_sparse()})
 
 

@@ -6,7 +6,7 @@ another run where
 * an evaluation after `step_done` draws random numbers: `Evaluations` sees it while it happens;
 * anything else draws where a resume does not, or does not where a resume draws: `Redrawn` compares the generators at
   the next `step_done` after a save with those at the same `step_done` after a resume;
-* the data position is not in the state, or does not move: `check_position` looks once, at the first `step_done`.
+* the data position is not in the state, or does not move: `Position` looks at the first two `step_done`.
 
 A step that draws random numbers itself, draws the same ones in both, and none of these says anything of it.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,8 +51,7 @@ class Exactness:
         environment: Environment,
     ) -> None:
         """Begin right after a resume; `parts` are what the state holds beside model and optimizer."""
-        self._parts = parts
-        self._position_checked = False
+        self._position = Position(parts)
         self._sequence = 0  # of the newest save that was seen
         self._evaluations = Evaluations(model)
         self._redrawn = Redrawn(run_directory, resumed, comparable=not (resumed.changes or environment.skip_data))
@@ -60,9 +60,7 @@ class Exactness:
         """Look around as `step_done` begins."""
         self._evaluations.forget()
         self._redrawn.arrive(step)
-        if not self._position_checked:
-            self._position_checked = True
-            check_position(self._parts, step)
+        self._position.arrive(step)
 
     def leave(self, step: int, sequence: int) -> None:
         """Note how things are as `step_done` ends; `sequence` is that of the newest save."""
@@ -152,22 +150,45 @@ class Evaluations:
         self._hooks = []
 
 
-def check_position(parts: Mapping[str, object], step: int) -> None:
-    """Warn where the first step has moved through data whose position is not in the state, or does not move."""
-    sampler = parts.get("sampler")
-    if isinstance(sampler, GlobalSampler) and sampler.steps_done < step:
-        warn(
-            "data_position_stands",
-            step=step,
-            why="the sampler has not moved in this step: a resume starts its data again",
-            remedy="call sampler.advance(samples of all ranks) in each step, before keeper.step_done()",
-        )
-    others = [part for name, part in parts.items() if name != "scheduler"]
-    if all(_knows_no_data(part) for part in others) and (loader := _read_loader()) is not None:
+class Position:
+    """Whether the first two steps move through data whose position is not in the state, or does not move."""
+
+    def __init__(self, parts: Mapping[str, object]) -> None:
+        """Take what the state holds beside model and optimizer."""
+        self._parts = parts
+        self._steps = 0
+        self._read: list[tuple[weakref.ref[Any], int]] = []  # iterators that lived, and what they had given by then
+
+    def arrive(self, step: int) -> None:
+        """Look around as `step_done` begins: after the first step for iterators, after the second for those read."""
+        self._steps += 1
+        if self._steps == 1:
+            self._check_sampler(step)
+            if all(_knows_no_data(part) for name, part in self._parts.items() if name != "scheduler"):
+                self._read = [(weakref.ref(each), _given(each)) for each in _iterators()]
+        elif self._steps == 2:  # noqa: PLR2004
+            self._check_loaders(step)
+            self._read = []
+
+    def _check_sampler(self, step: int) -> None:
+        sampler = self._parts.get("sampler")
+        if isinstance(sampler, GlobalSampler) and sampler.steps_done < step:
+            warn(
+                "data_position_stands",
+                step=step,
+                why="the sampler has not moved in this step: a resume starts its data again",
+                remedy="call sampler.advance(samples of all ranks) in each step, before keeper.step_done()",
+            )
+
+    def _check_loaders(self, step: int) -> None:
+        live = ((reference(), given) for reference, given in self._read)
+        read = next((each for each, given in live if each is not None and _given(each) > given), None)
+        if read is None:
+            return
         warn(
             "data_position_not_saved",
             step=step,
-            loader=loader,
+            loader=f"{type(read).__module__.split('.')[0]}'s DataLoader",
             why="it is read in each step, and the state has neither a sampler nor a loader: "
             "unless the script finds its place in the data by itself, a resume starts its data again",
             remedy="give the Keeper sampler=GlobalSampler(...), or others={'loader': StatefulDataLoader(...)}",
@@ -182,12 +203,14 @@ def _knows_no_data(part: object) -> bool:
     )
 
 
-def _read_loader() -> str | None:
-    """Return the kind of a DataLoader that is being read, by its iterator: the collector knows who lives."""
-    for iterator in gc.get_referrers(*_kinds(_BaseDataLoaderIter)):
-        if isinstance(iterator, _BaseDataLoaderIter):
-            return f"{type(iterator).__module__.split('.')[0]}'s DataLoader"
-    return None
+def _iterators() -> list[Any]:
+    """Return the iterators over DataLoaders that there are: the collector knows who lives."""
+    return [each for each in gc.get_referrers(*_kinds(_BaseDataLoaderIter)) if isinstance(each, _BaseDataLoaderIter)]
+
+
+def _given(iterator: Any) -> int:
+    """Return how many batches an iterator has given."""
+    return int(getattr(iterator, "_num_yielded", 0))
 
 
 def _kinds(base: type[Any]) -> Iterator[type[Any]]:

@@ -172,7 +172,9 @@ class TrainingState:
         entries = {name: entry for name, entry in saved.items() if name not in entries} | entries
         tensors: dict[str, torch.Tensor] = {}
         self._keys = {}
-        for name, part in self.parts.items():
+        for name, part in sorted(self.parts.items(), key=lambda each: not isinstance(each[1], ModulePart)):
+            if not isinstance(part, ModulePart):  # another model is told before other parts
+                _check_parts(set(self.parts), set(counters.get("parts", self.parts)))
             try:
                 targets = part.targets(self._saved[name], entries)
             except KeyError as error:
@@ -257,20 +259,20 @@ class TrainingState:
             self._saved, keys = old.read(counters, blobs, self.rank, self.world_size, self.parts)
             return keys
         then = counters["world_size"]
-        _check_parts(set(self.parts), set(counters["parts"]))
+        here = [name for name in self.parts if name in counters["parts"]]
         several = from_blob(blobs[VARIANTS_KEY], name=VARIANTS_KEY)
         packed = several["divided"]
         if then == self.world_size:
             keys = self.private = variants.unpack(packed, self.rank)
             if self.rank == 0:
                 self.packed, self.drifted = packed, several["drifted"]
-            for name in self.parts:
+            for name in here:
                 key = f"{TREE_PREFIX}{name}"
                 self._saved[name] = from_blob(blobs[keys.get(key, key)], name=key)
             return keys
         self._check_other_world(then, variants.names_of(packed) - set(several["drifted"]))
-        for name, part in self.parts.items():
-            key = f"{TREE_PREFIX}{name}"
+        for name in here:
+            key, part = f"{TREE_PREFIX}{name}", self.parts[name]
             trees = [from_blob(blob, name=at) for at, blob in blobs.items() if at == key or at.endswith(f".{key}")]
             if len(trees) > 1 and isinstance(part, OptimizerPart):
                 self._saved[name] = part.merge(trees)

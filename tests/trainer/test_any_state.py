@@ -70,7 +70,7 @@ def test_a_resume_goes_on_to_the_last_bit(played: Of, name: str) -> None:
 def test_each_value_is_written_once_for_those_who_hold_it_alike(played: Of) -> None:
     """Two pairs of ranks hold the same expert: four ranks write two of it, and one trunk."""
     run_dir = Path(played("local_experts")[1].run_dir)
-    [*_, newest] = list_steps(run_dir / "checkpoints")
+    [newest, *_] = list_steps(run_dir / "checkpoints")
     names = saved_names(newest.path)
 
     assert "model.trunk.0.weight" in names
@@ -82,7 +82,7 @@ def test_each_value_is_written_once_for_those_who_hold_it_alike(played: Of) -> N
 
 def test_a_replica_that_differs_is_told_with_its_rank_and_both_are_kept(played: Of) -> None:
     _, first, _ = played("a_replica_that_drifts")
-    [*_, newest] = list_steps(Path(first.run_dir) / "checkpoints")
+    [newest, *_] = list_steps(Path(first.run_dir) / "checkpoints")
 
     [told, *_] = [line for line in first.said.splitlines() if "replicas_differ" in line]
     assert "step=3" in told

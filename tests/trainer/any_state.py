@@ -405,6 +405,27 @@ class _Generator:
 
 
 @scene
+def a_child_called_module(rank: int, world_size: int) -> Scene:  # noqa: ARG001
+    """A child with the name of a wrapper's, and another child that has the name of one in it."""
+    import torch  # noqa: PLC0415
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.ModuleDict({"head": torch.nn.Linear(6, 3)})
+            self.head = torch.nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module["head"](x) - self.head(x)
+
+    torch.manual_seed(1)
+    model = Net()
+    torch.manual_seed(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
+
+
+@scene
 def gan(rank: int, world_size: int) -> Scene:  # noqa: ARG001
     """Two models with an optimizer each, and a parameter of no module."""
     import torch  # noqa: PLC0415

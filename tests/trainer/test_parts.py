@@ -81,6 +81,16 @@ def test_tensors_are_taken_out_and_put_back() -> None:
     assert torch.equal(back[7], torch.zeros(1))
 
 
+def test_keys_that_make_one_name_keep_their_values() -> None:
+    value = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)}
+    tensors: dict[str, torch.Tensor] = {}
+
+    back = join(from_blob(to_blob(split(value, "x", tensors)), name="x"), tensors)
+
+    assert len(tensors) == 4
+    assert [float(back["a.b"]), float(back["a"]["b"]), float(back[1]), float(back["1"])] == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_what_is_neither_tensor_nor_json_is_named() -> None:
     with pytest.raises(StateError, match=r"others.scaler.table.1 is a set"):
         split({"table": [1, {2}]}, "others.scaler", {})

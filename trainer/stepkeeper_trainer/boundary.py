@@ -162,7 +162,7 @@ class Boundary:
 
         A parameter that was equal in an earlier save of this launch counts likewise.
         """
-        if divided.every_rank is None:
+        if not divided.every_rank:
             return
         ranks = ",".join(map(str, divided.ranks[:RANKS_TOLD_MAX]))
         were_equal = self._state.parameter_keys if self._saver.committed else frozenset()

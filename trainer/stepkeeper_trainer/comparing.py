@@ -6,6 +6,8 @@ given next, and one number a row comes to the host.
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -14,11 +16,13 @@ import xxhash
 from stepkeeper_trainer.buffers import view_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Iterator, Mapping
+    from collections.abc import Collection, Container, Mapping
 
 IN_PLACE_BYTES = 64 * 1024  # smaller ones are staged: to look at each by itself takes longer than to copy it
-ROW = 1024  # numbers of 8 bytes, whose hash is one: what cancels out within a row is not seen
-BLOCK_BYTES = 8 * ROW * 8192  # whole rows of any width: copied at once
+ROW = 1024  # words of 8 bytes, of which one number comes to the host
+WORD_BYTES = 8
+ROW_BYTES = ROW * WORD_BYTES
+BLOCK_BYTES = 4096 * ROW_BYTES  # looked at together: the device needs a few times as much meanwhile
 
 
 class Hash(NamedTuple):
@@ -74,28 +78,38 @@ def hash_tensor(tensor: torch.Tensor) -> Hash:
 
 
 def hash_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return one number for each row of `ROW`, and one for the rest, as int64 on the tensor's device.
+    """Return one number for each row of `ROW` words of 8 bytes, and one for the rest, as int64 on the tensor's device.
 
-    The rows are of its bytes, whatever its type and wherever it begins, by `torch.hash_tensor`.
+    A word counts by its place: each is multiplied with two numbers of that place, once whole and once its upper half,
+    and the products are added up.  Rows that differ anywhere have one number with a probability below 2**-32.
     """
     flat = _bytes(tensor)
-    wide = next(dtype for dtype in (torch.int64, torch.int32, torch.uint8) if flat.numel() % dtype.itemsize == 0)
-    row = ROW * wide.itemsize
-    whole = flat.numel() // row * row
-    parts = [torch.hash_tensor(each.view(-1, ROW), dim=1) for each in _widened(flat[:whole], wide)]
-    parts += [torch.hash_tensor(each).view(1) for each in _widened(flat[whole:], wide)]
-    return torch.cat([flat.new_empty(0, dtype=torch.int64), *(part.view(torch.int64) for part in parts)])
+    whole = flat.numel() // ROW_BYTES * ROW_BYTES
+    rows = [_sums(_words(block).view(-1, ROW)) for block in torch.split(flat[:whole], BLOCK_BYTES) if block.numel()]
+    if rest := flat.numel() - whole:
+        padded = flat.new_zeros(-(-rest // WORD_BYTES) * WORD_BYTES)
+        padded[:rest] = flat[whole:]
+        rows.append(_sums(padded.view(torch.int64).view(1, -1)))
+    return torch.cat([flat.new_empty(0, dtype=torch.int64), *rows])
 
 
-def _widened(flat: torch.Tensor, wide: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield bytes as wider numbers.  Where they begin between two of those, as in a flat buffer, by copied blocks."""
-    if not flat.numel():
-        return
-    if flat.storage_offset() % wide.itemsize == 0:
-        yield flat.view(wide)
-        return
-    for block in torch.split(flat, BLOCK_BYTES):
-        yield block.clone().view(wide)
+def _sums(rows: torch.Tensor) -> torch.Tensor:
+    whole, upper = _multipliers(rows.device)
+    width = rows.shape[1]
+    return (rows * whole[:width]).sum(dim=1) + ((rows >> 32) * upper[:width]).sum(dim=1)
+
+
+@cache
+def _multipliers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two numbers for each place in a row: the same on all ranks."""
+    digests = (hashlib.blake2b(number.to_bytes(4, "little"), digest_size=8).digest() for number in range(2 * ROW))
+    both = torch.tensor([int.from_bytes(each, "little", signed=True) for each in digests], device=device)
+    return both[:ROW], both[ROW:]
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """Return bytes as words, wherever they begin: a view of a flat buffer may begin within a word."""
+    return (flat if flat.storage_offset() % WORD_BYTES == 0 else flat.clone()).view(torch.int64)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from stepkeeper_trainer.requests import Requests
 from stepkeeper_trainer.retention import Policy
 from stepkeeper_trainer.saver import Saver
 from stepkeeper_trainer.skipping import Skipping
-from stepkeeper_trainer.state import Counters, Stateful, TrainingState, variants
+from stepkeeper_trainer.state import Counters, Stateful, TrainingState
 from stepkeeper_trainer.tiering import find_tiers
 from stepkeeper_trainer.trackers import Tracker, keep_mlflow_run, keep_wandb_run
 
@@ -392,8 +392,7 @@ class Keeper:
             placing=self._tiering.placing if self._tiering is not None else None,
             read_back=self._read_back,
         )
-        if self._state.packed:
-            self._saver.know_divided([variants.unpack(self._state.packed, rank) for rank in range(self.world_size)])
+        self._saver.know_private(self._state.private)
         self._boundary = Boundary(
             saver=self._saver,
             agreement=self._agreement,

@@ -84,7 +84,7 @@ class Divided:
     """How one rank saves names of which ranks hold different values; on rank 0 how all do."""
 
     own: variants.Private
-    every_rank: tuple[variants.Private, ...] | None = None
+    every_rank: tuple[variants.Private, ...] = ()
     names: tuple[str, ...] = ()  # told apart now, and not before
     ranks: tuple[int, ...] = ()  # that hold another value than most; all, where there is no majority
     sharded: tuple[str, ...] = ()  # of the names: those of DTensors
@@ -99,7 +99,7 @@ class Planner:
         self._world_size = world_size
         self._group = group
         self.share: Share | None = None  # in force
-        self.private: list[variants.Private] = [{} for _ in range(world_size)]  # in force; rank 0 knows all
+        self.private: variants.Private = {}  # of this rank, in force
         self.divided: Divided | None = None  # to be in force as soon as all ranks are between two steps
         self.broken = False  # the group has failed, and does not mend itself: `renew` it
 
@@ -167,14 +167,15 @@ class Planner:
                 raise SaveError(f"{item.index.fqn} is no tensor")
         if self._group is None:
             return _divide([own])[0]
-        gathered = objects.gather((own, _looks(own, tensors, contents)), self._group)
+        gathered = objects.gather((own, _looks(own, tensors, contents), self.private), self._group)
         answers: list[Any] | None = None
         whole: Share | None = None
+        divided: Divided | None = None
         if gathered is not None:
             try:
-                plans, looks = zip(*gathered, strict=True)
-                if divided := self._told_apart(plans, looks):
-                    answers = list(divided)
+                plans, looks, private = zip(*gathered, strict=True)
+                if divided := _told_apart(plans, looks, private):
+                    answers = [Divided(each) for each in divided.every_rank]
                 else:
                     found = _divide(list(plans))
                     whole = found[0]
@@ -185,7 +186,7 @@ class Planner:
         if isinstance(mine, str):
             raise SaveError(mine)
         if isinstance(mine, Divided):
-            self.divided = mine
+            self.divided = divided or mine  # rank 0 alone keeps what is known of all
             raise DividedError("ranks hold different values under one name: each value is saved from now on")
         return whole or cast("_Sent", mine).received(own)
 
@@ -193,30 +194,30 @@ class Planner:
         """Have what was found out be in force, if there is any: all ranks do, between the same two steps."""
         divided, self.divided = self.divided, None
         if divided is not None:
-            self.share = None
-            self.private = list(divided.every_rank or self.private)
+            self.share, self.private = None, divided.own
         return divided
 
-    def _told_apart(self, plans: Sequence[SavePlan], looks: Sequence[list[Any]]) -> list[Divided] | None:
-        """Return which rank saves what by which key, if that is another than now.  On rank 0."""
-        seen: list[dict[str, variants.Look]] = []
-        for plan, own, private in zip(plans, looks, self.private, strict=True):
-            names = {key: name for name, key in private.items()}
-            seen.append(
-                {
-                    names.get(item.index.fqn, item.index.fqn): variants.Look(kind, item.index.offset, content)
-                    for item, (kind, content) in zip(plan.items, own, strict=True)
-                }
-            )
-        found = variants.divide(seen, self.private)
-        if found == self.private:
-            return None
-        changed = sorted({n for now, then in zip(found, self.private, strict=True) for n in now.keys() - then.keys()})
-        ranks = sorted({rank for name in changed for rank in _odd_ones(name, seen, found)})
-        answers = [Divided(own) for own in found]
-        sharded = [n for n in changed if any(is_sharded(own[n].kind) for own in seen if n in own)]
-        answers[0] = Divided(found[0], tuple(found), tuple(changed), tuple(ranks), tuple(sharded))
-        return answers
+
+def _told_apart(
+    plans: Sequence[SavePlan], looks: Sequence[list[Any]], private: Sequence[variants.Private]
+) -> Divided | None:
+    """Return which rank saves what by which key, if that is another than what is in force on some rank."""
+    seen: list[dict[str, variants.Look]] = []
+    for plan, own, keys in zip(plans, looks, private, strict=True):
+        names = {key: name for name, key in keys.items()}
+        seen.append(
+            {
+                names.get(item.index.fqn, item.index.fqn): variants.Look(kind, item.index.offset, content)
+                for item, (kind, content) in zip(plan.items, own, strict=True)
+            }
+        )
+    found = variants.divide(seen, private)
+    if found == list(private):
+        return None
+    changed = sorted({n for now, then in zip(found, private, strict=True) for n in now.keys() - then.keys()})
+    ranks = sorted({rank for name in changed for rank in _odd_ones(name, seen, found)})
+    sharded = [n for n in changed if any(is_sharded(own[n].kind) for own in seen if n in own)]
+    return Divided(found[0], tuple(found), tuple(changed), tuple(ranks), tuple(sharded))
 
 
 def _odd_ones(

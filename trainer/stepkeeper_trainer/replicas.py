@@ -90,20 +90,20 @@ def _fold(hashes: Sequence[Hash | None]) -> str:
 
 
 def compare(reports: Mapping[int, Sequence[Digest]], groups: Sequence[Sequence[str]]) -> list[Drift]:
-    """Return what differs between the ranks' copies."""
-    by_group: dict[tuple[int, str], dict[int, str]] = {}
+    """Return what differs between the ranks' copies; what a rank has not looked at, or in another way, counts so."""
+    by_group: dict[int, dict[int, Digest]] = {}
     for rank, digests in reports.items():
         for one in digests:
-            by_group.setdefault((one.group, one.by), {})[rank] = one.buckets
+            by_group.setdefault(one.group, {})[rank] = one
     found: list[Drift] = []
-    for (group, _by), said in sorted(by_group.items()):
-        if len(set(said.values())) <= 1 or group >= len(groups):
+    for group, said in sorted(by_group.items()):
+        if len({(one.by, one.buckets) for one in said.values()}) <= 1 or group >= len(groups):
             continue
         names = groups[group]
         count = min(len(names), BUCKETS_MAX)
         for bucket in range(count):
             at = slice(2 * _BYTES * bucket, 2 * _BYTES * (bucket + 1))
-            values = {rank: buckets[at] for rank, buckets in said.items() if buckets[at] != _UNKNOWN}
+            values = {rank: one.by + one.buckets[at] for rank, one in said.items()}
             if len(set(values.values())) > 1:
                 found.append(Drift(tuple(names[bucket::count]), minority(values)))
     return found

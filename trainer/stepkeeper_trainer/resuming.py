@@ -88,7 +88,10 @@ def resume(
     except OSError as error:
         raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
     load(reader, blobs, agreement.group, limits=limits)
-    tensors = state.targets(metadata, blobs)
+    try:
+        tensors = state.targets(metadata, blobs)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise DamagedError(f"{directory}: its description of the state cannot be used: {error!r}") from error
     load(reader, tensors, agreement.group, limits=limits)
     state.apply(tensors)
     parent = _record(commits, directory, manifest, state) if state.rank == 0 else None

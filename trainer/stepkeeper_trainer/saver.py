@@ -31,7 +31,7 @@ from stepkeeper_trainer.staging import Staging
 from stepkeeper_trainer.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
 
     import torch
 
@@ -181,9 +181,9 @@ class Saver:
         """Wait until nothing is being prepared, or the limit."""
         self._prepared.wait(max(0.0, limit_at - time.time()))
 
-    def know_divided(self, every_rank: Sequence[variants.Private]) -> None:
-        """Begin with what the checkpoint says of the ranks' values; all ranks call it."""
-        self._planner.private = list(every_rank)
+    def know_private(self, private: variants.Private) -> None:
+        """Begin with what the checkpoint says of this rank's values; all ranks call it."""
+        self._planner.private = private
 
     def renew(self, group: Any | None) -> None:
         """Take another group.  All ranks call it, while none has a save in flight."""

@@ -50,6 +50,7 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         case bytes() | io.BytesIO() | torch.Size() | torch.dtype() | torch.device():
             return _split_leaf(value)
     if is_array(value):
+        name = _free(name, tensors)
         tensors[name] = from_array(value)
         return {"$ndarray": name}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy number
@@ -91,6 +92,14 @@ def is_plain(kind: type) -> bool:
     return issubclass(kind, torch.Tensor) and (not hasattr(kind, "__tensor_flatten__") or issubclass(kind, DTensor))
 
 
+def _free(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a name that no tensor has yet: keys such as 1 and "1", or "a.b" and "a" with "b" in it, make one name."""
+    free, number = name, 2
+    while free in tensors:
+        free, number = f"{name}#{number}", number + 1
+    return free
+
+
 def _split_leaf(value: Any) -> dict[str, Any]:
     """Return what JSON has no word for, as JSON."""
     match value:
@@ -123,6 +132,7 @@ def _split_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     """Put a tensor into `tensors`, or those that a subclass consists of, by torch's own protocol for it."""
     kind = type(value)
     if is_plain(kind):
+        name = _free(name, tensors)
         tensors[name] = value.detach()
         return {"$tensor": name}
     attributes, context = value.__tensor_flatten__()

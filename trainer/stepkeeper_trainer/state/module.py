@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepkeeper_trainer.errors import ResumeError, StateError
 from stepkeeper_trainer.staging import local
-from stepkeeper_trainer.state.names import keys_of, plain_name
+from stepkeeper_trainer.state.names import keys_of, plain_name, plain_names
 from stepkeeper_trainer.state.stateful import tensor_names
 from stepkeeper_trainer.tree import is_plain, join, split
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 NAMED_MAX = 3  # names in one error message
+
+
+class _Extra(NamedTuple):
+    """What a module's state holds besides tensors, as it was saved."""
+
+    skeleton: Any
 
 
 class ModulePart:
@@ -55,7 +61,8 @@ class ModulePart:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return its parameters by plain name, as they are now."""
-        return {plain_name(name): value for name, value in self.module.named_parameters()}
+        named = dict(self.module.named_parameters())
+        return dict(zip(plain_names(tuple(named)), named.values(), strict=True))
 
     def collect(self, tensors: dict[str, torch.Tensor]) -> Any:
         """Put its tensors into `tensors`, and return the rest as JSON.
@@ -71,12 +78,12 @@ class ModulePart:
             return {"names": _digest(keys), "extra": {}}
         extra: dict[str, Any] = {}
         plain: list[str] = []
-        for name, key, value in zip(names, keys, state.values(), strict=True):
+        for key, value in zip(keys, state.values(), strict=True):
             if is_plain(type(value)):
                 tensors[key] = value
                 plain.append(key)
             else:
-                extra[plain_name(name)] = split(value, key, tensors)
+                extra[key] = split(value, key, tensors)
         return {"names": _digest(tuple(plain)), "extra": extra}
 
     def targets(self, skeleton: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
@@ -89,14 +96,14 @@ class ModulePart:
         keys = keys_of(self._prefix, tuple(state))
         own = {id(each) for each in chain(self.module.parameters(), self.module.buffers())}
         extra = (skeleton or {}).get("extra", {})
-        is_extra = {key for name, key in zip(state, keys, strict=True) if plain_name(name) in extra}
+        is_extra = {key for key in keys if key in extra}
         here = {key for key, value in zip(keys, state.values(), strict=True) if is_plain(type(value))}
         self._check_names(skeleton, here - is_extra, saved)
         found: dict[str, torch.Tensor] = {}
         self._loading = {}
         for name, key, value in zip(state, keys, state.values(), strict=True):
             if key in is_extra:
-                self._loading[name] = extra[plain_name(name)]
+                self._loading[name] = _Extra(extra[key])
                 continue
             _check_shape(key, value, saved[key])
             target = value if id(value) in own else torch.empty_like(value, dtype=saved[key].properties.dtype)
@@ -106,15 +113,15 @@ class ModulePart:
             found[name] = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
         return found
 
-    def apply(self, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    def apply(self, _skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take back what was saved, through the module's own `load_state_dict`: it copies nothing that is in place.
 
         Raises:
             ResumeError: the module refuses it.
         """
-        extra = (skeleton or {}).get("extra", {})
         state = {
-            name: join(value, tensors) if plain_name(name) in extra else value for name, value in self._loading.items()
+            name: join(value.skeleton, tensors) if isinstance(value, _Extra) else value
+            for name, value in self._loading.items()
         }
         self._loading = {}
         try:

@@ -135,10 +135,10 @@ class TrainingState:
             tensors[f"{_rng_key(self.rank)}{name}"] = value
         return tensors
 
-    def divide(self, own: variants.Private, every_rank: Sequence[variants.Private] | None) -> None:
+    def divide(self, own: variants.Private, every_rank: Sequence[variants.Private]) -> None:
         """Save names of which ranks hold different values by other keys from now on; rank 0 knows of all ranks."""
         self.private = own
-        if every_rank is not None:
+        if every_rank:
             self.packed = variants.pack(every_rank)
 
     def early(self, names: Iterable[str]) -> frozenset[str]:
@@ -204,7 +204,8 @@ class TrainingState:
         counters = self._counters
         self.counters.step, self.counters.tokens = counters["step"], counters["tokens"]
         self.counters.history.clear()
-        for step, loss in tensors[HISTORY_KEY].tolist():
+        history = tensors.get(HISTORY_KEY)
+        for step, loss in history.tolist() if history is not None else ():
             if not math.isnan(step):
                 self.counters.history.append((int(step), loss))
         self._saved, self._keys = {}, {}

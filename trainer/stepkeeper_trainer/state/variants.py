@@ -88,11 +88,6 @@ def names_of(packed: Sequence[Any]) -> frozenset[str]:
     return frozenset(name for _, names in packed for name in names)
 
 
-def ranks_of(packed: Sequence[Any], name: str) -> list[int]:
-    """Return the ranks whose copy of a name is not the base copy."""
-    return [rank for owners, names in packed if name in names for rank, owner in enumerate(owners) if owner is not None]
-
-
 def kind_of(tensor: torch.Tensor) -> Any:
     """Return what must be equal for two ranks' tensors of one name to be copies or shards of one value."""
     if type(tensor) is DTensor or isinstance(tensor, DTensor):

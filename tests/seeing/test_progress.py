@@ -147,6 +147,18 @@ def test_a_launch_has_a_number_only_when_it_was_started() -> None:
     assert seen == [("starting", False, 0), ("training", True, 0), ("stopping", True, 0), ("starting", True, 0)]
 
 
+def test_a_launch_begins_at_the_step_that_it_goes_on_from() -> None:
+    preparing, running = State(launch=1, resume_step=100), State(launch=1, resume_step=100, running=True)
+    cleared = on.NodesCleared(at=2.0, launch=1, address="n1", port=1, nodes=("n1",))
+    before = msgspec.structs.replace(begun(), launched=True, step=130, tokens=9, loss=0.5)
+
+    assert "step" not in status_file.changes(before, cleared, preparing, preparing), "how far the last launch came"
+    now = msgspec.structs.replace(before, **status_file.changes(before, cleared, preparing, running))
+    assert (now.launch, now.step, now.tokens, now.loss) == (1, 100, None, None)
+    later = msgspec.structs.replace(now, step=104, loss=0.4)
+    assert "step" not in status_file.changes(later, cleared, running, running)
+
+
 def test_a_launch_that_is_prepared_is_not_shown_as_one(command: Command, run: RunDirectory) -> None:
     build.write_status(run, phase="starting", launched=False)
     assert "attempt 1, no launch yet" in drawn(run)

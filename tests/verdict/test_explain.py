@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import msgspec
@@ -227,6 +228,18 @@ def test_a_finished_launch_is_no_failure(command: Command, run: RunDirectory) ->
     write(run, [on.LaunchBegan(at=START + 1, launch=0), ended])
 
     assert explained(command, run.path)["cause"] == "finished"
+
+
+def test_a_launch_that_runs_has_not_failed(command: Command, run: RunDirectory) -> None:
+    write(run, [on.LaunchBegan(at=START + 1, launch=0)])
+    build.write_status(run, attempt=0, alive_at=time.time())
+
+    said = command("explain", run.path)
+    assert (said.code, said.out) == (40, "")
+    assert "launch 0.0 runs, and nothing in it has failed: stepkeeper status" in said.err
+
+    build.write_status(run, attempt=0, alive_at=time.time() - 3600)  # its supervisor is lost
+    assert explained(command, run.path)["cause"] == "unknown"
 
 
 def test_logs_are_judged_on_their_own(command: Command, tmp_path: Path) -> None:

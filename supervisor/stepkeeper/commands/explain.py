@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,23 @@ from stepkeeper.core import ladder
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.redaction import redact
 from stepkeeper.store import find
+from stepkeeper.store import status as status_file
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.verdict import errorfiles, gathering, lasting, logs, reading, rules
 from stepkeeper.verdict.causes import Evidence, Verdict
 from stepkeeper.verdict.gathering import Launch
-from stepkeeper.verdict.joining import judge
+from stepkeeper.verdict.joining import NO_EVIDENCE, judge
 from stepkeeper_trainer.formats import lineage as lineages
 
 _CODES = f"""
 exit codes:
   {ExitCode.FINISHED:<3} a verdict was given, `unknown` included
   {ExitCode.USAGE:<3} an argument is wrong
-  {ExitCode.NOTHING_FOUND:<3} no such run, launch or FILE
+  {ExitCode.NOTHING_FOUND:<3} no such run, launch or FILE; or the launch runs, and nothing in it has failed
 """
 
 
@@ -92,6 +95,12 @@ def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, 
     failed = [each for each in wanted if each.failed]
     chosen = (failed or wanted)[-1]
     verdict = judge(gathering.of_launch(run, chosen))
+    if not chosen.failed and chosen.ended is None and verdict.rule == NO_EVIDENCE and _works(run, chosen):
+        raise StepkeeperError(
+            f"{run.path}: launch {chosen.attempt}.{chosen.launch} runs, and nothing in it has failed: "
+            f"stepkeeper status {run.path}",
+            ExitCode.NOTHING_FOUND,
+        )
     later = known[known.index(chosen) + 1 :]
     about = {
         "run": str(run.path),
@@ -112,6 +121,19 @@ def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, 
     row = _row(verdict, record.read(run.path, chosen.attempt).policy())
     about["next"] = explain_text.following(verdict.cause, row, about)
     return verdict, about
+
+
+def _works(run: RunDirectory, launch: Launch) -> bool:
+    """Tell whether the supervisor of a launch still writes, and its ranks may run."""
+    try:
+        status = status_file.read(run.status)
+    except msgspec.MsgspecError:
+        return False
+    return (
+        status is not None
+        and (status.attempt, status.launch, status.phase) == (launch.attempt, launch.launch, Phase.TRAINING)
+        and not status_file.is_silent(status, time.time())
+    )
 
 
 def _row(verdict: Verdict, policy: Policy) -> tuple[ladder.Try, ...]:

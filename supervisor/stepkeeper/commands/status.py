@@ -268,7 +268,7 @@ def _progress(status: Status, seen: dict[str, Any]) -> str:
     if status.step is None:
         return "none completed that the supervisor heard of"
     parts = [progress.steps(status), progress.loss(status)]
-    if status.tokens is not None:
+    if status.tokens:
         parts.append(f"{status.tokens:,} tokens")
     a_step = seen["pace_s"] or status.step_seconds
     if a_step is not None:

@@ -90,6 +90,9 @@ def changes(status: Status, event: on.Event, before: State, state: State) -> dic
     found: dict[str, object] = {"phase": state.phase.value}
     if state.running:  # else the number is that of a launch that is being prepared, and may never be started
         found |= {"launch": state.launch, "launched": True}
+        if (status.launch, status.launched) != (state.launch, True) and status.step != state.resume_step:
+            # what was done after the step that this launch goes on from is lost
+            found |= {"step": state.resume_step, "tokens": None, "loss": None, "loss_not_finite": False}
     if state.has_library or state.begun or (state.running and not state.wrapped):
         found["library"] = state.has_library
     if isinstance(event, on.Progressed):
@@ -105,7 +108,7 @@ def changes(status: Status, event: on.Event, before: State, state: State) -> dic
         found |= {"resumed_from": event.directory, "checkpoint_step": event.step}
     if isinstance(event, on.RankHello) and state.resume_step != before.resume_step:
         told = f"step {state.resume_step}, which the ranks brought"
-        found |= {"resumed_from": told, "checkpoint_step": state.resume_step}
+        found |= {"resumed_from": told, "checkpoint_step": state.resume_step, "step": state.resume_step}
     return found
 
 

@@ -14,6 +14,7 @@ READERS = (
     *(f"stepkeeper_trainer/{name}" for name in ("formats", "tiers", "loading")),
     *(f"stepkeeper_trainer/{name}.py" for name in ("commit", "report", "history", "retention", "replay", "resuming")),
     *(f"stepkeeper_trainer/{name}.py" for name in ("reader", "tiering", "persist", "export", "records", "outcomes")),
+    "stepkeeper_trainer/redrawn.py",
 )  # fmt: skip
 ELSEWHERE = {  # what these open is not in a run directory, or is opened to be written
     "stepkeeper_trainer/formats/plain.py": "the one function",

@@ -200,7 +200,7 @@ def test_where_no_rank_failed_by_itself_the_last_words_of_every_node_are_shown(
         "n1 1: ValueError: a label lies beyond the vocabulary",
         "n2 2: fine too",
     ]
-    assert said.err == f"attempt 0, launch 1: no rank is known to have failed by itself (numerical: {wrong})\n"
+    assert said.err == f"attempt 0, launch 1: no rank is known to have failed first (numerical: {wrong})\n"
 
 
 def test_a_launchers_ranks_share_one_label_and_their_node_is_shown(command: Command, run: RunDirectory) -> None:

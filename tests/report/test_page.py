@@ -284,7 +284,8 @@ def test_a_run_that_failed_says_how_to_go_on_and_what_ran() -> None:
         "a second start with the same data will most likely end the same way",
         "stepkeeper logs /runs/run --failed",
         "It goes on from step 10 (verified).",
-        "stepkeeper submit -N2 --gpus-per-node 8 --run-dir /runs/run -- python train.py --name 'two words'",
+        "stepkeeper resume /runs/run",
+        "python train.py --name 'two words'",
         "commit 0123456789ab, with changes that are not committed, in /home/ada/llm",
         "1.2.3",
         "spares = 1 (--spares)",
@@ -292,7 +293,7 @@ def test_a_run_that_failed_says_how_to_go_on_and_what_ran() -> None:
     ):
         assert words in parsed.text, words
     document = command.document(seen, "/runs/run", [RAN])
-    assert document["how_to_go_on"][-1]["type"].endswith("-- python train.py --name 'two words'")
+    assert document["how_to_go_on"][-1]["type"] == "stepkeeper resume /runs/run"
     assert (document["started"][0]["commit"], document["exit_code"]) == (RAN.commit, 29)
     assert document["launches"][-1]["decided"] == "the run ends with exit code 29"
     assert "How to go on" not in page(recorded(), ABOUT), "it is finished"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +15,11 @@ from torch.utils.data import DataLoader
 
 from stepkeeper_trainer import GlobalSampler, Keeper
 from stepkeeper_trainer.exactness import EVALUATIONS
-from stepkeeper_trainer.redrawn import NAME
+from stepkeeper_trainer.redrawn import BYTES_MAX, NAME
 
 pytestmark = pytest.mark.usefixtures("one_process")
 Act = Callable[["Loop"], object]
+Plant = Callable[[Path], None]
 
 
 class Squares(torch.utils.data.Dataset[torch.Tensor]):
@@ -227,12 +229,53 @@ def test_other_hardware_may_draw_otherwise(tmp_path: Path, said: Said) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"saves": 3}', b'{"format": 1, "saves": [{"step": "x"}]}'])
 def test_a_record_that_is_none_is_not_compared_with(tmp_path: Path, said: Said, content: bytes) -> None:
-    go_back(tmp_path / "run", _not_at_all)
+    go_back(tmp_path / "run", _drawing_in_python)
     (tmp_path / "run" / NAME).write_bytes(content)
 
-    _drawing_in_python(Loop(tmp_path / "run", resume_from=step_directory(tmp_path / "run")))
+    _not_at_all(Loop(tmp_path / "run", resume_from=step_directory(tmp_path / "run")))
 
-    assert said("random_numbers_differ") == []
+    assert len(said("random_numbers_differ")) == 1, "the first resume has"
+
+
+def _nothing(path: Path) -> None:
+    assert path.exists()
+
+
+def _a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _a_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def _nested_too_deep(path: Path) -> None:
+    path.write_bytes(b'{"x": ' + b"[" * 60_000)
+
+
+def _huge(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b" " * BYTES_MAX)
+
+
+def _of_a_newer_format(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":2'))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("plant", "compared"),
+    [(_nothing, 2), (_a_pipe, 1), (_a_link, 1), (_nested_too_deep, 1), (_huge, 1), (_of_a_newer_format, 1)],
+)
+def test_a_record_that_somebody_planted_is_left_out(tmp_path: Path, said: Said, plant: Plant, compared: int) -> None:
+    """The first resume has compared, and so does the second where nothing was planted."""
+    go_back(tmp_path / "run", _drawing_in_python)
+    plant(tmp_path / "run" / NAME)
+
+    _not_at_all(Loop(tmp_path / "run", resume_from=step_directory(tmp_path / "run")))
+
+    assert len(said("random_numbers_differ")) == compared
 
 
 GOES_BACK_TO = 2

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepkeeper_trainer import random_state
+from stepkeeper_trainer.formats.decoding import DecodeError, decode_format
 from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = 1
     saves: tuple[Drawn, ...] = ()
+
+
+_DECODER = msgspec.json.Decoder(Record)
 
 
 class Redrawn:
@@ -100,9 +105,8 @@ def _say_differs(step: int, generators: list[str]) -> None:
 
 def _read(path: Path) -> Record:
     try:
-        with path.open("rb") as file:
-            return msgspec.json.decode(file.read(BYTES_MAX), type=Record)
-    except (OSError, msgspec.MsgspecError):
+        return decode_format(_DECODER, read_plain(path, BYTES_MAX, within=path.parent), newest=1)
+    except (OSError, DecodeError):
         return Record()  # there may be none yet; what cannot be compared is not
 
 

@@ -66,7 +66,7 @@ def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     copy = below.add_parser(
         "copy",
         help="copy steps to another tier, or back",
-        description="Copy a step to another place, or the newest whole one back from there.  Each chunk is compared "
+        description="Copy a step to another place, or the newest verified one back from there.  Each chunk is compared "
         "with the manifest on its way, and what was written is read back; what was interrupted goes on.",
         allow_abbrev=False,
     )

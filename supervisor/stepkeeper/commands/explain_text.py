@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,9 +71,8 @@ def following(cause: Cause, row: Sequence[ladder.Try], about: Mapping[str, Any])
     if end is not None and end["code"] == ExitCode.FINISHED:
         return "nothing: the training is finished"
     if end is not None and end["code"] not in GOES_ON:
-        return (
-            "nothing: the run has ended; submit it again with the same --run-dir to resume from its newest checkpoint"
-        )
+        resume = f"stepkeeper resume {shlex.quote(str(about['run']))}"
+        return f"nothing: the run has ended; to go on from its newest checkpoint: {resume}"
     supervised = "" if "run" in about else "in a supervised run, "
     if fixed := rules.load().meanings[cause].next:
         return f"{supervised}{fixed}"
@@ -93,7 +93,7 @@ def lines(verdict: Verdict, about: Mapping[str, Any]) -> Iterator[tuple[str, str
     table = rules.load()
     if "attempt" in about:
         yield "launch", f"{about['attempt']}.{about['launch']} of {about['run']} (job {about['job_id']})"
-    yield "cause", f"{verdict.cause.value} ({_how_sure(verdict)}; rule {verdict.rule})"
+    yield "cause", f"{verdict.cause.value} ({_how_sure(verdict)})"
     if verdict.cause is not Cause.UNKNOWN or verdict.rule == NO_EVIDENCE:
         yield "", table.meanings[verdict.cause].happened
     said = redact(message(verdict))

@@ -102,7 +102,7 @@ def _in_words(first: First) -> str:
     if first.rank is not None:
         who = f"rank {first.rank}{f' on {first.node}' if first.node else ''} failed first"
     else:
-        who = f"{first.node} failed" if first.node else "no rank is known to have failed by itself"
+        who = f"{first.node} failed" if first.node else "no rank is known to have failed first"
     return who + (f" ({said})" if said else "")
 
 

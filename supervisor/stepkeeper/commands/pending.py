@@ -47,10 +47,10 @@ def show(run: RunDirectory, waiting: Waiting, queued: Queued | None, *, as_json:
     printing.say_table(rows)
     printing.say()
     if over:
-        printing.say(f"to submit it again: stepkeeper resume {run.path}")
+        printing.say(f"to submit it again: stepkeeper resume {run.typed}")
     else:
-        printing.say(f"follow: stepkeeper status --follow {run.path}")
-        printing.say(f"to stop: stepkeeper stop {run.path}, or scancel {waiting.job}")
+        printing.say(f"follow: stepkeeper status --follow {run.typed}")
+        printing.say(f"to stop: stepkeeper stop {run.typed}, or scancel {waiting.job}")
     return ExitCode.FINISHED
 
 

@@ -244,7 +244,7 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
         return close(state, event.at, plan, policy)
     anew = state.resubmitting or not job.requeue_allowed
     if anew and policy.resubmit == "never":
-        why = "Slurm does not requeue this job (Requeue=0): submit it again with the same --run-dir"
+        why = "Slurm does not requeue this job (Requeue=0): submit it again: stepkeeper resume RUN"
         plan = Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED)
         return close(state, event.at, plan, policy)
     assert state.plan is not None, "REQUEUEING is entered with a plan"

@@ -97,7 +97,7 @@ def _mode(config: NodeConfig) -> Iterator[Finding]:
             level=Level.WARNING,
             subject="test.allow_injected",
             found="true",
-            means="whoever may write to /dev/kmsg can have this node drained",
+            means="any process that may write to /dev/kmsg can have this node drained",
             remedy=f"remove the [test] table from {FILE} after the test",
         )
 
@@ -108,7 +108,7 @@ def _rights(facts: Facts) -> Iterator[Finding]:
             level=Level.PROBLEM,
             subject="user",
             found="not root",
-            means="Slurm lets nobody else drain a node, and jobs trust no other agent",
+            means="Slurm lets only root and SlurmUser drain a node, and jobs trust an agent of root only",
             remedy="start the agent from its systemd unit: `stepkeeper node install`",
         )
     if facts.kernel_log_error:

@@ -72,7 +72,7 @@ def document(seen: Timeline, path: str = "", ran: Sequence[Started] = ()) -> dic
         "learning_rate": seen.rate,
         "exit_code": seen.exit_code,
         "why": seen.why or None,
-        "how_to_go_on": msgspec.to_builtins(going_on.advice(seen, path, ran)),
+        "how_to_go_on": msgspec.to_builtins(going_on.advice(seen, path)),
         "started": [{**msgspec.to_builtins(each), "code": each.code} for each in ran],
         "steps_lost": seen.steps_lost,
         "ettr": accounts.ettr,

@@ -9,9 +9,7 @@ import msgspec
 
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.redaction import HIDDEN
 from stepkeeper.seeing.model import Checkpoint
-from stepkeeper.seeing.started import Started
 from stepkeeper.seeing.timeline import Standing, Timeline
 from stepkeeper.verdict import rules
 from stepkeeper_trainer.formats.steps import DAMAGED
@@ -27,17 +25,17 @@ class Advice(msgspec.Struct, frozen=True):
     type: str = ""  # a command line, where there is one
 
 
-def advice(seen: Timeline, path: str, started: Sequence[Started]) -> list[Advice]:
+def advice(seen: Timeline, path: str) -> list[Advice]:
     """Return what to do, in its order; nothing where the run goes on, or is finished."""
     job = seen.attempts[-1].job_id if seen.attempts else 0
     if seen.standing is Standing.SILENT:
         return [
             Advice("See whether the job is there, or suspended:", f"squeue --jobs={job}"),
-            _again(seen, path, started),
+            _again(seen, path),
         ]
     if seen.standing is not Standing.ENDED:
         return []
-    return [*_mend(seen, path), _again(seen, path, started)]
+    return [*_mend(seen, path), _again(seen, path)]
 
 
 def _mend(seen: Timeline, path: str) -> list[Advice]:
@@ -53,21 +51,12 @@ def _mend(seen: Timeline, path: str) -> list[Advice]:
     return [Advice(f"Mend this first: {code.meaning}.")] if code is not None and code.needs_person else []
 
 
-def _again(seen: Timeline, path: str, started: Sequence[Started]) -> Advice:
+def _again(seen: Timeline, path: str) -> Advice:
     newest = _newest(seen.checkpoints)
     where = (
         f"step {newest.step:,} ({newest.states[0]})" if newest is not None else "the beginning: no step was committed"
     )
-    attempt = seen.attempts[-1]
-    words = started[-1].command if started else ()
-    shape = f"-N{len(attempt.nodes)} " if attempt.nodes else ""
-    shape += f"--gpus-per-node {attempt.gpus_per_node} " if attempt.gpus_per_node else ""
-    command = shlex.join(words) if words else "CMD ARGS..."
-    secrets = f" Put the secrets back where {HIDDEN} stands." if HIDDEN in command else ""
-    return Advice(
-        f"Submit it again with this run directory, as before or like this. It goes on from {where}.{secrets}",
-        f"stepkeeper submit {shape}--run-dir {shlex.quote(path)} -- {command}",
-    )
+    return Advice(f"Submit it again as it was. It goes on from {where}.", f"stepkeeper resume {shlex.quote(path)}")
 
 
 def _newest(found: Sequence[Checkpoint]) -> Checkpoint | None:

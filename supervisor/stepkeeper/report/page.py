@@ -100,7 +100,7 @@ def _sentence(seen: Timeline) -> str:
 
 def _going_on(seen: Timeline, about: About) -> str:
     """Say how to go on, where the run does not do so by itself."""
-    said = going_on.advice(seen, about.path, about.started)
+    said = going_on.advice(seen, about.path)
     if not said:
         return ""
     why = f"<p class=note>{text(seen.why)}</p>" if seen.why else ""

@@ -427,7 +427,7 @@ def test_jobs_are_noted_and_three_of_them_have_the_gpu_checked(cluster: Lab, gpu
             cluster.cancel(job)
             cluster.wait_ended(job, 120)
     gpu_agents.wait_event(node, "alarm", text="3 faults (XID 31) at GPC 2 TPC 3 of this GPU in a day, over 3 jobs")
-    gpu_agents.wait_event(node, "alarm", text="it passed")
+    gpu_agents.wait_event(node, "alarm", text="the GPU passed its check")
     cluster.cancel(job)
     cluster.wait_ended(job, 120)
 

@@ -601,7 +601,7 @@ def test_three_users_jobs_that_die_in_one_place_lead_to_a_check(node: Node) -> N
     (alarm,) = node.acts(do.Alarm)
     assert isinstance(alarm, do.Alarm)
     assert f"3 faults (XID 31) at {PLACE} of this GPU in a day, over 3 jobs" in alarm.text
-    assert "it passed" in alarm.text
+    assert "the GPU passed its check" in alarm.text
 
     for index in range(3, 5):  # the count begins anew
         node.jobs = (index,)
@@ -615,7 +615,7 @@ def test_a_gpu_that_fails_the_check_is_drained(node: Node) -> None:
 
     assert node.cluster.held == {"a"}
     assert node.state.incidents[-1].action is Action.DRAIN_RESET
-    assert "it failed" in node.cluster.nodes["a"].reason or "3 faults" in node.cluster.nodes["a"].reason
+    assert "the GPU failed its check" in node.cluster.nodes["a"].reason or "3 faults" in node.cluster.nodes["a"].reason
 
 
 def test_a_gpu_that_cannot_be_checked_is_named_and_stays(node: Node) -> None:
@@ -625,7 +625,7 @@ def test_a_gpu_that_cannot_be_checked_is_named_and_stays(node: Node) -> None:
     assert not node.cluster.held
     (alarm,) = node.acts(do.Alarm)
     assert isinstance(alarm, do.Alarm)
-    assert "it cannot be checked" in alarm.text
+    assert "the GPU cannot be checked" in alarm.text
 
 
 @pytest.mark.parametrize("places", [("",), ("GPC 0 TPC 0", "GPC 0 TPC 1")])

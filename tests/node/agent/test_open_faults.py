@@ -80,7 +80,7 @@ def test_a_take_back_whose_answer_is_lost_leaves_the_fault_open(cluster: Cluster
 
 
 def test_a_take_back_that_takes_effect_late_is_ours_too(cluster: Cluster) -> None:
-    """When it does, the breaker has let us keep the drain: it is made anew."""
+    """When it does, the breaker has let us keep the drain: the agent drains the node again."""
     node = races(cluster)
     resume = node.waiting.pop()
     assert isinstance(resume, do.Resume)

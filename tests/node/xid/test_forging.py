@@ -6,6 +6,7 @@ The templates are records that the kernel writes when a user's program crashes, 
 from __future__ import annotations
 
 import io
+import itertools
 
 import pytest
 from hypothesis import Phase, example, given, settings
@@ -57,14 +58,26 @@ nasty = st.lists(st.sampled_from(PIECES) | st.text(max_size=20), max_size=12).ma
 
 
 INTERFACES = ("lo", "", ",", "IN=", "a\u2003b", "x\x01", "=", "GPU", "79,")
-TAILS = (
-    "SRC=127.0.0.1 DST=127.0.0.1 LEN=29 TOS=0x00 PREC=0x00 TTL=64 ID=1 DF PROTO=UDP SPT=4 DPT=9 LEN=9 ",
-    "MAC=00:00:00:00:00:00:00:00:00:00:00:00:08:00 SRC=127.0.0.1 DST=127.0.0.1 LEN=84 TOS=0x00 PREC=0x00 TTL=64 ",
-    "ARP HTYPE=1 PTYPE=0x0800 OPCODE=1",
-    "MACSRC=00:00:00:00:00:00 MACDST=00:00:00:00:00:00 MACPROTO=0800 ",
-    "TRUNCATED",
+IPV4 = "SRC=127.0.0.1 DST=127.0.0.1 LEN=29 TOS=0x00 PREC=0x00 TTL=64 ID=1 DF PROTO=UDP SPT=4 DPT=9 LEN=9 "
+IPV6 = "SRC=0000:0000:0000:0000:0000:0000:0000:0001 DST=fe80:0000:0000:0000:0000:0000:0000:0001 LEN=64 TC=0 HOPLIMIT=1 "
+ARP = "ARP HTYPE=1 PTYPE=0x0800 OPCODE=1"
+DECODED = "MACSRC=00:00:00:00:00:00 MACDST=00:00:00:00:00:00 "
+HARDWARE = (
     "",
-)  # fmt: skip
+    "MAC= ",
+    "MAC=00 ",
+    "MAC=00:00:00:00:00:00:00:00:00:00:00:00:08:00 ",
+    f"{DECODED}MACPROTO=0800 ",
+    f"{DECODED}VPROTO=8100 VID=10 MACPROTO=0800 ",
+    "MAC= TUNNEL=192.0.2.1->192.0.2.2 ",
+    "MAC=00:11:22 TUNNEL=192.0.2.1->192.0.2.2 ",
+)
+BRIDGED = ("", "PHYSIN=veth0 ", "PHYSOUT=veth1 ", "PHYSIN=veth0 PHYSOUT=veth1 ", "PHYSIN=, PHYSOUT== ")
+PACKETS = (IPV4, IPV6, ARP, "TRUNCATED", "")
+TAILS = (  # all that nf_log_syslog and ebt_log print behind `IN=... OUT=... `
+    *("".join(parts) for parts in itertools.product(BRIDGED, HARDWARE, PACKETS)),
+    "MAC source = 00:00:00:00:00:00 MAC dest = 00:00:00:00:00:00 proto = 0x0806",
+)
 LOADED = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  535.161.07  Sat Feb 17 22:55:48 UTC 2024"
 
 
@@ -127,6 +140,39 @@ def test_a_process_name_changes_neither_the_code_nor_what_the_driver_said(name: 
     assert report is not None
     assert (report.code, report.pci) == (94, "0000:3b:00.0")
     assert said.endswith(report.payload)
+
+
+HIDING = (
+    "IN= OUT= x", "IN= OUT= ", "IN= OUT=", "IN=a OUT=b ", "IN= OUT= MAC= ", "IN= OUT= MAC=00", "IN= OUT= MAC=0:",
+    "IN= OUT= SRC=", "IN= OUT= SRC=x ", "IN= OUT= PHYSIN", "IN= OUT= MACSRC", "IN= OUT= TRUNCA", "IN= OUT= ARP HT",
+    "IN= OUT= MAC so", "IN= OUT= TUNNEL",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(79, "GPU has fallen off the bus."), (48, "DBE (double bit error)"), (7, "x")]
+)
+@SETTINGS
+@given(name=st.sampled_from(HIDING) | st.text(alphabet="INOUT= MACSR0:,x", max_size=15) | nasty)
+@example(name=HIDING[0])
+def test_no_process_name_hides_a_report(code: int, said: str, name: str) -> None:
+    """The program whose GPU fails has the name that its user gives it."""
+    report = parse(f"NVRM: Xid (PCI:0000:3b:00): {code}, pid=1, name={as_comm(name)}, {said}")
+
+    assert report is not None
+    assert (report.code, report.pci) == (code, "0000:3b:00.0")
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_no_such_name_hides_a_report(name: str) -> None:
+    assert len(name) <= COMM_BYTES
+    assert parse(f"NVRM: Xid (PCI:0000:3b:00): 79, pid=1, name={name}, GPU has fallen off the bus.") is not None
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_each_form_of_netfilters_is_no_report(tail: str) -> None:
+    for fake, into in itertools.product(FAKES, INTERFACES):
+        assert parse(f"{fake}IN={into} OUT={into} {tail}") is None
 
 
 @given(text=nasty)

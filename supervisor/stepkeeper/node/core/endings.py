@@ -74,7 +74,7 @@ def _returned_late(state: State, at: float, drain: Drain, policy: Policy) -> Dec
         return returned_by_us(state)
     if not drain.counted:
         return taken_back(watching(replace(state, drain=None), at, policy, refused=True))
-    why = "our own return, whose answer was lost, took effect late: the drain is made anew"
+    why = "our own return, whose answer was lost, took effect late: the agent drains the node again"
     state, effects = _let_go(state, Outcome.OPEN, why)
     return Decision(state, effects, why)
 
@@ -88,5 +88,5 @@ def taken_back(state: State) -> Decision:
 
 def returned_by_us(state: State) -> Decision:
     """Note that the node is in service by its checks."""
-    state, effects = _let_go(state, Outcome.RESOLVED, "it passed its checks and was returned to service")
+    state, effects = _let_go(state, Outcome.RESOLVED, "the node passed its checks and was returned to service")
     return Decision(state, effects, "the node is in service again")

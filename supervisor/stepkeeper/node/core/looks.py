@@ -63,14 +63,14 @@ def _checked(incident: Incident, event: on.CallAnswered) -> Incident:
     """Return what programs' faults in one place have led to: a drain only where the check itself finds something."""
     why = incident.outcome_why
     if event.looked is None:
-        return replace(incident, outcome=Outcome.NOTED, outcome_why=f"{why}; it cannot be checked: {event.error}")
+        return replace(incident, outcome=Outcome.NOTED, outcome_why=f"{why}; the GPU cannot be checked: {event.error}")
     if incident.pci in event.looked.well:
-        text = f"{why}; it passed: run a field diagnostic at the next occasion"
+        text = f"{why}; the GPU passed its check: run a field diagnostic at the next occasion"
         return replace(incident, outcome=Outcome.NOTED, outcome_why=text, checked=True)
     return replace(
         incident,
         action=Action.DRAIN_RESET,
-        escalated=f"{why}; it failed: {event.error}",
+        escalated=f"{why}; the GPU failed its check: {event.error}",
         agreed=True,
         settled=False,
         outcome=Outcome.OPEN,

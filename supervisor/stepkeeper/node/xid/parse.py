@@ -4,9 +4,10 @@ Every pattern is anchored at the start of the *record*, never searched for and n
 text of his choice into the middle of a genuine kernel record (the name of a program that crashes, the path of one that
 is started), but not at its start.  One kind of record does begin with a user's text: netfilter's, with the prefix of a
 `log` rule, which any user may have in a network namespace of his own where `net.netfilter.nf_log_all_netns` is 1.
-Netfilter always adds `IN=... OUT=...` behind the prefix, so a record that holds that is no report.  The code stands
-before the process name, so that cannot change it; and the name is cut off so that no part of it is ever taken for the
-driver's text.
+Netfilter always adds `IN=... OUT=...` and the packet behind the prefix, so a record that holds that is no report.  Each
+form of it is longer than a process name, or ends the record: so no process name can hide a real report.  The code
+stands before the process name, so that cannot change it; and the name is cut off so that no part of it is ever taken
+for the driver's text.
 
 Drivers wrote the report in these ways, oldest first; the function number is in the tracepoint's and the switches'.
 
@@ -48,8 +49,13 @@ _LOST_AT_PROBE = re.compile(
     r"(?:NVRM:\s+)?fallen off the bus"
 )
 _ANNOUNCEMENT = re.compile(rf"NVRM: GPU at PCI:{_PCI}(?:\.(?P<function>[0-7]))?: (?P<uuid>GPU-[0-9a-fA-F-]{{36}})\s*\Z")
-# IN=lo OUT= MAC=... SRC=...: the kernel allows no space in the name of an interface, but all else that looks like one
-_NETFILTER = re.compile(r"IN=[^ ]* OUT=[^ ]*(?: |\Z)")
+# IN=lo OUT= MAC=... SRC=...: the kernel allows no space in the name of an interface, but all else that looks like one.
+# What follows is what nf_log_syslog and ebt_log print there.  Each is longer than NAME_CHARACTERS_MAX, or ends the
+# record, so that no process name is one.
+_NETFILTER = re.compile(
+    r"IN=[^ ]* OUT=[^ ]*(?: PHYSIN=| PHYSOUT=| MACSRC=| MAC source = | MAC=[0-9a-f]{2}[: ]"
+    r"|(?: MAC=)?(?: SRC=[^ ]+ DST=| TUNNEL=| TRUNCATED| ARP HTYPE=| ?\Z))"
+)
 _DRIVER_LOADED = "NVRM: loading NVIDIA UNIX "
 _PID = re.compile(r"pid=(?:[0-9]{1,10}|'?<unknown>'?)(?:,[ ]?|\Z)")
 _ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")

@@ -6,7 +6,7 @@ from stepkeeper.verdict.causes import Cause
 from tests.verdict.corpus import Case, cases, verdict
 
 LEARNED = ("known", "second", "third", "fourth")  # the rules were written with these in sight
-HELD_OUT_AT_LEAST = 0.9  # of logs that no rule was written for
+HELD_OUT_AT_LEAST = 0.95  # of logs that no rule was written for
 
 
 def is_right(case: Case) -> bool:
@@ -27,7 +27,7 @@ def share(names: tuple[str, ...]) -> float:
 
 
 def test_nine_of_ten_public_failure_logs_are_judged_rightly() -> None:
-    assert share((*LEARNED, "held_out")) >= 0.9
+    assert share((*LEARNED, "held_out")) >= 0.95
 
 
 def test_logs_that_no_rule_was_written_for_are_judged_rightly_as_a_rule() -> None:

@@ -13,7 +13,6 @@ from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.logtext import is_own
 from stepkeeper.slurm import chatter
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.verdict import gathering, planes, reading
@@ -120,4 +119,4 @@ def _newest(run: Path, files: dict[str, Path], rank: int | None, count: int) -> 
 def _follows(line: str) -> bool:
     """Tell whether a line is our own, or one of Slurm's that tells of no cause."""
     text = reading.parse(line.encode(errors="replace"))[1]
-    return not text or is_own(text) or chatter.follows(text) or bool(_OURS.match(text) or _LIBRARY.match(text))
+    return not text or chatter.follows(text) or bool(_OURS.match(text) or _LIBRARY.match(text))

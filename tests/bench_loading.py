@@ -159,12 +159,12 @@ class _Ways:
 
     def _reader(self) -> Any:
         from stepkeeper_trainer.formats.manifest import read_manifest  # noqa: PLC0415
-        from stepkeeper_trainer.reader import CheckedReader  # noqa: PLC0415
+        from stepkeeper_trainer.load.reader import CheckedReader  # noqa: PLC0415
 
         return CheckedReader(self.step, read_manifest(self.step))
 
     def ours(self) -> None:
-        from stepkeeper_trainer.reader import load  # noqa: PLC0415
+        from stepkeeper_trainer.load.reader import load  # noqa: PLC0415
 
         load(self._reader(), self.state, self.group)
 

@@ -42,7 +42,7 @@ IMPORTS = (
     "torch.distributed.tensor",
     "torch._dynamo",  # which fully_shard and optimizers import when they are first used
     "torch._inductor",
-    "stepkeeper_trainer.keeper",
+    "stepkeeper_trainer.api",
 )
 GPU_FILES = ("/dev/nvidia", "/dev/kfd")  # open as soon as somebody has asked how many GPUs there are
 _GPU_VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_")  # which counted then

@@ -22,11 +22,11 @@ from stepkeeper.cli import main
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.store import asks, code, journal, known, metrics, rescues, tenure
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.formats import keeping, lease, lineage, outcome, steps, trackers
 from stepkeeper_trainer.formats.decoding import DecodeError
-from stepkeeper_trainer.replay import recorded_losses
+from stepkeeper_trainer.observe.replay import recorded_losses
+from stepkeeper_trainer.save.commit import Commits
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.survey import on_the_way

@@ -10,7 +10,7 @@ import pytest
 from stepkeeper.commands.checkpoints_prune import words
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import keeping
-from stepkeeper_trainer.retention import Policy, parse_policy
+from stepkeeper_trainer.store.retention import Policy, parse_policy
 from tests.reading import build
 from tests.reading.conftest import Command
 

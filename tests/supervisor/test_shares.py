@@ -4,7 +4,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from stepkeeper.actions.shares import PATIENCE_MIN_S, STALLED_S, Shares
-from stepkeeper_trainer.formats.shares import ShareVerdict
+from stepkeeper_trainer.formats.verify import ShareVerdict
 
 
 def found(index: int, of: int, *problems: str) -> ShareVerdict:

@@ -153,7 +153,7 @@ ALL_REDUCE = f"{TORCH}/distributed/distributed_c10d.py", "all_reduce"
 BACKWARD = f"{TORCH}/autograd/graph.py", "_engine_run_backward"
 LOADER = f"{TORCH}/utils/data/dataloader.py", "_try_get_data"
 LAYER = f"{TORCH}/nn/modules/linear.py", "forward"
-OURS = "/v/lib/python3.11/site-packages/stepkeeper_trainer/agreement.py", "share"
+OURS = "/v/lib/python3.11/site-packages/stepkeeper_trainer/coordinate/agreement.py", "share"
 STEP = "/w/train.py", "step"
 
 

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-from stepkeeper_trainer import Keeper, KeeperError, connections, outcomes, rollcall
+from stepkeeper_trainer import Keeper, KeeperError
+from stepkeeper_trainer.coordinate import ending as outcomes
+from stepkeeper_trainer.coordinate import ending as rollcall
+from stepkeeper_trainer.coordinate import groups as connections
 from stepkeeper_trainer.tiers.config import Tiers
 from tests.trainer.scenes import loopback
 
@@ -67,10 +70,10 @@ def _fall(how: str) -> None:
 
 def _arm(hit: str, act: Any) -> None:
     """Have `act` called where this rank's part of a save comes to a point."""
-    from stepkeeper_trainer import persist  # noqa: PLC0415
-    from stepkeeper_trainer.tiers import placing  # noqa: PLC0415
+    from stepkeeper_trainer.save import persist  # noqa: PLC0415
+    from stepkeeper_trainer.tiers import uploader  # noqa: PLC0415
 
-    holder: Any = {"report.publish": persist, "reported": persist, "placing.push": placing}[hit]
+    holder: Any = {"report.publish": persist, "reported": persist, "uploader.push": uploader}[hit]
     name = hit.rpartition(".")[2] if hit != "reported" else "publish"
     original = getattr(holder, name)
 

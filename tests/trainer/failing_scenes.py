@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from stepkeeper_trainer import Keeper, commit
-from stepkeeper_trainer.saves import Save
-from stepkeeper_trainer.storage import Backoff
-from stepkeeper_trainer.tiers import TierError, placing
+from stepkeeper_trainer import Keeper
+from stepkeeper_trainer.save import commit
+from stepkeeper_trainer.save.save import Save
+from stepkeeper_trainer.store.guard import Backoff
+from stepkeeper_trainer.tiers import TierError, uploader
 from stepkeeper_trainer.tiers.config import Tiers
 
 LIMIT_S = 60.0
@@ -96,7 +97,7 @@ class Rank:
         )
         self.keeper.resume()
         self.keeper._guard._backoff = Backoff(first_s=0.01, longest_s=0.01)
-        self.placing: placing.Placing | None = self.saver._placing
+        self.uploader: uploader.Uploader | None = self.saver._uploader
 
     @property
     def saver(self) -> Any:
@@ -118,13 +119,13 @@ class Rank:
     def ends(self, save: Save) -> str | None:
         """Wait until a save is through with this rank, on its way to shared storage too; return what went wrong."""
         assert save.settled.wait(LIMIT_S), "it has no end"
-        if self.placing is None or save.error is not None:
+        if self.uploader is None or save.error is not None:
             return save.error
-        placed = self.placing.last
-        assert placed is not None
-        assert placed.save_id == save.save_id
-        assert placed.settled.wait(LIMIT_S), "its copy has no end"
-        return placed.error
+        upload = self.uploader.last
+        assert upload is not None
+        assert upload.save_id == save.save_id
+        assert upload.settled.wait(LIMIT_S), "its copy has no end"
+        return upload.error
 
 
 def comes_to_nothing(rank: int, directory: Path, *, disks: str) -> int:
@@ -164,11 +165,11 @@ def comes_to_nothing(rank: int, directory: Path, *, disks: str) -> int:
         def fails(*_: object, **__: object) -> None:
             raise TierError("a test")
 
-        push, placing.push = placing.push, fails if rank == 1 else placing.push  # type: ignore[assignment]
-        assert mine.placing is not None
-        mine.placing._retry_s = 0.001
+        push, uploader.push = uploader.push, fails if rank == 1 else uploader.push  # type: ignore[assignment]
+        assert mine.uploader is not None
+        mine.uploader._retry_s = 0.001
         found = mine.ends(mine.save())
-        placing.push = push
+        uploader.push = push
         return found
 
     ways = [cancelled, cancelled_when_the_other_has_reported, lambda: refused_by(0), lambda: refused_by(1)]

@@ -288,7 +288,7 @@ def _fill(full: Callable[[], bool]) -> None:
 
 def _arm(point: str, how: str) -> None:
     """Have this process killed or stopped where its first save comes to a point."""
-    from stepkeeper_trainer import commit, completing, copying, persist, planner, saver, writer  # noqa: PLC0415
+    from stepkeeper_trainer.save import commit, complete, copying, persist, planner, saver, writer  # noqa: PLC0415
 
     places = {
         "staged": (copying.Copier, "copy", True),
@@ -297,7 +297,7 @@ def _arm(point: str, how: str) -> None:
         "written": (writer.HashingFile, "close", True),
         "reporting": (persist, "publish", False),
         "reported": (persist, "publish", True),
-        "gathered": (completing, "gather", True),
+        "gathered": (complete, "gather", True),
         "manifest": (commit, "_write_new", True),
         "renaming": (commit.Commits, "check_fence", True),
         "renamed": (commit.lineage, "append", False),

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from stepkeeper_trainer.formats import cache, durable
-from stepkeeper_trainer.retention import Policy, empty_trash, prune
+from stepkeeper_trainer.store.retention import Policy, empty_trash, prune
 
 ACTS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 

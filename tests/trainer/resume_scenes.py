@@ -11,8 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from stepkeeper_trainer import Keeper, attach, reader, resuming
-from stepkeeper_trainer.loading import Limits
+from stepkeeper_trainer import Keeper
+from stepkeeper_trainer.coordinate import groups
+from stepkeeper_trainer.load import Limits, reader
+from stepkeeper_trainer.load import resume as resuming
 from tests.trainer.worlds import Kinds, build, kinds, wrong
 
 SAVE_WITHIN_S = 1.0
@@ -21,7 +23,7 @@ SLOW_S = 3.0  # one rank is behind by so much, each time that the others wait fo
 
 def slow_rank(rank: int, directory: Path) -> int:
     """Verify and load the newest step together, one rank far more slowly than a save may take."""
-    attach.new_group = _strict(attach.new_group)  # type: ignore[assignment]
+    groups.new_group = _strict(groups.new_group)  # type: ignore[assignment]
     if rank == 1:
         resuming.verify_share = _late(resuming.verify_share)
         reader.fill = _late(reader.fill)

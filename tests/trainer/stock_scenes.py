@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from stepkeeper_trainer import Keeper
-from stepkeeper_trainer.planner import Planner
+from stepkeeper_trainer.save.planner import Planner
 
 warnings.simplefilter("ignore")
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stepkeeper_trainer import collectives
 from stepkeeper_trainer.formats import nccl_dumps, stacks
+from stepkeeper_trainer.observe import collectives
 
 WORLD = 3
 LATE = 2  # the rank that does something else

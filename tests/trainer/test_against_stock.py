@@ -27,7 +27,7 @@ from stepkeeper_trainer import Keeper
 from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError
 from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
-from stepkeeper_trainer.reader import CheckedReader, load
+from stepkeeper_trainer.load.reader import CheckedReader, load
 from tests.trainer.forked import ROOT, Story
 from tests.trainer.scenes import Stage
 from tests.trainer.steps_by_dcp import commit, stock_load

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as some
 
-from stepkeeper_trainer.cadence import Cadence, Rule, parse_rule
+from stepkeeper_trainer.coordinate.cadence import Cadence, Rule, parse_rule
 from stepkeeper_trainer.errors import UsageError
-from stepkeeper_trainer.formats.failures import PRIOR_NODE_HOURS, FailureRate
 from stepkeeper_trainer.formats.interval import (
+    PRIOR_NODE_HOURS,
     Costs,
+    FailureRate,
     best_interval_s,
     daly_s,
     floor_interval_s,

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from stepkeeper_trainer import connections
+from stepkeeper_trainer.coordinate import groups as connections
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer.comparing import IN_PLACE_BYTES
 from stepkeeper_trainer.formats import outcome
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
+from stepkeeper_trainer.save.replicas import IN_PLACE_BYTES
 from tests.trainer.forked import POINTS, POINTS_OF_RANK_0, Ended, Story, play
 
 AT_ONCE = 4  # stories: who is left alone waits, most of the time

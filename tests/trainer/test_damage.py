@@ -27,7 +27,7 @@ from stepkeeper_trainer.formats.manifest import ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import parse
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.steps import newest_verified, verify
-from stepkeeper_trainer.reader import CheckedReader, load
+from stepkeeper_trainer.load.reader import CheckedReader, load
 from tests.trainer.steps_by_dcp import commit, save, stock_load
 
 CHUNK = 16 * 1024

@@ -18,9 +18,8 @@ import pytest
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.sharing import ShareReader
 from stepkeeper_trainer.formats.manifest import FileEntry, read_manifest, seal
-from stepkeeper_trainer.formats.shares import join_shares, verify_share
 from stepkeeper_trainer.formats.steps import newest_verified
-from stepkeeper_trainer.formats.verify import verify
+from stepkeeper_trainer.formats.verify import join_shares, verify, verify_share
 from stepkeeper_trainer.tiers import DirectoryTier, copy_step
 from tests.trainer.ranks import ROOT, Ranks
 from tests.trainer.steps_by_dcp import entry

@@ -20,11 +20,12 @@ pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs st
 OURS = """
 import os, sys, time, torch
 sys.path[:0] = [sys.argv[2] + "/trainer", sys.argv[2]]
-from stepkeeper_trainer import Keeper, dividing, incremental, writer
-incremental.COLD_BYTES_MIN = dividing.FILE_BYTES_MIN = 1000
+from stepkeeper_trainer import Keeper
+from stepkeeper_trainer.save import files, writer
+files.FILE_BYTES_MIN = 1000
 width, late, close = int(sys.argv[3]), len(sys.argv) > 4, writer.HashingFile.close
 if width > 60:  # two moments and a weight: one file that is written past the page cache, in several pieces
-    dividing.FILE_BYTES_MIN, writer.WRITE_BYTES = 1 << 30, 1 << 20
+    files.FILE_BYTES_MIN, writer.WRITE_BYTES = 1 << 30, 1 << 20
 def close_and_cut(file):
     close(file)
     if file._path.suffix == ".distcp":
@@ -53,11 +54,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from stepkeeper_trainer import Keeper
-from stepkeeper_trainer.tiers import placing
+from stepkeeper_trainer.tiers import uploader
 from stepkeeper_trainer.tiers.config import Tiers
 root, left_out = Path(sys.argv[1]), sys.argv[2]
 if left_out:
-    placing.fsync_directory = lambda _path: None
+    uploader.fsync_directory = lambda _path: None
 torch.set_num_threads(1)
 other = os.fork()
 rank = int(other == 0)

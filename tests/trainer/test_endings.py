@@ -73,7 +73,7 @@ def test_a_rank_that_dies_before_its_files_are_on_shared_storage_ends_the_wait_t
     stage: Stage, tmp_path: Path
 ) -> None:
     ended = stage.play(
-        SCENE, tmp_path / "run", ranks=3, limit_s=LIMIT_S, hit="placing.push", who=1, local=str(tmp_path / "disk")
+        SCENE, tmp_path / "run", ranks=3, limit_s=LIMIT_S, hit="uploader.push", who=1, local=str(tmp_path / "disk")
     )
 
     assert ended.codes[1] == KILLED, ended.said

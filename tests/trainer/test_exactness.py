@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from stepkeeper_trainer import GlobalSampler, Keeper
-from stepkeeper_trainer.exactness import EVALUATIONS
-from stepkeeper_trainer.redrawn import BYTES_MAX, NAME
+from stepkeeper_trainer.observe.exactness import EVALUATIONS
+from stepkeeper_trainer.observe.redrawn import BYTES_MAX, NAME
 
 pytestmark = pytest.mark.usefixtures("one_process")
 Act = Callable[["Loop"], object]

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from stepkeeper.cli import main
-from stepkeeper_trainer import export
 from stepkeeper_trainer.errors import DamagedError, ResumeError
 from stepkeeper_trainer.formats import numbers
 from stepkeeper_trainer.formats import safetensors as format_
@@ -33,8 +32,9 @@ from stepkeeper_trainer.formats.metadata import Extent, Piece, TensorEntry
 from stepkeeper_trainer.formats.steps import step_name
 from stepkeeper_trainer.formats.stored import StepBytes, StoredError
 from stepkeeper_trainer.leave import leave
-from stepkeeper_trainer.safetensors_io import load_model
-from stepkeeper_trainer.writer import HashingFile
+from stepkeeper_trainer.load.safetensors import load_model
+from stepkeeper_trainer.save.writer import HashingFile
+from stepkeeper_trainer.store import export
 from tests.ports import reserve
 
 SMALL_CHUNK = 4096
@@ -530,7 +530,7 @@ def test_memory_stays_small_however_large_a_tensor_is(tmp_path: Path) -> None:
     big = torch.arange(100_000_000, dtype=torch.float32).view(10_000, 10_000)
     step = made_step(tmp_path, {"model.big": big, "model.small": torch.ones(4_000_000)}, chunk_bytes=CHUNK_BYTES)
     script = (
-        "import sys; from pathlib import Path; from stepkeeper_trainer import export;"
+        "import sys; from pathlib import Path; from stepkeeper_trainer.store import export;"
         "export.export(export.plan_export(Path(sys.argv[1]), dtype='bf16'), Path(sys.argv[2]));"
         "assert 'torch' not in sys.modules;"
         "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer.agreement import Agreement
-from stepkeeper_trainer.attach import open_run_directory
+from stepkeeper_trainer.coordinate.agreement import Agreement
 from stepkeeper_trainer.environment import Environment, read_environment
 from stepkeeper_trainer.errors import RunDirectoryError, SupersededError
 from stepkeeper_trainer.formats import lease
 from stepkeeper_trainer.formats.processes import Birth, birth
+from stepkeeper_trainer.store.run_lock import open_run_directory
 
 BY_HAND = replace(read_environment({}), node="here")
 

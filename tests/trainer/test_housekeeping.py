@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer import retention
-from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.formats import cache
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.shares import join_shares, verify_share
-from stepkeeper_trainer.housekeeping import BEHIND_STEPS, Retention
-from stepkeeper_trainer.listeners import CommittedStep
-from stepkeeper_trainer.retention import Policy, prune
+from stepkeeper_trainer.formats.verify import join_shares, verify_share
+from stepkeeper_trainer.save.commit import Commits
+from stepkeeper_trainer.save.listeners import CommittedStep
+from stepkeeper_trainer.store import retention
+from stepkeeper_trainer.store.housekeeping import BEHIND_STEPS, Retention
+from stepkeeper_trainer.store.retention import Policy, prune
 from tests.trainer.test_formats import make_step
 
 LIMIT_S = 60.0

@@ -19,9 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from stepkeeper_trainer import GlobalSampler, Keeper, records
-from stepkeeper_trainer.agreement import Wish
-from stepkeeper_trainer.attach import default_run_directory
+from stepkeeper_trainer import GlobalSampler, Keeper
+from stepkeeper_trainer.coordinate.agreement import Wish
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import (
     DamagedError,
@@ -35,7 +34,9 @@ from stepkeeper_trainer.errors import (
 from stepkeeper_trainer.formats import lease, lineage, messages, outcome
 from stepkeeper_trainer.formats.manifest import seal
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, open_step, read_manifest, verify
-from stepkeeper_trainer.later import Later, Number
+from stepkeeper_trainer.observe import metrics as records
+from stepkeeper_trainer.observe.metrics import Later, Number
+from stepkeeper_trainer.store.run_lock import default_run_directory
 from tests.trainer.ranks import losses, watcher_socket
 
 pytestmark = pytest.mark.usefixtures("one_process")

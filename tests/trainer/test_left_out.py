@@ -12,8 +12,8 @@ from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.lineage import LeftOut
 from stepkeeper_trainer.formats.manifest import Manifest
 from stepkeeper_trainer.formats.steps import newest_verified, read_manifest
-from stepkeeper_trainer.history import record_left_out
-from stepkeeper_trainer.tiers.gathering import ANCESTORS, counts
+from stepkeeper_trainer.store.history import record_left_out
+from stepkeeper_trainer.tiers.search import ANCESTORS, counts
 from tests.trainer.test_keeper import Loop, save_at
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -18,8 +18,9 @@ from stepkeeper_trainer.formats import items
 from stepkeeper_trainer.formats.manifest import ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import parse
 from stepkeeper_trainer.formats.steps import list_steps
-from stepkeeper_trainer.loading import Limits, Wanted, fill, sources, working
-from stepkeeper_trainer.reader import CheckedFile, CheckedReader, load
+from stepkeeper_trainer.load import Limits, Wanted, fill, sources
+from stepkeeper_trainer.load import worker as working
+from stepkeeper_trainer.load.reader import CheckedFile, CheckedReader, load
 from tests.ports import reserve
 from tests.trainer.memory import peak_growth
 from tests.trainer.ranks import Ranks, finish, losses

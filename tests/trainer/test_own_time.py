@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stepkeeper_trainer.formats import messages
-from stepkeeper_trainer.own_time import WARM_UP_STEPS, Own, OwnTime, parts
+from stepkeeper_trainer.observe.straggler_probe import WARM_UP_STEPS, Own, StragglerProbe, parts
 from tests.ports import reserve
 from tests.trainer.ranks import LIMIT_S, ROOT, TINY, watcher_socket
 
@@ -39,7 +39,7 @@ def work(seconds: float) -> None:
 def own_of(act: object) -> Own | None:
     """Return the own time of the first step that counts; `act(model)` is done in it."""
     model = torch.nn.Linear(2, 2)
-    own = OwnTime(model, lambda: None)
+    own = StragglerProbe(model, lambda: None)
     own.restart()
     for _ in range(WARM_UP_STEPS):
         model(torch.ones(2))
@@ -77,7 +77,7 @@ def test_waiting_for_others_in_a_hook_before_the_forward_is_not_loading() -> Non
     model = torch.nn.Linear(2, 2)
     wait_s = 0.0
     model.register_forward_pre_hook(lambda *_: time.sleep(wait_s), prepend=True)
-    own = OwnTime(model, lambda: None)
+    own = StragglerProbe(model, lambda: None)
     own.restart()
     for number in range(WARM_UP_STEPS + 1):
         wait_s = WAITS_S if number == WARM_UP_STEPS else 0.0
@@ -100,7 +100,7 @@ def test_a_model_that_is_not_called_counts_by_the_processor() -> None:
 
 def test_warm_up_evaluation_and_saves_do_not_count() -> None:
     saves = Saves()
-    own = OwnTime(torch.nn.Linear(2, 2), lambda: saves)  # type: ignore[arg-type,return-value]
+    own = StragglerProbe(torch.nn.Linear(2, 2), lambda: saves)  # type: ignore[arg-type,return-value]
     own.restart()
 
     def told() -> bool:
@@ -171,7 +171,7 @@ def test_a_rank_that_computes_longer_is_told_by_its_own_time_and_not_by_its_step
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_forward_on_a_gpu_is_measured_without_waiting_for_it() -> None:
     model = torch.nn.Linear(8192, 8192).cuda()
-    own = OwnTime(model, lambda: None)
+    own = StragglerProbe(model, lambda: None)
     own.restart()
     found = []
     limit_at = time.monotonic() + LIMIT_S

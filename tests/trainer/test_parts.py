@@ -25,20 +25,21 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepkeeper_trainer import random_state, report
-from stepkeeper_trainer.agreement import Agreement, Want, Wish
-from stepkeeper_trainer.commit import Commits
+from stepkeeper_trainer.coordinate.agreement import Agreement, Want, Wish
+from stepkeeper_trainer.coordinate.requests import ALONE_AFTER_S, SIGNAL_COUNTS_S, Requests
 from stepkeeper_trainer.environment import Environment, find_place, read_environment
 from stepkeeper_trainer.errors import DamagedError, SaveError, StateError, SupersededError, UsageError
 from stepkeeper_trainer.formats import lease, messages
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest
 from stepkeeper_trainer.link import Link
-from stepkeeper_trainer.metrics import HEADER, Metrics
-from stepkeeper_trainer.reader import CheckedFile
-from stepkeeper_trainer.report import RankReport, gather, publish, publish_failure
-from stepkeeper_trainer.requests import ALONE_AFTER_S, SIGNAL_COUNTS_S, Requests
-from stepkeeper_trainer.tree import from_blob, join, split, to_blob
-from stepkeeper_trainer.writer import HashingFile
+from stepkeeper_trainer.load.reader import CheckedFile
+from stepkeeper_trainer.observe.metrics import HEADER, Metrics
+from stepkeeper_trainer.save import report
+from stepkeeper_trainer.save.commit import Commits
+from stepkeeper_trainer.save.report import RankReport, gather, publish, publish_failure
+from stepkeeper_trainer.save.writer import HashingFile
+from stepkeeper_trainer.state import random_state
+from stepkeeper_trainer.state.tree import from_blob, join, split, to_blob
 from tests.trainer.ranks import losses, watcher_socket
 
 HUNG_S = 60.0  # what hangs; nobody waits so long

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer.commit import Commits
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.formats import lineage, steps
 from stepkeeper_trainer.formats.manifest import PENDING_NAME
-from stepkeeper_trainer.report import report_name
+from stepkeeper_trainer.save.commit import Commits
+from stepkeeper_trainer.save.report import report_name
 from stepkeeper_trainer.tiers import DirectoryTier, Held, Pace, TierError
-from stepkeeper_trainer.tiers import placing as placing_module
-from stepkeeper_trainer.tiers.gathering import Gatherer, counts, find_place
+from stepkeeper_trainer.tiers import uploader as placing_module
 from stepkeeper_trainer.tiers.local import LocalTier
-from stepkeeper_trainer.tiers.placing import Placed, Placing
+from stepkeeper_trainer.tiers.search import Gatherer, counts, find_place
+from stepkeeper_trainer.tiers.uploader import Upload, Uploader
 from tests.trainer.tier_steps import LATE_S, content, lay, make, on_ranks
 
 RANKS = 2
@@ -38,22 +38,22 @@ class Nodes:
         self.commits = Commits(path / "run", read_environment({}))
         self.locals = [LocalTier(path / f"disk{rank}", keep=keep) for rank in range(RANKS)]
         self.told: list[str] = []
-        self.placings: list[Placing] = []
+        self.placings: list[Uploader] = []
         self.newest: str | None = None
 
     def start(self, *, rate: float | None = None, retry_s: float = 0.001) -> None:
         self.placings = [
-            Placing(self.locals[rank], rank=rank, leads=True, shared=self.shared, pace=Pace(rate), retry_s=retry_s)
+            Uploader(self.locals[rank], rank=rank, leads=True, shared=self.shared, pace=Pace(rate), retry_s=retry_s)
             for rank in range(RANKS)
         ]
 
-    def write(self, held: Held, files: dict[str, bytes], *, local: bool = True, seal: bool = True) -> list[Placed]:
+    def write(self, held: Held, files: dict[str, bytes], *, local: bool = True, seal: bool = True) -> list[Upload]:
         """Do what the ranks' saves do, up to the sealed manifest."""
         step, save_id = held.manifest.step, held.manifest.save_id
         directory = self.commits.in_flight(step, save_id)
         directory.mkdir(parents=True, exist_ok=True)
         self.commits.claim(directory)
-        placed = []
+        upload = []
         for rank in range(RANKS):
             own = {
                 name: data
@@ -61,8 +61,8 @@ class Nodes:
                 if name.startswith(f"__{rank}_") or (rank == 0 and name == ".metadata")
             }
             lay(self.locals[rank].begin(step, save_id, 0) if local else directory, own)
-            placed.append(
-                Placed(
+            upload.append(
+                Upload(
                     step=step, save_id=save_id, directory=directory, is_local=local,
                     files={name: held.manifest.files[name] for name in own},
                     commit=(lambda: self.commit(held)) if rank == 0 else None,
@@ -71,16 +71,16 @@ class Nodes:
             )  # fmt: skip
         if seal:
             (directory / PENDING_NAME).write_bytes(held.raw)
-        return placed
+        return upload
 
     def commit(self, held: Held) -> None:
         directory = self.commits.in_flight(held.manifest.step, held.manifest.save_id)
         self.commits.commit(directory, held.manifest, RANKS, after=self.newest)
         self.newest = held.manifest.save_id
 
-    def hand_over(self, placed: list[Placed]) -> None:
-        for placing, save in zip(self.placings, placed, strict=True):
-            placing.written(save, 0.1)
+    def hand_over(self, upload: list[Upload]) -> None:
+        for uploader, save in zip(self.placings, upload, strict=True):
+            uploader.written(save, 0.1)
 
     def gather(self, lost: tuple[int, ...] = ()) -> str | None:
         """Do what a start does, and return the step that was brought."""
@@ -101,8 +101,8 @@ class Nodes:
         return found[0]  # type: ignore[no-any-return]
 
     def stop(self) -> None:
-        for placing in self.placings:
-            placing.close(0.0)
+        for uploader in self.placings:
+            uploader.close(0.0)
 
 
 @pytest.fixture
@@ -119,9 +119,9 @@ def in_shared(nodes: Nodes) -> list[str]:
 def test_each_rank_copies_its_own_files_and_the_run_has_the_step(nodes: Nodes) -> None:
     nodes.start()
     files = content(100)
-    placed = nodes.write(make(100, files), files)
-    nodes.hand_over(placed)
-    assert all(placing.wait(time.time() + LATE_S) for placing in nodes.placings)
+    upload = nodes.write(make(100, files), files)
+    nodes.hand_over(upload)
+    assert all(uploader.wait(time.time() + LATE_S) for uploader in nodes.placings)
     assert in_shared(nodes) == ["step_00000100"]
     for name, data in files.items():
         assert (nodes.shared / "step_00000100" / name).read_bytes() == data
@@ -155,25 +155,25 @@ def test_rank_0_waits_for_the_word_that_a_copy_is_durable_and_not_for_one_of_a_r
     nodes.start()
     files = content(100)
     held = make(100, files)
-    placed = nodes.write(held, files, seal=False)
+    upload = nodes.write(held, files, seal=False)
     for rank in range(RANKS):
-        (placed[0].directory / report_name(rank)).touch()
-    lay(placed[1].directory, {"__1_0.distcp": files["__1_0.distcp"]})  # as if it had come, and were not durable yet
-    nodes.placings[0].seal(placed[0], held.manifest.files, held.raw)
-    assert placed[0].to_come == {0}, "rank 1 has written to shared storage itself"
-    placed[0].to_come = frozenset({0, 1})
-    nodes.placings[0].written(placed[0], 0.1)
+        (upload[0].directory / report_name(rank)).touch()
+    lay(upload[1].directory, {"__1_0.distcp": files["__1_0.distcp"]})  # as if it had come, and were not durable yet
+    nodes.placings[0].seal(upload[0], held.manifest.files, held.raw)
+    assert upload[0].to_come == {0}, "rank 1 has written to shared storage itself"
+    upload[0].to_come = frozenset({0, 1})
+    nodes.placings[0].written(upload[0], 0.1)
     limit_at = time.monotonic() + LATE_S
-    while (placed[0].directory / report_name(0)).exists():
+    while (upload[0].directory / report_name(0)).exists():
         assert time.monotonic() < limit_at, "rank 0 is through with its own files"
         time.sleep(0.01)
-    assert not placed[0].settled.wait(0.2)
+    assert not upload[0].settled.wait(0.2)
     assert steps.list_steps(nodes.shared) == []
 
     nodes.placings[0].ended = lambda ranks: [rank for rank in ranks if rank == 1]
 
-    assert placed[0].settled.wait(LATE_S)
-    assert placed[0].error is None
+    assert upload[0].settled.wait(LATE_S)
+    assert upload[0].error is None
     assert in_shared(nodes) == ["step_00000100"]
 
 
@@ -188,7 +188,7 @@ def test_there_must_be_room_for_all_ranks_of_a_node_but_not_for_what_they_have_w
         return os.statvfs_result((512, 512, *status[2:3], 2000, 2000, *status[5:]))  # a million bytes are free
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    alone, eight = (Placing(local, rank=0, leads=True, shared=tmp_path, pace=Pace(), ranks=ranks) for ranks in (1, 8))
+    alone, eight = (Uploader(local, rank=0, leads=True, shared=tmp_path, pace=Pace(), ranks=ranks) for ranks in (1, 8))
     for each in (alone, eight):
         each._size = 200_000
     assert alone.begin(2, "a", leaving=False, left_s=None) is not None
@@ -209,8 +209,8 @@ def test_nothing_is_a_step_of_the_run_before_all_nodes_have_copied(nodes: Nodes)
         time.sleep(0.005)
     assert not nodes.placings[0].wait(time.time())
     assert steps.list_steps(nodes.shared) == []
-    for placing in nodes.placings:
-        placing._pace.lift()  # as an emergency does
+    for uploader in nodes.placings:
+        uploader._pace.lift()  # as an emergency does
     assert nodes.placings[0].wait(time.time() + LATE_S)
     assert in_shared(nodes) == ["step_00000100"]
 
@@ -219,7 +219,7 @@ def test_what_was_written_to_shared_storage_at_once_needs_no_copy(nodes: Nodes) 
     nodes.start()
     files = content(100)
     nodes.hand_over(nodes.write(make(100, files), files, local=False))
-    assert all(placing.wait(time.time() + LATE_S) for placing in nodes.placings)
+    assert all(uploader.wait(time.time() + LATE_S) for uploader in nodes.placings)
     assert in_shared(nodes) == ["step_00000100"]
     assert all(local.steps() == [] for local in nodes.locals)
 
@@ -227,9 +227,9 @@ def test_what_was_written_to_shared_storage_at_once_needs_no_copy(nodes: Nodes) 
 def test_a_damaged_part_is_never_committed_and_rank_0_says_why(nodes: Nodes) -> None:
     nodes.start()
     files = content(100)
-    placed = nodes.write(make(100, files), files | {"__1_0.distcp": b"?" * len(files["__1_0.distcp"])})
-    nodes.hand_over(placed)
-    for save in placed:
+    upload = nodes.write(make(100, files), files | {"__1_0.distcp": b"?" * len(files["__1_0.distcp"])})
+    nodes.hand_over(upload)
+    for save in upload:
         assert save.settled.wait(LATE_S)
     assert in_shared(nodes) == []
     [why] = nodes.told
@@ -243,15 +243,15 @@ def test_where_copies_cannot_keep_up_the_newest_goes_and_the_rest_stays_on_the_d
         files = content(step)
         saves.append(nodes.write(make(step, files), files))
     nodes.start(rate=300.0)  # the first one is on its way until the others are complete on the disks
-    for placed in saves:
-        nodes.hand_over(placed)
+    for upload in saves:
+        nodes.hand_over(upload)
     limit_at = time.monotonic() + LATE_S
     while not all(any(ready.save.step == 300 for ready in list(each._waiting)) for each in nodes.placings):
         assert time.monotonic() < limit_at
         time.sleep(0.01)
-    for placing in nodes.placings:
-        placing._pace.lift()
-    assert all(placing.wait(time.time() + LATE_S) for placing in nodes.placings)
+    for uploader in nodes.placings:
+        uploader._pace.lift()
+    assert all(uploader.wait(time.time() + LATE_S) for uploader in nodes.placings)
     assert "step_00000300" in in_shared(nodes)
     assert "step_00000200" not in in_shared(nodes)
     assert nodes.told.count("left out: a newer save is waiting") == len(nodes.told) >= 1
@@ -275,13 +275,13 @@ def test_a_slow_copy_delays_no_later_step_of_the_nodes_disks(nodes: Nodes) -> No
 def test_a_save_that_was_given_up_ends_on_all_ranks(nodes: Nodes) -> None:
     nodes.start()
     files = content(100)
-    placed = nodes.write(make(100, files), files, seal=False)
-    nodes.hand_over(placed)
-    assert not placed[0].settled.wait(0.1)
-    for path in placed[0].directory.iterdir():
+    upload = nodes.write(make(100, files), files, seal=False)
+    nodes.hand_over(upload)
+    assert not upload[0].settled.wait(0.1)
+    for path in upload[0].directory.iterdir():
         path.unlink()
-    placed[0].directory.rmdir()
-    for save in placed:
+    upload[0].directory.rmdir()
+    for save in upload:
         assert save.settled.wait(LATE_S)
     assert in_shared(nodes) == []
 
@@ -441,7 +441,7 @@ left = int(sys.argv[2])
 path = Path(sys.argv[1])
 Nodes.__init__(nodes, path)
 files = content(100)
-placed = nodes.write(make(100, files), files)
+upload = nodes.write(make(100, files), files)
 def watch(event, arguments):
     global left
     touches = event in {"os.mkdir", "os.rename", "os.remove", "os.truncate"}
@@ -452,9 +452,9 @@ def watch(event, arguments):
             os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(watch)
 nodes.start()
-nodes.hand_over(placed)
+nodes.hand_over(upload)
 import time
-assert all(placing.wait(time.time() + 90) for placing in nodes.placings)
+assert all(uploader.wait(time.time() + 90) for uploader in nodes.placings)
 """
 
 
@@ -488,7 +488,7 @@ def test_closing_lets_what_waits_arrive_within_its_time(nodes: Nodes) -> None:
     nodes.start()
     files = content(100)
     nodes.hand_over(nodes.write(make(100, files), files))
-    closing = [threading.Thread(target=placing.close, args=(time.time() + LATE_S,)) for placing in nodes.placings]
+    closing = [threading.Thread(target=uploader.close, args=(time.time() + LATE_S,)) for uploader in nodes.placings]
     for thread in closing:
         thread.start()
     for thread in closing:

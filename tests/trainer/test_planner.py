@@ -7,7 +7,7 @@ import pickle
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-from stepkeeper_trainer.planner import _divide, _Sent
+from stepkeeper_trainer.save.planner import _divide, _Sent
 
 RANKS = 16
 

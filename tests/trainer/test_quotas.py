@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer import quotas
-from stepkeeper_trainer.quotas import Account, Room
-from stepkeeper_trainer.space import Needs, lacking, room
+from stepkeeper_trainer.store import quotas
+from stepkeeper_trainer.store.quotas import Account, Room
+from stepkeeper_trainer.store.space import Needs, lacking, room
 from tests.trainer.crash.disks import unmount
 
 MIB = 1024 * 1024

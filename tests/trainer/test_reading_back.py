@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer import completing, persist
 from stepkeeper_trainer.formats.steps import verify
-from stepkeeper_trainer.writer import Written
+from stepkeeper_trainer.save import complete as completing
+from stepkeeper_trainer.save import persist
+from stepkeeper_trainer.save.writer import Written
 from tests.trainer.test_keeper import Loop, names
 
 MIB = 1024 * 1024
@@ -69,10 +70,10 @@ def bad(monkeypatch: pytest.MonkeyPatch, which: str, harm: Callable[[Path], obje
     harmed: list[str] = []
 
     def data(directory: Path, *arguments: object, **options: object) -> Written:
-        written = write_sheet(directory, *arguments, **options)  # type: ignore[arg-type]
+        written = write_file(directory, *arguments, **options)  # type: ignore[arg-type]
         if not harmed and which == "data":
-            harm(directory / written.sheet.name)
-            harmed.append(written.sheet.name)
+            harm(directory / written.plan.name)
+            harmed.append(written.plan.name)
         return written
 
     class File(completing.HashingFile):
@@ -82,8 +83,8 @@ def bad(monkeypatch: pytest.MonkeyPatch, which: str, harm: Callable[[Path], obje
                 harm(self._path)
                 harmed.append(self._path.name)
 
-    write_sheet = persist.write_sheet
-    monkeypatch.setattr(persist, "write_sheet", data)
+    write_file = persist.write_file
+    monkeypatch.setattr(persist, "write_file", data)
     monkeypatch.setattr(completing, "HashingFile", File)
     return harmed
 

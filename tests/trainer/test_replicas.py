@@ -8,10 +8,21 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from stepkeeper_trainer import comparing
-from stepkeeper_trainer.comparing import IN_PLACE_BYTES, ROW, Hash, hash_bytes, hash_rows
-from stepkeeper_trainer.replicas import BUCKETS_MAX, Digest, Replicas, compare, digest, find_replicas
-from stepkeeper_trainer.staging import Staging
+from stepkeeper_trainer.save import replicas as comparing
+from stepkeeper_trainer.save.replicas import (
+    BUCKETS_MAX,
+    IN_PLACE_BYTES,
+    ROW,
+    Digest,
+    Hash,
+    Replicas,
+    compare,
+    digest,
+    find_replicas,
+    hash_bytes,
+    hash_rows,
+)
+from stepkeeper_trainer.save.staging import Staging
 
 
 def held(plans: list[list[str]]) -> tuple[list[Replicas], tuple[tuple[str, ...], ...]]:

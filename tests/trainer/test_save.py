@@ -16,11 +16,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from stepkeeper_trainer import Keeper, dividing, planner, saver, saves
+from stepkeeper_trainer import Keeper
 from stepkeeper_trainer.backpressure import take_over
 from stepkeeper_trainer.errors import ResumeError, UsageError
 from stepkeeper_trainer.formats.messages import SaveRequest, encode
 from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
+from stepkeeper_trainer.save import files as dividing
+from stepkeeper_trainer.save import planner, saver
+from stepkeeper_trainer.save import save as saves
 from stepkeeper_trainer.state import Counters, TrainingState, old
 from tests.trainer.ranks import watcher_socket
 

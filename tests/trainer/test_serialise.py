@@ -14,8 +14,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
-from stepkeeper_trainer import checksums
-from stepkeeper_trainer.serialise import ALIGNMENT, Frame, frame
+from stepkeeper_trainer import buffers as checksums
+from stepkeeper_trainer.save.serialise import ALIGNMENT, Frame, frame
 
 ID = "archive/.data/serialization_id"  # drawn by torch from the content, and read back by nobody
 TYPES = [

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer import quotas, space
 from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.steps import newest_verified
-from stepkeeper_trainer.space import MARGIN_BYTES, Needs, estimate, lacking, storage_test
+from stepkeeper_trainer.store import quotas, space
+from stepkeeper_trainer.store.space import MARGIN_BYTES, Needs, estimate, lacking, storage_test
 from tests.trainer.crash.disks import unmount
 from tests.trainer.test_formats import make_step
 

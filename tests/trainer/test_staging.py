@@ -17,10 +17,18 @@ import xxhash
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper_trainer.copying import MANY
 from stepkeeper_trainer.errors import StateError
-from stepkeeper_trainer.staging import PAGE_BYTES, Staging, lay_out
-from stepkeeper_trainer.writer import DIRECT_BYTES_MIN, SEAL_BYTES, WRITE_BYTES, Sheet, extents, seal, write_sheet
+from stepkeeper_trainer.save.copying import MANY
+from stepkeeper_trainer.save.staging import PAGE_BYTES, Staging, lay_out
+from stepkeeper_trainer.save.writer import (
+    DIRECT_BYTES_MIN,
+    SEAL_BYTES,
+    WRITE_BYTES,
+    FilePlan,
+    places_in_file,
+    seal,
+    write_file,
+)
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -38,7 +46,7 @@ def state(seed: int = 0) -> dict[str, torch.Tensor]:
 def staged(staging: Staging, name: str) -> torch.Tensor:
     assert staging.layout is not None
     piece = staging.layout.pieces[name]
-    assert list(seal(staging.arena.view, [piece.mark], [])) == [piece.end]
+    assert list(seal(staging.arena.view, [piece.extent])) == [piece.end]
     return torch.load(io.BytesIO(bytes(staging.arena.view[piece.start : piece.end])), weights_only=True)
 
 
@@ -167,16 +175,16 @@ def test_any_choice_of_tensors_is_written_as_a_file_of_whole_archives(
     staging.copy(tensors)
     assert staging.layout is not None
     pieces = tuple(staging.layout.pieces[name] for n, name in enumerate(names) if n in chosen)
-    directory = tmp_path_factory.mktemp("sheet")
+    directory = tmp_path_factory.mktemp("plan")
 
-    marks = tuple(piece.mark for piece in pieces)
+    extents = tuple(piece.extent for piece in pieces)
 
-    written = write_sheet(directory, staging.arena.view, Sheet("f", marks), lambda: None)
+    written = write_file(directory, staging.arena.view, FilePlan("f", extents), lambda: None)
 
     data = (directory / "f").read_bytes()
     assert written.entry.bytes == len(data)
     end = 0
-    for piece, (start, length) in zip(pieces, extents(marks), strict=True):
+    for piece, (start, length) in zip(pieces, places_in_file(extents), strict=True):
         assert start >= end
         end = start + length
         assert torch.equal(torch.load(io.BytesIO(data[start:end]), weights_only=True), tensors[piece.name])
@@ -193,7 +201,7 @@ def test_what_goes_past_the_page_cache_is_the_same_file(
     staging = taken(tensors, [["1"], [name for name in tensors if name != "1"]])
     staging.copy(tensors)
     assert staging.layout is not None
-    marks = tuple(piece.mark for piece in staging.layout.groups[1])
+    extents = tuple(piece.extent for piece in staging.layout.groups[1])
     sync, direct = os.fsync, []
 
     def watched(descriptor: int) -> None:
@@ -202,8 +210,8 @@ def test_what_goes_past_the_page_cache_is_the_same_file(
 
     monkeypatch.setattr(os, "fsync", watched)
 
-    through = write_sheet(tmp_path, staging.arena.view, Sheet("through", marks), lambda: None)
-    past = write_sheet(tmp_path, staging.arena.view, Sheet("past", marks), lambda: None, direct=True)
+    through = write_file(tmp_path, staging.arena.view, FilePlan("through", extents), lambda: None)
+    past = write_file(tmp_path, staging.arena.view, FilePlan("past", extents), lambda: None, direct=True)
 
     assert direct == [False, has_direct(tmp_path)]
     data = (tmp_path / "past").read_bytes()
@@ -231,7 +239,7 @@ def test_where_direct_writes_are_refused_or_cut_short_ordinary_ones_follow(
     staging = taken(tensors)
     staging.copy(tensors)
     assert staging.layout is not None
-    sheet = Sheet("f", tuple(piece.mark for piece in staging.layout.groups[0]))
+    plan = FilePlan("f", tuple(piece.extent for piece in staging.layout.groups[0]))
     write, control = os.write, fcntl.fcntl
     refused: list[int] = []
 
@@ -256,7 +264,7 @@ def test_where_direct_writes_are_refused_or_cut_short_ordinary_ones_follow(
     monkeypatch.setattr(os, "write", refusing_write)
     monkeypatch.setattr(fcntl, "fcntl", refusing_control)
 
-    written = write_sheet(tmp_path, staging.arena.view, sheet, lambda: None, direct=True)
+    written = write_file(tmp_path, staging.arena.view, plan, lambda: None, direct=True)
 
     assert refused
     assert written.entry.xxh3_128 == xxhash.xxh3_128_hexdigest((tmp_path / "f").read_bytes())

@@ -20,11 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepkeeper_trainer import Keeper, failing, persist, planner, saver, space
+from stepkeeper_trainer import Keeper
 from stepkeeper_trainer.formats.messages import SaveFailed, decode_from_rank
 from stepkeeper_trainer.formats.steps import list_steps
 from stepkeeper_trainer.formats.verify import verify
-from stepkeeper_trainer.storage import Backoff
+from stepkeeper_trainer.save import persist, planner, saver
+from stepkeeper_trainer.save import saver as failing
+from stepkeeper_trainer.store import space
+from stepkeeper_trainer.store.guard import Backoff
 from tests.trainer.crash.disks import Gone, NotHereError
 from tests.trainer.failing_scenes import LIMIT_S, Rank
 from tests.trainer.scenes import Stage
@@ -106,15 +109,15 @@ def freezes(_rank: int, directory: Path) -> int:
         while keeper.step < EVERY:
             step()
         assert own.wait(time.time() + LIMIT_S)
-        write = persist.write_sheet
+        write = persist.write_file
 
         def freeze_and_write(*arguments: Any, **options: Any) -> Any:
-            persist.write_sheet = write
+            persist.write_file = write
             tell(directory, FREEZE)
             own.last.limit_at = time.time() + HANGS_S
             return write(*arguments, **options)
 
-        persist.write_sheet = freeze_and_write  # type: ignore[assignment]  # there was room: it is asked with a limit
+        persist.write_file = freeze_and_write  # type: ignore[assignment]  # there was room: it is asked with a limit
         limit_at = time.monotonic() + LIMIT_S
         while not heard():
             assert time.monotonic() < limit_at, "nobody was told"

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from stepkeeper_trainer.formats.trackers import TRACKERS_NAME, Known, read_known
-from stepkeeper_trainer.trackers import (
+from stepkeeper_trainer.observe.trackers import (
     MlflowTracker,
     Row,
     Trackers,

@@ -18,9 +18,8 @@ from stepkeeper_trainer.formats import reading as reading_module
 from stepkeeper_trainer.formats.cache import CACHE_NAME, Cache
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, read_manifest, seal
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.shares import ShareVerdict, join_shares, verify_share
 from stepkeeper_trainer.formats.steps import newest_verified
-from stepkeeper_trainer.formats.verify import Verdict, verify
+from stepkeeper_trainer.formats.verify import ShareVerdict, Verdict, join_shares, verify, verify_share
 from tests import dcp_files
 from tests.trainer.memory import peak_growth
 

@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 
-from stepkeeper_trainer import retention, space, storage
-from stepkeeper_trainer.agreement import Want, Wish
-from stepkeeper_trainer.cadence import parse_rule
+from stepkeeper_trainer.coordinate.agreement import Want, Wish
+from stepkeeper_trainer.coordinate.cadence import parse_rule
+from stepkeeper_trainer.coordinate.periodic import Periodic, Toll
 from stepkeeper_trainer.errors import NoRoomError, SaveError, UsageError
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
-from stepkeeper_trainer.listeners import CommittedStep
-from stepkeeper_trainer.periodic import Periodic, Toll
-from stepkeeper_trainer.storage import Backoff
+from stepkeeper_trainer.save.listeners import CommittedStep
+from stepkeeper_trainer.store import guard as storage
+from stepkeeper_trainer.store import retention, space
+from stepkeeper_trainer.store.guard import Backoff
 from tests.trainer.forked import Story, play
 from tests.trainer.test_keeper import Loop, names
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from stepkeeper_trainer import random_state, tree
 from stepkeeper_trainer.buffers import view_bytes
 from stepkeeper_trainer.errors import ResumeError
+from stepkeeper_trainer.state import random_state, tree
 from tests.trainer.bare import make_environment
 from tests.trainer.ranks import TINY, Ranks, losses, steps_of
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 
-from stepkeeper_trainer.worker import Worker
+from stepkeeper_trainer.save.save import Worker
 from tests.trainer.ranks import LIMIT_S, ROOT
 
 ENDS = """

@@ -11,13 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepkeeper_trainer.accumulation import accumulation_steps
+    from stepkeeper_trainer.api import Keeper
     from stepkeeper_trainer.distributed import start_distributed
     from stepkeeper_trainer.errors import KeeperError
-    from stepkeeper_trainer.keeper import Keeper
+    from stepkeeper_trainer.observe.trackers import MlflowTracker
+    from stepkeeper_trainer.prefetch import accumulation_steps
     from stepkeeper_trainer.sampler import GlobalSampler
     from stepkeeper_trainer.tiers.config import Tiers
-    from stepkeeper_trainer.trackers import MlflowTracker
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,11 +33,11 @@ __all__ = [
 
 _HOME = {
     "GlobalSampler": "stepkeeper_trainer.sampler",
-    "Keeper": "stepkeeper_trainer.keeper",
+    "Keeper": "stepkeeper_trainer.api",
     "KeeperError": "stepkeeper_trainer.errors",
-    "MlflowTracker": "stepkeeper_trainer.trackers",
+    "MlflowTracker": "stepkeeper_trainer.observe.trackers",
     "Tiers": "stepkeeper_trainer.tiers.config",
-    "accumulation_steps": "stepkeeper_trainer.accumulation",
+    "accumulation_steps": "stepkeeper_trainer.prefetch",
     "start_distributed": "stepkeeper_trainer.distributed",
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import UsageError
-from stepkeeper_trainer.formats.failures import RELIABILITY_VARIABLE
+from stepkeeper_trainer.formats.interval import RELIABILITY_VARIABLE
 from stepkeeper_trainer.formats.lineage import LeftOut
 
 if TYPE_CHECKING:

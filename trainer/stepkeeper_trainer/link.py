@@ -17,14 +17,7 @@ from collections import deque
 import msgspec
 
 from stepkeeper_trainer.formats.decoding import DecodeError
-from stepkeeper_trainer.formats.messages import (
-    MESSAGE_BYTES_MAX,
-    FromRank,
-    Hello,
-    SaveRequest,
-    decode_to_rank,
-    encode,
-)
+from stepkeeper_trainer.formats.messages import MESSAGE_BYTES_MAX, FromRank, Hello, SaveRequest, decode_to_rank, encode
 from stepkeeper_trainer.log import say, warn
 
 HELLO_AGAIN_S = 5.0  # a watcher that was restarted between two of our words is met anew

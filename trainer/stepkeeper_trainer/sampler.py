@@ -2,17 +2,20 @@
 
 Each epoch is a permutation of the data set, computed one index at a time (a Feistel network with cycle
 walking), so the state is a few integers and resuming is free.
+
+How one optimizer step is shared by the ranks that there are: the same step on any world that divides it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stepkeeper_trainer.ahead import MicroBatches
 from stepkeeper_trainer.errors import ResumeError, UsageError
+from stepkeeper_trainer.prefetch import MicroBatches
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.formats.lineage import LeftOut
+
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6

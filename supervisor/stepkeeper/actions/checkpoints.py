@@ -13,14 +13,13 @@ from stepkeeper.actions.crew import Crew, Read, Wanted
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.inbox import Inbox
-from stepkeeper_trainer import space
 from stepkeeper_trainer.formats import cache as caching
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.shares import names_of_share
-from stepkeeper_trainer.formats.verify import Verdict, unread, verify
+from stepkeeper_trainer.formats.verify import Verdict, names_of_share, unread, verify
+from stepkeeper_trainer.store import space
 
 PROBLEM_CHARACTERS_MAX = 500
 SETTLE_MAX_S = 5.0  # a server's clock may be ahead

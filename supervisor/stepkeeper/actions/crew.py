@@ -20,8 +20,7 @@ from stepkeeper.sources.bus import Bus
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.shares import ShareVerdict, join_shares, verify_share
-from stepkeeper_trainer.formats.verify import Verdict
+from stepkeeper_trainer.formats.verify import ShareVerdict, Verdict, join_shares, verify_share
 
 MIB = 2**20
 READERS_MAX = 32  # more do not make shared storage faster

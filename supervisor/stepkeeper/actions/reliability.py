@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stepkeeper.planning import measured
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper_trainer.formats.failures import RELIABILITY_VARIABLE, FailureRate
+from stepkeeper_trainer.formats.interval import RELIABILITY_VARIABLE, FailureRate
 
 if TYPE_CHECKING:
     from pathlib import Path

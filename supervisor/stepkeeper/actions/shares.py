@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from stepkeeper_trainer.formats.shares import ShareVerdict
+from stepkeeper_trainer.formats.verify import ShareVerdict
 
 STALLED_S = 10.0  # without a byte: somebody else may try
 PATIENCE_MIN_S = 5.0  # a share is not slow before this

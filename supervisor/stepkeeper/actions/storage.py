@@ -8,7 +8,7 @@ from pathlib import Path
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.inbox import Inbox
-from stepkeeper_trainer import space
+from stepkeeper_trainer.store import space
 
 QUICK_BYTES = 4 * 1024 * 1024
 PROBLEM_CHARACTERS_MAX = 500

@@ -21,12 +21,12 @@ from stepkeeper.seeing.checkpoints import condition, judged
 from stepkeeper.seeing.model import left_out_in_words
 from stepkeeper.store import find, journal
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper_trainer import space
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import LEFT_OUT
 from stepkeeper_trainer.formats.reading import Reading
+from stepkeeper_trainer.store import space
 
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _OF_RUNS = ("checkpoints", lineages.LINEAGE_NAME)  # what a run directory holds, or its checkpoints/

@@ -10,8 +10,8 @@ from stepkeeper import printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
-from stepkeeper_trainer import retention
 from stepkeeper_trainer.formats import keeping
+from stepkeeper_trainer.store import retention
 
 
 def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -21,14 +21,12 @@ from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.formats.steps import COMMITTED
-from stepkeeper_trainer.tiers.choosing import newest_anywhere
 from stepkeeper_trainer.tiers.config import Tiers, check_place, read_identity
-from stepkeeper_trainer.tiers.copying import copy_step
+from stepkeeper_trainer.tiers.copying import Pace, copy_step
 from stepkeeper_trainer.tiers.directory import DirectoryTier
-from stepkeeper_trainer.tiers.gathering import counts
 from stepkeeper_trainer.tiers.opening import open_tier
-from stepkeeper_trainer.tiers.pace import Pace
-from stepkeeper_trainer.tiers.survey import Surveyed, on_the_way, survey
+from stepkeeper_trainer.tiers.search import counts
+from stepkeeper_trainer.tiers.survey import Surveyed, newest_anywhere, on_the_way, survey
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError
 
 _STATES = {"complete": COMMITTED}  # what JSON calls it, and what people read

@@ -21,8 +21,7 @@ from stepkeeper.planning.measured import METRICS_NAME, Measured, measure
 from stepkeeper.planning.plan import FIXED_S, Plan, plan
 from stepkeeper.store import find
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.failures import FailureRate
-from stepkeeper_trainer.formats.interval import Costs
+from stepkeeper_trainer.formats.interval import Costs, FailureRate
 
 OVERHEAD_MAX = 0.05
 RESTART_S = 300.0  # where nobody says it

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 def check_cadence(text: str) -> None:
     """Check `checkpoint_every`."""
-    from stepkeeper_trainer.cadence import parse_rule  # noqa: PLC0415
+    from stepkeeper_trainer.coordinate.cadence import parse_rule  # noqa: PLC0415
     from stepkeeper_trainer.errors import UsageError  # noqa: PLC0415
 
     try:
@@ -20,7 +20,7 @@ def check_cadence(text: str) -> None:
 
 def check_retention(text: str) -> None:
     """Check `retention`."""
-    from stepkeeper_trainer.retention import parse_policy  # noqa: PLC0415
+    from stepkeeper_trainer.store.retention import parse_policy  # noqa: PLC0415
 
     parse_policy(text, total_steps=1)  # how many there are, the script knows
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from stepkeeper.doctor.finding import Finding, Level
 from stepkeeper.doctor.site import file_system
 from stepkeeper.printing import size
-from stepkeeper_trainer import space
+from stepkeeper_trainer.store import space
 
 LOCAL = ("tmpfs", "overlay", "ramfs")
 TEST_BYTES = 16 * 2**20

@@ -17,7 +17,7 @@ import msgspec
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
 from stepkeeper.store import journal, lines
-from stepkeeper_trainer.formats.failures import FailureRate
+from stepkeeper_trainer.formats.interval import FailureRate
 from stepkeeper_trainer.formats.plain import open_plain
 
 METRICS_NAME = "metrics.csv"

@@ -10,7 +10,7 @@ from pathlib import Path
 from stepkeeper.watcher import messages as bus
 from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.shares import verify_share
+from stepkeeper_trainer.formats.verify import verify_share
 
 SAY_EVERY_S = 1.0
 WAITING_MAX = 64  # shares that were asked for and not begun: far more than are ever sent at once

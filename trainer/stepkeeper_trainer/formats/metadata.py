@@ -18,7 +18,7 @@ import msgspec
 
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.pickles import OpcodeError, find_end
-from stepkeeper_trainer.formats.trying import comes_to_an_end
+from stepkeeper_trainer.formats.plain import comes_to_an_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

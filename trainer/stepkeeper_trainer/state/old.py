@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stepkeeper_trainer.errors import ResumeError
-from stepkeeper_trainer.tree import from_blob
+from stepkeeper_trainer.state.tree import from_blob
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

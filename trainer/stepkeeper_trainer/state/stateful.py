@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from stepkeeper_trainer.tree import join, split
+from stepkeeper_trainer.state.tree import join, split
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from stepkeeper_trainer import random_state
 from stepkeeper_trainer.errors import ResumeError, UsageError
 from stepkeeper_trainer.formats.manifest import LEFT_OUT
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.sampler import GlobalSampler
-from stepkeeper_trainer.staging import local
-from stepkeeper_trainer.state import old, variants
+from stepkeeper_trainer.save.staging import local
+from stepkeeper_trainer.state import old, random_state, variants
 from stepkeeper_trainer.state.module import ModulePart, tied_names
 from stepkeeper_trainer.state.optimizer import OptimizerPart
 from stepkeeper_trainer.state.stateful import Stateful, StatefulPart
+from stepkeeper_trainer.state.tree import from_blob, to_blob
 from stepkeeper_trainer.state.variants import TREE_PREFIX
-from stepkeeper_trainer.tree import from_blob, to_blob
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -7,12 +7,11 @@ Needs no torch; the object store needs the extra `object`.
 
 from __future__ import annotations
 
-from stepkeeper_trainer.tiers.choosing import Newest, newest_anywhere
-from stepkeeper_trainer.tiers.copying import Pushed, copy_step, push_files
+from stepkeeper_trainer.tiers.copying import Pace, Pushed, copy_step, push_files
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.mover import Mover, Outcome
 from stepkeeper_trainer.tiers.opening import open_tier
-from stepkeeper_trainer.tiers.pace import Pace
+from stepkeeper_trainer.tiers.survey import Newest, newest_anywhere
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError
 
 __all__ = [

@@ -21,10 +21,9 @@ from stepkeeper_trainer.formats.manifest import ManifestError
 from stepkeeper_trainer.formats.names import step_name
 from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.tiers.copying import CopyStoppedError, push
+from stepkeeper_trainer.tiers.copying import CopyStoppedError, Pace, push
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.local import LocalTier
-from stepkeeper_trainer.tiers.pace import Pace
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError, writer_of
 
 BOARD = ".cold-"

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from stepkeeper_trainer.tiers.copying import CopyStoppedError, copy_step
-from stepkeeper_trainer.tiers.pace import Pace
+from stepkeeper_trainer.tiers.copying import CopyStoppedError, Pace, copy_step
 from stepkeeper_trainer.tiers.tier import Held, Tier, TierError
 
 RETRY_S, RETRY_MAX_S = 5.0, 300.0

@@ -1,9 +1,14 @@
-"""What each tier of a run has: for people, and for programs that ask."""
+"""What each tier of a run has: for people, and for programs that ask.
+
+Which step to resume from, when several tiers have some, and how it comes back to where ranks read it.
+
+Which steps stay in the cold tier: its newest, and what is pinned.  All in it are whole: they were read back.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -13,6 +18,7 @@ from stepkeeper_trainer.formats.manifest import PENDING_NAME, ManifestError
 from stepkeeper_trainer.formats.names import parse_step_name
 from stepkeeper_trainer.formats.verify import known_right, verify
 from stepkeeper_trainer.tiers.cold import BOARD
+from stepkeeper_trainer.tiers.copying import Pace, copy_step
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.tier import Held, Tier, TierError
 
@@ -124,3 +130,95 @@ def on_the_way(checkpoints: Path) -> OnTheWay:
         elif os.path.exists(os.path.join(entry.path, PENDING_NAME)):
             found.to_shared.append(entry.name.removeprefix(".tmp-"))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest verified step of all tiers, in the tier from which ranks read; None where there is none."""
+
+    directory: str | None
+    held: Held | None
+    came_from: str | None  # name of the tier that had it
+    passed_over: tuple[str, ...] = ()  # what was wrong with newer ones, and with tiers that did not answer
+
+
+def newest_anywhere(
+    home: Tier,
+    others: Sequence[Tier],
+    *,
+    counts: Callable[[Held], bool] = lambda _held: True,
+    pace: Pace | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Newest:
+    """Find the newest step that is whole in any tier, and bring it into `home` if it is not there.
+
+    The same save in several tiers is one step: it is taken from the first tier where it is whole, `home` first, then
+    in the order of `others`.  Every byte is checked, in place or on its way.  A damaged or unreachable copy is passed
+    over and told; nothing is removed.
+
+    Args:
+        home: from which all ranks can read.
+        others: where else to look, nearest first.
+        counts: whether a step is on the run's lineage, where tiers do not know of a rollback.
+        pace: of bytes that are brought back.
+        should_stop: asked between chunks.
+    """
+    passed_over: list[str] = []
+    damaged: set[str] = set()  # directories of `home`
+    tiers = [home, *others]
+    candidates: list[tuple[tuple[int, str], int, Held]] = []
+    for number, tier in enumerate(tiers):
+        try:
+            held_here = tier.steps()
+        except (TierError, OSError) as error:
+            passed_over.append(f"{tier.name}: {error}")
+            continue
+        candidates += [
+            ((held.manifest.step, held.manifest.created_at), number, held) for held in held_here if counts(held)
+        ]
+    candidates.sort(key=lambda candidate: (candidate[0], -candidate[1]), reverse=True)
+    for _, number, held in candidates:
+        try:
+            if number == 0:
+                problems = home.problems(held, deep=True)
+                if not problems:
+                    return Newest(held.directory, held, home.name, tuple(passed_over))
+                damaged.add(held.directory)
+                passed_over.append(f"{home.name}/{held.directory}: {problems[0]}")
+                continue
+            pushed = copy_step(tiers[number], held, home, pace=pace, should_stop=should_stop, despite=damaged)
+        except (TierError, OSError) as error:
+            passed_over.append(f"{tiers[number].name}/{held.directory}: {error}")
+            if should_stop():
+                break
+            continue
+        assert pushed.directory is not None, "a copy that is committed has a name"
+        return Newest(pushed.directory, held, tiers[number].name, tuple(passed_over))
+    return Newest(None, None, None, tuple(passed_over))
+
+
+def superfluous(steps: list[Held], *, keep: int | None, pinned: Collection[str]) -> list[Held]:
+    """Return what goes: `steps` are all of a tier, newest first; None keeps all."""
+    if keep is None:
+        return []
+    return [held for held in steps[keep:] if held.manifest.save_id not in pinned]
+
+
+def prune(tier: Tier, *, keep: int | None, pinned: Collection[str]) -> list[str]:
+    """Remove what is superfluous, oldest first, and what a kill has left of steps before the newest; return the names.
+
+    Only while this run has nothing on its way there.  The newest step is looked at before anything older goes: where a
+    file of it is missing, everything stays.
+
+    Raises:
+        TierError, OSError: the tier does not answer.
+    """
+    steps = tier.steps()
+    if not steps or tier.problems(steps[0], deep=False):
+        return []
+    gone = superfluous(steps, keep=keep, pinned=pinned)
+    removed = tier.sweep(steps)
+    for held in reversed(gone):
+        tier.remove(held)
+        removed.append(held.directory)
+    return removed

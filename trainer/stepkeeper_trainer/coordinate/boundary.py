@@ -1,0 +1,261 @@
+"""Beginning a save at the boundary of a step: on all ranks at the same one, or on none.
+
+Every decision here is made from what all ranks have agreed on, so all ranks make it alike.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepkeeper_trainer.backpressure import WhenBusy, on_periodic, take_over
+from stepkeeper_trainer.coordinate import groups
+from stepkeeper_trainer.coordinate.agreement import AGREE_WITHIN_S, Agreement, Wish
+from stepkeeper_trainer.coordinate.ending import TOGETHER_WITHIN_S
+from stepkeeper_trainer.formats.collecting import paused
+from stepkeeper_trainer.formats.messages import shorten
+from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.save.save import Summary
+from stepkeeper_trainer.save.saver import Saver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from stepkeeper_trainer.coordinate.periodic import Periodic
+    from stepkeeper_trainer.coordinate.requests import Requests
+    from stepkeeper_trainer.save.planner import Divided
+    from stepkeeper_trainer.state import TrainingState
+
+
+TELL_APART_MAX = 4  # times that ranks find out what differs, before a save that is waited for
+RANKS_TOLD_MAX = 16
+MAKE_UP_MAX = 3  # times that the end of an epoch is saved anew: what fails for ever is not for every step
+
+
+class Boundary:
+    """Of one rank."""
+
+    def __init__(
+        self,
+        *,
+        saver: Saver,
+        agreement: Agreement,
+        requests: Requests,
+        periodic: Periodic,
+        state: TrainingState,
+        group: Any | None,
+        when_busy: WhenBusy,
+        save_within_s: float,
+        settle: Callable[[], object],
+    ) -> None:
+        """Prepare; `group` is the one that saves use, `settle` takes in what is known of the newest step."""
+        self._saver = saver
+        self.agreement = agreement
+        self._requests = requests
+        self._periodic = periodic
+        self._state = state
+        self._group = group
+        self._when_busy = when_busy
+        self._save_within_s = save_within_s
+        self._settle = settle
+        self._unsaid_save = False  # begun since the ranks last spoke
+        self._gave_up_for = False  # the save in flight was cancelled for the one that is due
+        self._protected = False  # another was cancelled for the save in flight
+        self._held_said = False
+        self._waits_said = -1  # sequence number of the save in flight that another was said to wait for
+        self._epoch_save = 0  # sequence number of the save that marks an epoch's end, until it is made up
+        self._made_up, self._making_up = 0, False
+        self._metrics: dict[str, float] = {}  # the newest that the script has told, for the manifest
+
+    @property
+    def wanted(self) -> bool:
+        """Whether something asks for a save now."""
+        return self._periodic.due or self._requests.save_agreed or self._requests.stop_agreed
+
+    def note_metrics(self, metrics: Mapping[str, float] | None) -> None:
+        """Take in what the script says of this step; the newest number of each name goes into the manifest."""
+        for name, value in (metrics or {}).items():
+            self._metrics[name] = float(value)
+
+    def spoken(self) -> None:
+        """The ranks are about to speak: what was begun before, all will know of."""
+        self._periodic.spoken(saving=self._saver.busy or self._unsaid_save)
+        self._unsaid_save = False
+
+    def save_as_agreed(self, agreed: Wish) -> None:
+        """Begin a save at this boundary if one is due; an urgent one waits for the one in flight."""
+        requests, saver = self._requests, self._saver
+        saver.tell_if_stuck()
+        if agreed.failed_save:
+            self._make_up(agreed.failed_save)
+        if (agreed.divided or agreed.drifted) and not agreed.busy and not self._unsaid_save:
+            self._periodic.due = self._periodic.due or agreed.failed_save == agreed.sequence > 0
+            self._tell_apart(drifted=agreed.drifted, limit_at=time.time() + AGREE_WITHIN_S)
+            if not requests.stop_agreed and requests.deadline_at is None:
+                return  # the save comes when what was found out is in force, and the memory for it is there
+        if not self.wanted:
+            return
+        if not (requests.stop_agreed or requests.deadline_at is not None):
+            if agreed.held and not requests.save_agreed:
+                self._say_held()
+            elif agreed.busy or self._unsaid_save:
+                self._make_way()
+            else:
+                self._renew(agreed.broken)
+                self._begin(sequence=agreed.sequence + 1, ask_room=True)
+            return
+        in_flight = saver.last
+        if in_flight is not None and in_flight.summary.step == self._state.counters.step:
+            requests.served()  # that one is what was asked for
+            return
+        if agreed.busy or self._unsaid_save:
+            self._take_over()
+        # One that is over its limit on some rank is left to `finish`.
+        self.begin_together(limit_at=requests.limit_at(self._save_within_s), emergency=True)
+
+    def begin_together(self, *, limit_at: float, emergency: bool = False, last: bool = False) -> bool:
+        """Begin a save on all ranks or on none, however long theirs in flight take; true if it was begun.
+
+        Args:
+            limit_at: until when one in flight is waited for; Unix seconds.
+            emergency: whether somebody waits for it.
+            last: of the launch: it is not begun after `limit_at`, and the others are not waited for long.
+
+        Raises:
+            RuntimeError: another rank died, or did not come.
+        """
+        saver = self._saver
+        saver.wait(limit_at)
+        left_s = max(0.0, limit_at - time.time())
+        unable = saver.busy or (last and not left_s)
+        within_s = left_s + (TOGETHER_WITHIN_S if last else AGREE_WITHIN_S)
+        for _ in range(TELL_APART_MAX):
+            mine = [int(unable), saver.sequence, int(saver.broken), saver.committed, saver.drifted, saver.divided]
+            settled = self.agreement.settle_all([int(each) for each in mine], within_s=within_s)
+            any_unable, sequence, broken, committed, drifted, divided = settled
+            if any_unable or not (drifted or divided):
+                break
+            self._tell_apart(drifted=bool(drifted), limit_at=limit_at)
+            saver.wait_prepared(limit_at)
+        saver.hear_committed(committed)
+        if not any_unable:
+            self._renew(bool(broken))
+            self._begin(sequence=sequence + 1, emergency=emergency, ask_room=not (emergency or last))
+        return not any_unable
+
+    def _tell_apart(self, *, drifted: bool, limit_at: float) -> None:
+        """Have each value saved of names that have several; or find out first which ranks hold which.
+
+        All ranks call it between the same two steps.
+        """
+        divided = self._saver.take_divided(limit_at)
+        if divided is not None:
+            self._state.divide(divided.own, divided.every_rank)
+            self._tell_divided(divided)
+        self._saver.prepare(self._state.collect(), compare=drifted and divided is None)
+
+    def _tell_divided(self, divided: Divided) -> None:
+        """Tell on rank 0 which values differ: as a fault of a device where their types say that they are equal.
+
+        A parameter that was equal in an earlier save of this launch counts likewise.
+        """
+        if not divided.every_rank:
+            return
+        ranks = ",".join(map(str, divided.ranks[:RANKS_TOLD_MAX]))
+        were_equal = self._state.parameter_keys if self._saver.committed else frozenset()
+        typed = sorted(set(divided.names) & (self._state.replicated | set(divided.sharded) | were_equal))
+        others = sorted(set(divided.names) - set(typed))
+        if typed:
+            self._state.drifted = sorted({*self._state.drifted, *typed})
+            why = "ranks that must hold the same tensor hold other bytes: a device may compute wrongly; both are saved"
+            warn(
+                "replicas_differ",
+                step=self._state.counters.step,
+                tensors=shorten(", ".join(typed)),
+                ranks=ranks,
+                why=why,
+            )
+        if others:
+            say("kept_for_each_rank", step=self._state.counters.step, names=shorten(", ".join(others)), ranks=ranks)
+
+    def _make_up(self, failed: int) -> None:
+        """Have the end of an epoch saved by the next save, where its own came to nothing."""
+        if failed != self._epoch_save or self._made_up >= MAKE_UP_MAX:
+            return
+        self._epoch_save, self._making_up = 0, True
+        self._made_up += 1
+        self._periodic.make_up_epoch_end()
+        say("epoch_end_made_up", step=self._state.counters.step, why="its own save came to nothing")
+
+    def _say_held(self) -> None:
+        if not self._held_said:
+            say("save_waits", step=self._state.counters.step, why="the storage has failed: it is given time")
+        self._held_said = True
+
+    def _make_way(self) -> None:
+        """Do with a periodic save that cannot begin what the script wants; a requested one waits."""
+        step = self._state.counters.step
+        choice = on_periodic(self._when_busy, in_flight_protected=self._protected)
+        if self._requests.save_agreed or choice == "wait":
+            if self._waits_said != self._saver.sequence:
+                why = "another is in flight" if self._saver.sequence else "the memory for it is being made"
+                say("save_waits", step=step, why=why)
+            self._waits_said = self._saver.sequence
+        elif choice == "skip":
+            self._periodic.left_out(step)
+            say("save_skipped", step=step, why="another is in flight")
+        else:
+            self._gave_up_for = True
+            self._saver.cancel(f"the save of step {step} is due")
+
+    def _take_over(self) -> None:
+        """Give up the save in flight for an urgent one, if there is not time for both."""
+        deadline_at = self._requests.deadline_at
+        now = time.time()
+        if deadline_at is None:
+            return
+        mine = [*self._saver.estimate_ms(now), -int(1000 * (deadline_at - now))]
+        in_flight_ms, new_ms, left_ms = self.agreement.settle_all(mine, within_s=AGREE_WITHIN_S)
+        if take_over(left_s=-left_ms / 1000, in_flight_s=in_flight_ms / 1000, new_s=new_ms / 1000):
+            self._saver.cancel(f"no time for it and the save of step {self._state.counters.step}")
+
+    def _renew(self, broken: bool) -> None:  # noqa: FBT001
+        """Make the saves a new group where theirs has failed; all ranks do, having agreed that it has."""
+        if broken and self._group is not None:
+            self._group = groups.new_group(self._save_within_s)
+            self._saver.renew(self._group)
+
+    def _begin(self, *, sequence: int, ask_room: bool, emergency: bool = False) -> None:
+        with paused():  # Python must not look for cycles among all objects of the script while training waits
+            self._settle()  # the state and the manifest tell of this step's loss
+            counters = self._state.counters
+            loss = counters.last_loss
+            tensors = self._state.collect()
+            self._protected, self._gave_up_for = self._gave_up_for, False
+            self._held_said = False
+            if self._periodic.epoch_end:
+                self._made_up = self._made_up if self._making_up else 0
+                self._epoch_save, self._making_up = sequence, False
+            self._saver.start(
+                tensors,
+                Summary(
+                    step=counters.step,
+                    tokens=counters.tokens,
+                    loss=loss if loss is not None and math.isfinite(loss) else None,
+                    parts=self._state.summary(),
+                    metrics={name: value for name, value in self._metrics.items() if math.isfinite(value)},
+                    epoch_end=self._periodic.epoch_end,
+                ),
+                sequence=sequence,
+                emergency=emergency,
+                ask_room=ask_room,
+                requested_at=self._requests.asked_at,
+                deadline_at=self._requests.deadline_at,
+                early=self._state.early(tensors) if torch.cuda.is_available() else frozenset(),
+            )
+        self._unsaid_save = True
+        self._periodic.begun(counters.step)
+        self._requests.served()

@@ -1,0 +1,201 @@
+"""Finding, checking and loading what a launch resumes from."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepkeeper_trainer.coordinate import objects
+from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError, UsageError
+from stepkeeper_trainer.formats import lineage
+from stepkeeper_trainer.formats.cache import Cache
+from stepkeeper_trainer.formats.manifest import Manifest, ManifestError
+from stepkeeper_trainer.formats.steps import (
+    Choice,
+    StepDirectory,
+    current_lineage,
+    list_steps,
+    newest_verified,
+    read_manifest,
+)
+from stepkeeper_trainer.formats.verify import join_shares, known_right, verify_share
+from stepkeeper_trainer.load import Limits
+from stepkeeper_trainer.load.reader import CheckedReader, load
+from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.save.conditions import warn_of_changes
+from stepkeeper_trainer.store import space
+from stepkeeper_trainer.store.history import record_left_out, record_start
+
+if TYPE_CHECKING:
+    from stepkeeper_trainer.coordinate.agreement import Agreement
+    from stepkeeper_trainer.save.commit import Commits
+    from stepkeeper_trainer.state import TrainingState
+    from stepkeeper_trainer.tiers.tiering import Tiering
+
+
+LATEST = "latest"
+STORAGE_TEST_WITHIN_S = 30.0
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where training goes on; all None for a start from the very beginning."""
+
+    step: int | None
+    saved: tuple[int, str] | None  # step and save_id of what is on disk already
+    parent: str | None  # of the next commit; known on rank 0 only
+    manifest: Manifest | None = None
+    directory: Path | None = None
+    changes: tuple[str, ...] = ()  # conditions that are others than the checkpoint's
+
+
+def resume(
+    resume_from: str | None,
+    *,
+    commits: Commits,
+    state: TrainingState,
+    agreement: Agreement,
+    world_size: int,
+    tiering: Tiering | None = None,
+    limits: Limits | None = None,
+) -> Resumed:
+    """Load `resume_from` into `state`, on all ranks together, and record it in the lineage.
+
+    Ranks wait for the slowest as they do in the agreement: a load may take far longer than a save ever does.
+
+    Raises:
+        ResumeError: it is not there, or does not fit.
+        DamagedError: its bytes are not what its manifest says.
+    """
+    latest = resume_from == LATEST
+    if latest:
+        resume_from = _newest_together(commits.checkpoints, agreement, state.rank, world_size)
+    if tiering is not None and (latest or commits.environment.resume_newest):
+        resume_from = _newer_in_tiers(tiering, resume_from)
+    if resume_from is None:
+        parent = _record(commits, None, None, state) if state.rank == 0 else None
+        return Resumed(None, None, parent)
+    directory = Path(resume_from)
+    manifest = _open(directory)
+    changes = tuple(warn_of_changes(manifest, world_size))
+    reader = CheckedReader(directory, manifest)
+    try:
+        metadata = reader.read_metadata()
+        blobs = state.blobs(metadata)
+    except OSError as error:
+        raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
+    load(reader, blobs, agreement.group, limits=limits)
+    try:
+        tensors = state.targets(metadata, blobs)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise DamagedError(f"{directory}: its description of the state cannot be used: {error!r}") from error
+    load(reader, tensors, agreement.group, limits=limits)
+    state.apply(tensors)
+    parent = _record(commits, directory, manifest, state) if state.rank == 0 else None
+    if state.rank == 0:
+        say("resumed", step=manifest.step, directory=directory, save_id=manifest.save_id)
+    return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory, changes)
+
+
+def choose_limits(environment: float | None, wanted: float | None, *, ranks: int) -> Limits:
+    """Return what loading may take on one of so many ranks of a node.
+
+    Args:
+        environment: GiB of the node, as the run was given it; it counts first.
+        wanted: GiB of the node, as the script says.
+        ranks: on this node.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    gib = environment if environment is not None else wanted
+    if gib is None:
+        return Limits()
+    if not 0 < gib < math.inf:
+        raise UsageError(f"load_memory_gib={gib!r}: give a number of GiB above 0")
+    return Limits(memory_bytes=int(gib * GIB / ranks))
+
+
+def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_size: int) -> str | None:
+    """Choose the newest step directory that is whole; all ranks read a share of its bytes."""
+    if agreement.group is None:
+        choice = newest_verified(checkpoints)
+        for passed, problems in choice.skipped:
+            _say_skipped(passed, problems)
+        return _say_chosen(choice, checkpoints)
+    steps = current_lineage(list_steps(checkpoints), lineage.read(checkpoints)) if rank == 0 else []
+    cache = Cache(checkpoints)
+    skipped: list[tuple[StepDirectory, tuple[str, ...]]] = []
+    for at in range(agreement.share(len(steps))):
+        step = steps[at] if rank == 0 else None
+        if step is not None and step.manifest is None:
+            skipped.append((step, (step.problem or "no manifest",)))
+            _say_skipped(*skipped[-1])
+        readable = step is not None and step.manifest is not None
+        known = step is not None and readable and known_right(step.path, cache)
+        path, needs_reading = agreement.share((step.path if step is not None and readable else None, not known))
+        if path is None:
+            continue
+        wrong: tuple[str, ...] = ()
+        if needs_reading:
+            own = verify_share(path, rank, world_size)
+            shares = objects.gather(own, agreement.group)
+            if shares is not None:
+                wrong = join_shares(path, shares, cache=cache).problems
+        if step is not None and wrong:
+            skipped.append((step, wrong))
+            _say_skipped(step, wrong)
+        if not agreement.share(bool(wrong)):
+            return _say_chosen(Choice(step, tuple(skipped)), checkpoints) if rank == 0 else str(path)
+    return _say_chosen(Choice(None, tuple(skipped)), checkpoints) if rank == 0 else None
+
+
+def _newer_in_tiers(tiering: Tiering, resume_from: str | None) -> str | None:
+    """Bring what another tier has newer than what shared storage has, and resume from that."""
+    chosen = None
+    if resume_from is not None:
+        with contextlib.suppress(ManifestError, OSError):  # then anything whole is better
+            chosen = read_manifest(Path(resume_from))
+    newer = tiering.newer_than(chosen)
+    return str(newer) if newer is not None else resume_from
+
+
+def _say_skipped(step: StepDirectory, problems: tuple[str, ...]) -> None:
+    warn("step_skipped", directory=step.path.name, why="; ".join(problems))
+
+
+def _say_chosen(choice: Choice, checkpoints: Path) -> str | None:
+    if why := space.suspicion(choice):
+        found = space.storage_test(checkpoints, limit_s=STORAGE_TEST_WITHIN_S)
+        warn("storage_suspect", why=why, test=found.problem or "bytes written now come back as they were")
+    if choice.chosen is None:
+        say("started_anew", why="no verified step directory")
+        return None
+    return str(choice.chosen.path)
+
+
+def _open(directory: Path) -> Manifest:
+    if not directory.is_dir():
+        raise ResumeError(f"{directory}: no such step directory; give one below checkpoints/, or `{LATEST}`")
+    try:
+        return read_manifest(directory)
+    except ManifestError as error:
+        raise ResumeError(f"{error}; give another step directory, or `{LATEST}`") from error
+    except OSError as error:
+        raise ResumeError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
+
+
+def _record(commits: Commits, directory: Path | None, manifest: Manifest | None, state: TrainingState) -> str | None:
+    checkpoints, environment = commits.checkpoints, commits.environment
+    done = manifest.step if manifest is not None else 0
+    try:
+        parent = record_start(checkpoints, directory, manifest, environment.attempt, goes_back=environment.goes_back)
+        sampler = state.others.get("sampler")
+        record_left_out(checkpoints, sampler, environment.skip_data, done=done, attempt=environment.attempt)
+    except OSError as error:
+        raise KeeperError(f"{error.filename}: the lineage cannot be written: {error.strerror}") from error
+    return parent

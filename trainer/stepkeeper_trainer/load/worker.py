@@ -1,0 +1,282 @@
+"""One thread of a load: reads chunks, has them checked, and copies what is wanted out of them.
+
+What all threads of a load share: where they read, how much memory is left, and whether one has failed.
+
+From checked bytes to a tensor: as they are where that is possible, else by torch.
+
+The heads of stored tensors, recognised: archives of one type and size have the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from stepkeeper_trainer.errors import DamagedError
+from stepkeeper_trainer.formats.items import HEAD_BYTES, ItemError, Layout, read_head
+from stepkeeper_trainer.load.plan import ChunkTask, RowsTask, Task, WholeTask
+from stepkeeper_trainer.load.sources import Source, by_chunk, open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from stepkeeper_trainer.formats.items import Layout
+    from stepkeeper_trainer.formats.manifest import Manifest
+    from stepkeeper_trainer.load.plan import Wanted
+
+
+class Worker:
+    """One thread's buffer and open file."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._buffer = bytearray()
+        self._file: Source | None = None
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        if self._file is not None:
+            self._file.close()
+
+    def carry_out(self, task: Task) -> None:
+        """Read what a task names, and put it where it goes.
+
+        Raises:
+            DamagedError: some byte is not what the manifest says, or cannot be read.
+        """
+        match task:
+            case ChunkTask():
+                source = self._open(task.file)
+                needed = source.entry.chunk_bytes
+            case RowsTask(item=item):
+                source = self._open(item.file)
+                needed = 2 * source.entry.chunk_bytes + item.length // max(1, item.sizes[0])
+            case WholeTask(item=item):
+                source = self._open(item.file)
+                needed = source.entry.chunk_bytes + 3 * item.length
+        budget = self._load.budget
+        budget.take(needed, self._load.failed)
+        try:
+            match task:
+                case ChunkTask():
+                    self._chunk_task(task, source)
+                case RowsTask():
+                    self._rows_task(task, source)
+                case WholeTask():
+                    self._whole_task(task.item, source)
+        finally:
+            budget.give(needed)
+
+    def _open(self, file: str) -> Source:
+        if self._file is None or self._file.name != file:
+            self.close()
+            self._file = None
+            self._file = open_source(self._load.directory, self._load.manifest, file)
+            self._file.name = file
+        return self._file
+
+    def _checked(self, source: Source, index: int) -> memoryview:
+        """Read a chunk and check it; the view is good until the next one."""
+        size = min(source.entry.chunk_bytes, source.entry.bytes - index * source.entry.chunk_bytes)
+        if len(self._buffer) < size:
+            self._buffer = bytearray(size)
+        view = memoryview(self._buffer)[:size]
+        source.read_chunk(index, view)
+        self._load.count(size)
+        return view
+
+    def _chunk_task(self, task: ChunkTask, source: Source) -> None:
+        view = self._checked(source, task.index)
+        base = task.index * source.entry.chunk_bytes
+        for at, expected in task.heads:
+            if view[at - base : at - base + len(expected)] != expected:
+                raise DamagedError(f"{source.path}: byte {at} and after changed while they were read")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
+        for run in task.runs:
+            copy_bytes(address + run.start - base, view[run.start - base :], run.length, run.target)
+        for item in task.inside:
+            archive = view[item.start - base : item.end - base]
+            try:
+                layout = self._load.layouts.of(item, archive)
+            except ItemError:
+                copy_box(load_plain(archive, item, source.path), item)
+                continue
+            run_of = item.run() if layout.contiguous and item.takes_bytes() else None
+            if run_of is not None:
+                at = layout.head_bytes + run_of[0]
+                copy_bytes(address + item.start - base + at, archive[at:], run_of[1], item.target)
+            else:
+                data = archive[layout.head_bytes : layout.head_bytes + layout.storage_bytes]
+                copy_box(strided(bytearray(data), layout, item), item)
+
+    def _rows_task(self, task: RowsTask, source: Source) -> None:
+        """Go through the rows that are wanted, chunk by chunk; what is left of a row waits for the next chunk."""
+        item, chunk_bytes = task.item, source.entry.chunk_bytes
+        rows = math.prod(item.sizes[1:])
+        row_bytes = rows * item.dtype.itemsize
+        data_at = item.start + task.layout.head_bytes
+        begin = data_at + item.box_offsets[0] * row_bytes
+        end = begin + item.box_sizes[0] * row_bytes
+        heads = {index for index, _, _ in by_chunk(item.start, data_at, chunk_bytes)}
+        data = {index: (lo, hi) for index, lo, hi in by_chunk(begin, end, chunk_bytes)}
+        rest, done = bytearray(), 0
+        for index in sorted(heads | data.keys()):
+            view, base = self._checked(source, index), index * chunk_bytes
+            for at, stop in ((lo, hi) for i, lo, hi in by_chunk(item.start, data_at, chunk_bytes) if i == index):
+                if view[at - base : stop - base] != task.head[at - item.start : stop - item.start]:
+                    raise DamagedError(f"{source.path}: byte {at} and after changed while they were read")
+            if index not in data:
+                continue
+            lo, hi = data[index]
+            rest += view[lo - base : hi - base]
+            count = len(rest) // row_bytes
+            if not count:
+                continue
+            numbers = torch.frombuffer(rest, dtype=item.dtype, count=count * rows).view(count, *item.sizes[1:])
+            for dim in range(1, len(item.sizes)):
+                numbers = numbers.narrow(dim, item.box_offsets[dim], item.box_sizes[dim])
+            item.target.narrow(0, done, count).copy_(numbers)
+            done += count
+            rest = rest[count * row_bytes :]
+
+    def _whole_task(self, item: Wanted, source: Source) -> None:
+        archive = bytearray()
+        for index, lo, hi in by_chunk(item.start, item.end, source.entry.chunk_bytes):
+            base = index * source.entry.chunk_bytes
+            archive += self._checked(source, index)[lo - base : hi - base]
+        try:
+            layout = self._load.layouts.of(item, archive)
+        except ItemError:
+            copy_box(load_plain(archive, item, source.path), item)
+            return
+        data = archive[layout.head_bytes : layout.head_bytes + layout.storage_bytes]
+        copy_box(strided(data, layout, item), item)
+
+
+class Budget:
+    """Memory that tasks share.  A task that needs more than there is runs when no other does."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used = limit, 0
+        self._changed = threading.Condition()
+
+    def take(self, count: int, give_up: Callable[[], bool]) -> None:
+        """Wait until there is so much left, or `give_up` says that nobody needs it."""
+        with self._changed:
+            while self._used and self._used + count > self._limit and not give_up():
+                self._changed.wait(0.1)
+            self._used += count
+
+    def give(self, count: int) -> None:
+        """Give it back."""
+        with self._changed:
+            self._used -= count
+            self._changed.notify_all()
+
+
+class Load:
+    """One load."""
+
+    def __init__(self, directory: Path, manifest: Manifest, memory_bytes: int) -> None:
+        self.directory, self.manifest = directory, manifest
+        self.budget, self.layouts = Budget(memory_bytes), Layouts(directory)
+        self.error: BaseException | None = None  # what the first thread to fail raised
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+
+    def failed(self) -> bool:
+        """Whether no more is to be read."""
+        return self.error is not None
+
+    def fail(self, error: BaseException) -> None:
+        """Have all threads stop; the first error is the one that is raised."""
+        with self._lock:
+            self.error = self.error or error
+
+    def count(self, size: int) -> None:
+        """Take note of bytes that were read."""
+        with self._lock:
+            self.bytes_read += size
+
+
+def copy_bytes(address: int, view: memoryview, count: int, target: torch.Tensor) -> None:
+    """Copy bytes to a contiguous tensor of so many bytes."""
+    assert len(view) >= count == target.numel() * target.itemsize, "a run fits its place"
+    if target.device.type == "cpu":
+        ctypes.memmove(target.data_ptr(), address, count)  # without the interpreter lock, and on this thread alone
+    else:
+        target.view(-1).view(torch.uint8).copy_(torch.frombuffer(view, dtype=torch.uint8, count=count))
+
+
+def strided(data: bytearray, layout: Layout, item: Wanted) -> torch.Tensor:
+    """Return the stored piece over its data, whatever its strides."""
+    count = len(data) // item.dtype.itemsize
+    try:
+        return torch.frombuffer(data, dtype=item.dtype, count=count).as_strided(
+            layout.size, layout.stride, layout.offset
+        )
+    except RuntimeError as error:
+        raise DamagedError(f"{item.file}: {item.name} is larger than its data") from error
+
+
+def load_plain(archive: memoryview | bytearray, item: Wanted, path: Path) -> torch.Tensor:
+    """Let torch read an archive of an unusual kind, without running anything of it."""
+    try:
+        found = torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch raises for it
+        raise DamagedError(f"{path}: {item.name} cannot be read as a tensor: {error}") from error
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != item.sizes:
+        raise DamagedError(f"{path}: {item.name} is not the tensor that `.metadata` says")
+    return found.detach()
+
+
+def copy_box(source: torch.Tensor, item: Wanted) -> None:
+    """Copy the box that is wanted of a stored piece."""
+    for dim, (offset, size) in enumerate(zip(item.box_offsets, item.box_sizes, strict=True)):
+        source = source.narrow(dim, offset, size)
+    with torch.no_grad():
+        item.target.copy_(source)
+
+
+class Layouts:
+    """Of one step directory, for all threads of a load."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._known: dict[tuple[torch.dtype, tuple[int, ...]], tuple[bytes, Layout]] = {}
+
+    def of(self, item: Wanted, data: bytes | bytearray | memoryview) -> Layout:
+        """Read the head of an archive, or recognise it.
+
+        Raises:
+            ItemError: it is of an unusual kind, which torch must read.
+            DamagedError: it is not the tensor that `.metadata` says.
+        """
+        with self._lock:
+            return self._of(item, data)
+
+    def _of(self, item: Wanted, data: bytes | bytearray | memoryview) -> Layout:
+        key = (item.dtype, item.sizes)
+        known = self._known.get(key)
+        if known is not None and data[: len(known[0])] == known[0]:
+            return known[1]
+        begin = bytes(data[:HEAD_BYTES])
+        layout = read_head(begin)
+        if layout.dtype != str(item.dtype).removeprefix("torch.") or layout.size != item.sizes:
+            raise DamagedError(
+                f"{self._directory / item.file}: {item.name} is stored as {layout.dtype} {list(layout.size)}, "
+                f"`.metadata` says {item.dtype} {list(item.sizes)}"
+            )
+        short = layout.contiguous and layout.storage_bytes < math.prod(item.sizes) * item.dtype.itemsize
+        if short or layout.head_bytes + layout.storage_bytes > item.length:
+            raise DamagedError(f"{self._directory / item.file}: the data of {item.name} has another size")
+        self._known[key] = (begin[: layout.head_bytes], layout)
+        return layout

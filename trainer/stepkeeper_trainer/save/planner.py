@@ -1,0 +1,276 @@
+"""Who writes what: planned by all ranks together once, and again when the state's layout changes.
+
+DCP's planner does the planning; the collectives run in the save's thread, on a gloo group that nothing
+else uses.  Between re-plannings one small all-reduce says that nothing has changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from stepkeeper_trainer.coordinate import objects
+from stepkeeper_trainer.errors import DividedError, SaveError
+from stepkeeper_trainer.formats.collecting import paused
+from stepkeeper_trainer.save.replicas import Replicas, find_replicas, hash_tensor, minority
+from stepkeeper_trainer.state import variants
+from stepkeeper_trainer.state.variants import TREE_PREFIX, is_sharded, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    from stepkeeper_trainer.save.replicas import Hash
+
+
+_LEAST_S = 0.1  # of waiting for the other ranks
+Entry = TensorStorageMetadata | BytesStorageMetadata  # what torch notes of a part of the state
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank writes, and on rank 0 what there is to know of the whole."""
+
+    items: tuple[MetadataIndex, ...]
+    replicas: Replicas  # what this rank holds that others hold too
+    metadata: Metadata | None = None
+    groups: tuple[tuple[str, ...], ...] = ()  # rank 0: the tensors of each replica group
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that this rank writes."""
+        return tuple(index.fqn for index in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A share on its way: what others hold too is told by its places in the rank's own plan.
+
+    Names of all that is replicated, sent to each of a thousand ranks, would be gigabytes on rank 0.
+    """
+
+    items: tuple[MetadataIndex, ...]
+    replicas: tuple[tuple[int, array[int]], ...]  # the number of the group of ranks, and places
+
+    @staticmethod
+    def of(share: Share, plan: SavePlan) -> _Sent:
+        places = {item.index.fqn: place for place, item in enumerate(plan.items)}
+        replicas = ((group, array("I", map(places.__getitem__, names))) for group, names in share.replicas.groups)
+        return _Sent(share.items, tuple(replicas))
+
+    def received(self, plan: SavePlan) -> Share:
+        names = [item.index.fqn for item in plan.items]
+        groups = ((group, tuple(names[place] for place in places)) for group, places in self.replicas)
+        return Share(self.items, Replicas(tuple(groups)))
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """How one rank saves names of which ranks hold different values; on rank 0 how all do."""
+
+    own: variants.Private
+    every_rank: tuple[variants.Private, ...] = ()
+    names: tuple[str, ...] = ()  # told apart now, and not before
+    ranks: tuple[int, ...] = ()  # that hold another value than most; all, where there is no majority
+    sharded: tuple[str, ...] = ()  # of the names: those of DTensors
+
+
+class Planner:
+    """Kept for the whole launch."""
+
+    def __init__(self, *, rank: int, world_size: int, group: Any | None) -> None:
+        """Prepare."""
+        self._rank = rank
+        self._world_size = world_size
+        self._group = group
+        self.share: Share | None = None  # in force
+        self.private: variants.Private = {}  # of this rank, in force
+        self.divided: Divided | None = None  # to be in force as soon as all ranks are between two steps
+        self.broken = False  # the group has failed, and does not mend itself: `renew` it
+
+    def renew(self, group: Any | None) -> None:
+        """Take another group, of the same ranks."""
+        self._group, self.share, self.broken = group, None, False
+
+    def agree(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        changed: bool,
+        problem: str | None,
+        within_s: float,
+        contents: Mapping[str, Hash | None] = MappingProxyType({}),
+    ) -> Share:
+        """Return this rank's share.  All ranks call it; `tensors` are looked at, and not read.
+
+        Args:
+            tensors: the state.
+            changed: its layout is another than at the last call.
+            problem: why this rank cannot write at all.
+            within_s: how long the other ranks are waited for.
+            contents: hashes of values, by which ranks that hold different ones are told apart.
+
+        Raises:
+            DividedError: names have several values: `divided` says how they are saved.
+            SaveError: some rank cannot write, or the plans contradict each other.
+            RuntimeError: another rank died, or did not come in time.
+        """
+        try:
+            if self._any(changed=changed or self.share is None, problem=problem, within_s=within_s):
+                self.share = None
+                self.share = self._plan_together(tensors, contents)
+        except RuntimeError:
+            self.broken = True
+            raise
+        assert self.share is not None
+        return self.share
+
+    def decline(self, problem: str, within_s: float) -> None:
+        """Take part where this rank could not even begin: the others hear of it, and none waits."""
+        try:
+            self._any(changed=False, problem=problem, within_s=within_s)
+        except SaveError:
+            pass  # that is what the others are to hear
+        except RuntimeError:
+            self.broken = True
+
+    def _any(self, *, changed: bool, problem: str | None, within_s: float) -> bool:
+        flags = torch.tensor([int(changed), int(problem is not None)], dtype=torch.int64)
+        if self._group is not None:
+            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=max(_LEAST_S, within_s)))
+        if int(flags[1]):
+            raise SaveError(problem or "another rank cannot write")
+        return bool(flags[0])
+
+    def _plan_together(self, tensors: Mapping[str, torch.Tensor], contents: Mapping[str, Hash | None]) -> Share:
+        with paused():
+            own = create_default_local_save_plan(cast("dict[str, Any]", dict(tensors)), self._rank == 0)
+        for item in own.items:
+            if item.tensor_data is None:
+                raise SaveError(f"{item.index.fqn} is no tensor")
+        if self._group is None:
+            return _divide([own])[0]
+        gathered = objects.gather((own, _looks(own, tensors, contents), self.private), self._group)
+        answers: list[Any] | None = None
+        whole: Share | None = None
+        divided: Divided | None = None
+        if gathered is not None:
+            try:
+                plans, looks, private = zip(*gathered, strict=True)
+                if divided := _told_apart(plans, looks, private):
+                    answers = [Divided(each) for each in divided.every_rank]
+                else:
+                    found = _divide(list(plans))
+                    whole = found[0]
+                    answers = [_Sent.of(share, plan) for share, plan in zip(found, plans, strict=True)]
+            except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
+                answers = [f"planning failed: {error}"] * self._world_size
+        mine = objects.scatter(answers, self._group)
+        if isinstance(mine, str):
+            raise SaveError(mine)
+        if isinstance(mine, Divided):
+            self.divided = divided or mine  # rank 0 alone keeps what is known of all
+            raise DividedError("ranks hold different values under one name: each value is saved from now on")
+        return whole or cast("_Sent", mine).received(own)
+
+    def take_divided(self) -> Divided | None:
+        """Have what was found out be in force, if there is any: all ranks do, between the same two steps."""
+        divided, self.divided = self.divided, None
+        if divided is not None:
+            self.share, self.private = None, divided.own
+        return divided
+
+
+def _told_apart(
+    plans: Sequence[SavePlan], looks: Sequence[list[Any]], private: Sequence[variants.Private]
+) -> Divided | None:
+    """Return which rank saves what by which key, if that is another than what is in force on some rank."""
+    seen: list[dict[str, variants.Look]] = []
+    for plan, own, keys in zip(plans, looks, private, strict=True):
+        names = {key: name for name, key in keys.items()}
+        seen.append(
+            {
+                names.get(item.index.fqn, item.index.fqn): variants.Look(kind, item.index.offset, content)
+                for item, (kind, content) in zip(plan.items, own, strict=True)
+            }
+        )
+    found = variants.divide(seen, private)
+    if found == list(private):
+        return None
+    changed = sorted({n for now, then in zip(found, private, strict=True) for n in now.keys() - then.keys()})
+    ranks = sorted({rank for name in changed for rank in _odd_ones(name, seen, found)})
+    sharded = [n for n in changed if any(is_sharded(own[n].kind) for own in seen if n in own)]
+    return Divided(found[0], tuple(found), tuple(changed), tuple(ranks), tuple(sharded))
+
+
+def _odd_ones(
+    name: str, seen: Sequence[Mapping[str, variants.Look]], private: Sequence[variants.Private]
+) -> tuple[int, ...]:
+    """Return the ranks whose value of a name fewer ranks hold; all that hold it where there is no majority."""
+    return minority({rank: private[rank].get(name, name) for rank, own in enumerate(seen) if name in own})
+
+
+def _looks(
+    plan: SavePlan, tensors: Mapping[str, torch.Tensor], contents: Mapping[str, Hash | None]
+) -> list[tuple[Any, bytes | None]]:
+    """Return what this rank holds, item by item: descriptions are always compared, they are small."""
+    kinds: dict[Any, Any] = {}
+    found: list[tuple[Any, bytes | None]] = []
+    for item in plan.items:
+        name = item.index.fqn
+        kind = kind_of(tensors[name])
+        content = hash_tensor(tensors[name]) if TREE_PREFIX in name else contents.get(name)
+        found.append((kinds.setdefault(kind, kind), content.value if content is not None else None))
+    return found
+
+
+def _divide(plans: list[SavePlan]) -> list[Share]:
+    """Give every chunk to one rank, and say which chunks several ranks hold."""
+    with paused():
+        return _divide_all(plans)
+
+
+def _divide_all(plans: list[SavePlan]) -> list[Share]:
+    replicas, groups = find_replicas([[item.index for item in plan.items] for plan in plans])
+    names = {item.index.fqn: (item.index.fqn,) for plan in plans for item in plan.items}
+    plans = [dataclasses.replace(plan, planner_data={}) for plan in plans]
+    divided, metadata = DefaultSavePlanner().create_global_plan(plans)
+    entries = _once_each(metadata.state_dict_metadata)
+    metadata = dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=names)  # stock tools use both
+    shares = [Share(tuple(item.index for item in plan.items), replicas[rank]) for rank, plan in enumerate(divided)]
+    shares[0] = dataclasses.replace(shares[0], metadata=metadata, groups=groups)
+    return shares
+
+
+def _once_each(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Have tensors of one type, shape and division share one of torch's records of them.
+
+    A record is seven objects; Python's search for cycles goes through those of all tensors again and again, in training
+    too, and `.metadata` holds what it names.
+    """
+    known: dict[tuple[object, ...], Entry] = {}
+    return {name: known.setdefault(_key(entry), entry) for name, entry in entries.items()}
+
+
+def _key(entry: Entry) -> tuple[object, ...]:
+    if not isinstance(entry, TensorStorageMetadata):
+        return (id(entry),)
+    chunks = tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+    return entry.size, chunks, *vars(entry.properties).values()

@@ -1,0 +1,125 @@
+"""One save: what it is of, where it goes, and how it ended.
+
+The thread of the saves: one job after the other, in the order in which they were given.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from stepkeeper_trainer.errors import SaveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What the manifest says of the state that is saved."""
+
+    step: int
+    tokens: int
+    loss: float | None
+    parts: dict[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)  # that the best step may be chosen by
+    epoch_end: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Save:
+    """One save; its outcome is known once `settled` is set."""
+
+    sequence: int
+    save_id: str
+    summary: Summary
+    emergency: bool
+    requested_at: float  # Unix seconds
+    limit_at: float  # Unix seconds
+    directory: Path
+    local: Path | None = None  # where this rank writes its files, if that is its node's own disk
+    ask_room: bool = False  # whether it is given up where there is no room for it
+    read_back: bool = False  # what was written is compared with what the disk has, before it counts
+    blocked_s: float = 0.0  # training stood still for
+    settled: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+    cancelled: str | None = None  # why nobody needs it any more
+    told_stuck: bool = False
+    _acts: list[str] = field(default_factory=list)  # what is being done, by several threads
+
+    @contextmanager
+    def doing(self, what: object) -> Iterator[None]:
+        """Have it known what is being done, should the storage never answer."""
+        act = str(what)
+        self._acts.append(act)
+        try:
+            yield
+        finally:
+            self._acts.remove(act)
+
+    @property
+    def at(self) -> str:
+        """What is being done now."""
+        return ", ".join(list(self._acts)) or "it has not begun: its thread has not come to it"
+
+    @property
+    def data(self) -> Path:
+        """Where this rank writes its files."""
+        return self.local or self.directory
+
+    def check(self) -> None:
+        """Raise where the save must not go on.
+
+        Raises:
+            SaveError: it was cancelled, or its time is over.
+        """
+        if self.cancelled is not None:
+            raise SaveError(f"cancelled: {self.cancelled}")
+        if time.time() >= self.limit_at:
+            raise SaveError("not written in time")
+
+
+LEAVE_WITHIN_S = 5.0
+
+
+class Worker:
+    """Begins with its first job.
+
+    A script may end while it works (an exception, no `finish`).  Python ends threads then in the middle of what they
+    do, and one that is in torch's code takes the process down with SIGABRT, whatever its exit code was to be.  So the
+    end of the process waits a little for the job at hand.
+    """
+
+    def __init__(self) -> None:
+        """Prepare."""
+        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._at_work = threading.Lock()
+        self._leaving = False
+        self._thread: threading.Thread | None = None
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Have a job done."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="stepkeeper-save", daemon=True)
+            self._thread.start()
+            atexit.register(self._rest)
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            with self._at_work:
+                if self._leaving:
+                    return
+                job()
+
+    def _rest(self) -> None:
+        """Let the job at hand end, up to a limit, and no other begin."""
+        self._leaving = True
+        self._at_work.acquire(timeout=LEAVE_WITHIN_S)

@@ -1,0 +1,92 @@
+"""The random generators of a rank: Python's, NumPy's, torch's for CPU and GPU, as uint8 tensors.
+
+Generators of ranks that the checkpoint never had (a larger world) are derived from (seed, step, rank).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import random
+import sys
+from typing import Any
+
+import torch
+import xxhash
+
+from stepkeeper_trainer.buffers import view_bytes
+from stepkeeper_trainer.log import say
+from stepkeeper_trainer.state.tree import from_blob, join, split, to_blob
+
+_OURS = "_stepkeeper_state"  # attribute of a tensor
+
+
+def collect() -> dict[str, torch.Tensor]:
+    """Return the state of every generator of this process."""
+    found = {"python": to_blob(split(random.getstate(), "python", {})), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        state = [kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
+        found["numpy"] = to_blob(state)
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    for tensor in found.values():
+        setattr(tensor, _OURS, True)
+    return found
+
+
+def is_ours(state: torch.Tensor) -> bool:
+    """Whether `collect` has made this tensor, and not the script."""
+    return hasattr(state, _OURS)
+
+
+def peek() -> dict[str, bytes]:
+    """Return the state of torch's own generators: a few microseconds, and no wait for a GPU."""
+    found = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["cuda"] = torch.cuda.get_rng_state()
+    return {name: bytes(view_bytes(state)) for name, state in found.items()}
+
+
+def digests() -> dict[str, str]:
+    """Return a hash of the state of each generator."""
+    return {name: xxhash.xxh3_64_hexdigest(view_bytes(state)) for name, state in collect().items()}
+
+
+def restore(found: dict[str, torch.Tensor]) -> None:
+    """Put every generator back; nothing may draw from them between this and the next step."""
+    random.setstate(_tupled(join(from_blob(found["python"], name="Python's RNG"), {})))
+    torch.set_rng_state(found["torch"])
+    if "numpy" in found:
+        _restore_numpy(found["numpy"])
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])
+
+
+def _restore_numpy(saved: torch.Tensor) -> None:
+    try:
+        numpy = importlib.import_module("numpy")
+    except ImportError:  # then nothing here draws from it: torch imports NumPy wherever it is installed
+        say("rng_left_out", generator="numpy", why="NumPy is not installed here; it was where the checkpoint was made")
+        return
+    kind, keys, position, has_gauss, gauss = from_blob(saved, name="NumPy's RNG")
+    # the legacy generator is the one that scripts share
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+
+
+def derive(seed: int, step: int, rank: int) -> int:
+    """Seed every generator of a rank that the checkpoint does not know; return the seed."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=4).digest()
+    value = int.from_bytes(digest, "little")
+    random.seed(value)
+    torch.manual_seed(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(value)
+    return value
+
+
+def _tupled(state: Any) -> Any:
+    version, internal, gauss = state
+    return (version, tuple(internal), gauss)

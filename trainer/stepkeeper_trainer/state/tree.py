@@ -1,0 +1,192 @@
+"""Python state as tensors and JSON: nothing in a step directory needs unpickling of code.
+
+A tree of dicts, lists, numbers and tensors is split into named tensors and a JSON skeleton that says
+where each belongs.  Floats keep every bit; tuples and keys that are no strings come back as they were.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stepkeeper_trainer.buffers import from_array, is_array, to_array, view_bytes
+from stepkeeper_trainer.errors import DamagedError, ResumeError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+PAD_BYTES = 4096  # and its doubles: a blob keeps its size while its content grows, so the save plan stays the same
+
+
+def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Put the tensors of `value` into `tensors`, under names that begin with `name`; return the rest.
+
+    >>> found: dict[str, torch.Tensor] = {}
+    >>> split({"lr": 0.1, "betas": (0.9, 0.95)}, "group", found)
+    {'lr': 0.1, 'betas': {'$tuple': [0.9, 0.95]}}
+
+    Raises:
+        StateError: something is neither a tensor nor JSON.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case torch.Tensor():
+            return _split_tensor(value, name, tensors)
+        case tuple() if type(value) is not torch.Size:
+            return {"$tuple": [split(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
+        case list():
+            return [split(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        case dict():
+            if all(isinstance(key, str) and not key.startswith("$") for key in value):
+                return {key: split(item, f"{name}.{key}", tensors) for key, item in value.items()}
+            items = [[split(k, f"{name}.key", tensors), split(v, f"{name}.{k}", tensors)] for k, v in value.items()]
+            return {"$items": items}
+        case bytes() | io.BytesIO() | torch.Size() | torch.dtype() | torch.device():
+            return _split_leaf(value)
+    if is_array(value):
+        name = _free(name, tensors)
+        tensors[name] = from_array(value)
+        return {"$ndarray": name}
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy number
+        return split(value.item(), name, tensors)
+    raise StateError(
+        f"{name} is a {type(value).__name__}, which is neither a tensor nor JSON: "
+        "leave it out of state_dict(), or turn it into numbers, text or tensors"
+    )
+
+
+def join(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Undo `split`.
+
+    Raises:
+        ResumeError: an array of NumPy was saved, and NumPy is not there.
+    """
+    match skeleton:
+        case {"$tensor": str(name)}:
+            return tensors[name]
+        case {"$ndarray": str(name)}:
+            return _array(name, tensors[name])
+        case {"$subclass": str(name), "inner": dict(), "context": _, "size": list(), "stride": list()}:
+            return _join_subclass(name, skeleton, tensors)
+        case {"$tuple": list(items)}:
+            return tuple(join(item, tensors) for item in items)
+        case {"$items": list(items)}:
+            return {join(k, tensors): join(v, tensors) for k, v in items}
+        case dict():
+            if len(skeleton) == 1 and (leaf := _LEAVES.get(next(iter(skeleton)))) is not None:
+                return leaf(next(iter(skeleton.values())))
+            return {key: join(item, tensors) for key, item in skeleton.items()}
+        case list():
+            return [join(item, tensors) for item in skeleton]
+    return skeleton
+
+
+def is_plain(kind: type) -> bool:
+    """Whether values of a type are tensors with memory of their own, or DTensors: quantized ones consist of several."""
+    return issubclass(kind, torch.Tensor) and (not hasattr(kind, "__tensor_flatten__") or issubclass(kind, DTensor))
+
+
+def _free(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a name that no tensor has yet: keys such as 1 and "1", or "a.b" and "a" with "b" in it, make one name."""
+    free, number = name, 2
+    while free in tensors:
+        free, number = f"{name}#{number}", number + 1
+    return free
+
+
+def _split_leaf(value: Any) -> dict[str, Any]:
+    """Return what JSON has no word for, as JSON."""
+    match value:
+        case bytes():
+            return {"$bytes": base64.b64encode(value).decode()}
+        case io.BytesIO():
+            return {"$bytesio": base64.b64encode(value.getvalue()).decode()}
+        case torch.Size():
+            return {"$size": list(value)}
+    return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ResumeError(f"the checkpoint names the type {name!r}, which torch {torch.__version__} does not have")
+    return found
+
+
+_LEAVES: dict[str, Callable[[Any], Any]] = {
+    "$bytes": base64.b64decode,
+    "$bytesio": lambda text: io.BytesIO(base64.b64decode(text)),
+    "$size": torch.Size,
+    "$dtype": _dtype,
+    "$device": torch.device,
+}
+
+
+def _split_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Put a tensor into `tensors`, or those that a subclass consists of, by torch's own protocol for it."""
+    kind = type(value)
+    if is_plain(kind):
+        name = _free(name, tensors)
+        tensors[name] = value.detach()
+        return {"$tensor": name}
+    attributes, context = value.__tensor_flatten__()
+    return {
+        "$subclass": f"{kind.__module__}.{kind.__qualname__}",
+        "inner": {key: split(getattr(value, key), f"{name}.{key}", tensors) for key in attributes},
+        "context": split(context, f"{name}.context", tensors),
+        "size": list(value.size()),
+        "stride": list(value.stride()),
+    }
+
+
+def _join_subclass(name: str, skeleton: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    inner = {key: join(item, tensors) for key, item in skeleton["inner"].items()}
+    context = join(skeleton["context"], tensors)
+    return _subclass(name).__tensor_unflatten__(inner, context, torch.Size(skeleton["size"]), tuple(skeleton["stride"]))
+
+
+def _subclass(name: str) -> Any:
+    """Return the class of this name among those that the script has imported: nothing is imported for a checkpoint."""
+    waiting: list[type] = [torch.Tensor]
+    while waiting:
+        kind = waiting.pop()
+        if f"{kind.__module__}.{kind.__qualname__}" == name:
+            return kind
+        waiting += kind.__subclasses__()
+    raise ResumeError(f"the checkpoint holds a {name}, which the script has not imported: import it before resume()")
+
+
+def _array(name: str, tensor: torch.Tensor) -> Any:
+    try:
+        return to_array(tensor)
+    except ImportError as error:
+        raise ResumeError(f"{name} was saved as a NumPy array, and NumPy is not installed: install it") from error
+
+
+def to_blob(skeleton: Any) -> torch.Tensor:
+    """Return JSON as a uint8 tensor, padded with spaces."""
+    data = json.dumps(skeleton, separators=(",", ":")).encode()
+    room = PAD_BYTES
+    while room < len(data):
+        room *= 2
+    data += b" " * (room - len(data))
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def from_blob(blob: torch.Tensor, *, name: str) -> Any:
+    """Read a tensor of `to_blob`.
+
+    Raises:
+        DamagedError: it is no JSON.
+    """
+    try:
+        return json.loads(bytes(view_bytes(blob.contiguous())) or b"null")
+    except ValueError as error:
+        raise DamagedError(f"{name} in the checkpoint is not JSON: {error}") from error

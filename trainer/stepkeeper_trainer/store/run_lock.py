@@ -1,0 +1,164 @@
+"""Open a run directory that can be written, and hold it: one training has it at a time.
+
+Where neither Slurm nor a supervisor counts attempts, the newest start holds it.  On one node a living holder is refused
+outright.  On another it cannot be seen: the newer start takes over, and the older one commits nothing from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepkeeper_trainer.environment import Environment
+from stepkeeper_trainer.errors import KeeperError, RunDirectoryError
+from stepkeeper_trainer.formats import lease as leases
+from stepkeeper_trainer.formats import processes
+from stepkeeper_trainer.formats.durable import make_directories
+from stepkeeper_trainer.log import warn
+from stepkeeper_trainer.save.commit import Commits
+
+if TYPE_CHECKING:
+    from stepkeeper_trainer.coordinate.agreement import Agreement
+    from stepkeeper_trainer.formats.lease import Lease
+
+
+def open_run_directory(
+    run_dir: str | os.PathLike[str] | None, environment: Environment, agreement: Agreement, rank: int
+) -> Commits:
+    """Make, try and hold the run directory on rank 0; every rank hears what is wrong with it.
+
+    Raises:
+        RunDirectoryError: it cannot be made or written.
+        SupersededError: a newer attempt holds it.
+    """
+    given = Path(run_dir) if run_dir else environment.run_directory
+    path = given or agreement.share(default_run_directory(environment, sys.argv[0]))
+    problem: KeeperError | None = None
+    epoch = environment.epoch
+    if rank == 0:
+        try:
+            if given is None:
+                _make_default(path, environment.node)
+            epoch = _prepare(path, environment)
+        except KeeperError as error:
+            problem = error
+    problem, epoch = agreement.share((problem, epoch))
+    if problem is not None:
+        raise problem
+    return Commits(path, replace(environment, epoch=epoch))
+
+
+def default_run_directory(environment: Environment, script: str) -> Path:
+    """Return where a run goes that names no directory: below `runs`, by the script and the Slurm job.
+
+    Two jobs never share one, and a requeued job keeps its own.
+    """
+    path = Path(script)
+    stem = path.parent.name if path.stem == "__main__" else path.stem
+    name = stem if stem and not stem.startswith("-") else "run"
+    return Path.cwd() / "runs" / (name if environment.epoch is None else f"{name}-{environment.epoch[0]}")
+
+
+def _make_default(path: Path, node: str) -> None:
+    """Make `runs`; two trainings of one script in one job would have one directory: the second is refused."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        refuse_holder(path, node)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{error.filename}: {error.strerror}; give Keeper(run_dir=...), or set STEPKEEPER_RUN_DIR"
+        ) from error
+    warn("run_directory_chosen", path=path, why="none was given by Keeper(run_dir=...) or STEPKEEPER_RUN_DIR")
+
+
+def _prepare(path: Path, environment: Environment) -> tuple[int, int] | None:
+    """Make the directories, take the lease where no supervisor does, clear what the dead left; return the epoch."""
+    commits = Commits(path, environment)
+    if not path.parent.is_dir():
+        raise RunDirectoryError(f"{path.parent} is no directory: make it, or choose another run directory than {path}")
+    try:
+        make_directories(path, mode=0o700)
+        make_directories(commits.checkpoints)
+        for directory in (path, commits.checkpoints):
+            with tempfile.TemporaryFile(dir=directory):
+                pass  # can be written
+        if environment.socket is None:
+            if environment.epoch is None:
+                commits = Commits(path, replace(environment, epoch=next_epoch(path, environment.node)))
+            commits.take_lease()
+        commits.clear_leftovers()
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{error.filename or path}: cannot be written: {error.strerror}; mend it, or choose another run directory"
+        ) from error
+    return commits.environment.epoch
+
+
+NO_JOB = leases.NO_JOB
+_CLOCK_SLACK_S = 2.0
+
+
+def next_epoch(run_directory: Path, node: str) -> tuple[int, int] | None:
+    """Return the epoch of a start by hand; None where a Slurm job held the run last: its attempts are not counted on.
+
+    Raises:
+        RunDirectoryError: a process that lives trains in it.
+        OSError: the lease cannot be read.
+    """
+    try:
+        held = leases.read(run_directory)
+    except leases.LeaseError as error:
+        warn("lease_unreadable", why=error)
+        return NO_JOB, 0
+    if held is None:
+        return NO_JOB, 0
+    if held.job_id != NO_JOB:
+        warn("run_directory_of_a_job", job=held.job_id, why="two trainings must not share it: is that job over?")
+        return None
+    _refuse(run_directory, held, node)
+    return NO_JOB, held.restart_count + 1
+
+
+def refuse_holder(run_directory: Path, node: str) -> None:
+    """Refuse a run directory in which a process of this node trains.
+
+    Raises:
+        RunDirectoryError: it lives.
+        OSError: the lease cannot be read.
+    """
+    with contextlib.suppress(leases.LeaseError):  # said where the lease is taken
+        if (held := leases.read(run_directory)) is not None:
+            _refuse(run_directory, held, node)
+
+
+def _refuse(run_directory: Path, held: Lease, node: str) -> None:
+    if held.node == node and held.pid != os.getpid() and lives(held):
+        raise RunDirectoryError(
+            f"{run_directory}: process {held.pid} on {node} trains in it: "
+            "wait for its end, stop it, or choose another run directory"
+        )
+
+
+def lives(held: Lease) -> bool:
+    """Tell whether the process that took a lease on this node is still there, and not another one of its number.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    found = processes.birth(held.pid)
+    if found is None:
+        return False
+    return _began_before(found, held.taken_at) if held.birth is None else found.is_that_of(held.birth)
+
+
+def _began_before(found: processes.Birth, instant: float) -> bool:
+    """Tell whether a process is older than a lease of 0.1, which has no birth: by a clock that may have been set."""
+    uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    age_s = uptime_s - found.ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s <= instant + _CLOCK_SLACK_S

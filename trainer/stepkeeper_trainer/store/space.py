@@ -1,0 +1,276 @@
+"""Whether the storage can take the next save: bytes, inodes and quota; and whether it gives back what it was given.
+
+Nothing here raises for a bad disk: what is wrong is the answer.  Each question has a time limit, for a hung file
+system answers none.  Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import random
+import shutil
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
+
+from stepkeeper_trainer.formats.durable import fsync_directory, write_all
+from stepkeeper_trainer.store import quotas
+from stepkeeper_trainer.store.quotas import Room
+
+if TYPE_CHECKING:
+    from stepkeeper_trainer.formats.manifest import Manifest
+    from stepkeeper_trainer.formats.steps import Choice, StepDirectory
+
+
+ASK_WITHIN_S = 10.0
+TEST_WITHIN_S = 120.0
+TEST_BYTES = 64 * 1024 * 1024
+SUSPECT_AFTER = 2  # step directories in a row whose bytes are wrong: one is bad luck
+MARGIN = 1.1  # of the last save: states grow a little
+MARGIN_BYTES = 64 * 1024 * 1024
+TEST_PREFIX = ".tmp-storage-test."
+_STALE_S = 3600.0
+_PIECE_BYTES = 4 * 1024 * 1024
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the next save takes at most."""
+
+    bytes: int
+    files: int
+
+
+def estimate(last: Manifest | None, *, state_bytes: int = 0, world_size: int = 1) -> Needs:
+    """Estimate the next save from the last one; before the first, from the size of the state.
+
+    Files that will be linked instead of written are counted in full: it is a bound from above.
+    """
+    if last is None:
+        size, files = state_bytes, world_size
+    else:
+        size = max(state_bytes, sum(entry.bytes for entry in last.files.values()))
+        files = max(world_size, len(last.files))
+    return Needs(int(size * MARGIN) + MARGIN_BYTES, 2 * files + 8)  # reports, manifest and directories besides
+
+
+def lacking(directory: Path, needs: Needs, *, within_s: float = ASK_WITHIN_S) -> str | None:
+    """Say why a save of that size would not fit; None where it would, or where nobody can tell.
+
+    Args:
+        directory: on the file system in question; it exists.
+        needs: of the save.
+        within_s: how long the file system may take to answer; a later answer is a problem of its own.
+    """
+    try:
+        rooms = _within(lambda: room(directory), within_s)
+    except TimeoutError:
+        return f"{directory}: the file system has not answered for {within_s:g} s"
+    except OSError as error:
+        return f"{directory}: {error.strerror}"
+    for one in rooms:
+        if one.bytes_left is not None and one.bytes_left < needs.bytes:
+            return f"{directory}: {one.account}: {one.bytes_left} bytes left, the save may take {needs.bytes}"
+        if one.files_left is not None and one.files_left < needs.files:
+            return f"{directory}: {one.account}: room for {one.files_left} more files, the save may take {needs.files}"
+    return None
+
+
+def room(directory: Path) -> list[Room]:
+    """Return what the file system and its quotas leave us.  Quotas that cannot be asked for are left out.
+
+    Raises:
+        OSError: the directory is not there, or the file system is broken.
+    """
+    status = os.statvfs(directory)
+    # some file systems (btrfs, many network ones) make inodes as they need them, and say 0 of 0
+    files = status.f_favail if status.f_files else None
+    return [Room("the file system", status.f_bavail * status.f_frsize, files), *quotas.ask(directory)]
+
+
+# A dummy save -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StorageTest:
+    """What a dummy save found."""
+
+    problem: str | None  # what is wrong, and in which act
+    bytes: int
+    write_s: float | None  # written and durable
+    read_s: float | None  # from the disk, as far as the kernel lets us
+    from_disk: bool  # whether it did
+    untrue: bool = False  # it gave back other bytes than it was given
+
+
+@dataclass(slots=True)
+class _Progress:
+    act: str = "begin"
+    write_s: float | None = None
+    read_s: float | None = None
+    from_disk: bool = False
+    problem: str | None = None
+    untrue: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+
+def storage_test(directory: Path, *, size: int = TEST_BYTES, limit_s: float = TEST_WITHIN_S) -> StorageTest:
+    """Save bytes that nobody needs as a checkpoint is saved, read them back from the disk, and compare.
+
+    A file system that hangs costs `limit_s` and no more; whatever it lets us remove afterwards is removed.
+    """
+    progress = _Progress()
+
+    def work() -> None:
+        try:
+            _test(directory, size, progress)
+        except OSError as error:
+            progress.problem = f"{directory}: cannot {progress.act}: {error.strerror or error}"
+        finally:
+            progress.done.set()
+
+    threading.Thread(target=work, name="storage-test", daemon=True).start()
+    if not progress.done.wait(limit_s):
+        progress.given_up.set()
+        problem = f"{directory}: hangs: to {progress.act} takes longer than {limit_s:g} s for the whole test"
+        return StorageTest(problem, size, progress.write_s, progress.read_s, progress.from_disk)
+    return StorageTest(
+        progress.problem, size, progress.write_s, progress.read_s, progress.from_disk, untrue=progress.untrue
+    )
+
+
+def _test(directory: Path, size: int, progress: _Progress) -> None:
+    _clear_old_tests(directory)
+    own = directory / f"{TEST_PREFIX}{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    final = own.with_name(own.name + ".renamed")
+    progress.act = "make a directory"
+    os.mkdir(own)
+    try:
+        began = time.monotonic()
+        digest = _write(own / "bytes", size, progress)
+        progress.act = "sync a directory"
+        fsync_directory(own)
+        progress.act = "rename"
+        os.rename(own, final)
+        progress.act = "sync a directory"
+        fsync_directory(directory)
+        progress.write_s = time.monotonic() - began
+        began = time.monotonic()
+        progress.act = "read back"
+        found, read = _read_back(final / "bytes", progress)
+        progress.read_s = time.monotonic() - began
+        progress.untrue = found != digest
+        if read != size:
+            progress.problem = f"{directory}: gives back {read} of {size} bytes that it said were durable"
+        elif found != digest:
+            progress.problem = f"{directory}: gives back other bytes than it was given: the storage cannot be trusted"
+    finally:
+        for path in (own, final):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _write(path: Path, size: int, progress: _Progress) -> str:
+    """Write bytes that no compression and no memory of zeros can invent; return their digest."""
+    pattern = random.Random(time.time_ns()).randbytes(_PIECE_BYTES)  # noqa: S311  # no secret
+    digest = xxhash.xxh3_128()
+    progress.act = "create a file"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        progress.act = "write"
+        for number in range(-(-size // _PIECE_BYTES)):
+            if progress.given_up.is_set():
+                raise TimeoutError("given up")
+            piece = (struct.pack("=Q", number) + pattern[8:])[: size - number * _PIECE_BYTES]
+            write_all(descriptor, piece)
+            digest.update(piece)
+        progress.act = "sync a file"
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()
+
+
+def _read_back(path: Path, progress: _Progress) -> tuple[str, int]:
+    """Return digest and number of the bytes on the disk, past the page cache where that works."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        descriptor, progress.from_disk = os.open(path, flags | os.O_DIRECT), True
+    except OSError:  # no such way on this file system
+        descriptor, progress.from_disk = os.open(path, flags), False
+    digest, at = xxhash.xxh3_128(), 0
+    buffer = mmap.mmap(-1, _PIECE_BYTES)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        while True:
+            count = os.preadv(descriptor, [buffer], at)
+            if not count:
+                return digest.hexdigest(), at
+            with memoryview(buffer) as view:
+                digest.update(view[:count])
+            at += count
+    finally:
+        os.close(descriptor)
+
+
+def _clear_old_tests(directory: Path) -> None:
+    for path in directory.glob(f"{TEST_PREFIX}*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def damaged_in_a_row(choice: Choice) -> list[tuple[StepDirectory, tuple[str, ...]]]:
+    """Return the newest step directories that were committed and are not what they were, with what is wrong.
+
+    Not a save that never ended, nor a manifest that is damaged: that is no plain case.
+    """
+    return [(step, problems) for step, problems in choice.skipped if step.manifest is not None]
+
+
+def suspicion(choice: Choice) -> str | None:
+    """Say why the storage itself is suspect: the newest step directories, several in a row, are not what they were."""
+    row = damaged_in_a_row(choice)
+    if len(row) < SUSPECT_AFTER:
+        return None
+    names = ", ".join(step.path.name for step, _ in row[:3])
+    return (
+        f"{len(row)} committed step directories in a row are damaged ({names}): the storage is suspect; "
+        "test it with `stepkeeper checkpoints test-storage`, and look at the logs of its servers"
+    )
+
+
+def _within(ask: Callable[[], T], limit_s: float) -> T:
+    """Ask on a thread.
+
+    Raises:
+        TimeoutError: no answer by then; the thread is left behind.
+    """
+    answer: list[T] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            answer.append(ask())
+        except Exception as error:  # noqa: BLE001  # raised by the asking thread
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="ask-storage", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not answer:
+        raise TimeoutError
+    return answer[0]

@@ -1,0 +1,237 @@
+"""The tiers of a run, put together for one rank: made by the Keeper where there are any."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepkeeper_trainer.environment import find_place as find_place_of_rank
+from stepkeeper_trainer.errors import UsageError
+from stepkeeper_trainer.formats import lineage as lineages
+from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.manifest import Manifest
+from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.tiers.cold import ColdCopies, Going, forget_given_up
+from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers, from_environment, read_identity
+from stepkeeper_trainer.tiers.copying import Pace
+from stepkeeper_trainer.tiers.directory import DirectoryTier
+from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.opening import open_tier
+from stepkeeper_trainer.tiers.peer_keeping import Keeping
+from stepkeeper_trainer.tiers.peers import PeerCopies, next_node, own_host
+from stepkeeper_trainer.tiers.search import Gatherer, Place, find_place
+from stepkeeper_trainer.tiers.survey import prune
+from stepkeeper_trainer.tiers.tier import Tier, TierError
+from stepkeeper_trainer.tiers.uploader import Uploader
+
+if TYPE_CHECKING:
+    from stepkeeper_trainer.coordinate.agreement import Agreement
+    from stepkeeper_trainer.save.commit import Commits
+    from stepkeeper_trainer.save.listeners import CommittedStep
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What this rank works with."""
+
+    place: Place
+    shared: DirectoryTier
+    local: LocalTier | None
+    cold: Tier | None
+    pace: Pace
+
+
+class Tiering:
+    """One a rank.  It hears of commits as a listener."""
+
+    def __init__(self, tiers: Tiers, commits: Commits, agreement: Agreement, rank: int, world_size: int) -> None:
+        """Find out who shares this rank's node; all ranks do so together.
+
+        Raises:
+            UsageError: a tier makes no sense, or its library is missing.
+        """
+        self.tiers, self._commits, self._agreement = tiers, commits, agreement
+        self.uploader: Uploader | None = None
+        self._copies: ColdCopies | None = None
+        self._keeping: Keeping | None = None
+        self._peers: PeerCopies | None = None
+        shared = DirectoryTier(commits.checkpoints, attempt=commits.environment.attempt, read_back=False)
+        if rank == 0 and tiers.cold is not None:
+            forget_given_up(commits.checkpoints)
+        identity = agreement.share(_identity(commits.checkpoints) if rank == 0 else "")
+        where = tiers.local_checkpoints(commits.run_directory, identity, commits.environment.node)
+        place = find_place(rank, world_size, f"{commits.environment.node}:{where}", agreement)
+        rate = tiers.megabytes_per_s
+        self._parts = _Parts(
+            place,
+            shared,
+            LocalTier(where, keep=tiers.local_keep) if where is not None else None,
+            _open_cold(tiers),
+            Pace(rate * 1e6 / len(place.node) if rate is not None else None),
+        )
+        if self._parts.local is not None and place.leads and (removed := self._parts.local.clear()):
+            say("local_leftovers_removed", directories=",".join(removed))
+
+    def newer_than(self, chosen: Manifest | None) -> Path | None:
+        """Bring a step that is newer than the chosen one from another tier, and return its directory.
+
+        All ranks call it.  Raises SupersededError where a newer attempt holds the run.
+        """
+        parts = self._parts
+        gatherer = Gatherer(
+            place=parts.place,
+            together=self._agreement,
+            shared=parts.shared,
+            local=parts.local,
+            cold=parts.cold,
+            fence=self._commits.check_fence,
+        )
+        name = gatherer.newer_than(chosen)
+        if parts.place.rank == 0:  # what was copied in part, and is of no use any more
+            parts.shared.clear(lambda _save_id: False)
+        return self._commits.checkpoints / name if name is not None else None
+
+    def start(self, resumed: Path | None, manifest: Manifest | None) -> None:
+        """Begin to copy: from now on, and what the cold tier lacks of the step that was resumed from."""
+        parts = self._parts
+        rank = parts.place.rank
+        if parts.local is not None:
+            self._start_peers(parts.local)
+            self.uploader = Uploader(
+                parts.local,
+                rank=rank,
+                leads=parts.place.leads,
+                shared=self._commits.checkpoints,
+                pace=parts.pace,
+                ranks=len(parts.place.node),
+                on_local=self._peers.offer if self._peers is not None else lambda _held: None,
+            )
+        if parts.cold is None:
+            return
+        self._copies = ColdCopies(
+            parts.cold,
+            shared=parts.shared,
+            local=parts.local,
+            rank=rank,
+            world_size=parts.place.world_size,
+            pace=parts.pace,
+            fence=self._commits.check_fence,
+            after=self._prune,
+        )
+        if resumed is not None and manifest is not None and resumed.parent == self._commits.checkpoints:
+            self._copies.offer(Going(manifest.step, manifest.save_id, resumed))
+
+    def _start_peers(self, local: LocalTier) -> None:
+        """Have the next node keep this one's files too, and keep those of the one before; all ranks do so together."""
+        if not self.tiers.peers:
+            return
+        place, address = self._parts.place, None
+        if place.leads:
+            meeting = find_place_of_rank()
+            try:
+                self._keeping = Keeping(local, own_host(meeting.master_address if meeting is not None else "127.0.0.1"))
+                address = self._keeping.address
+            except OSError as error:
+                warn("peer_copies_off", rank=place.rank, why=error)
+        addresses = self._agreement.gather(address)
+        leaders = sorted(set(self._agreement.gather(place.node[0])))
+        to = next_node(leaders, place.rank) if place.leads else None
+        if to is not None and addresses[to] is not None:
+            self._peers = PeerCopies(local, addresses[to], place.node, Pace())  # the limit is for storage
+
+    def leave(self) -> None:
+        """The processes end: what is saved from now on must get to shared storage."""
+        if self.uploader is not None:
+            self.uploader.leaving = True
+
+    def finish_copies(self, limit_at: float) -> None:
+        """The work is finished: its last step goes to the cold tier too, if there is time until `limit_at`."""
+        if self._copies is None:
+            return
+        through = self._parts.place.rank != 0 or self._copies.close(limit_at)
+        try:
+            through = self._agreement.share(through)  # the others send on until rank 0 has all, or gives up
+        except RuntimeError as error:
+            warn("rank_lost", why=str(error).splitlines()[0])
+        self._copies.close(0.0)
+        if not through and self._parts.place.rank == 0:
+            warn(
+                "cold_copy_unfinished",
+                tier=self.tiers.cold,
+                why="it fails, or there was no time: `stepkeeper checkpoints copy RUN --to URL` goes on with it",
+            )
+        self._copies = None
+
+    def committed(self, step: CommittedStep) -> None:
+        """Send a step to the cold tier (a listener's)."""
+        if self._copies is not None:
+            self._copies.offer(Going(step.step, step.save_id, step.directory))
+
+    def close(self, limit_at: float) -> None:
+        """Stop copying (a listener's): nodes that are given back do not wait for the cold tier."""
+        if self.uploader is not None:
+            self.uploader.close(limit_at)
+        if self._peers is not None:
+            self._peers.close()
+        if self._keeping is not None:
+            self._keeping.close()
+        if self._copies is not None and not self._copies.close(0.0):
+            say("cold_copy_unfinished", tier=self.tiers.cold, why="the process leaves: the next launch goes on with it")
+
+    def _prune(self) -> None:
+        """Remove from the cold tier what it need not keep (rank 0)."""
+        assert self._parts.cold is not None
+        try:
+            lineage = lineages.read(self._commits.checkpoints)
+            pinned = [s for s, marks in lineage.marks.items() if lineages.PINNED in marks] if lineage else []
+            removed = prune(self._parts.cold, keep=self.tiers.cold_keep, pinned=pinned)
+        except (TierError, OSError) as error:
+            warn("cold_prune_failed", tier=self.tiers.cold, why=error)
+            return
+        if removed:
+            say("cold_steps_removed", directories=",".join(removed))
+
+
+def find_tiers(
+    given: Tiers | None, commits: Commits, agreement: Agreement, rank: int, world_size: int
+) -> Tiering | None:
+    """Return the tiers that the script or the environment names; None where there are none.
+
+    All ranks call it.  The environment counts where it names any.
+
+    Raises:
+        UsageError: a setting makes no sense.
+    """
+    try:
+        told = from_environment()
+        tiers = told if told.any or given is None else given.check()
+    except TierError as error:
+        raise UsageError(str(error)) from error
+    return Tiering(tiers, commits, agreement, rank, world_size) if tiers.any else None
+
+
+def _open_cold(tiers: Tiers) -> Tier | None:
+    if tiers.cold is None:
+        return None
+    options: dict[str, object] = {}
+    if "://" in tiers.cold:  # each rank reads back what it has sent
+        options = {"zstd_level": tiers.cold_zstd, "read_back": False}
+    elif tiers.cold_zstd is not None:
+        raise UsageError(f"cold tier {tiers.cold}: files are compressed in object stores only: leave out cold_zstd")
+    try:
+        return open_tier(tiers.cold, **options)
+    except TierError as error:
+        raise UsageError(str(error)) from error
+
+
+def _identity(checkpoints: Path) -> str:
+    """Return what tells this run directory from an earlier one of the same name."""
+    path = checkpoints / IDENTITY_NAME
+    with suppress(FileNotFoundError):
+        return read_identity(checkpoints)
+    identity = secrets.token_hex(8)
+    write_atomically(path, identity.encode())
+    return identity

@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from stepkeeper_trainer import Keeper, start_distributed
+from stepkeeper_trainer import CheckpointManager, start_distributed
 from stepkeeper_trainer.store.run_lock import new_group
 from tests.ports import reserve
 
@@ -60,21 +60,21 @@ class Work:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, foreach=True)
         for parameter in self.model:
             parameter.grad = torch.full_like(parameter, 1e-3)
-        self.keeper = Keeper(
-            model=self.model,
-            optimizer=self.optimizer,
+        self.manager = CheckpointManager(
+            {"model": self.model, "optimizer": self.optimizer},
+            every=None,
             run_dir=directory / "run",
-            retention="all",  # nothing is read or removed beside what is measured
+            retention="all",
             storage_test="off",
         )
-        self.keeper.resume()
+        self.manager.resume()
         self.group = new_group(LIMIT_S)
-        self.keeper._prepared = not prepare  # the other ways do without its memory
+        self.manager._prepared = not prepare  # the other ways do without its memory
         self.square = torch.rand(256, 256)
 
     def state(self) -> dict[str, Any]:
         """Return what is saved."""
-        return {name: tensor.detach() for name, tensor in self.keeper._state.collect().items()}
+        return {name: tensor.detach() for name, tensor in self.manager._state.collect().items()}
 
     def all_agree(self, *, one: bool) -> bool:
         """Say whether it is so on all ranks: they take as many steps as each other."""
@@ -89,7 +89,7 @@ class Work:
         for _ in range(10):
             self.square = (self.square @ self.square).softmax(0)
         sum(n * n for n in range(20_000))  # the interpreter's part of a step
-        self.keeper.step_done(loss=1.0)
+        self.manager.step_done(loss=1.0)
 
 
 class Limits:
@@ -143,7 +143,7 @@ def measure(options: argparse.Namespace) -> Figures:
         work.step()
     if way == OURS:
         # Made beside the first steps; the copies that are measured next must not have that beside them.
-        assert work.keeper._saver._prepared.wait(LIMIT_S), "no memory for saves"  # type: ignore[union-attr]
+        assert work.manager._saver._prepared.wait(LIMIT_S), "no memory for saves"  # type: ignore[union-attr]
     limits = Limits(work, directory)
     rounds: list[Figures] = []
     for number in range(1 + options.saves):
@@ -157,7 +157,7 @@ def measure(options: argparse.Namespace) -> Figures:
                 work.step()
             before = max(before, _peak(os.getpid()))
             if way == OURS:
-                before -= work.keeper._saver._staging.arena.bytes  # type: ignore[union-attr]
+                before -= work.manager._saver._staging.arena.bytes  # type: ignore[union-attr]
         begin = begin_of(way, work, directory / f"{number}")
         _forget_peak()  # what the limits took does not count
         work.all_agree(one=True)  # as after a step that all ranks have done: none waits for another's calm steps
@@ -205,8 +205,8 @@ def begin_of(way: str, work: Work, path: Path) -> Callable[[], Done]:
 
 
 def _ours(work: Work) -> Done:
-    work.keeper.save()
-    saver = work.keeper._saver
+    work.manager.save()
+    saver = work.manager._saver
     assert saver is not None
     assert saver.last is not None
     last = saver.last

@@ -16,7 +16,7 @@ from stepkeeper_trainer.store.retention import Policy
 def test_what_the_run_was_given_counts_instead_of_the_script() -> None:
     told = variables(RunSettings(checkpoint_every="auto or 500 steps", retention="newest 2, every 10 percent"))
     read = read_environment(told)
-    assert choose_rule(read.checkpoint_every, None, 7) == Rule(every_steps=500, auto=True)
+    assert choose_rule(read.checkpoint_every, 7) == Rule(every_steps=500, auto=True)
     assert choose_policy(read.retention, "all", total_steps=100) == Policy(
         keep_last=2, every_percent=10.0, total_steps=100, epochs=False
     )
@@ -38,7 +38,7 @@ def test_the_memory_of_a_node_for_loading_is_shared_by_its_ranks() -> None:
 def test_without_a_setting_the_script_decides() -> None:
     assert variables(RunSettings()) == {}
     read = read_environment(variables(RunSettings()))
-    assert choose_rule(read.checkpoint_every, None, 7) == Rule(every_steps=7)
+    assert choose_rule(read.checkpoint_every, 7) == Rule(every_steps=7)
 
 
 def test_the_variables_are_settings_and_may_come_from_any_place() -> None:

@@ -185,7 +185,7 @@ WAYS: dict[str, Way] = {
     for way in (
         Way(
             name="stepkeeper",
-            what="`sbatch stepkeeper.sbatch`, all settings as they come; saves by its Keeper",
+            what="`sbatch stepkeeper.sbatch`, all settings as they come; saves by its CheckpointManager",
             submit=stepkeeper,
             watches_hangs=True,
         ),

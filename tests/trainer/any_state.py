@@ -46,9 +46,9 @@ class Played:
 
 @dataclass(kw_only=True)
 class Scene:
-    """What a script has: parts for Keeper, one step, and more that it has besides."""
+    """What a script has: parts for CheckpointManager, one step, and more that it has besides."""
 
-    keeper: dict[str, Any]
+    state: dict[str, Any]
     step: Callable[[], float]
     more: Callable[[], Any] = field(default=lambda: None)
 
@@ -136,25 +136,30 @@ def _train(each: Play, rank: int, scratch: Path) -> int:
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    from stepkeeper_trainer import Keeper  # noqa: PLC0415
+    from stepkeeper_trainer import CheckpointManager  # noqa: PLC0415
 
     store = dist.FileStore(str(scratch / "store"), each.world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=each.world_size)
     torch.manual_seed(1000 + rank)
     made = SCENES[each.scene](rank, each.world_size)
-    keeper = Keeper(
-        **made.keeper, run_dir=each.run_dir, total_steps=each.steps, checkpoint_every=each.every, storage_test="off",
-        resume_from="latest" if each.resume else None, save_within_s=30,
-    )  # fmt: skip
-    keeper.resume()
+    manager = CheckpointManager(
+        made.state,
+        every=each.every,
+        run_dir=each.run_dir,
+        total_steps=each.steps,
+        storage_test="off",
+        resume_from="latest" if each.resume else None,
+        save_within_s=30,
+    )
+    manager.resume()
     with (scratch / f"prints-{rank}").open("w") as prints:
         if each.resume:
-            prints.write(f"{keeper.step} {fingerprint(made)}\n")
-        while not keeper.finished:
+            prints.write(f"{manager.step} {fingerprint(made)}\n")
+        while not manager.finished:
             loss = made.step()
-            prints.write(f"{keeper.step + 1} {fingerprint(made)}\n")
-            keeper.step_done(loss=loss, tokens=1)
-    return keeper.finish(leave_process=False)
+            prints.write(f"{manager.step + 1} {fingerprint(made)}\n")
+            manager.step_done(loss=loss, tokens=1)
+    return manager.finish()
 
 
 def fingerprint(made: Scene) -> str:
@@ -162,7 +167,7 @@ def fingerprint(made: Scene) -> str:
     import torch  # noqa: PLC0415
 
     digest = hashlib.blake2b(digest_size=8)
-    for value in _leaves([made.keeper, made.more(), torch.get_rng_state()]):
+    for value in _leaves([made.state, made.more(), torch.get_rng_state()]):
         digest.update(value)
     return digest.hexdigest()
 
@@ -251,7 +256,7 @@ def plain(rank: int, world_size: int) -> Scene:  # noqa: ARG001
 
     model = _mlp(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
 
 
 @scene
@@ -270,7 +275,7 @@ def converted(rank: int, world_size: int) -> Scene:  # noqa: ARG001
     model[0]._register_state_dict_hook(turn)
     model[0].register_load_state_dict_pre_hook(turn_back)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
 
 
 @scene
@@ -298,7 +303,7 @@ def extra_state(rank: int, world_size: int) -> Scene:  # noqa: ARG001
 
     model = torch.nn.Sequential(_mlp(1), Recipe(torch.zeros(4)), Recipe({"seen": 0, "raw": b"\0\1", "of": (1, 2)}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
 
 
 @scene
@@ -308,7 +313,7 @@ def zero1(rank: int, world_size: int) -> Scene:  # noqa: ARG001
 
     model = _mlp(1)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
 
 
 @scene
@@ -337,7 +342,7 @@ def momentum_on_one_rank(rank: int, world_size: int) -> Scene:
 
     model = _mlp(1)
     optimizer = Owned(model.parameters())
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
 
 
 @scene
@@ -348,7 +353,7 @@ def pipeline(rank: int, world_size: int) -> Scene:  # noqa: ARG001
     model = torch.nn.Sequential()
     model.add_module(f"stage{rank}", _mlp(rank, 8 + rank))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (rank + 1))
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer, all_ranks=False))
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer, all_ranks=False))
 
 
 @scene
@@ -358,7 +363,7 @@ def stages_of_one_name(rank: int, world_size: int) -> Scene:  # noqa: ARG001
 
     model = _mlp(rank, 8 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer, all_ranks=False))
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer, all_ranks=False))
 
 
 @scene
@@ -389,8 +394,8 @@ def local_experts(rank: int, world_size: int) -> Scene:  # noqa: ARG001
         optimizer.step()
         return float(loss.detach())
 
-    keeper = {"model": model, "optimizer": optimizer, "others": {"data": _Generator(data)}}
-    return Scene(keeper=keeper, step=step)
+    state = {"model": model, "optimizer": optimizer, "data": _Generator(data)}
+    return Scene(state=state, step=step)
 
 
 class _Generator:
@@ -422,7 +427,7 @@ def a_child_called_module(rank: int, world_size: int) -> Scene:  # noqa: ARG001
     model = Net()
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
 
 
 @scene
@@ -445,8 +450,8 @@ def gan(rank: int, world_size: int) -> Scene:  # noqa: ARG001
         second.step()
         return float(loss.detach())
 
-    keeper = {"model": one, "optimizer": {"one": first, "other": second}, "others": {"critic": other}}
-    return Scene(keeper=keeper, step=step, more=lambda: scale)
+    state = {"model": one, "one": first, "other": second, "critic": other}
+    return Scene(state=state, step=step, more=lambda: scale)
 
 
 @scene
@@ -474,7 +479,7 @@ def loader_of_each_rank(rank: int, world_size: int) -> Scene:  # noqa: ARG001
         position.rows = position.rows + rank
         return fit()
 
-    return Scene(keeper={"model": model, "optimizer": optimizer, "others": {"loader": position}}, step=step)
+    return Scene(state={"model": model, "optimizer": optimizer, "loader": position}, step=step)
 
 
 @scene
@@ -491,7 +496,7 @@ def lbfgs(rank: int, world_size: int) -> Scene:  # noqa: ARG001
         loss.backward()
         return loss
 
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=lambda: float(optimizer.step(closure)))  # type: ignore[no-untyped-call]
+    return Scene(state={"model": model, "optimizer": optimizer}, step=lambda: float(optimizer.step(closure)))  # type: ignore[no-untyped-call]
 
 
 @scene
@@ -529,7 +534,7 @@ def moments_of_another_type(rank: int, world_size: int) -> Scene:  # noqa: ARG00
 
         return float(optimizer.step(closure))
 
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=step)
+    return Scene(state={"model": model, "optimizer": optimizer}, step=step)
 
 
 def _quantized() -> Any:
@@ -594,7 +599,7 @@ def quantized_moments(rank: int, world_size: int) -> Scene:  # noqa: ARG001
 
     model = _mlp(1)
     optimizer = Small(model.parameters())
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer))
 
 
 @scene
@@ -606,7 +611,7 @@ def buffers_of_each_rank(rank: int, world_size: int) -> Scene:  # noqa: ARG001
     inner = torch.nn.Sequential(_mlp(1), torch.nn.BatchNorm1d(3))
     model = DistributedDataParallel(inner, broadcast_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer, all_ranks=False))
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer, all_ranks=False))
 
 
 @scene
@@ -626,7 +631,7 @@ def a_replica_that_drifts(rank: int, world_size: int) -> Scene:
                 model.module[0].weight[0, 0] += 1
         return loss
 
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=step)
+    return Scene(state={"model": model, "optimizer": optimizer}, step=step)
 
 
 def _sharded(rank: int, world_size: int, how: str) -> Scene:  # noqa: ARG001
@@ -654,7 +659,7 @@ def _sharded(rank: int, world_size: int, how: str) -> Scene:  # noqa: ARG001
         optimizer.step()
         return float(loss.detach())
 
-    return Scene(keeper={"model": model, "optimizer": optimizer, "others": {"data": _Generator(data)}}, step=step)
+    return Scene(state={"model": model, "optimizer": optimizer, "data": _Generator(data)}, step=step)
 
 
 @scene
@@ -694,7 +699,7 @@ def stages_that_are_sharded(rank: int, world_size: int) -> Scene:
         optimizer.step()
         return float(loss.detach())
 
-    return Scene(keeper={"model": model, "optimizer": optimizer, "others": {"data": _Generator(data)}}, step=step)
+    return Scene(state={"model": model, "optimizer": optimizer, "data": _Generator(data)}, step=step)
 
 
 @scene
@@ -704,7 +709,7 @@ def fsdp1(rank: int, world_size: int) -> Scene:  # noqa: ARG001
 
     model = FullyShardedDataParallel(_mlp(1), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return Scene(keeper={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer, all_ranks=False))
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer, all_ranks=False))
 
 
 if __name__ == "__main__":

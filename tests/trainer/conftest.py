@@ -22,7 +22,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Keeper in this very process: what it installs is taken back."""
+    """A CheckpointManager in this very process: what it installs is taken back."""
     for name in list(os.environ):
         if name in ("RANK", "WORLD_SIZE") or name.startswith(("SLURM_", "STEPKEEPER_")):
             monkeypatch.delenv(name)

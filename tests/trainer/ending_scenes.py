@@ -1,4 +1,4 @@
-"""Ranks that end while the others wait for them in `keeper.finish`: scenes for `test_endings`."""
+"""Ranks that end while the others wait for them in `manager.finish`: scenes for `test_endings`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stepkeeper_trainer import Keeper, KeeperError
+from stepkeeper_trainer import CheckpointManager, KeeperError
 from stepkeeper_trainer.coordinate import ending as outcomes
 from stepkeeper_trainer.coordinate import ending as rollcall
 from stepkeeper_trainer.coordinate import groups as connections
@@ -32,9 +32,9 @@ def finishes(
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    keeper = Keeper(
-        model=model,
-        optimizer=optimizer,
+    manager = CheckpointManager(
+        {"model": model, "optimizer": optimizer},
+        every=None,
         run_dir=directory,
         total_steps=STEPS,
         save_within_s=SAVE_WITHIN_S,
@@ -42,21 +42,21 @@ def finishes(
         storage_test="off",
         tiers=Tiers(local=f"{local}/%N") if local else None,
     )
-    keeper.resume()
-    while not keeper.finished:
+    manager.resume()
+    while not manager.finished:
         model(torch.rand(4, 64)).sum().backward()
         optimizer.step()
-        keeper.step_done(loss=1.0)
+        manager.step_done(loss=1.0)
     if rank == who:
         _arm(hit, lambda: _fall(how))
     if rank == slow:
         _arm("report.publish", lambda: time.sleep(2.0))
     if local:
-        keeper.save()  # the last one of a launch goes past the local disk; one in flight does not
-        assert keeper._saver is not None
-        assert keeper._saver.wait(time.time() + SAVE_WITHIN_S)
+        manager.save()  # the last one of a launch goes past the local disk; one in flight does not
+        assert manager._saver is not None
+        assert manager._saver.wait(time.time() + SAVE_WITHIN_S)
     try:
-        return keeper.finish(leave_process=False)
+        return manager.finish()
     except KeeperError as error:
         print(f"[{rank}] {error}", flush=True)
         return error.exit_code

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from stepkeeper_trainer import GlobalSampler, Keeper
+from stepkeeper_trainer import CheckpointManager, GlobalSampler
 
 EVERY = 3
 MICRO_BATCHES = 3  # of each rank, in a step
@@ -77,26 +77,23 @@ def train(
     torch.manual_seed(1000 + rank)
     random.seed(2000 + rank)
     np.random.seed(3000 + rank)  # noqa: NPY002  # what scripts share
-    keeper = Keeper(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        sampler=sampler,
+    manager = CheckpointManager(
+        {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler},
+        every=EVERY,
         run_dir=directory,
         resume_from=resume_from,
-        checkpoint_every_steps=EVERY,
         total_steps=steps,
         save_within_s=20.0,
     )
-    keeper.resume()
-    print(f"rank {rank}: goes on from {keeper.step}", flush=True)
+    manager.resume()
+    print(f"rank {rank}: goes on from {manager.step}", flush=True)
     try:
-        done = keeper.finished
+        done = manager.finished
         while not done:
             losses = []
             for number in range(MICRO_BATCHES):
-                if mine is not None and mine.step == keeper.step + 1 and mine.micro_batch == number:
-                    _befall(mine, keeper, directory, writing)
+                if mine is not None and mine.step == manager.step + 1 and mine.micro_batch == number:
+                    _befall(mine, manager, directory, writing)
                 assert isinstance(model, FSDPModule)
                 model.set_requires_gradient_sync(number == MICRO_BATCHES - 1)
                 samples = sampler.micro_batch(rank * MICRO_BATCHES + number, SAMPLES)
@@ -112,14 +109,14 @@ def train(
             lr = scheduler.get_last_lr()[0]
             scheduler.step()
             sampler.advance(SAMPLES * MICRO_BATCHES * dist.get_world_size())
-            done = keeper.step_done(loss=total.item(), lr=lr)
-        return keeper.finish(leave_process=False)
+            done = manager.step_done(loss=total.item(), lr=lr)
+        return manager.finish()
     except RuntimeError as error:  # the other rank is gone
         print(f"rank {rank}: left alone: {str(error).splitlines()[0]}", flush=True)
         return 1  # at once, as a launcher would end it: a save that it could still finish is given up
 
 
-def _befall(fall: Fall, keeper: Keeper, directory: Path, writing: threading.Event) -> None:
+def _befall(fall: Fall, manager: CheckpointManager, directory: Path, writing: threading.Event) -> None:
     limit_at = time.monotonic() + LATE_S
     while fall.committed and not (directory / f"checkpoints/step_{fall.committed:08d}").exists():
         assert time.monotonic() < limit_at, "the save has no end"
@@ -129,7 +126,7 @@ def _befall(fall: Fall, keeper: Keeper, directory: Path, writing: threading.Even
         return
     if fall.how == "in flight":
         while not writing.is_set():
-            if time.monotonic() > limit_at or keeper._saver is None or not keeper._saver.busy:
+            if time.monotonic() > limit_at or manager._saver is None or not manager._saver.busy:
                 break
             time.sleep(0.0005)
         else:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from stepkeeper_trainer import Keeper
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.save import commit
 from stepkeeper_trainer.save.save import Save
 from stepkeeper_trainer.store.guard import Backoff
@@ -85,35 +85,34 @@ class Rank:
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
         fully_shard(self.model[0])
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.keeper = Keeper(
-            model=self.model,
-            optimizer=self.optimizer,
+        self.manager = CheckpointManager(
+            {"model": self.model, "optimizer": self.optimizer},
             run_dir=directory / "run",
             save_within_s=LIMIT_S,
             retention="all",
             storage_test="off",
             tiers=tiers,
-            **options,
+            **({"every": None} | options),
         )
-        self.keeper.resume()
-        self.keeper._guard._backoff = Backoff(first_s=0.01, longest_s=0.01)
+        self.manager.resume()
+        self.manager._guard._backoff = Backoff(first_s=0.01, longest_s=0.01)
         self.uploader: uploader.Uploader | None = self.saver._uploader
 
     @property
     def saver(self) -> Any:
-        return self.keeper._saver
+        return self.manager._saver
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             self.model(torch.rand(4, 64)).sum().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.keeper.step_done(loss=1.0)
+            self.manager.step_done(loss=1.0)
 
     def save(self) -> Save:
         """Begin a save of a new step, and return it."""
         self.step()
-        self.keeper.save()
+        self.manager.save()
         return self.saver.last  # type: ignore[no-any-return]
 
     def ends(self, save: Save) -> str | None:
@@ -196,7 +195,7 @@ def takes_over(rank: int, directory: Path, *, disks: str) -> int:
     mine = Rank(rank, directory, disks=disks)
     assert mine.ends(mine.save()) is None
     mine.saver.estimate_ms = lambda _now: (1_000_000, 1000)  # the one in flight needs long, a new one does not
-    requests = mine.keeper._requests
+    requests = mine.manager._requests
     with mine.disk.held() if rank == 0 else mine.disk.failing(0, where="nowhere"):
         first = mine.save()
         if rank == 1:
@@ -209,7 +208,7 @@ def takes_over(rank: int, directory: Path, *, disks: str) -> int:
             threading.Thread(target=let_go, args=(first, mine.disk.gate), daemon=True).start()
         while not requests.stop_agreed:
             mine.step()
-        code = mine.keeper.finish(leave_process=False)
+        code = mine.manager.finish()
     print(f"rank {rank}: {first.cancelled is not None} {first.error}", flush=True)
     dist.barrier()
     return code

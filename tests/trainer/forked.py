@@ -50,7 +50,7 @@ class Story:
     stop_s: float = 0.0
     drift_at: int | None = None  # step at which rank 1 gets a bit wrong
     outputs: int = 1  # of the model, and with it the size of a tensor that all ranks hold
-    options: dict[str, Any] = field(default_factory=dict)  # of Keeper
+    options: dict[str, Any] = field(default_factory=dict)  # of CheckpointManager
     environment: dict[str, str] = field(default_factory=dict)
     epoch: int = 0  # steps of an epoch; 0: there are none
     full_until: int = 0  # the disk takes nothing of rank `rank` before that step is done
@@ -91,7 +91,7 @@ def warm_up() -> None:
     import torch  # noqa: PLC0415
     import torch.distributed.fsdp  # noqa: PLC0415
 
-    from stepkeeper_trainer import Keeper  # noqa: F401, PLC0415
+    from stepkeeper_trainer import CheckpointManager  # noqa: F401, PLC0415
 
     torch.set_num_threads(1)
     parameter = torch.nn.Parameter(torch.ones(1))
@@ -189,7 +189,7 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
     import torch.distributed as dist  # noqa: PLC0415
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
-    from stepkeeper_trainer import Keeper, KeeperError  # noqa: PLC0415
+    from stepkeeper_trainer import CheckpointManager, KeeperError  # noqa: PLC0415
 
     if story.world_size > 1:
         store = dist.FileStore(str(scratch / "store"), story.world_size)
@@ -206,45 +206,43 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
     if story.hit is not None and story.rank == rank:
         _arm(story.hit, story.how)
     loader = _Position(20 * rank)
-    keeper = Keeper(
-        model=model,
-        optimizer=optimizer,
-        others={"loader": loader} if story.loader else None,
+    manager = CheckpointManager(
+        {"model": model, "optimizer": optimizer, **({"loader": loader} if story.loader else {})},
+        every=story.every,
         run_dir=story.run_dir,
         resume_from=story.resume_from,
-        checkpoint_every_steps=story.every,
         total_steps=story.steps,
         save_within_s=story.save_within_s,
         **story.options,
     )
     if story.full_until and rank == story.rank:
-        _fill(lambda: keeper.step < story.full_until)
+        _fill(lambda: manager.step < story.full_until)
     try:
-        keeper.resume()
-        keeper.listeners.add(_Hearing())
-        done = keeper.finished
+        manager.resume()
+        manager.listeners.add(_Hearing())
+        done = manager.finished
         while not done:
-            torch.manual_seed(keeper.step)
+            torch.manual_seed(manager.step)
             loss = model(torch.rand(4, 64)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if story.drift_at == keeper.step and rank == 1:
+            if story.drift_at == manager.step and rank == 1:
                 with torch.no_grad():
                     model[1].weight.view(-1)[3] += 1
             loader.at += 2
             if story.loader:
                 logging.getLogger("loader").info("loader at %s", loader.at)
             time.sleep(story.step_s)
-            at_end = bool(story.epoch) and (keeper.step + 1) % story.epoch == 0
-            done = keeper.step_done(loss=loss.detach(), epoch_end=at_end)
-        return keeper.finish(leave_process=False)
+            at_end = bool(story.epoch) and (manager.step + 1) % story.epoch == 0
+            done = manager.step_done(loss=loss.detach(), epoch_end=at_end)
+        return manager.finish()
     except KeeperError as error:
         print(f"[{rank}] {error}", file=sys.stderr)
         return error.exit_code
     except RuntimeError as error:  # another rank died
         print(f"[{rank}] left alone: {str(error).splitlines()[0]}", file=sys.stderr)
-        keeper._last_seconds()
+        manager._last_seconds()
         return 1
 
 

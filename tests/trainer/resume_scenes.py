@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from stepkeeper_trainer import Keeper
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.load import Limits, reader
 from stepkeeper_trainer.load import resume as resuming
@@ -48,9 +48,9 @@ def limited(rank: int, directory: Path, *, gib: float) -> int:
 def _resume(directory: Path, **options: Any) -> tuple[Any, Any]:
     """Return the model and the optimizer as the newest step has them."""
     model, optimizer = build(dist.get_world_size())
-    kept = {"model": model, "optimizer": optimizer, "others": {"kinds": Kinds(kinds())}}
-    keeper = Keeper(**kept, run_dir=directory, resume_from="latest", **options)
-    assert keeper.resume() == 1
+    state = {"model": model, "optimizer": optimizer, "kinds": Kinds(kinds())}
+    manager = CheckpointManager(state, run_dir=directory, resume_from="latest", **({"every": None} | options))
+    assert manager.resume() == 1
     return model, optimizer
 
 

@@ -23,21 +23,25 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from stepkeeper_trainer import Keeper
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.save.planner import Planner
 
 warnings.simplefilter("ignore")
 
 
-def small_keeper(directory: Path, **options: Any) -> Keeper:
+def small_keeper(directory: Path, **options: Any) -> CheckpointManager:
     model = torch.nn.Linear(8, 8)
-    return Keeper(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), run_dir=directory, **options)
+    return CheckpointManager(
+        {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)},
+        run_dir=directory,
+        **({"every": None} | options),
+    )
 
 
-def save_and_wait(keeper: Keeper) -> None:
-    keeper.save()
-    assert keeper._saver is not None
-    assert keeper._saver.wait(time.time() + 90)
+def save_and_wait(manager: CheckpointManager) -> None:
+    manager.save()
+    assert manager._saver is not None
+    assert manager._saver.wait(time.time() + 90)
 
 
 class Falling(dcp.FileSystemWriter):
@@ -63,19 +67,19 @@ def killed_while_overwriting(rank: int, directory: Path) -> int:
 
 def generators(rank: int, directory: Path, *, library: str) -> int:
     """Each rank has a random generator of its own, saves it, and takes it back."""
-    keeper = small_keeper(directory) if library == "stepkeeper" else None
-    if keeper is not None:
-        keeper.resume()
+    manager = small_keeper(directory) if library == "stepkeeper" else None
+    if manager is not None:
+        manager.resume()
     torch.manual_seed(100 + rank)
-    if keeper is not None:
-        keeper.step_done(loss=0.0)
-        save_and_wait(keeper)
+    if manager is not None:
+        manager.step_done(loss=0.0)
+        save_and_wait(manager)
         dist.barrier()  # rank 0 has committed
     else:
         dcp.save({"rng": torch.get_rng_state()}, checkpoint_id=directory)
     drawn = torch.rand(3)
     torch.manual_seed(7)
-    if keeper is not None:
+    if manager is not None:
         small_keeper(directory, resume_from="latest").resume()
     else:
         found = {"rng": torch.get_rng_state()}
@@ -109,10 +113,10 @@ def interleaved(rank: int, directory: Path, *, library: str) -> int:
             return agree(self, *arguments, **options)
 
         Planner.agree = late  # type: ignore[method-assign]
-        keeper = small_keeper(directory)
-        keeper.resume()
-        keeper.step_done(loss=0.0)
-        keeper.save()
+        manager = small_keeper(directory)
+        manager.resume()
+        manager.step_done(loss=0.0)
+        manager.save()
         planned.set()
     assert rank or planned.wait(60)
     time.sleep(0.0 if rank else 0.5)
@@ -122,8 +126,8 @@ def interleaved(rank: int, directory: Path, *, library: str) -> int:
     if library == "stock":
         saved.result()
     else:
-        assert keeper._saver is not None
-        assert keeper._saver.wait(time.time() + 90)
+        assert manager._saver is not None
+        assert manager._saver.wait(time.time() + 90)
     print(f"rank {rank}: saved", flush=True)
     return 0
 
@@ -158,15 +162,15 @@ def fails_in_the_background(rank: int, directory: Path, *, library: str) -> None
             concurrent.futures.wait([saved], timeout=60)
             assert saved.exception() is not None
         return
-    keeper = small_keeper(directory)
-    keeper.resume()
+    manager = small_keeper(directory)
+    manager.resume()
     (directory / "checkpoints").rmdir()
     (directory / "checkpoints").write_text("")
-    keeper.step_done(loss=0.0)
-    keeper.save()
-    assert keeper._saver is not None
-    assert not keeper._saver.wait(time.time() + 90)
-    assert not keeper._saver.busy
+    manager.step_done(loss=0.0)
+    manager.save()
+    assert manager._saver is not None
+    assert not manager._saver.wait(time.time() + 90)
+    assert not manager._saver.busy
 
 
 def left_alone(rank: int, directory: Path, *, library: str) -> None:  # noqa: ARG001
@@ -196,10 +200,10 @@ def left_alone(rank: int, directory: Path, *, library: str) -> None:  # noqa: AR
         dcp.async_save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
         return
     os.fsync = hanging
-    keeper = small_keeper(directory)
-    keeper.resume()
-    keeper.step_done(loss=0.0)
-    keeper.save()
+    manager = small_keeper(directory)
+    manager.resume()
+    manager.step_done(loss=0.0)
+    manager.save()
     time.sleep(0.2)
 
 
@@ -231,15 +235,15 @@ def without_its_daemon(rank: int, directory: Path) -> int:
 
 def no_daemon(rank: int, directory: Path) -> int:  # noqa: ARG001
     """Our saves, one of which fails."""
-    keeper = small_keeper(directory)
-    keeper.resume()
+    manager = small_keeper(directory)
+    manager.resume()
     sync = os.fsync
     for number in range(3):
-        keeper.step_done(loss=0.0)
+        manager.step_done(loss=0.0)
         os.fsync = _failing if number == 1 else sync
-        keeper.save()
-        assert keeper._saver is not None
-        print(f"save {number} {'good' if keeper._saver.wait(time.time() + 90) else 'failed'}", flush=True)
+        manager.save()
+        assert manager._saver is not None
+        print(f"save {number} {'good' if manager._saver.wait(time.time() + 90) else 'failed'}", flush=True)
     children = "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
     print(f"children: {children.split()}", flush=True)
     return 0

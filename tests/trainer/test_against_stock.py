@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from stepkeeper_trainer import Keeper
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError
 from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
@@ -101,12 +101,12 @@ def test_files_of_a_larger_save_stay_where_a_smaller_one_is_written(tmp_path: Pa
         assert {path.name for path in tmp_path.glob("*.distcp")} - named, "files that belong to nothing"
         return
     loop = save_at(tmp_path, 1)
-    loop.keeper.save()  # the same step again
+    loop.manager.save()  # the same step again
     loop.saved()
 
     assert {step.path.name for step in list_steps(tmp_path / "checkpoints")} == {
         "step_00000001",
-        f"step_00000001.{loop.keeper._saver.parent[:8]}",  # type: ignore[union-attr,index]
+        f"step_00000001.{loop.manager._saver.parent[:8]}",  # type: ignore[union-attr,index]
     }
     for step in list_steps(tmp_path / "checkpoints"):
         assert step.manifest is not None
@@ -117,7 +117,7 @@ def test_files_of_a_larger_save_stay_where_a_smaller_one_is_written(tmp_path: Pa
 def test_a_torn_newest_save_hides_the_whole_one_before_it(tmp_path: Path, library: Library) -> None:
     loop = save_at(tmp_path / "run", 1)
     loop.step()
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
     newer, older = list_steps(tmp_path / "run/checkpoints")
     (newer.path / ".metadata").unlink()
@@ -127,7 +127,7 @@ def test_a_torn_newest_save_hides_the_whole_one_before_it(tmp_path: Path, librar
             stock_load(highest, {"model.0.weight": torch.zeros(3, 4)})
         return
 
-    assert Loop(tmp_path / "run", resume_from="latest").keeper.resume() == older.step
+    assert Loop(tmp_path / "run", resume_from="latest").manager.resume() == older.step
 
 
 @both
@@ -159,7 +159,7 @@ def test_a_failed_load_passes_by_except_exception(tmp_path: Path, library: Libra
             if library == "stock":
                 stock_load(tmp_path / "nowhere", {"w": torch.zeros(2)})
             else:
-                Loop(tmp_path / "run", resume_from=tmp_path / "nowhere").keeper.resume()
+                Loop(tmp_path / "run", resume_from=tmp_path / "nowhere").manager.resume()
         except Exception:  # noqa: BLE001  # as a script would
             return "fell back"
         return "loaded"
@@ -178,7 +178,7 @@ def test_dcps_exception_in_the_very_first_save_is_an_event_too(
 ) -> None:
     """Wherever it comes up: the step is done, training goes on, and the next save is good."""
     loop = Loop(tmp_path)
-    loop.keeper.resume()
+    loop.manager.resume()
 
     def refused(*_: object, **__: object) -> None:
         raise CheckpointException("odd", {0: (ValueError("plans differ"), None)})  # type: ignore[dict-item]
@@ -187,14 +187,14 @@ def test_dcps_exception_in_the_very_first_save_is_an_event_too(
     with monkeypatch.context() as patch:
         patch.setattr(f"stepkeeper_trainer.{target[place]}", refused)
         loop.run(1)
-        loop.keeper.save()
-        saver = loop.keeper._saver
+        loop.manager.save()
+        saver = loop.manager._saver
         assert saver is not None
         assert not saver.wait(time.time() + 90)
         assert saver.last is not None
         assert saver.last.error == "plans differ"
     loop.run(2)
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
 
     assert [step.step for step in list_steps(tmp_path / "checkpoints")] == [2]
@@ -291,9 +291,9 @@ def test_a_save_before_the_first_step_changes_training(tmp_path: Path, library: 
         get_optimizer_state_dict(model, optimizer)
         assert float(optimizer.state[model.weight]["step"]) == 1.0
     else:
-        keeper = Keeper(model=model, optimizer=optimizer, run_dir=tmp_path)
-        keeper.resume()
-        keeper.save()
+        manager = CheckpointManager({"model": model, "optimizer": optimizer}, every=None, run_dir=tmp_path)
+        manager.resume()
+        manager.save()
         assert not optimizer.state
 
     train(model, optimizer, 3)
@@ -306,13 +306,13 @@ def test_gradients_at_hand_cost_the_optimizers_state_at_resume(tmp_path: Path, l
     """Where a script has warmed up before it loads, stock finds no state to load into, and says nothing."""
     model, optimizer = linear()
     if library == "stepkeeper":
-        keeper = Keeper(model=model, optimizer=optimizer, run_dir=tmp_path)
-        keeper.resume()
+        manager = CheckpointManager({"model": model, "optimizer": optimizer}, every=None, run_dir=tmp_path)
+        manager.resume()
         train(model, optimizer, 3)
-        keeper.step_done(loss=0.0)
-        keeper.save()
-        assert keeper._saver is not None
-        assert keeper._saver.wait(time.time() + 90)
+        manager.step_done(loss=0.0)
+        manager.save()
+        assert manager._saver is not None
+        assert manager._saver.wait(time.time() + 90)
     else:
         train(model, optimizer, 3)
         stock_save(tmp_path, {"optimizer": get_optimizer_state_dict(model, optimizer)})
@@ -325,7 +325,9 @@ def test_gradients_at_hand_cost_the_optimizers_state_at_resume(tmp_path: Path, l
         set_optimizer_state_dict(fresh, fresh_optimizer, state)
         assert not fresh_optimizer.state, "the moments are gone"
         return
-    Keeper(model=fresh, optimizer=fresh_optimizer, run_dir=tmp_path, resume_from="latest").resume()
+    CheckpointManager(
+        {"model": fresh, "optimizer": fresh_optimizer}, every=None, run_dir=tmp_path, resume_from="latest"
+    ).resume()
     assert torch.equal(
         fresh_optimizer.state[fresh.weight]["exp_avg"],  # type: ignore[index]
         optimizer.state[model.weight]["exp_avg"],  # type: ignore[index]
@@ -343,12 +345,15 @@ def test_a_model_that_lacks_a_layer_loads_the_rest(tmp_path: Path, library: Libr
         return
     save_at(tmp_path, 1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
-    keeper = Keeper(
-        model=model, optimizer=torch.optim.AdamW(model.parameters()), run_dir=tmp_path, resume_from="latest"
+    manager = CheckpointManager(
+        {"model": model, "optimizer": torch.optim.AdamW(model.parameters())},
+        every=None,
+        run_dir=tmp_path,
+        resume_from="latest",
     )
 
     with pytest.raises(ResumeError, match=r"2\.bias"):
-        keeper.resume()
+        manager.resume()
 
 
 # --- memory, threads, processes ----------------------------------------------------------------------------------
@@ -393,10 +398,10 @@ def test_slow_storage_piles_up_copies_of_the_state(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", gated)
-    loop = Loop(tmp_path / "run", checkpoint_every_steps=1)
-    loop.keeper.resume()
+    loop = Loop(tmp_path / "run", every=1)
+    loop.manager.resume()
     loop.run(4)
-    saver = loop.keeper._saver
+    saver = loop.manager._saver
     assert saver is not None
     assert (saver.busy, saver.sequence) == (True, 1), "the first one is in flight, and no other was begun"
     gate.open.set()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs st
 OURS = """
 import os, sys, time, torch
 sys.path[:0] = [sys.argv[2] + "/trainer", sys.argv[2]]
-from stepkeeper_trainer import Keeper
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.save import files, writer
 files.FILE_BYTES_MIN = 1000
 width, late, close = int(sys.argv[3]), len(sys.argv) > 4, writer.HashingFile.close
@@ -35,14 +35,14 @@ if late:
 model = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, width))
 model[0].requires_grad_(False)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-keeper = Keeper(model=model, optimizer=optimizer, run_dir=sys.argv[1])
-keeper.resume()
+manager = CheckpointManager({"model": model, "optimizer": optimizer}, every=None, run_dir=sys.argv[1])
+manager.resume()
 for step in range(5 if width == 1 else 2):
     model(torch.rand(2, 60)).sum().backward()
     optimizer.step()
-    keeper.step_done(loss=1.0)
-    keeper.save()
-    assert keeper._saver.wait(time.time() + 180)
+    manager.step_done(loss=1.0)
+    manager.save()
+    assert manager._saver.wait(time.time() + 180)
 """
 
 # Two ranks, each a node with a disk of its own; the second argument is a sync to leave out.
@@ -53,7 +53,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from stepkeeper_trainer import Keeper
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.tiers import uploader
 from stepkeeper_trainer.tiers.config import Tiers
 root, left_out = Path(sys.argv[1]), sys.argv[2]
@@ -69,12 +69,13 @@ model = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, 1))
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 tiers = Tiers(local=str(root / f"disk{rank}"))
-keeper = Keeper(model=model, optimizer=optimizer, run_dir=root / "run", tiers=tiers, storage_test="off")
-keeper.resume()
+state = {"model": model, "optimizer": optimizer}
+manager = CheckpointManager(state, every=None, run_dir=root / "run", tiers=tiers, storage_test="off")
+manager.resume()
 for step in range(2):
-    keeper.step_done(loss=1.0)
-    keeper.save()
-    assert keeper._saver.wait_shared(time.time() + 180)
+    manager.step_done(loss=1.0)
+    manager.save()
+    assert manager._saver.wait_shared(time.time() + 180)
     dist.barrier()
 sys.stdout.flush()
 if rank:

@@ -1,4 +1,4 @@
-"""A rank that dies while the others wait for it in `keeper.finish` is found out, without a supervisor too."""
+"""A rank that dies while the others wait for it in `manager.finish` is found out, without a supervisor too."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from stepkeeper_trainer import GlobalSampler, Keeper
+from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.observe.exactness import EVALUATIONS
 from stepkeeper_trainer.observe.redrawn import BYTES_MAX, NAME
 
@@ -33,20 +33,26 @@ class Squares(torch.utils.data.Dataset[torch.Tensor]):
 class Loop:
     """A training whose every step draws random numbers: dropout, noise, data that are changed at random."""
 
-    def __init__(self, run_dir: Path, *, wrap: bool = False, **options: object) -> None:
+    def __init__(
+        self, run_dir: Path, *, wrap: bool = False, more: dict[str, Any] | None = None, **options: Any
+    ) -> None:
         torch.manual_seed(1)
         self.inner = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
         self.model = Wrapped(self.inner) if wrap else self.inner
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001)
         self.sampler = GlobalSampler(40, seed=3)
-        self.keeper = Keeper(
-            model=self.model,
-            optimizer=self.optimizer,
+        state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            **({"sampler": self.sampler} if more is None else more),
+        }
+        self.manager = CheckpointManager(
+            state,
             run_dir=run_dir,
             storage_test="off",
-            **({"sampler": self.sampler} | options),  # type: ignore[arg-type]
+            **({"every": None} | options),
         )
-        self.keeper.resume()
+        self.manager.resume()
 
     def train(self, x: torch.Tensor | None = None) -> None:
         x = torch.stack([Squares()[i] for i in self.sampler.micro_batch(0, 4)]) if x is None else x
@@ -90,11 +96,11 @@ Said = Callable[[str], list[str]]
 
 
 def test_an_evaluation_after_the_step_that_draws_is_told_once_with_its_line(tmp_path: Path, said: Said) -> None:
-    loop = Loop(tmp_path / "run", checkpoint_every=2)  # what a save keeps is no copy of the script's
+    loop = Loop(tmp_path / "run", every=2)  # what a save keeps is no copy of the script's
     for _ in range(4):
         loop.train()
-        loop.keeper.step_done()
-        if loop.keeper.step % 2 == 0:
+        loop.manager.step_done()
+        if loop.manager.step % 2 == 0:
             loop.evaluate()  # the line that is named
 
     (line,) = said("evaluation_draws")
@@ -102,7 +108,7 @@ def test_an_evaluation_after_the_step_that_draws_is_told_once_with_its_line(tmp_
     number = 1 + next(at for at, each in enumerate(text) if "the line that is named" in each)
     assert f"step=2 place=test_exactness.py:{number} " in line
     assert "remedy=" in line
-    assert "before keeper.step_done()" in line
+    assert "before manager.step_done()" in line
 
 
 @pytest.mark.parametrize("how", ["unwrapped", "average"])
@@ -111,7 +117,7 @@ def test_an_evaluation_of_what_belongs_to_the_model_is_seen(tmp_path: Path, said
     model = loop.inner if how == "unwrapped" else copy.deepcopy(loop.model)
     for _ in range(2):
         loop.train()
-        loop.keeper.step_done()
+        loop.manager.step_done()
         with torch.inference_mode():
             model(torch.rand(2, 4))
 
@@ -121,26 +127,26 @@ def test_an_evaluation_of_what_belongs_to_the_model_is_seen(tmp_path: Path, said
 def _before_the_step_is_done(loop: Loop) -> None:
     loop.train()
     loop.evaluate()
-    loop.keeper.step_done()
+    loop.manager.step_done()
 
 
 def _at_the_head_of_the_turn(loop: Loop) -> None:
     """A resume does it too: it begins with the turn."""
     loop.evaluate()
     loop.train()
-    loop.keeper.step_done()
+    loop.manager.step_done()
 
 
 def _with_generators_kept(loop: Loop) -> None:
     loop.train()
-    loop.keeper.step_done()
+    loop.manager.step_done()
     with torch.random.fork_rng():
         loop.evaluate()
 
 
 def _with_the_state_put_back(loop: Loop) -> None:
     loop.train()
-    loop.keeper.step_done()
+    loop.manager.step_done()
     before = torch.get_rng_state()
     loop.evaluate()
     torch.set_rng_state(before)
@@ -148,13 +154,13 @@ def _with_the_state_put_back(loop: Loop) -> None:
 
 def _drawing_nothing(loop: Loop) -> None:
     loop.train()
-    loop.keeper.step_done()
+    loop.manager.step_done()
     loop.evaluate_drawing_nothing()
 
 
 def _not_at_all(loop: Loop) -> None:
     loop.train()
-    loop.keeper.step_done()
+    loop.manager.step_done()
 
 
 TURNS = [
@@ -177,13 +183,13 @@ def test_nothing_is_said_of_a_loop_that_resumes_exactly(tmp_path: Path, said: Sa
 
 def _drawing_without_a_forward(loop: Loop) -> None:
     loop.train()
-    loop.keeper.step_done()
+    loop.manager.step_done()
     torch.rand(1)
 
 
 def _drawing_in_python(loop: Loop) -> None:
     loop.train()
-    loop.keeper.step_done()
+    loop.manager.step_done()
     random.random()  # noqa: S311
 
 
@@ -205,7 +211,7 @@ def test_an_iterator_that_draws_after_the_resume_is_told_unless_the_generators_a
     def began(loop: Loop) -> None:
         iter(DataLoader(Squares()))
         if restore:
-            loop.keeper.restore_random_state()
+            loop.manager.restore_random_state()
 
     go_back(tmp_path / "run", _not_at_all, began=began)
 
@@ -287,27 +293,27 @@ def step_directory(run_dir: Path) -> Path:
 
 def go_back(run_dir: Path, turn: Act, *, began: Act = lambda _: None) -> None:
     """Train past a step that is saved, then resume from it and do one turn again."""
-    first = Loop(run_dir, checkpoint_every=1, retention="all")
-    while first.keeper.step < EVALUATIONS + 2:
+    first = Loop(run_dir, every=1, retention="all")
+    while first.manager.step < EVALUATIONS + 2:
         turn(first)
-        assert first.keeper._saver is not None
-        assert first.keeper._saver.wait(time.time() + 60)
+        assert first.manager._saver is not None
+        assert first.manager._saver.wait(time.time() + 60)
     limit_at = time.monotonic() + 60
     while not (run_dir / NAME).exists() or f'"step":{GOES_BACK_TO},' not in (run_dir / NAME).read_text():
         assert time.monotonic() < limit_at, "the generators were not recorded"
         time.sleep(0.01)  # a thread writes it
 
     resumed = Loop(run_dir, resume_from=step_directory(run_dir))
-    assert resumed.keeper.step == GOES_BACK_TO
+    assert resumed.manager.step == GOES_BACK_TO
     began(resumed)
     turn(resumed)
 
 
 def test_a_loader_without_its_position_in_the_state_is_told_once(tmp_path: Path, said: Said) -> None:
-    loop = Loop(tmp_path / "run", sampler=None)
+    loop = Loop(tmp_path / "run", more={})
     for batch in DataLoader(Squares(), batch_size=4, shuffle=True):
         loop.train(batch)
-        loop.keeper.step_done()
+        loop.manager.step_done()
 
     (line,) = said("data_position_not_saved")
     assert 'step=2 loader="torch\'s DataLoader"' in line
@@ -317,10 +323,10 @@ def test_a_loader_without_its_position_in_the_state_is_told_once(tmp_path: Path,
 def test_what_holds_no_position_does_not_hide_that_it_is_missing(tmp_path: Path, said: Said) -> None:
     model = torch.nn.Linear(4, 8)
     others = {"scaler": torch.amp.GradScaler("cpu"), "average": torch.optim.swa_utils.AveragedModel(model)}
-    loop = Loop(tmp_path / "run", sampler=None, others=others)
+    loop = Loop(tmp_path / "run", more=others)
     for batch in DataLoader(Squares(), batch_size=4):
         loop.train(batch)
-        loop.keeper.step_done()
+        loop.manager.step_done()
 
     assert len(said("data_position_not_saved")) == 1
 
@@ -346,7 +352,7 @@ def test_nothing_is_said_where_the_position_may_be_known(tmp_path: Path, said: S
         loop.evaluate()  # before the first step: its iterator is gone
     for batch in [torch.ones(4, 4)] * 2 if which in ("evaluation", "none") else loader:
         loop.train(batch)
-        loop.keeper.step_done()
+        loop.manager.step_done()
 
     assert said("data_position") == []
 
@@ -354,9 +360,9 @@ def test_nothing_is_said_where_the_position_may_be_known(tmp_path: Path, said: S
 def test_a_sampler_that_does_not_move_is_told(tmp_path: Path, said: Said) -> None:
     loop = Loop(tmp_path / "run")
     loop.model(torch.rand(4, 4)).sum().backward()
-    loop.keeper.step_done()
+    loop.manager.step_done()
     loop.sampler.advance(4)  # too late: what was saved is the position before
-    loop.keeper.step_done()
+    loop.manager.step_done()
 
     (line,) = said("data_position_stands")
-    assert "before keeper.step_done()" in line
+    assert "before manager.step_done()" in line

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stepkeeper.cli import main
-from stepkeeper_trainer import Keeper
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.errors import ResumeError
 from stepkeeper_trainer.formats.steps import list_steps
 from stepkeeper_trainer.load.safetensors import load_model
@@ -45,13 +45,15 @@ def command(*argv: object) -> int:
 
 
 def saved(run_dir: Path, model: nn.Module) -> Path:
-    """Save a model by a keeper, and return the step directory."""
+    """Save a model by a manager, and return the step directory."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    keeper = Keeper(model=model, optimizer=optimizer, run_dir=run_dir, storage_test="off")
-    keeper.resume()
-    keeper.save()
-    assert keeper._saver is not None
-    assert keeper._saver.wait(time.time() + 90)
+    manager = CheckpointManager(
+        {"model": model, "optimizer": optimizer}, every=None, run_dir=run_dir, storage_test="off"
+    )
+    manager.resume()
+    manager.save()
+    assert manager._saver is not None
+    assert manager._saver.wait(time.time() + 90)
     [step] = list_steps(run_dir / "checkpoints")
     return step.path
 
@@ -161,36 +163,38 @@ def test_a_run_starts_from_an_export_and_then_from_its_own_steps(tmp_path: Path)
     model = Net()
     assert command(saved(tmp_path / "first", model), tmp_path / "out") == 0
 
-    def start(resume_from: str | None = None) -> tuple[Net, Keeper]:
+    def start(resume_from: str | None = None) -> tuple[Net, CheckpointManager]:
         torch.manual_seed(5)
         net = Net()
         load_model(net, tmp_path / "out")  # weights only: the optimizer, the schedule and the data begin anew
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-        keeper = Keeper(model=net, optimizer=optimizer, run_dir=tmp_path / "second", resume_from=resume_from)
-        return net, keeper
+        manager = CheckpointManager(
+            {"model": net, "optimizer": optimizer}, every=None, run_dir=tmp_path / "second", resume_from=resume_from
+        )
+        return net, manager
 
-    net, keeper = start()
-    assert keeper.resume() == 0
+    net, manager = start()
+    assert manager.resume() == 0
     assert torch.equal(net.head.weight, model.head.weight)
-    _step(net, keeper)
-    keeper.save()
-    assert keeper._saver is not None
-    assert keeper._saver.wait(time.time() + 90)
+    _step(net, manager)
+    manager.save()
+    assert manager._saver is not None
+    assert manager._saver.wait(time.time() + 90)
 
-    again, keeper = start(resume_from="latest")
-    assert keeper.resume() == 1
+    again, manager = start(resume_from="latest")
+    assert manager.resume() == 1
 
     assert torch.equal(again.head.weight, net.head.weight)
     assert not torch.equal(again.head.weight, model.head.weight)
     assert again.head.weight is again.embedding.weight
 
 
-def _step(net: Net, keeper: Keeper) -> None:
+def _step(net: Net, manager: CheckpointManager) -> None:
     net(torch.arange(6)).square().mean().backward()
-    [part] = keeper._state.optimizers.values()
+    [part] = manager._state.optimizers.values()
     optimizer = part.optimizer
     optimizer.step()
-    keeper.step_done(loss=0.0)
+    manager.step_done(loss=0.0)
 
 
 def test_transformers_reads_an_export(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A Keeper in this very process: what a loop sees of it."""
+"""A CheckpointManager in this very process: what a loop sees of it."""
 # ruff: noqa: S311, NPY002
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from stepkeeper_trainer import GlobalSampler, Keeper
+from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.coordinate.agreement import Wish
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import (
@@ -45,19 +45,19 @@ pytestmark = pytest.mark.usefixtures("one_process")
 class Loop:
     """A small training loop whose every step draws from every generator."""
 
-    def __init__(self, run_dir: Path, *, width: int = 4, fingerprint: str = "data", **options: object) -> None:
+    def __init__(
+        self, run_dir: Path, *, width: int = 4, fingerprint: str = "data", more: Any = None, **options: Any
+    ) -> None:
         torch.manual_seed(1)
         self.model = torch.nn.Sequential(torch.nn.Linear(width, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10)
         self.sampler = GlobalSampler(7, seed=3, fingerprint=fingerprint)
-        self.keeper = Keeper(
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            sampler=self.sampler,
+        self.manager = CheckpointManager(
+            {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "sampler": self.sampler}
+            | (more or {}),
             run_dir=run_dir,
-            **options,  # type: ignore[arg-type]
+            **({"every": None} | options),
         )
         self.width = width
 
@@ -74,23 +74,23 @@ class Loop:
         self.scheduler.step()
         self.sampler.advance(2)
         lr = self.scheduler.get_last_lr()[0]
-        done = self.keeper.step_done(loss=loss.detach(), tokens=10, lr=lr, **said)
+        done = self.manager.step_done(loss=loss.detach(), tokens=10, lr=lr, **said)
         return loss.item(), done
 
     def run(self, until: int) -> list[float]:
         found = []
-        while self.keeper.step < until:
+        while self.manager.step < until:
             found.append(self.step()[0])
         return found
 
     def saved(self) -> None:
         """Wait for the save in flight."""
-        assert self.keeper._saver is not None
-        assert self.keeper._saver.wait(time.time() + 90)
+        assert self.manager._saver is not None
+        assert self.manager._saver.wait(time.time() + 90)
 
     def others(self, others: _Others) -> None:
         """Have other ranks, in the place of none."""
-        self.keeper._agreement = self.keeper._boundary.agreement = others  # type: ignore[assignment]
+        self.manager._agreement = self.manager._boundary.agreement = others  # type: ignore[assignment]
 
 
 def names(run_dir: Path) -> list[str]:
@@ -99,9 +99,9 @@ def names(run_dir: Path) -> list[str]:
 
 def save_at(run_dir: Path, step: int, **options: object) -> Loop:
     loop = Loop(run_dir, **options)
-    loop.keeper.resume()
+    loop.manager.resume()
     loop.run(step)
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
     return loop
 
@@ -112,14 +112,14 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
     second = Loop(tmp_path / "run", resume_from="latest")
     random.random(), torch.rand(3), np.random.rand()
-    assert second.keeper.resume() == 3
+    assert second.manager.resume() == 3
 
-    assert second.keeper.tokens == 30
+    assert second.manager.tokens == 30
     assert second.run(8) == expected
     assert second.scheduler.state_dict() == first.scheduler.state_dict()
     assert second.optimizer.state_dict()["param_groups"] == first.optimizer.state_dict()["param_groups"]
     assert second.sampler.state_dict() == first.sampler.state_dict()
-    assert list(second.keeper._counters.history) == list(first.keeper._counters.history)
+    assert list(second.manager._counters.history) == list(first.manager._counters.history)
     for ours, theirs in zip(second.model.state_dict().values(), first.model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -131,9 +131,9 @@ def test_a_save_before_the_first_step_touches_nothing_and_can_be_resumed(tmp_pat
         random.seed(0)
         np.random.seed(0)
         loop = Loop(tmp_path / name, resume_from=resume_from)
-        assert loop.keeper.resume() == 0
+        assert loop.manager.resume() == 0
         if save:
-            loop.keeper.save()
+            loop.manager.save()
             assert not loop.optimizer.state
             loop.saved()
         return loop.run(5)
@@ -183,14 +183,14 @@ def test_a_replay_after_a_rollback_gets_a_name_of_its_own(tmp_path: Path) -> Non
     run_dir = tmp_path / "run"
     first = save_at(run_dir, 2)
     first.run(4)
-    first.keeper.save()
+    first.manager.save()
     first.saved()
 
     second = Loop(run_dir, resume_from=run_dir / "checkpoints/step_00000002")
-    assert second.keeper.resume() == 2
+    assert second.manager.resume() == 2
     assert newest_verified(run_dir / "checkpoints").chosen.step == 2  # type: ignore[union-attr]
     second.run(4)
-    second.keeper.save()
+    second.manager.save()
     second.saved()
 
     assert names(run_dir)[:2] == ["step_00000002", "step_00000004"]
@@ -210,7 +210,7 @@ def test_a_start_from_the_very_start_leaves_the_past_behind_and_says_so(
     run_dir = tmp_path / "run"
     save_at(run_dir, 3)
     assert "started_beside_steps" not in caplog.text
-    Loop(run_dir).keeper.resume()
+    Loop(run_dir).manager.resume()
     assert "started_beside_steps newest=3" in caplog.text
     assert newest_verified(run_dir / "checkpoints").chosen is None
 
@@ -225,12 +225,12 @@ def test_a_commit_that_nobody_recorded_is_recorded_at_resume(tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     loop = save_at(run_dir, 2)
     loop.run(4)
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
     path = run_dir / "checkpoints" / lineage.LINEAGE_NAME
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
 
-    assert Loop(run_dir, resume_from="latest").keeper.resume() == 4
+    assert Loop(run_dir, resume_from="latest").manager.resume() == 4
 
     known = lineage.read(run_dir / "checkpoints")
     assert known is not None
@@ -241,9 +241,9 @@ def test_a_step_of_another_run_can_be_the_start(tmp_path: Path) -> None:
     save_at(tmp_path / "one", 3)
 
     loop = Loop(tmp_path / "two", resume_from=tmp_path / "one/checkpoints/step_00000003")
-    assert loop.keeper.resume() == 3
+    assert loop.manager.resume() == 3
     loop.run(4)
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
 
     assert newest_verified(tmp_path / "two/checkpoints").chosen.step == 4  # type: ignore[union-attr]
@@ -260,10 +260,10 @@ def test_every_flipped_byte_is_found_before_it_reaches_the_model(tmp_path: Path)
             loop = Loop(tmp_path / "other", resume_from=step)
             before = {key: value.clone() for key, value in loop.model.state_dict().items()}
             with pytest.raises(DamagedError, match=f"{name}: bytes of chunk 0"):
-                loop.keeper.resume()
+                loop.manager.resume()
             assert all(torch.equal(before[key], value) for key, value in loop.model.state_dict().items())
         (step / name).write_bytes(data)
-    assert Loop(tmp_path / "other", resume_from=step).keeper.resume() == 1
+    assert Loop(tmp_path / "other", resume_from=step).manager.resume() == 1
 
 
 def test_a_pickle_in_the_manifested_directory_is_not_run_by_loading_an_item(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_pickle_in_the_manifested_directory_is_not_run_by_loading_an_item(tmp_
     _reseal(step)
 
     with pytest.raises(ResumeError, match="pickle, which is never loaded"):
-        Loop(run_dir, resume_from=step).keeper.resume()
+        Loop(run_dir, resume_from=step).manager.resume()
 
 
 def _reseal(step: Path) -> None:
@@ -307,24 +307,24 @@ def test_what_does_not_fit_is_named(tmp_path: Path, change: dict[str, object], w
     save_at(tmp_path / "run", 1)
 
     with pytest.raises(ResumeError, match=what):
-        Loop(tmp_path / "run", resume_from="latest", **change).keeper.resume()
+        Loop(tmp_path / "run", resume_from="latest", **change).manager.resume()
 
 
 def test_latest_passes_over_what_is_damaged_and_starts_anew_where_nothing_is_left(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     loop = save_at(run_dir, 1)
     loop.run(2)
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
     os.truncate(run_dir / "checkpoints/step_00000002/__0_0.distcp", 1000)
-    assert Loop(run_dir, resume_from="latest").keeper.resume() == 1
+    assert Loop(run_dir, resume_from="latest").manager.resume() == 1
     (run_dir / "checkpoints/step_00000001/MANIFEST.json").unlink()
 
-    assert Loop(run_dir, resume_from="latest").keeper.resume() == 0
+    assert Loop(run_dir, resume_from="latest").manager.resume() == 0
 
     assert sorted(names(run_dir)) == ["step_00000001", "step_00000002"], "nothing is deleted"
     with pytest.raises(ResumeError, match="never committed"):
-        Loop(run_dir, resume_from=run_dir / "checkpoints/step_00000001").keeper.resume()
+        Loop(run_dir, resume_from=run_dir / "checkpoints/step_00000001").manager.resume()
 
 
 def test_a_newer_attempt_fences_off_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_a_newer_attempt_fences_off_the_commit(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     run_dir = tmp_path / "run"
     loop = Loop(run_dir)
-    loop.keeper.resume()
+    loop.manager.resume()
     held = lease.read(run_dir)
     assert held is not None
     assert held.epoch == (7, 1), "without a supervisor the library takes the lease"
@@ -340,7 +340,7 @@ def test_a_newer_attempt_fences_off_the_commit(tmp_path: Path, monkeypatch: pyte
 
     loop.run(2)
     with pytest.raises(SaveError, match="has taken over"):
-        loop.keeper.finish(leave_process=False)
+        loop.manager.finish()
 
     assert names(run_dir) == []
     assert outcome.read(run_dir) is None
@@ -359,8 +359,8 @@ def test_never_two_saves_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", held)
-    loop = Loop(tmp_path / "run", checkpoint_every_steps=1)
-    loop.keeper.resume()
+    loop = Loop(tmp_path / "run", every=1)
+    loop.manager.resume()
     loop.run(20)
     assert reached.wait(90)
     assert len(list((tmp_path / "run/checkpoints").glob(".tmp-*"))) == 1
@@ -397,39 +397,39 @@ class _Others:
 def test_a_save_is_begun_on_all_ranks_or_on_none(tmp_path: Path) -> None:
     """Another rank has a stuck save: this one begins none either, and the next gets the same name on both."""
     loop = Loop(tmp_path / "run", total_steps=4)
-    loop.keeper.resume()
+    loop.manager.resume()
     others = _Others(busy=True, sequence=7)
     loop.others(others)
     loop.run(1)
 
-    loop.keeper.save()
-    assert loop.keeper._saver is not None
-    assert loop.keeper._saver.last is None
+    loop.manager.save()
+    assert loop.manager._saver is not None
+    assert loop.manager._saver.last is None
     loop.run(2)
-    assert loop.keeper._saver.last is None
+    assert loop.manager._saver.last is None
 
     others.busy = False
     loop.run(3)
     loop.saved()
-    assert loop.keeper._saver.sequence == 8, "one more than any rank has begun"
+    assert loop.manager._saver.sequence == 8, "one more than any rank has begun"
     others.sequence = 12
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
-    assert loop.keeper._saver.sequence == 13
+    assert loop.manager._saver.sequence == 13
     loop.run(4)
-    assert loop.keeper.finish(leave_process=False) == 0
-    assert loop.keeper._saver.sequence == 14
+    assert loop.manager.finish() == 0
+    assert loop.manager._saver.sequence == 14
     assert [read_manifest(tmp_path / "run/checkpoints" / name).step for name in names(tmp_path / "run")] == [3, 3, 4]
 
 
 def test_a_stop_begins_no_save_where_another_rank_cannot(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "run", save_within_s=0.2)
-    loop.keeper.resume()
+    loop.manager.resume()
     loop.others(_Others(busy=True, sequence=1))
     os.kill(os.getpid(), signal.SIGTERM)
 
     assert loop.step()[1]
-    assert loop.keeper.finish(leave_process=False) == 1
+    assert loop.manager.finish() == 1
 
     assert names(tmp_path / "run") == []
 
@@ -444,13 +444,13 @@ def test_a_stop_waits_for_the_save_in_flight_and_then_saves_its_own_step(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", slow)
-    loop = Loop(tmp_path / "run", checkpoint_every_steps=2)
-    loop.keeper.resume()
+    loop = Loop(tmp_path / "run", every=2)
+    loop.manager.resume()
     loop.run(2)
     os.kill(os.getpid(), signal.SIGTERM)
     assert loop.step()[1]
 
-    assert loop.keeper.finish(leave_process=False) == 75
+    assert loop.manager.finish() == 75
 
     assert names(tmp_path / "run") == ["step_00000002", "step_00000003"]
 
@@ -469,14 +469,14 @@ def test_a_stop_ends_at_its_deadline_though_the_disk_hangs(tmp_path: Path, monke
         monkeypatch.setenv("STEPKEEPER_SOCKET", "@" + sock.getsockname()[1:].decode())
         loop = Loop(tmp_path / "run")
         _, address = sock.recvfrom(2048)
-        loop.keeper.resume()
+        loop.manager.resume()
         loop.step()
         deadline_at = time.time() + 1.0
         request = messages.SaveRequest(request_id=1, stop=True, deadline_at=deadline_at)
         sock.sendto(messages.encode(request), address)
         assert loop.step()[1]
 
-        code = loop.keeper.finish(leave_process=False)
+        code = loop.manager.finish()
 
     assert code == 1, "75 means that the state is saved"
     assert -1.0 < time.time() - deadline_at < 30.0, "not when the disk answers"
@@ -484,14 +484,14 @@ def test_a_stop_ends_at_its_deadline_though_the_disk_hangs(tmp_path: Path, monke
     assert said is not None
     assert (said.outcome, said.save_id) == ("stopped", None)
     hangs.set()
-    assert loop.keeper._saver is not None
-    assert loop.keeper._saver.last is not None
-    loop.keeper._saver.last.settled.wait(90)
+    assert loop.manager._saver is not None
+    assert loop.manager._saver.last is not None
+    loop.manager._saver.last.settled.wait(90)
 
 
 def test_metrics_on_a_full_disk_cost_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(tmp_path / "run")
-    loop.keeper.resume()
+    loop.manager.resume()
     loop.run(1)
     write = os.write
 
@@ -505,7 +505,7 @@ def test_metrics_on_a_full_disk_cost_no_training(tmp_path: Path, monkeypatch: py
     loop.run(3)
     monkeypatch.setattr(os, "write", write)
     loop.run(4)
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
 
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
@@ -531,21 +531,21 @@ def test_losses_of_a_gpu_are_read_a_step_later_and_all_of_them_before_a_save(
     monkeypatch.setattr(records, "Later", _Gpu)
     monkeypatch.setattr(_Gpu, "asked", 0)
     loop = Loop(tmp_path / "run", total_steps=6)
-    loop.keeper.resume()
+    loop.manager.resume()
     found = loop.run(1)
     assert _Gpu.asked == 0, "not at the step itself"
     found += loop.run(3)
     assert _Gpu.asked == 2 * 2, "loss and learning rate of steps 1 and 2"
 
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
 
     assert {step: float(loss) for step, loss in losses(tmp_path / "run").items()} == dict(enumerate(found, 1))
     assert read_manifest(tmp_path / "run/checkpoints/step_00000003").loss == found[-1]
     found += loop.run(6)
-    assert loop.keeper.finish(leave_process=False) == 0
+    assert loop.manager.finish() == 0
     assert {step: float(loss) for step, loss in losses(tmp_path / "run").items()} == dict(enumerate(found, 1))
-    assert [loss for _, loss in loop.keeper._counters.history] == found
+    assert [loss for _, loss in loop.manager._counters.history] == found
 
 
 def test_a_number_is_copied_so_that_the_script_may_write_over_its_own() -> None:
@@ -579,14 +579,14 @@ def test_a_failed_save_is_made_up_for_at_the_end(tmp_path: Path, monkeypatch: py
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", maybe_full)
-    loop = Loop(tmp_path / "run", total_steps=2, checkpoint_every_steps=2)
-    loop.keeper.resume()
+    loop = Loop(tmp_path / "run", total_steps=2, every=2)
+    loop.manager.resume()
     loop.run(2)
-    loop.keeper._saver.last.settled.wait(90)  # type: ignore[union-attr]
-    assert "No space left" in str(loop.keeper._saver.last.error)  # type: ignore[union-attr]
+    loop.manager._saver.last.settled.wait(90)  # type: ignore[union-attr]
+    assert "No space left" in str(loop.manager._saver.last.error)  # type: ignore[union-attr]
     full = False
 
-    assert loop.keeper.finish(leave_process=False) == 0
+    assert loop.manager.finish() == 0
 
     assert names(tmp_path / "run") == ["step_00000002"]
     said = outcome.read(tmp_path / "run")
@@ -602,11 +602,11 @@ def test_an_unwritable_directory_is_a_failed_save_and_no_failed_training(tmp_pat
     (run_dir / "checkpoints").write_text("in the way")
 
     loop.run(2)
-    loop.keeper.save()
-    loop.keeper._saver.last.settled.wait(90)  # type: ignore[union-attr]
+    loop.manager.save()
+    loop.manager._saver.last.settled.wait(90)  # type: ignore[union-attr]
     loop.run(3)
 
-    assert "checkpoints: Not a directory" in str(loop.keeper._saver.last.error)  # type: ignore[union-attr]
+    assert "checkpoints: Not a directory" in str(loop.manager._saver.last.error)  # type: ignore[union-attr]
     (run_dir / "checkpoints").unlink()
     os.rename(run_dir / "away", run_dir / "checkpoints")
     assert all(verify(step.path).ok for step in list_steps(run_dir / "checkpoints"))
@@ -614,13 +614,13 @@ def test_an_unwritable_directory_is_a_failed_save_and_no_failed_training(tmp_pat
 
 def test_a_signal_in_evaluation_ends_in_a_saved_stop(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "run", total_steps=10)
-    loop.keeper.resume()
+    loop.manager.resume()
     loop.run(2)
-    assert not loop.keeper.poll()
+    assert not loop.manager.poll()
     os.kill(os.getpid(), signal.SIGTERM)
 
-    assert loop.keeper.poll()
-    assert loop.keeper.finish(leave_process=False) == 75
+    assert loop.manager.poll()
+    assert loop.manager.finish() == 75
 
     said = outcome.read(tmp_path / "run")
     assert said is not None
@@ -630,10 +630,10 @@ def test_a_signal_in_evaluation_ends_in_a_saved_stop(tmp_path: Path) -> None:
 def test_a_finished_run_says_so_again_without_a_new_save(tmp_path: Path) -> None:
     for _ in range(2):
         loop = Loop(tmp_path / "run", total_steps=2, resume_from="latest")
-        loop.keeper.resume()
+        loop.manager.resume()
         loop.run(2)
-        assert loop.keeper.finished
-        assert loop.keeper.finish(leave_process=False) == 0
+        assert loop.manager.finished
+        assert loop.manager.finish() == 0
 
     assert names(tmp_path / "run") == ["step_00000002"]
 
@@ -642,7 +642,7 @@ def test_an_own_signal_handler_is_still_called(tmp_path: Path) -> None:
     called = []
     signal.signal(signal.SIGUSR1, lambda number, _frame: called.append(number))
     loop = Loop(tmp_path / "run")
-    loop.keeper.resume()
+    loop.manager.resume()
 
     os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -651,18 +651,20 @@ def test_an_own_signal_handler_is_still_called(tmp_path: Path) -> None:
 
 
 def test_a_parameter_without_gradient_has_no_optimizer_state_after_resume_either(tmp_path: Path) -> None:
-    def build(resume_from: str | None) -> tuple[torch.nn.Module, torch.optim.Optimizer, Keeper]:
+    def build(resume_from: str | None) -> tuple[torch.nn.Module, torch.optim.Optimizer, CheckpointManager]:
         model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "unused": torch.nn.Linear(2, 1)})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        keeper = Keeper(model=model, optimizer=optimizer, run_dir=tmp_path / "run", resume_from=resume_from)
-        keeper.resume()
-        return model, optimizer, keeper
+        manager = CheckpointManager(
+            {"model": model, "optimizer": optimizer}, every=None, run_dir=tmp_path / "run", resume_from=resume_from
+        )
+        manager.resume()
+        return model, optimizer, manager
 
-    model, optimizer, keeper = build(None)
+    model, optimizer, manager = build(None)
     model["used"](torch.ones(1, 2)).sum().backward()  # type: ignore[index]
     optimizer.step()
-    keeper.step_done()
-    keeper.finish(leave_process=False)
+    manager.step_done()
+    manager.finish()
 
     other, restored, _ = build("latest")
 
@@ -677,10 +679,10 @@ def test_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
         def load_state_dict(self, _state: dict[str, object]) -> None:
             raise AssertionError
 
-    loop = Loop(tmp_path / "run", others={"odd": Odd()})
+    loop = Loop(tmp_path / "run", more={"odd": Odd()})
 
     with pytest.raises(StateError, match=r"others\.odd\.file"):
-        loop.keeper.resume()
+        loop.manager.resume()
 
 
 def test_a_loop_that_forgets_to_resume_is_told(tmp_path: Path) -> None:
@@ -697,9 +699,9 @@ def test_a_run_that_names_no_directory_gets_one_and_says_which(
     monkeypatch.setattr("sys.argv", ["code/train.py"])
     model = torch.nn.Linear(1, 1)
 
-    keeper = Keeper(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    manager = CheckpointManager({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, every=None)
 
-    assert keeper.run_dir == tmp_path / "runs/train"
+    assert manager.run_dir == tmp_path / "runs/train"
     assert (tmp_path / "runs/train/checkpoints").is_dir()
     assert f"run_directory_chosen path={tmp_path}/runs/train " in caplog.text
     assert "STEPKEEPER_RUN_DIR" in caplog.text
@@ -727,5 +729,5 @@ def test_where_no_run_directory_can_be_made_the_message_says_how_to_name_one(
     (tmp_path / "runs").write_text("a file")
     model = torch.nn.Linear(1, 1)
 
-    with pytest.raises(RunDirectoryError, match=r"runs: File exists; give Keeper\(run_dir=...\)"):
-        Keeper(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(RunDirectoryError, match=r"runs: File exists; give CheckpointManager\(run_dir=...\)"):
+        CheckpointManager({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, every=None)

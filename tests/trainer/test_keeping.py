@@ -1,4 +1,4 @@
-"""A keeper records where and by what rules steps are kept, and the commands go by it."""
+"""A manager records where and by what rules steps are kept, and the commands go by it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, objec
 def test_what_only_the_script_says_is_known_to_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     tiers = Tiers(local=str(tmp_path / "disk"), cold=str(tmp_path / "cold"))
-    loop = Loop(run, retention="newest 4, best loss 1", tiers=tiers, total_steps=2, checkpoint_every_steps=1)
-    loop.keeper.resume()
+    loop = Loop(run, retention="newest 4, best loss 1", tiers=tiers, total_steps=2, every=1)
+    loop.manager.resume()
     loop.run(2)
-    assert loop.keeper.finish(leave_process=False) == 0
+    assert loop.manager.finish() == 0
 
     found = told(capsys, "tiers", str(run))
     pruned = told(capsys, "prune", str(run), "--dry-run")
@@ -47,10 +47,10 @@ def test_a_run_directory_that_does_not_take_the_record_harms_no_training(
     loop = Loop(tmp_path / "run")
 
     with caplog.at_level("WARNING"):
-        loop.keeper.resume()
+        loop.manager.resume()
     loop.run(1)
-    loop.keeper.save()
+    loop.manager.save()
 
-    assert loop.keeper._saver is not None
-    assert loop.keeper._saver.wait(time.time() + 90)
+    assert loop.manager._saver is not None
+    assert loop.manager._saver.wait(time.time() + 90)
     assert "keeping_unrecorded" in caplog.text

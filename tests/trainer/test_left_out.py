@@ -144,12 +144,12 @@ def test_what_a_node_has_of_a_loss_gone_wrong_does_not_return_in_the_next_attemp
     newest = newest_verified(checkpoints).chosen
     assert newest is not None
     assert newest.manifest is not None
-    assert Loop(run_dir, resume_from=newest.path).keeper.resume() == 2
+    assert Loop(run_dir, resume_from=newest.path).manager.resume() == 2
     assert counts_still(checkpoints, newest.manifest.save_id, None)
     monkeypatch.setenv("STEPKEEPER_RESUME_NEWEST", "")
 
     for _ in range(2):
-        assert Loop(run_dir, resume_from=newest.path).keeper.resume() == 2
+        assert Loop(run_dir, resume_from=newest.path).manager.resume() == 2
 
     assert not counts_still(checkpoints, newest.manifest.save_id, None)
     assert lines(checkpoints) == 2, "a commit, and one rollback, though two launches went back"
@@ -159,7 +159,7 @@ def test_nor_where_nothing_was_on_shared_storage_yet(tmp_path: Path, monkeypatch
     monkeypatch.setenv("STEPKEEPER_RESUME_NEWEST", "")
     assert counts_still(tmp_path / "run/checkpoints", None)
 
-    assert Loop(tmp_path / "run").keeper.resume() == 0
+    assert Loop(tmp_path / "run").manager.resume() == 0
 
     assert not counts_still(tmp_path / "run/checkpoints", None)
 
@@ -176,7 +176,7 @@ def test_the_manifest_names_the_samples_and_a_copy_of_the_step_alone_tells_it(
     assert "left_out" not in before.manifest.state, "it has seen all"
 
     loop.run(5)
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
 
     (_, epoch, consumed, samples) = loop.sampler.skipped[0]
@@ -192,12 +192,12 @@ def test_a_resume_by_hand_from_before_the_window_takes_the_data_and_the_lineage_
     monkeypatch.setenv("STEPKEEPER_SKIP_DATA", "4:2")
     loop = save_at(run_dir, 2)
     loop.run(5)
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
     monkeypatch.delenv("STEPKEEPER_SKIP_DATA")
 
-    assert Loop(run_dir, resume_from="latest").keeper.resume() == 5
+    assert Loop(run_dir, resume_from="latest").manager.resume() == 5
     assert recorded(run_dir / "checkpoints") == (LeftOut(step=4, steps=2),)
-    assert Loop(run_dir, resume_from=run_dir / "checkpoints/step_00000002").keeper.resume() == 2
+    assert Loop(run_dir, resume_from=run_dir / "checkpoints/step_00000002").manager.resume() == 2
 
     assert recorded(run_dir / "checkpoints") == ()

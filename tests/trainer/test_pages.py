@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import stepkeeper_trainer
-from stepkeeper_trainer import GlobalSampler, Keeper
+from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.formats.steps import newest_verified
 from tests.trainer.ranks import ROOT, Ranks, losses
 
@@ -70,12 +70,12 @@ def test_every_name_has_its_place_on_the_page() -> None:
         assert re.search(rf"^\| `{name}` \|", PAGE, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("kind", [Keeper, GlobalSampler])
+@pytest.mark.parametrize("kind", [CheckpointManager, GlobalSampler])
 def test_every_method_and_argument_has_its_place_on_the_page(kind: type) -> None:
     for name, member in inspect.getmembers(kind):
         if name.startswith("_") and name != "__init__":
             continue
-        if name not in ("__init__", "expect", "skip", "skipped_at"):  # what the Keeper calls
+        if name not in ("__init__", "expect", "skip", "skipped_at"):  # what the CheckpointManager calls
             assert f"`{name}" in PAGE, name
         if inspect.isfunction(member) and name not in ("expect", "skip", "skipped_at"):
             for parameter in list(inspect.signature(member).parameters)[1:]:
@@ -83,8 +83,8 @@ def test_every_method_and_argument_has_its_place_on_the_page(kind: type) -> None
 
 
 def test_every_argument_of_a_keeper_has_a_row_with_its_default() -> None:
-    table = PAGE.split("\n## Keeper\n")[1].split("\n| method |")[0]
-    for name, parameter in list(inspect.signature(Keeper.__init__).parameters.items())[1:]:
+    table = PAGE.split("\n## CheckpointManager\n")[1].split("\n| method |")[0]
+    for name, parameter in list(inspect.signature(CheckpointManager.__init__).parameters.items())[1:]:
         (row,) = re.findall(rf"^\| `{name}` \| ?(.*?) ?\|", table, re.MULTILINE)
         default = parameter.default
         expected = "" if default is parameter.empty else f"{default:g}" if isinstance(default, float) else str(default)

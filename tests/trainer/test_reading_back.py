@@ -91,9 +91,9 @@ def bad(monkeypatch: pytest.MonkeyPatch, which: str, harm: Callable[[Path], obje
 
 def saved(loop: Loop) -> None:
     loop.step()
-    loop.keeper.save()
-    assert loop.keeper._saver is not None
-    loop.keeper._saver.wait(time.time() + 90)
+    loop.manager.save()
+    assert loop.manager._saver is not None
+    loop.manager._saver.wait(time.time() + 90)
 
 
 @pytest.mark.usefixtures("one_process")
@@ -103,7 +103,7 @@ def test_a_save_that_the_disk_gives_back_wrongly_comes_to_nothing_and_the_next_o
 ) -> None:
     run_dir = tmp_path / "run"
     loop = Loop(run_dir, read_back=True, storage_test="off", retention="all")
-    loop.keeper.resume()
+    loop.manager.resume()
     harmed = bad(monkeypatch, which, flip)
 
     saved(loop)
@@ -123,7 +123,7 @@ def test_a_save_that_the_disk_gives_back_wrongly_comes_to_nothing_and_the_next_o
 def test_without_it_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     loop = Loop(run_dir, storage_test="off", retention="all")
-    loop.keeper.resume()
+    loop.manager.resume()
     bad(monkeypatch, "data", flip)
 
     saved(loop)
@@ -144,7 +144,7 @@ def test_what_the_page_cache_has_is_not_taken_for_what_the_disk_has(
         right.append(path.read_bytes() == before)
 
     loop = Loop(run_dir, read_back=True, storage_test="off", retention="all")
-    loop.keeper.resume()
+    loop.manager.resume()
     bad(monkeypatch, "data", harm)
 
     saved(loop)

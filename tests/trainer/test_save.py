@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from stepkeeper_trainer.backpressure import take_over
 from torch.distributed.checkpoint.api import CheckpointException
 
-from stepkeeper_trainer import Keeper
-from stepkeeper_trainer.backpressure import take_over
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.errors import ResumeError, UsageError
 from stepkeeper_trainer.formats.messages import SaveRequest, encode
 from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
@@ -33,20 +33,20 @@ pytestmark = pytest.mark.usefixtures("one_process")
 class Loop:
     """Many tensors, one optimizer step at a time."""
 
-    def __init__(self, run_dir: Path, *, count: int = 8, size: int = 64, **options: Any) -> None:
+    def __init__(self, run_dir: Path, *, count: int = 8, size: int = 64, more: Any = None, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.ParameterList([torch.nn.Parameter(torch.rand(size)) for _ in range(count)])
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.optimizer = optimizer
-        options.setdefault("optimizer", optimizer)
-        self.keeper = Keeper(model=self.model, run_dir=run_dir, **options)
-        self.resumed = self.keeper.resume()
+        state = {"model": self.model, "optimizer": optimizer} | (more or {})
+        self.manager = CheckpointManager(state, run_dir=run_dir, **({"every": None} | options))
+        self.resumed = self.manager.resume()
         self.run_dir = run_dir
 
     @property
     def saver(self) -> saver.Saver:
-        assert self.keeper._saver is not None
-        return self.keeper._saver
+        assert self.manager._saver is not None
+        return self.manager._saver
 
     @property
     def last(self) -> saves.Save:
@@ -58,11 +58,11 @@ class Loop:
             for parameter in self.model:
                 parameter.grad = torch.ones_like(parameter)
             self.optimizer.step()
-            self.keeper.step_done(loss=1.0)
+            self.manager.step_done(loss=1.0)
 
     def save(self) -> str | None:
         """Save and return the error."""
-        self.keeper.save()
+        self.manager.save()
         assert self.last.settled.wait(90)
         return self.last.error
 
@@ -249,7 +249,7 @@ def test_the_state_is_that_of_the_boundary_though_training_goes_on(
     loop = Loop(tmp_path / "run")
     loop.step(2)
     expected = [parameter.detach().clone() for parameter in loop.model]
-    loop.keeper.save()
+    loop.manager.save()
     loop.step(3)
     gate.open.set()
     assert loop.last.settled.wait(90)
@@ -265,7 +265,7 @@ def test_extra_memory_is_one_copy_of_the_state(tmp_path: Path) -> None:
     for _ in range(3):
         loop.step()
         assert loop.save() is None
-    size = sum(tensor.nbytes for tensor in loop.keeper._state.collect().values())
+    size = sum(tensor.nbytes for tensor in loop.manager._state.collect().values())
 
     assert size <= loop.saver._staging.arena.bytes < 1.05 * size
 
@@ -278,73 +278,25 @@ def _events(caplog: pytest.LogCaptureFixture, *names: str) -> list[tuple[str, st
     return [(match[1], match[2]) for match in found if match and match[1] in names]
 
 
-@pytest.mark.parametrize(
-    ("when_busy", "committed"),
-    [("wait", [2, 7]), ("skip", [2, 8]), ("cancel", [5])],
-)
-def test_a_periodic_save_that_meets_another_does_what_it_was_told(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    when_busy: str,
-    committed: list[int],
+def test_a_periodic_save_that_meets_another_begins_when_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Due at 2, 4, 6; the disk holds the first one until step 6 is done, or until it is cancelled."""
+    """Due at 2, 4, 6; the disk holds the first one until step 6 is done."""
     caplog.set_level(logging.INFO)
     gate = Gate(monkeypatch)
-    loop = Loop(tmp_path / "run", checkpoint_every_steps=2, when_busy=when_busy)
-    loop.step(4)
-    if when_busy == "cancel":
-        gate.open.set()
-        assert loop.last.settled.wait(90)
-        assert "cancelled: the save of step 4 is due" in str(loop.last.error)
-        loop.step()
-    else:
-        loop.step(2)
-        gate.open.set()
-        assert loop.last.settled.wait(90)
-        # the one that waited begins at once, and the next is due at 8: whether it would find this one in flight is luck
-        loop.step(1 if when_busy == "wait" else 2)
+    loop = Loop(tmp_path / "run", every=2)
+    loop.step(6)
+    gate.open.set()
+    assert loop.last.settled.wait(90)
+    loop.step()  # the one that waited begins at once
     assert loop.last.settled.wait(90)
 
-    assert loop.committed() == committed
+    assert loop.committed() == [2, 7]
     assert len(list((tmp_path / "run/checkpoints").glob(".tmp-*"))) == 0
-    assert (
-        _events(caplog, "save_cancelled", "save_skipped")
-        == {
-            "wait": [],
-            "skip": [("save_skipped", "4"), ("save_skipped", "6")],
-            "cancel": [("save_cancelled", "2")],
-        }[when_busy]
-    )
+    assert _events(caplog, "save_waits") == [("save_waits", "4")]
 
 
-def test_a_save_for_which_another_was_cancelled_is_not_cancelled_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    loop = Loop(tmp_path / "run", checkpoint_every_steps=2, when_busy="cancel")
-    loop.step(4)
-    gate.open.set()
-    assert loop.last.settled.wait(90)
-    gate.open.clear()
-    gate.reached.clear()
-    loop.step()
-    assert loop.last.summary.step == 5
-    assert gate.reached.wait(90)
-
-    loop.step(3)
-    assert loop.last.summary.step == 5
-    assert loop.last.cancelled is None
-    gate.open.set()
-    assert loop.last.settled.wait(90)
-
-    assert loop.committed() == [5]
-
-
-def test_a_policy_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="choose of"):
-        Loop(tmp_path / "run", when_busy="sometimes")
+def test_a_limit_that_is_none_is_refused(tmp_path: Path) -> None:
     for wrong in (0.0, -1.0, float("inf"), "600"):
         with pytest.raises(UsageError, match=f"save_within_s={wrong!r}: give a number of seconds above 0"):
             Loop(tmp_path / "run", save_within_s=wrong)
@@ -365,7 +317,7 @@ def test_an_emergency_gives_up_the_save_in_flight_only_if_there_is_no_time_for_b
 
     with watcher_socket(f"takeover-{time.monotonic_ns()}") as sock:
         monkeypatch.setenv("STEPKEEPER_SOCKET", "@" + sock.getsockname()[1:].decode())
-        loop = Loop(tmp_path / "run", checkpoint_every_steps=2, total_steps=100)
+        loop = Loop(tmp_path / "run", every=2, total_steps=100)
         _, address = sock.recvfrom(2048)
         loop.step(2)
         first = loop.last
@@ -375,7 +327,7 @@ def test_an_emergency_gives_up_the_save_in_flight_only_if_there_is_no_time_for_b
         sock.sendto(encode(request), address)
         threading.Thread(target=let_go, daemon=True).start()
         loop.step()
-        code = loop.keeper.finish(leave_process=False)
+        code = loop.manager.finish()
 
     assert code == 75
     assert loop.committed() == ([3] if cancelled else [2, 3])
@@ -395,7 +347,9 @@ def _pair() -> tuple[torch.nn.Module, dict[str, torch.optim.Optimizer]]:
     }
 
 
-def _train(model: Any, optimizers: dict[str, torch.optim.Optimizer], keeper: Keeper, steps: int) -> list[float]:
+def _train(
+    model: Any, optimizers: dict[str, torch.optim.Optimizer], manager: CheckpointManager, steps: int
+) -> list[float]:
     losses = []
     for _ in range(steps):
         loss = model["head"](model["body"](torch.rand(4, 3))).square().mean()
@@ -403,38 +357,37 @@ def _train(model: Any, optimizers: dict[str, torch.optim.Optimizer], keeper: Kee
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
-        keeper.step_done(loss=loss.detach())
+        manager.step_done(loss=loss.detach())
         losses.append(loss.item())
     return losses
 
 
 def test_several_optimizers_an_average_and_a_scaler_come_back(tmp_path: Path) -> None:
-    def build(resume_from: str | None) -> tuple[Any, dict[str, torch.optim.Optimizer], Any, Any, Keeper]:
+    def build(resume_from: str | None) -> tuple[Any, dict[str, torch.optim.Optimizer], Any, Any, CheckpointManager]:
         model, optimizers = _pair()
         average = torch.optim.swa_utils.AveragedModel(
             model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
         )
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7)
-        keeper = Keeper(
-            model=model,
-            optimizer=optimizers,
-            others={"average": average, "scaler": scaler},
+        manager = CheckpointManager(
+            {"model": model, **optimizers, "average": average, "scaler": scaler},
+            every=None,
             run_dir=tmp_path / "run",
             resume_from=resume_from,
         )
-        keeper.resume()
-        return model, optimizers, average, scaler, keeper
+        manager.resume()
+        return model, optimizers, average, scaler, manager
 
-    model, optimizers, average, scaler, keeper = build(None)
-    _train(model, optimizers, keeper, 2)
+    model, optimizers, average, scaler, manager = build(None)
+    _train(model, optimizers, manager, 2)
     average.update_parameters(model)
-    _train(model, optimizers, keeper, 1)
+    _train(model, optimizers, manager, 1)
     average.update_parameters(model)
     scaler.load_state_dict(scaler.state_dict() | {"scale": 3.0})
-    keeper.save()
-    assert keeper._saver is not None
-    assert keeper._saver.wait(time.time() + 90)
-    expected = _train(model, optimizers, keeper, 4)
+    manager.save()
+    assert manager._saver is not None
+    assert manager._saver.wait(time.time() + 90)
+    expected = _train(model, optimizers, manager, 4)
 
     other, restored, again, scaler_again, second = build("latest")
 
@@ -446,9 +399,11 @@ def test_several_optimizers_an_average_and_a_scaler_come_back(tmp_path: Path) ->
     model, optimizers = _pair()
     names = {"trunk": optimizers["body"], "head": optimizers["head"]}
     parts: Any = {"average": average, "scaler": scaler}
-    keeper = Keeper(model=model, optimizer=names, others=parts, run_dir=tmp_path / "run", resume_from="latest")
+    manager = CheckpointManager(
+        {"model": model, **names, **parts}, every=None, run_dir=tmp_path / "run", resume_from="latest"
+    )
     with pytest.raises(ResumeError, match="parts are not this script's"):
-        keeper.resume()
+        manager.resume()
 
 
 def test_the_first_versions_optimizer_state_still_loads() -> None:
@@ -492,27 +447,26 @@ class Position:
 
 
 def test_the_state_of_one_rank_comes_back_to_as_many_ranks_only(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "run", others={"loader": Position(5)})
+    loop = Loop(tmp_path / "run", more={"loader": Position(5)})
     loop.step()
     assert loop.save() is None
     position = Position()
 
-    assert Loop(tmp_path / "run", others={"loader": position}, resume_from="latest").resumed == 1
+    assert Loop(tmp_path / "run", more={"loader": position}, resume_from="latest").resumed == 1
 
     assert (position.at, position.raw, position.seen.tolist()) == (5, b"\x00\xffstate", [0, 1, 2, 3, 4])
     torch.manual_seed(0)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.rand(64)) for _ in range(8)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    keeper = Keeper(
-        model=model,
-        optimizer=optimizer,
+    manager = CheckpointManager(
+        {"model": model, "optimizer": optimizer, "loader": Position()},
+        every=None,
         run_dir=tmp_path / "run",
         resume_from="latest",
-        others={"loader": Position()},
     )
-    keeper._state.world_size = 3  # as if there were more ranks now
-    with pytest.raises(ResumeError, match=r"3 ranks cannot go on where 1 were: .*others.loader.*resume on 1 ranks"):
-        keeper.resume()
+    manager._state.world_size = 3  # as if there were more ranks now
+    with pytest.raises(ResumeError, match=r"3 ranks cannot go on where 1 were: .*loader.*resume on 1 ranks"):
+        manager.resume()
 
 
 def test_torchdatas_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
@@ -520,7 +474,7 @@ def test_torchdatas_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> 
 
     def build(resume_from: str | None) -> tuple[Loop, Any]:
         loader = loaders.StatefulDataLoader(list(range(40)), batch_size=4, num_workers=0)
-        return Loop(tmp_path / "run", others={"loader": loader}, resume_from=resume_from), loader
+        return Loop(tmp_path / "run", more={"loader": loader}, resume_from=resume_from), loader
 
     loop, loader = build(None)
     batches = iter(loader)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepkeeper_trainer import Keeper
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified
 from stepkeeper_trainer.formats.verify import verify
 from tests.trainer.crash.campaign import place
@@ -44,62 +44,60 @@ def directory(tmp_path: Path) -> Iterator[Path]:
         yield found
 
 
-def train(_rank: int, directory: Path, *, when_busy: str, save_within_s: float, delay_s: float, fails: bool) -> int:
+def train(_rank: int, directory: Path, *, save_within_s: float, delay_s: float, fails: bool) -> int:
     """Train on a quick disk, on one that is slow until a save is committed there or fails, and on a quick one."""
     model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 1))
-    keeper = Keeper(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters()),
+    manager = CheckpointManager(
+        {"model": model, "optimizer": torch.optim.AdamW(model.parameters())},
+        every=EVERY,
         run_dir=directory / "run",
-        checkpoint_every_steps=EVERY,
         total_steps=1000,
-        when_busy=when_busy,
         save_within_s=save_within_s,
         retention="all",
         storage_test="off",
     )
-    keeper.resume()
+    manager.resume()
 
     def step() -> None:
         time.sleep(0.02)
-        keeper.step_done(loss=1.0)
+        manager.step_done(loss=1.0)
 
     def steps_to(last: int) -> None:
         """Have each save come to its end before the next step."""
-        while keeper.step < last:
+        while manager.step < last:
             step()
-            saver = keeper._saver
+            saver = manager._saver
             assert saver is not None
             assert saver.wait(time.time() + WAIT_S)
 
     steps_to(SLOW_FROM)
     delay = f"inject={DELAYED}:delay_enter={round(1e6 * delay_s)}"
     strace = Strace(os.getpid(), directory / "strace", "-f", "-e", f"trace={DELAYED}", "-e", delay)
-    while keeper.step < SLOW:
+    while manager.step < SLOW:
         step()
-    saver = keeper._saver
+    saver = manager._saver
     assert saver is not None
     slow = saver.last
     assert slow is not None
     assert slow.summary.step == SLOW
     while not (slow.settled.is_set() if fails else saver.newest is not None and saver.newest.step >= SLOW):
-        assert keeper.step < 900, "the save has no end"
+        assert manager.step < 900, "the save has no end"
         step()
-    print(f"steps beside: {keeper.step - SLOW}", flush=True)
+    print(f"steps beside: {manager.step - SLOW}", flush=True)
     chosen = newest_verified(directory / "run/checkpoints", cached=False).chosen
     print(f"newest: {chosen.step if chosen else None}", flush=True)
     strace.detach()
-    keeper.save()
+    manager.save()
     assert saver.wait(time.time() + WAIT_S)
-    steps_to((keeper.step // EVERY + 2) * EVERY)
-    print(f"ends at {keeper.step}", flush=True)
+    steps_to((manager.step // EVERY + 2) * EVERY)
+    print(f"ends at {manager.step}", flush=True)
     return 0
 
 
-def play(stage: Stage, directory: Path, when_busy: str, **options: object) -> tuple[str, int]:
+def play(stage: Stage, directory: Path, **options: object) -> tuple[str, int]:
     """Return what was said, and how many steps were done beside the slow save."""
     arguments = {"save_within_s": WAIT_S, "delay_s": 0.5, "fails": False} | options
-    ended = stage.play(SCENE, directory, limit_s=240.0, when_busy=when_busy, **arguments)
+    ended = stage.play(SCENE, directory, limit_s=240.0, **arguments)
     said = ended.said
     assert ended.codes == [0], said
     assert "(DELAYED)" in (directory / "strace").read_text(errors="replace"), "the disk was slow"
@@ -128,18 +126,8 @@ def _told_as_slow(said: str, slow: int) -> bool:
     return [step for step, _, _ in told].count(str(slow)) == 1
 
 
-def test_training_goes_on_beside_a_slow_save_and_the_next_ones_are_skipped(stage: Stage, directory: Path) -> None:
-    said, beside = play(stage, directory, "skip")
-
-    assert beside > EVERY, said
-    assert _told_as_slow(said, SLOW), said
-    assert re.search(rf"save_skipped step={SLOW + EVERY} why=.*another is in flight", said)
-    assert int(_found(r"^newest: (\d+)$", said)) == SLOW, "it was committed on the slow disk"
-
-
-@pytest.mark.campaign
 def test_the_save_that_is_due_beside_a_slow_one_waits_for_it(stage: Stage, directory: Path) -> None:
-    said, beside = play(stage, directory, "wait")
+    said, beside = play(stage, directory)
 
     assert beside > EVERY, said
     assert _told_as_slow(said, SLOW), said
@@ -150,20 +138,8 @@ def test_the_save_that_is_due_beside_a_slow_one_waits_for_it(stage: Stage, direc
 
 
 @pytest.mark.campaign
-def test_a_slow_save_is_given_up_once_for_the_next_which_is_not(stage: Stage, directory: Path) -> None:
-    said, beside = play(stage, directory, "cancel")
-
-    assert beside > EVERY, said
-    assert re.search(rf"save_cancelled step={SLOW} .*the save of step {SLOW + EVERY} is due", said)
-    assert re.findall(r"save_cancelled step=(\d+)", said) == [str(SLOW)], "the next one is protected"
-    newest = int(_found(r"^newest: (\d+)$", said))
-    assert newest > SLOW
-    assert _told_as_slow(said, newest), said
-
-
-@pytest.mark.campaign
 def test_a_slow_save_is_given_up_at_its_time_limit(stage: Stage, directory: Path) -> None:
-    said, beside = play(stage, directory, "wait", save_within_s=4.0, delay_s=2.5, fails=True)
+    said, beside = play(stage, directory, save_within_s=4.0, delay_s=2.5, fails=True)
 
     assert beside >= 1, said
     assert re.search(rf"save_failed step={SLOW} .*(in time|not come|late)", said), said

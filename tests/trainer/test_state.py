@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from stepkeeper_trainer import GlobalSampler, Keeper
+from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.errors import UsageError
 from tests.trainer.forked import Story, play
 
@@ -36,17 +36,16 @@ class Squares(Dataset[torch.Tensor]):
 class Training:
     """A model whose dropout draws from torch's own generator at every step."""
 
-    def __init__(self, run_dir: Path, *, resume: bool, **options: Any) -> None:
+    def __init__(self, run_dir: Path, *, resume: bool, more: Any = None, **options: Any) -> None:
         torch.manual_seed(11 if resume else 5)
         self.model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.keeper = Keeper(
-            model=self.model,
-            optimizer=self.optimizer,
+        self.manager = CheckpointManager(
+            {"model": self.model, "optimizer": self.optimizer, **(more or {})},
             run_dir=run_dir,
             resume_from="latest" if resume else None,
             storage_test="off",
-            **options,
+            **({"every": None} | options),
         )
 
     def micro_batch(self, x: torch.Tensor, parts: int = 1) -> float:
@@ -57,30 +56,30 @@ class Training:
     def step(self, loss: float) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.keeper.step_done(loss=loss)
+        self.manager.step_done(loss=loss)
 
     def save(self) -> None:
-        self.keeper.save()
-        assert self.keeper._saver is not None
-        assert self.keeper._saver.wait(time.time() + 90)
+        self.manager.save()
+        assert self.manager._saver is not None
+        assert self.manager._saver.wait(time.time() + 90)
 
 
 def _with_loader(run_dir: Path, *, resume: bool, restore: bool = True) -> list[float]:
     """Train with a DataLoader of two workers over a shuffled order, its iterator made after `resume`."""
     sampler = GlobalSampler(40, seed=7)
     training = Training(run_dir, resume=resume, sampler=sampler)
-    training.keeper.resume()
-    order = [sampler.micro_batch(number, 4) for number in range(STEPS - training.keeper.step)]
+    training.manager.resume()
+    order = [sampler.micro_batch(number, 4) for number in range(STEPS - training.manager.step)]
     batches = iter(DataLoader(Squares(), batch_sampler=order, num_workers=2))
     if restore:
-        training.keeper.restore_random_state()
+        training.manager.restore_random_state()
     losses = []
     for batch in batches:
         loss = training.micro_batch(batch)
         sampler.advance(4)
         training.step(loss)
         losses.append(loss)
-        if not resume and training.keeper.step == SAVED:
+        if not resume and training.manager.step == SAVED:
             training.save()
     return losses
 
@@ -98,14 +97,14 @@ def test_a_loader_that_is_made_after_the_resume_changes_no_loss(tmp_path: Path) 
 def test_the_generators_are_put_back_before_the_first_step_only(tmp_path: Path) -> None:
     training = Training(tmp_path / "run", resume=False)
     with pytest.raises(UsageError, match="resume"):
-        training.keeper.restore_random_state()
-    training.keeper.resume()
+        training.manager.restore_random_state()
+    training.manager.resume()
     before = torch.get_rng_state()
-    training.keeper.restore_random_state()
+    training.manager.restore_random_state()
     assert torch.equal(before, torch.get_rng_state()), "a start from the very beginning is left alone"
     training.step(training.micro_batch(torch.ones(2, 6)))
     with pytest.raises(UsageError, match="before the first one"):
-        training.keeper.restore_random_state()
+        training.manager.restore_random_state()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -114,16 +113,16 @@ def test_torchdatas_loader_with_shuffling_and_workers_goes_on_to_the_last_bit(tm
 
     def train(*, resume: bool) -> list[float]:
         loader = loaders.StatefulDataLoader(Squares(), batch_size=4, shuffle=True, num_workers=workers)
-        training = Training(tmp_path / "run", resume=resume, others={"loader": loader})
-        training.keeper.resume()
+        training = Training(tmp_path / "run", resume=resume, more={"loader": loader})
+        training.manager.resume()
         batches = iter(loader)
-        training.keeper.restore_random_state()
+        training.manager.restore_random_state()
         losses = []
-        for batch in itertools.islice(batches, STEPS - training.keeper.step):
+        for batch in itertools.islice(batches, STEPS - training.manager.step):
             loss = training.micro_batch(batch)
             training.step(loss)
             losses.append(loss)
-            if not resume and training.keeper.step == SAVED:
+            if not resume and training.manager.step == SAVED:
                 training.save()
         if workers:
             batches._shutdown_workers()  # they are in the middle of an epoch
@@ -137,22 +136,22 @@ def test_torchdatas_loader_with_shuffling_and_workers_goes_on_to_the_last_bit(tm
 def _accumulate(run_dir: Path, *, resume: bool, stop_at: tuple[int, int] | None = None) -> list[float]:
     """Train in steps of three micro-batches; leave in the middle of one where it is asked for."""
     sampler = GlobalSampler(40, seed=7)
-    training = Training(run_dir, resume=resume, sampler=sampler, checkpoint_every=1)
-    training.keeper.resume()
+    training = Training(run_dir, resume=resume, sampler=sampler, every=1)
+    training.manager.resume()
     losses: list[float] = []
-    while training.keeper.step < STEPS:
+    while training.manager.step < STEPS:
         loss = 0.0
         for part in range(3):
-            if stop_at == (training.keeper.step, part):
-                training.keeper._last_seconds()  # as an exception that nobody catches does
+            if stop_at == (training.manager.step, part):
+                training.manager._last_seconds()  # as an exception that nobody catches does
                 return losses
             samples = torch.stack([Squares()[index] for index in sampler.micro_batch(part, 2)])
             loss += training.micro_batch(samples, parts=3)
         sampler.advance(6)
         training.step(loss)
         losses.append(loss)
-        if training.keeper._saver is not None and training.keeper._saver.busy:
-            assert training.keeper._saver.wait(time.time() + 90)
+        if training.manager._saver is not None and training.manager._saver.busy:
+            assert training.manager._saver.wait(time.time() + 90)
     return losses
 
 

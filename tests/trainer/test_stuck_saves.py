@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepkeeper_trainer import Keeper
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.formats.messages import SaveFailed, decode_from_rank
 from stepkeeper_trainer.formats.steps import list_steps
 from stepkeeper_trainer.formats.verify import verify
@@ -78,23 +78,22 @@ def freezes(_rank: int, directory: Path) -> int:
         watcher.bind("")
         os.environ["STEPKEEPER_SOCKET"] = "@" + watcher.getsockname()[1:].decode()
         model = torch.nn.Linear(40, 40)
-        keeper = Keeper(
-            model=model,
-            optimizer=torch.optim.AdamW(model.parameters()),
+        manager = CheckpointManager(
+            {"model": model, "optimizer": torch.optim.AdamW(model.parameters())},
+            every=EVERY,
             run_dir=directory / "run",
-            checkpoint_every_steps=EVERY,
             save_within_s=LIMIT_S,
             retention="all",
             storage_test="off",
         )
-        keeper.resume()
-        keeper._guard._backoff = Backoff(first_s=0.1)
-        own = keeper._saver
+        manager.resume()
+        manager._guard._backoff = Backoff(first_s=0.1)
+        own = manager._saver
         assert own is not None
 
         def step() -> None:
             time.sleep(0.02)
-            keeper.step_done(loss=1.0)
+            manager.step_done(loss=1.0)
 
         def heard() -> list[SaveFailed]:
             """Return what the supervisor is told of failures."""
@@ -106,7 +105,7 @@ def freezes(_rank: int, directory: Path) -> int:
             return failures
 
         failures: list[SaveFailed] = []
-        while keeper.step < EVERY:
+        while manager.step < EVERY:
             step()
         assert own.wait(time.time() + LIMIT_S)
         write = persist.write_file
@@ -161,7 +160,7 @@ def test_a_save_that_hangs_is_told_once_and_saves_go_on_when_the_storage_answers
 def one_rank_hangs(rank: int, directory: Path) -> int:
     """Rank 1's disk does not answer; rank 0 gives the save up by its limit, and both wait for rank 1."""
     failing.STUCK_AFTER_S = 0.5 if rank == 1 else LIMIT_S  # rank 0 may be slow to give up
-    mine = Rank(rank, directory, checkpoint_every_steps=EVERY)
+    mine = Rank(rank, directory, every=EVERY)
     if rank == 0:
         mine.saver._limit_s = WITHIN_S
 
@@ -214,7 +213,7 @@ def prepares_for_long(rank: int, directory: Path) -> int:
         return agree(self, *arguments, **options)
 
     planner.Planner.agree = held if rank == 1 else agree  # type: ignore[method-assign]
-    mine = Rank(rank, directory, checkpoint_every_steps=EVERY)
+    mine = Rank(rank, directory, every=EVERY)
     mine.step(4 * EVERY)
     assert mine.saver.sequence == 0, "training went on, and no save began"
     gate.set()

@@ -67,18 +67,18 @@ class _Server:
 def test_every_launch_goes_on_in_the_same_run_and_sends_what_metrics_csv_has(tmp_path: Path) -> None:
     server = _Server()
     first = Loop(tmp_path / "run", tracker=server, total_steps=4)
-    first.keeper.resume()
+    first.manager.resume()
     found = first.run(2)
-    first.keeper.save()
+    first.manager.save()
     first.saved()
-    assert first.keeper._records is not None
-    first.keeper._last_seconds()  # as an exception that nobody catches does
+    assert first.manager._records is not None
+    first.manager._last_seconds()  # as an exception that nobody catches does
 
     second = Loop(tmp_path / "run", tracker=server, total_steps=4, resume_from="latest")
-    second.keeper.resume()
+    second.manager.resume()
     loss, _ = second.step_with(metrics={"val_loss": 0.5})
     found = [*found, loss, *second.run(4)]
-    assert second.keeper.finish(leave_process=False) == 0
+    assert second.manager.finish() == 0
 
     assert server.began == [None, "made-here"]
     assert server.ends == [False, True]
@@ -113,9 +113,9 @@ def test_a_tracker_that_is_not_installed_or_never_answers_ends_nothing(
             raise ModuleNotFoundError(f"No module named 'mlflow', for {known}")
 
     loop = Loop(tmp_path / "run", tracker=Missing(), total_steps=3)
-    loop.keeper.resume()
+    loop.manager.resume()
     loop.run(3)
-    assert loop.keeper.finish(leave_process=False) == 0
+    assert loop.manager.finish() == 0
     assert "install mlflow-skinny" in caplog.text
 
     trackers = Trackers(_Server(away=10**9), tmp_path, wait=lambda _s: time.sleep(0.01))
@@ -135,14 +135,14 @@ def test_mlflow_itself_has_one_run_with_all_rows(tmp_path: Path, monkeypatch: py
             total_steps=4,
             resume_from="latest",
         )
-        loop.keeper.resume()
+        loop.manager.resume()
         loop.run(until)
         if until == 2:
-            loop.keeper.save()
+            loop.manager.save()
             loop.saved()
-            loop.keeper._last_seconds()
+            loop.manager._last_seconds()
         else:
-            assert loop.keeper.finish(leave_process=False) == 0
+            assert loop.manager.finish() == 0
         known = read_known(tmp_path / "run").mlflow_run_id
         assert known is not None
         client = mlflow.MlflowClient(tracking_uri=uri)
@@ -197,9 +197,9 @@ def test_the_keeper_notes_the_run_of_the_script_with_its_first_step(
     mlflow.start_run()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     loop = Loop(tmp_path / "run", total_steps=2)
-    loop.keeper.resume()
+    loop.manager.resume()
     loop.run(2)
-    assert loop.keeper.finish(leave_process=False) == 0
+    assert loop.manager.finish() == 0
     until(lambda: read_known(tmp_path / "run").mlflow_run_id == "of-the-server")
 
 

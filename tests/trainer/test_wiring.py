@@ -1,4 +1,4 @@
-"""What the keeper does by itself: periodic saves, retention, room, failing storage; on real ranks over gloo."""
+"""What the manager does by itself: periodic saves, retention, room, failing storage; on real ranks over gloo."""
 
 from __future__ import annotations
 
@@ -230,19 +230,17 @@ def test_ranks_other_than_the_first_have_no_clock() -> None:
 def test_the_operators_word_counts_more_than_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPKEEPER_CHECKPOINT_EVERY", "3 steps")
     monkeypatch.setenv("STEPKEEPER_RETENTION", "all")
-    loop = Loop(tmp_path / "run", checkpoint_every="never", retention="newest 1")
-    loop.keeper.resume()
+    loop = Loop(tmp_path / "run", every="never", retention="newest 1")
+    loop.manager.resume()
     for _ in range(7):
         loop.step()
-        if loop.keeper._saver is not None and loop.keeper._saver.busy:
+        if loop.manager._saver is not None and loop.manager._saver.busy:
             loop.saved()
     assert names(tmp_path / "run") == ["step_00000003", "step_00000006"]
     monkeypatch.setenv("STEPKEEPER_CHECKPOINT_EVERY", "often")
     with pytest.raises(UsageError, match="'often' cannot be read"):
         Loop(tmp_path / "run")
     monkeypatch.delenv("STEPKEEPER_CHECKPOINT_EVERY")
-    with pytest.raises(UsageError, match="give one of them"):
-        Loop(tmp_path / "run", checkpoint_every="auto", checkpoint_every_steps=3)
     monkeypatch.setenv("STEPKEEPER_RELIABILITY", "3:-1")
     with pytest.raises(UsageError, match="FAILURES:NODE_HOURS"):
         Loop(tmp_path / "run")
@@ -256,11 +254,11 @@ def test_steps_that_no_rule_wants_go_and_marked_ones_stay(tmp_path: Path, monkey
     monkeypatch.setattr(retention, "SETTLED_S", 0.02)
     run_dir = tmp_path / "run"
     loop = Loop(run_dir, retention="newest 2, every 10 steps, epoch ends, best score 1 highest", total_steps=24)
-    loop.keeper.resume()
+    loop.manager.resume()
     for step in range(1, 24):
         loop.step_with(metrics={"score": 9.0 if step == 7 else 1.0 / step}, epoch_end=step == 4)
-        if not loop.keeper._saver.busy:  # type: ignore[union-attr]
-            loop.keeper.save()
+        if not loop.manager._saver.busy:  # type: ignore[union-attr]
+            loop.manager.save()
         loop.saved()
         if step == 13:
             [thirteenth] = [
@@ -281,7 +279,7 @@ def test_the_end_of_an_epoch_whose_save_fails_is_made_up_for(
 ) -> None:
     run_dir = tmp_path / "run"
     loop = Loop(run_dir)
-    loop.keeper.resume()
+    loop.manager.resume()
     link, failed = os.rename, 0
 
     def fails(source: object, target: object, **how: object) -> None:
@@ -295,7 +293,7 @@ def test_the_end_of_an_epoch_whose_save_fails_is_made_up_for(
     with caplog.at_level(logging.INFO, "stepkeeper_trainer"):
         for step in range(1, 11):
             loop.step_with(epoch_end=step == 2)
-            saver = loop.keeper._saver
+            saver = loop.manager._saver
             assert saver is not None
             if saver.last is not None:
                 saver.last.settled.wait(90)
@@ -315,9 +313,9 @@ def test_the_end_of_an_epoch_whose_save_fails_is_made_up_for(
 @pytest.mark.usefixtures("one_process")
 def test_a_metric_that_is_no_number_spoils_no_manifest(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "run")
-    loop.keeper.resume()
+    loop.manager.resume()
     loop.step_with(metrics={"score": 2, "broken": float("nan"), "far": float("inf")})
-    loop.keeper.save()
+    loop.manager.save()
     loop.saved()
 
     [step] = list_steps(tmp_path / "run/checkpoints")
@@ -340,10 +338,10 @@ def test_a_damaged_newest_step_keeps_the_keeper_from_removing_any(
     monkeypatch.setattr(retention, "prune", prune_then)
     run_dir = tmp_path / "run"
     loop = Loop(run_dir, retention="newest 1")
-    loop.keeper.resume()
+    loop.manager.resume()
     for step in (1, 2, 3):
         loop.run(step)
-        loop.keeper.save()
+        loop.manager.save()
         loop.saved()
     os.truncate(run_dir / "checkpoints/step_00000003/__0_0.distcp", 100)
     damaged.set()
@@ -352,7 +350,7 @@ def test_a_damaged_newest_step_keeps_the_keeper_from_removing_any(
 
     assert "step_00000003, is not verified" in caplog.text
     assert len(names(run_dir)) == 3
-    loop.keeper.finish(leave_process=False)
+    loop.manager.finish()
 
 
 # --- storage -------------------------------------------------------------------------------------------
@@ -362,9 +360,9 @@ def test_a_damaged_newest_step_keeps_the_keeper_from_removing_any(
 def test_periodic_saves_come_back_when_the_storage_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = Loop(tmp_path / "run", checkpoint_every=1, storage_test="off")
-    loop.keeper.resume()
-    loop.keeper._guard._backoff.first_s = 0.2
+    loop = Loop(tmp_path / "run", every=1, storage_test="off")
+    loop.manager.resume()
+    loop.manager._guard._backoff.first_s = 0.2
     full = True
     lacks = space.lacking
     monkeypatch.setattr(space, "lacking", lambda *a, **o: "disk: 5 bytes left" if full else lacks(*a, **o))
@@ -372,7 +370,7 @@ def test_periodic_saves_come_back_when_the_storage_does(
 
     def step() -> None:
         loop.step()
-        saver = loop.keeper._saver
+        saver = loop.manager._saver
         assert saver is not None
         assert saver.last is not None
         if saver.last.sequence not in tried:
@@ -384,7 +382,7 @@ def test_periodic_saves_come_back_when_the_storage_does(
         while len(tried) < 3:
             step()
         assert time.monotonic() - began >= 0.2 + 0.4, "twice as long after the second failure"
-        assert loop.keeper.step > 3, "training goes on meanwhile"
+        assert loop.manager.step > 3, "training goes on meanwhile"
         full = False
         until(lambda: (step(), names(tmp_path / "run"))[1])
 
@@ -395,16 +393,16 @@ def test_periodic_saves_come_back_when_the_storage_does(
 
 @pytest.mark.usefixtures("one_process")
 def test_an_emergency_save_is_tried_where_no_other_would_be(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loop = Loop(small_disk / "run", checkpoint_every=1)
-    loop.keeper.resume()
+    loop = Loop(small_disk / "run", every=1)
+    loop.manager.resume()
     loop.run(3)
-    loop.keeper._saver.last.settled.wait(90)  # type: ignore[union-attr]
+    loop.manager._saver.last.settled.wait(90)  # type: ignore[union-attr]
     until(lambda: "storage_alarm" in caplog.text)
     assert names(small_disk / "run") == []
     os.kill(os.getpid(), signal.SIGTERM)
 
     assert loop.step()[1]
-    assert loop.keeper.finish(leave_process=False) == 75
+    assert loop.manager.finish() == 75
 
     assert names(small_disk / "run") == ["step_00000004"]
 
@@ -421,19 +419,19 @@ def test_bad_storage_is_found_beside_the_first_steps(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", broken)
-    loop = Loop(tmp_path / "run", checkpoint_every=1, storage_test=4 * MIB)
-    loop.keeper.resume()
+    loop = Loop(tmp_path / "run", every=1, storage_test=4 * MIB)
+    loop.manager.resume()
     until(lambda: "storage_alarm" in caplog.text)
     assert "cannot sync a file: Input/output error" in caplog.text
     loop.run(5)
-    assert loop.keeper._saver is not None
-    assert loop.keeper._saver.last is None, "periodic saves wait for storage that has just failed"
-    assert loop.keeper.finish(leave_process=False) == 0
+    assert loop.manager._saver is not None
+    assert loop.manager._saver.last is None, "periodic saves wait for storage that has just failed"
+    assert loop.manager.finish() == 0
     assert not list((tmp_path / "run").rglob(f"{space.TEST_PREFIX}*"))
     with caplog.at_level(logging.INFO, "stepkeeper_trainer"):
         monkeypatch.setattr(os, "fsync", sync)
         good = Loop(tmp_path / "other")
-        good.keeper.resume()
+        good.manager.resume()
         until(lambda: f"storage_tested rank=0 bytes={storage.QUICK_BYTES}" in caplog.text)
     with pytest.raises(UsageError, match="quick"):
         Loop(tmp_path / "other", storage_test="slow")
@@ -445,15 +443,15 @@ def test_several_damaged_steps_in_a_row_have_the_storage_tested(
 ) -> None:
     run_dir = tmp_path / "run"
     loop = Loop(run_dir)
-    loop.keeper.resume()
+    loop.manager.resume()
     for step in (1, 2, 3):
         loop.run(step)
-        loop.keeper.save()
+        loop.manager.save()
         loop.saved()
     for step in (2, 3):
         os.truncate(run_dir / f"checkpoints/step_0000000{step}/__0_0.distcp", 100)
 
-    assert Loop(run_dir, resume_from="latest").keeper.resume() == 1
+    assert Loop(run_dir, resume_from="latest").manager.resume() == 1
 
     assert "storage_suspect" in caplog.text
     assert "bytes written now come back as they were" in caplog.text

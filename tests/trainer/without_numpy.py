@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from stepkeeper_trainer import GlobalSampler, Keeper, start_distributed
+from stepkeeper_trainer import CheckpointManager, GlobalSampler, start_distributed
 
 WIDTH, HIDDEN = 64, 512  # of 128 KiB: compared between the ranks where it is
 MICRO_BATCH = 4
@@ -50,24 +50,20 @@ def main() -> None:
     sampler = GlobalSampler(53, seed=5)
     stateful = StatefulDataLoader(Rows(), batch_size=MICRO_BATCH, num_workers=2, shuffle=True)  # each rank its own
     torch.manual_seed(100 + place.rank)
-    keeper = Keeper(
-        model=replicated,
-        optimizer=optimizers,
-        scheduler=scheduler,
-        sampler=sampler,
-        others={"loader": stateful},
+    manager = CheckpointManager(
+        {"model": replicated, "optimizer": optimizers, "scheduler": scheduler, "sampler": sampler, "loader": stateful},
+        every=3,
         run_dir=Path(run_dir),
-        checkpoint_every=3,
         retention="all",
         total_steps=int(steps),
     )
-    keeper.resume()
+    manager.resume()
     batch = MICRO_BATCH * place.world_size
     batches = sampler.batches(batch=batch, micro_batch=MICRO_BATCH, rank=place.rank, world_size=place.world_size)
     first = iter(DataLoader(Rows(), batch_sampler=batches, num_workers=2))
     second = iter(stateful)
-    keeper.restore_random_state()
-    done = keeper.finished
+    manager.restore_random_state()
+    done = manager.finished
     while not done:
         other = next(second, None)
         if other is None:
@@ -84,9 +80,9 @@ def main() -> None:
         sampler.advance(batch)
         total = loss.detach().clone()
         dist.all_reduce(total)
-        done = keeper.step_done(loss=total)
+        done = manager.step_done(loss=total)
     check_that_numpy_is_missing()
-    keeper.finish()
+    manager.finish()
 
 
 def check_that_numpy_is_missing() -> None:

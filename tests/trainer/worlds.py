@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from stepkeeper_trainer import Keeper
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.state import plain_name
 
 KINDS = (
@@ -151,30 +151,31 @@ def _put(tensor: torch.Tensor, name: str) -> None:
 
 def save(rank: int, directory: Path) -> int:  # noqa: ARG001
     model, optimizer = build(_world_size())
-    keeper = Keeper(model=model, optimizer=optimizer, others={"kinds": Kinds()}, run_dir=directory)
-    keeper.resume()
+    manager = CheckpointManager(
+        {"model": model, "optimizer": optimizer, "kinds": Kinds()}, every=None, run_dir=directory
+    )
+    manager.resume()
     fill(model, optimizer)
-    keeper.step_done(loss=1.0)
-    keeper.save()
-    assert keeper._saver is not None
-    assert keeper._saver.wait(time.time() + 90)
+    manager.step_done(loss=1.0)
+    manager.save()
+    assert manager._saver is not None
+    assert manager._saver.wait(time.time() + 90)
     if dist.is_initialized():
         dist.barrier()
     return 0
 
 
 def load(rank: int, directory: Path) -> int:
-    """Load by a keeper."""
+    """Load by a manager."""
     model, optimizer = build(_world_size())
     own = Kinds({name: torch.zeros_like(value) for name, value in kinds().items()})
-    keeper = Keeper(
-        model=model,
-        optimizer=optimizer,
-        others={"kinds": own},
+    manager = CheckpointManager(
+        {"model": model, "optimizer": optimizer, "kinds": own},
+        every=None,
         run_dir=directory.parent / f"of-{_world_size()}",
         resume_from=directory / "checkpoints/step_00000001",
     )
-    assert keeper.resume() == 1
+    assert manager.resume() == 1
     bad = wrong(model, optimizer) + [name for name, value in kinds().items() if not equal(own.tensors[name], value)]
     print(f"rank {rank}: wrong: {bad}", flush=True)
     return int(bool(bad))

@@ -1,6 +1,6 @@
 """Stepkeeper's library inside the training ranks.
 
-Make a `Keeper`, call `resume()`, `step_done()` after each optimizer step, and `finish()` at the end:
+Make a `CheckpointManager`, call `resume()`, `step_done()` after each optimizer step, and `finish()` at the end:
 docs/trainer-api.md has a complete script, and every name.  Names are loaded when they are first used, so that
 `stepkeeper_trainer.formats` never imports torch.
 """
@@ -11,9 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepkeeper_trainer.api import Keeper
+    from stepkeeper_trainer.api import CheckpointManager
     from stepkeeper_trainer.distributed import start_distributed
-    from stepkeeper_trainer.errors import KeeperError
+    from stepkeeper_trainer.errors import StepkeeperError
     from stepkeeper_trainer.observe.trackers import MlflowTracker
     from stepkeeper_trainer.prefetch import accumulation_steps
     from stepkeeper_trainer.sampler import GlobalSampler
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointManager",
     "GlobalSampler",
-    "Keeper",
-    "KeeperError",
     "MlflowTracker",
+    "StepkeeperError",
     "Tiers",
     "__version__",
     "accumulation_steps",
@@ -33,8 +33,8 @@ __all__ = [
 
 _HOME = {
     "GlobalSampler": "stepkeeper_trainer.sampler",
-    "Keeper": "stepkeeper_trainer.api",
-    "KeeperError": "stepkeeper_trainer.errors",
+    "CheckpointManager": "stepkeeper_trainer.api",
+    "StepkeeperError": "stepkeeper_trainer.errors",
     "MlflowTracker": "stepkeeper_trainer.observe.trackers",
     "Tiers": "stepkeeper_trainer.tiers.config",
     "accumulation_steps": "stepkeeper_trainer.prefetch",

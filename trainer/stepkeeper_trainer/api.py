@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
 
-from stepkeeper_trainer.backpressure import WhenBusy
-from stepkeeper_trainer.coordinate import ending as outcomes
-from stepkeeper_trainer.coordinate import groups
-from stepkeeper_trainer.coordinate.agreement import AGREE_WITHIN_S, Agreement, Wish
+from stepkeeper_trainer.coordinate import ending, groups
+from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
 from stepkeeper_trainer.coordinate.boundary import Boundary
 from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
 from stepkeeper_trainer.coordinate.periodic import Periodic
 from stepkeeper_trainer.coordinate.requests import Requests
 from stepkeeper_trainer.environment import read_environment
-from stepkeeper_trainer.errors import UsageError, check_choice, check_seconds
-from stepkeeper_trainer.leave import install_excepthook, leave
+from stepkeeper_trainer.errors import UsageError, check_seconds
+from stepkeeper_trainer.leave import install_excepthook
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.load import resume as resuming
 from stepkeeper_trainer.log import say, warn
@@ -36,14 +34,13 @@ from stepkeeper_trainer.observe.trackers import Tracker, keep_mlflow_run, keep_w
 from stepkeeper_trainer.save.listeners import Listeners
 from stepkeeper_trainer.save.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState, random_state
-from stepkeeper_trainer.store import guard as storage
-from stepkeeper_trainer.store import run_lock
+from stepkeeper_trainer.store import guard, run_lock
 from stepkeeper_trainer.store.housekeeping import choose_policy, keep_house
 from stepkeeper_trainer.store.retention import Policy
 from stepkeeper_trainer.tiers.tiering import find_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from stepkeeper_trainer.tiers.config import Tiers
 
@@ -52,81 +49,83 @@ SAVE_WITHIN_S = 600.0
 LAST_SECONDS_S = 20.0  # for a save in flight when training fails
 
 
-class Keeper:
-    """One a rank, made when the model is sharded; all ranks call its methods equally often."""
+class CheckpointManager:
+    """One a rank, made when the model is sharded; all ranks make it, and call its methods in the same order."""
 
     def __init__(
         self,
+        state: Mapping[str, torch.nn.Module | torch.optim.Optimizer | Stateful],
         *,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
-        scheduler: Stateful | None = None,
-        sampler: Stateful | None = None,
-        others: Mapping[str, Stateful] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         resume_from: str | os.PathLike[str] | None = None,
-        checkpoint_every: str | int | Rule | None = None,
-        checkpoint_every_steps: int | None = None,
-        retention: str | Policy | None = None,
-        storage_test: str | int = "quick",
-        tracker: Tracker | None = None,
+        every: str | int | Rule | None = "auto",
         total_steps: int | None = None,
+        retention: str | Policy | None = None,
         seed: int = 0,
         save_within_s: float = SAVE_WITHIN_S,
-        when_busy: WhenBusy = "wait",
+        read_back: bool = False,
+        storage_test: str | int = "quick",
+        tracker: Tracker | None = None,
         tiers: Tiers | None = None,
         load_memory_gib: float | None = None,
-        read_back: bool = False,
+        attach_signals: bool | None = None,
+        attach_hooks: bool | None = None,
+        attach_excepthook: bool | None = None,
     ) -> None:
         """Attach to the supervisor, if there is one.
 
         Args:
-            model: sharded by `fully_shard`, replicated by DDP, or plain.
-            optimizer: of that model's parameters; several by name.
-            scheduler: of the learning rate.
-            sampler: the data position, of the whole job (see `GlobalSampler`).
-            others: whatever else must be saved, by name: anything with `state_dict` and `load_state_dict`, such as a
-                gradient scaler or an average of the weights; one of which each rank has its own state (torchdata's
-                StatefulDataLoader, or with an attribute `per_rank = True`) can be resumed on as many ranks only.
+            state: what is saved, by names without dots: modules (plain, compiled, DDP, `fully_shard`, tensor parallel),
+                optimizers, and anything with `state_dict` and `load_state_dict`: a scheduler, a gradient scaler, a
+                `GlobalSampler`, a StatefulDataLoader.  Ranks may hold different values, and even different names.
             run_dir: where checkpoints and metrics go; `STEPKEEPER_RUN_DIR` if it is not given, and without that, below
                 the working directory, `runs/SCRIPT-JOBID` in a Slurm job and `runs/SCRIPT` outside.
             resume_from: a step directory, or `latest`; `STEPKEEPER_RESUME_FROM` if it is not given.
-            checkpoint_every: `500 steps` (or 500), `30 min`, `auto` (as often as pays), or several joined by `or`; None
-                saves on request and at the end only.  `STEPKEEPER_CHECKPOINT_EVERY` counts instead, where it is set.
-            checkpoint_every_steps: the same, in steps.
+            every: how often to save: `500 steps` (or 500), `30 min`, `auto` (as often as pays), or several joined by
+                `or`; None saves on request and at the end only.  `STEPKEEPER_CHECKPOINT_EVERY` counts instead, where it
+                is set.
+            total_steps: when the work is done.
             retention: which steps are kept, such as `newest 3, every 1000 steps, best loss 2` (see `parse_policy`), or
                 `all`; the newest 3 and ends of epochs if it is not given.  `STEPKEEPER_RETENTION` counts instead, where
                 it is set.
-            storage_test: a dummy save beside the first steps, on each node: `quick`, a number of bytes, or `off`.
-            tracker: where losses and metrics go besides `metrics.csv`, such as `MlflowTracker("experiment")`.
-            total_steps: when the work is done.
             seed: for the generators of ranks that a checkpoint does not know.
             save_within_s: how long one save may take.
-            when_busy: what a periodic save does while another is in flight: `wait` until it is done, `skip`, or
-                `cancel` the other.
+            read_back: each rank reads its files back from the disk before a save counts, but where the job is to end.
+            storage_test: a dummy save beside the first steps, on each node: `quick`, a number of bytes, or `off`.
+            tracker: where losses and metrics go besides `metrics.csv`, such as `MlflowTracker("experiment")`.
             tiers: where steps are kept besides the run directory (docs/tiers.md); the variables that `stepkeeper run`
                 sets count instead, where they name any.
             load_memory_gib: what all ranks of a node together may take to load a step, beyond the state itself; 1 GiB
                 a rank if it is not given.  `STEPKEEPER_LOAD_MEMORY_GIB` counts instead, where it is set.
-            read_back: each rank reads its files back from the disk before a save counts, but where the job is to end.
+            attach_signals: take SIGTERM and SIGUSR1 as notices; a handler of the script's own is still called.  If it
+                is not given: under a supervisor or in a Slurm job.
+            attach_hooks: have the first module and each optimizer call back, to name slow ranks and to save between
+                steps.  If it is not given: where signals are taken.
+            attach_excepthook: when training fails, a save in flight may end, and an error of ours has its exit code and
+                no traceback.  If it is not given: under a supervisor.
 
         Raises:
-            KeeperError: what is wrong and what to do; uncaught, it ends the process without a traceback.
+            StepkeeperError: what is wrong and what to do.
         """
         self._saver: Saver | None = None
-        install_excepthook(self._last_seconds)
         self._environment = read_environment()
+        supervised = self._environment.socket is not None
+        notified = supervised or self._environment.epoch is not None  # somebody may send a notice
+        if supervised if attach_excepthook is None else attach_excepthook:
+            install_excepthook(self._last_seconds)
+        attach_signals = notified if attach_signals is None else attach_signals
+        self._hooks = attach_signals if attach_hooks is None else attach_hooks
         self.rank, self.world_size = groups.find_rank()
         self._resume_from = str(resume_from) if resume_from else self._environment.resume_from
-        check_choice("when_busy", when_busy, get_args(WhenBusy))
         check_seconds("save_within_s", save_within_s)
-        self._when_busy, self._tracker = when_busy, tracker
-        self._rule = choose_rule(self._environment.checkpoint_every, checkpoint_every, checkpoint_every_steps)
+        self._tracker = tracker
+        self._rule = choose_rule(self._environment.checkpoint_every, every)
         self._policy = choose_policy(self._environment.retention, retention, total_steps=total_steps)
-        self._test_bytes = storage.bytes_to_test(storage_test)
+        self._test_bytes = guard.bytes_to_test(storage_test)
         self._total_steps, self._save_within_s = total_steps, save_within_s
         self._group = groups.new_group(save_within_s)
-        self._agreement = Agreement(groups.new_group(AGREE_WITHIN_S))
+        agree_within_s = max(save_within_s, groups.hang_limit_s())
+        self._agreement = Agreement(groups.new_group(agree_within_s + save_within_s), within_s=agree_within_s)
         self._nodes = self._agreement.gather(self._environment.node)  # of the ranks
         self._read_back = read_back
         self._load_limits = resuming.choose_limits(
@@ -136,38 +135,23 @@ class Keeper:
         self.run_dir, self._environment = self._commits.run_directory, self._commits.environment
         stacks.listen(self._environment, self.run_dir, self.rank)
         self._link = Link(self._environment.socket, self._environment.launch_name)
-        self._requests = Requests(self._link)
+        self._requests = Requests(self._link, signals=attach_signals)
         self.listeners = Listeners()  # told of each commit
         self._tiering = find_tiers(tiers, self._commits, self._agreement, self.rank, self.world_size)
         self._records: Records | None = None  # on rank 0
         self._exactness: Exactness | None = None  # the same
         self._counters = Counters(seed=seed)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizers = {"optimizer": optimizer}
-        else:
-            optimizers = {f"optimizers.{name}": each for name, each in optimizer.items()}
-            if not optimizers or any(not name or "." in name for name in optimizer):
-                raise UsageError(f"optimizer: give one, or several by names without dots, not {sorted(optimizer)}")
-        named = {"scheduler": scheduler, "sampler": sampler, **(others or {})}
-        self._state = TrainingState(
-            {
-                "model": model,
-                **optimizers,
-                **{f"others.{name}": part for name, part in named.items() if part is not None},
-            },
-            counters=self._counters,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        self._state = TrainingState(state, counters=self._counters, rank=self.rank, world_size=self.world_size)
         self._resumed: resuming.Resumed | None = None
         self._random: dict[str, torch.Tensor] | None = None  # the generators, as they were resumed
         self._prepared = False  # the state has been complete once, and memory for saves is being made
+        self._ended = False  # `finish` has returned
         if self.rank == 0:
             keep_wandb_run(self._environment.run_id)
             if tracker is None:  # a tracker knows by itself
                 keep_mlflow_run(self.run_dir)
-        straggler_probe = StragglerProbe(model, lambda: self._saver)
-        self._reporter = Reporter(self._link, self.rank, self.world_size, straggler_probe, total_steps=total_steps)
+        probe = StragglerProbe(self._state.main_module if self._hooks else None, lambda: self._saver)
+        self._reporter = Reporter(self._link, self.rank, self.world_size, probe, total_steps=total_steps)
 
     @property
     def step(self) -> int:
@@ -181,8 +165,21 @@ class Keeper:
 
     @property
     def finished(self) -> bool:
-        """Whether `total_steps` are done."""
+        """Whether to leave the loop and call `finish`: `total_steps` are done, or all ranks have agreed to stop."""
+        return self._requests.stop_agreed or self._work_done
+
+    @property
+    def _work_done(self) -> bool:
         return self._total_steps is not None and self.step >= self._total_steps
+
+    def steps(self) -> Iterator[int]:
+        """Yield how many steps are done, before each step, until it is time to call `finish`.
+
+        Call `step_done` in each round; a round without it is the same step once more.
+        """
+        self._ready()
+        while not self.finished:
+            yield self.step
 
     def resume(self) -> int:
         """Load what this launch resumes from, if anything, and return how many steps are done.
@@ -196,7 +193,7 @@ class Keeper:
             StateError: something to save is neither a tensor nor JSON.
         """
         if self._resumed is not None:
-            raise UsageError("keeper.resume() was called twice: call it once, before the first step")
+            raise UsageError("resume() was called twice: call it once, before the first step")
         resumed = resuming.resume(
             self._resume_from,
             commits=self._commits,
@@ -214,7 +211,7 @@ class Keeper:
             self._records = begin_records(self._counters, self.run_dir, self._environment, self._tracker)
             self._records.replay = begin_replay(self._environment, self.run_dir, resumed, self.world_size, self._link)
             self._exactness = Exactness(
-                self._state.modules["model"].module,
+                self._state.main_module if self._hooks else None,
                 self._state.others,
                 resumed=resumed,
                 run_directory=self.run_dir,
@@ -223,11 +220,11 @@ class Keeper:
         saver = self._wire(resumed)
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
-        if torch.cuda.is_available():
+        if self._hooks and torch.cuda.is_available():
             for part in self._state.optimizers.values():
                 part.optimizer.register_step_pre_hook(lambda *_: self._ready().wait_before_change())
         self._reporter.resumed(resumed.step)
-        self._skipping = Skipping(self._state.others.get("sampler"), self._environment.skip_data, self.step)
+        self._skipping = Skipping(self._state.sampler, self._environment.skip_data, self.step)
         self._periodic.start(self.step)
         self._agreement.issue(self._wish())
         return self.step
@@ -243,7 +240,7 @@ class Keeper:
         """
         self._ready()
         if self._prepared:
-            raise UsageError("keeper.restore_random_state() came after a step: call it before the first one")
+            raise UsageError("restore_random_state() came after a step: call it before the first one")
         if self._random is not None:
             random_state.restore(self._random)
 
@@ -289,51 +286,53 @@ class Keeper:
         self._boundary.spoken()
         self._agreement.issue(self._wish())
         self._leave_step()
-        return self._requests.stop_agreed or self.finished
+        return self.finished
 
-    def poll(self) -> bool:
-        """Listen between steps, in evaluation or warm-up; true means leave and call `finish`.
+    def alive(self) -> bool:
+        """Say in a long evaluation or warm-up that this rank is well; true means that a stop is agreed.
 
-        All ranks must call it equally often.
+        A rank may call it as often as it likes, and none has to.
         """
         self._ready()
-        self._settle_records()
         self._periodic.paused()
         self._reporter.alive(self.step, self.tokens, self._counters.last_loss if self.rank == 0 else None)
-        self._listen()
-        self._agreement.issue(self._wish())
         return self._requests.stop_agreed
+
+    def wait_staged(self) -> None:
+        """Return when the state may change: the copy that a save in flight takes of it is complete, or ordered before.
+
+        Needed before weights change by other ways than an optimizer's step, and only with `overlap_copies`.
+        """
+        if self._saver is not None:
+            self._saver.wait_before_change()
 
     def save(self) -> None:
         """Begin to save the state as it is now; all ranks call it, between steps."""
         self._ready()
-        if not self._boundary.begin_together(limit_at=0.0):
+        if not self._boundary.begin_together(Call.SAVE, limit_at=0.0):
             say("save_waits", step=self.step, why="another is in flight")
-            if not self._boundary.begin_together(limit_at=time.time() + self._save_within_s):
+            if not self._boundary.begin_together(Call.SAVE, limit_at=time.time() + self._save_within_s):
                 self._periodic.due = True
                 warn("save_postponed", step=self.step, why="another is in flight, and over its limit")
         self._leave_step()
 
-    def finish(self, *, leave_process: bool = True) -> int:
-        """Save what is not saved yet, wait until it is durable, say how the launch ended, and leave.
+    def finish(self) -> int:
+        """Save what is not saved yet, wait until it is durable, and return the exit code: `sys.exit(manager.finish())`.
 
         Exit codes: 0 the work is finished, 75 stopped on request with the state saved, 1 stopped
-        without (the ranks' last words say why).
-
-        Args:
-            leave_process: False returns the exit code instead, for a script with work after it.
+        without (the ranks' last words say why).  The process goes on; nothing else of the manager can be called.
 
         Raises:
             SaveError: the work is finished, and its last step could not be saved.
         """
         saver = self._ready()
         self._listen()
-        stopping = self._requests.stop_agreed and not self.finished
+        stopping = self._requests.stop_agreed and not self._work_done
         self._settle_records()
         if self._tiering is not None:
             self._tiering.leave()
-        code = outcomes.conclude(
-            outcomes.Ending(
+        code = ending.conclude(
+            ending.Ending(
                 run_directory=self.run_dir,
                 launch=self._environment.launch_name,
                 rank=self.rank,
@@ -344,18 +343,23 @@ class Keeper:
             ),
             saver=saver,
             saved=self._resumed.saved if self._resumed else None,
-            begin_save=lambda limit_at: self._boundary.begin_together(limit_at=limit_at, emergency=stopping, last=True),
+            begin_save=lambda limit_at: self._boundary.begin_together(
+                Call.FINISH, limit_at=limit_at, emergency=stopping
+            ),
             agreement=self._agreement,
             link=self._link,
             when_saved=self._finish_copies,
         )
-        committed = saver.sequence if code != outcomes.EXIT_UNSAVED else 0
-        saver.flush(committed, self._requests.limit_at(outcomes.TOGETHER_WITHIN_S))
+        committed = saver.sequence if code != ending.EXIT_UNSAVED else 0
+        saver.flush(committed, self._requests.limit_at(ending.TOGETHER_WITHIN_S))
         self.listeners.close(self._requests.limit_at(self._save_within_s))
         if self._records is not None:
-            self._records.finish(finished=self.finished)
-        if leave_process:
-            leave(code)
+            self._records.finish(finished=self._work_done)
+        self._ended = True
+        self.wait_staged()
+        self._requests.close()
+        if code != ending.EXIT_UNSAVED:  # of a save without an end, its thread still waits in them
+            groups.close(self._boundary.group, self._agreement.group)
         return code
 
     def _finish_copies(self, limit_at: float) -> None:
@@ -370,7 +374,7 @@ class Keeper:
             self._rule, rank=self.rank, nodes=len(set(self._nodes)), seen=self._environment.reliability
         )
         retention = keep_house(self._commits, self._policy, self._tiering, self.rank)
-        self._guard = storage.Guard(
+        self._guard = guard.Guard(
             self._commits.checkpoints,
             rank=self.rank,
             world_size=self.world_size,
@@ -378,7 +382,7 @@ class Keeper:
             on_trouble=retention.request if retention is not None else lambda: None,
         )
         if self._test_bytes and self._nodes.index(self._environment.node) == self.rank:  # the first rank of its node
-            self.listeners.add(storage.StartTest(self._commits, self._test_bytes, self.rank, self._guard.trouble))
+            self.listeners.add(guard.StartTest(self._commits, self._test_bytes, self.rank, self._guard.trouble))
         self.listeners.add(self._guard, retention, self._tiering)
         if self._tiering is not None:
             self._tiering.start(resumed.directory, resumed.manifest)
@@ -405,7 +409,6 @@ class Keeper:
             periodic=self._periodic,
             state=self._state,
             group=self._group,
-            when_busy=self._when_busy,
             save_within_s=self._save_within_s,
             settle=self._settle_records,
         )
@@ -425,8 +428,10 @@ class Keeper:
         return self._requests.wish(self._ready().wish(held=self._guard.held), due=self._periodic.asks(self.step))
 
     def _ready(self) -> Saver:
+        if self._ended:
+            raise UsageError("finish() was called: make another CheckpointManager to go on")
         if self._saver is None:
-            raise UsageError("keeper.resume() was not called: call it once, before the first step")
+            raise UsageError("resume() was not called: call it once, before the first step")
         return self._saver
 
     def _leave_step(self) -> None:

@@ -8,49 +8,53 @@ from __future__ import annotations
 import math
 
 
-class KeeperError(Exception):
+class StepkeeperError(Exception):
     """A clear message instead of a traceback: what, which, and what to do."""
 
     exit_code = 1
 
 
-class UsageError(KeeperError):
+class UsageError(StepkeeperError):
     """The library or the script was called in a way that cannot work."""
 
     exit_code = 64
 
 
-class DamagedError(KeeperError):
+class LateError(StepkeeperError, RuntimeError):
+    """Another rank did not come to where the ranks agree."""
+
+
+class DamagedError(StepkeeperError):
     """A step directory does not hold the bytes that its manifest promises."""
 
     exit_code = 65
 
 
-class ResumeError(KeeperError):
+class ResumeError(StepkeeperError):
     """What to resume from is not there, or does not fit this model, optimizer or data."""
 
     exit_code = 66
 
 
-class RunDirectoryError(KeeperError):
+class RunDirectoryError(StepkeeperError):
     """The run directory cannot be made or written."""
 
     exit_code = 73
 
 
-class SupersededError(KeeperError):
+class SupersededError(StepkeeperError):
     """A newer attempt holds the lease of this run."""
 
     exit_code = 77
 
 
-class StateError(KeeperError):
+class StateError(StepkeeperError):
     """The training state holds something that is neither a tensor nor JSON."""
 
     exit_code = 78
 
 
-class SaveError(KeeperError):
+class SaveError(StepkeeperError):
     """A save came to nothing; older step directories are untouched."""
 
 
@@ -64,16 +68,6 @@ class DividedError(SaveError):
 
 class NoRoomError(SaveError):
     """The storage has no room for a save, or does not answer."""
-
-
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Refuse a setting that is none of its choices.
-
-    Raises:
-        UsageError: which, and what there is.
-    """
-    if value not in choices:
-        raise UsageError(f"{name}={value!r}: choose of {choices}")
 
 
 def check_seconds(name: str, value: float) -> None:

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from stepkeeper_trainer.errors import KeeperError
+from stepkeeper_trainer.errors import StepkeeperError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ def install_excepthook(last_act: Callable[[], None]) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         code = 1
-        if isinstance(error, KeeperError):
+        if isinstance(error, StepkeeperError):
             code = error.exit_code
             print(f"stepkeeper_trainer: error: {error}", file=sys.stderr)  # noqa: T201
         else:

@@ -75,7 +75,7 @@ class GlobalSampler:
         self.epoch = 0
         self.consumed = 0
         self.skipped: list[list[int]] = []  # [step, epoch, consumed, samples]: what was left out, and where
-        self.steps_done = 0  # by the Keeper's count, once it has resumed
+        self.steps_done = 0  # by the manager's count, once it has resumed
         self.windows: tuple[LeftOut, ...] = ()  # of steps to come, whose data will be left out
         self._taken = 0  # samples of the newest step
         self._orders: dict[int, Permutation] = {}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from stepkeeper_trainer import Keeper
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.observe import metrics
 from stepkeeper_trainer.save import files, writer
 from stepkeeper_trainer.store import space
@@ -73,14 +73,18 @@ def digests(count: int, rows: int = 0) -> dict[int, str]:
     return found
 
 
-def keep(training: Training, run_dir: Path, *, rank: int = 0, **options: Any) -> Keeper:
-    """Return a keeper of small files; nothing beside its saves changes the directory."""
+def keep(training: Training, run_dir: Path, *, rank: int = 0, **options: Any) -> CheckpointManager:
+    """Return a manager of small files; nothing beside its saves changes the directory."""
     logging.basicConfig(format=f"[{rank}] %(message)s", level=logging.INFO, stream=sys.stderr, force=True)
     files.FILE_BYTES_MIN = 1 << 30 if training.rows else 20_000  # one file that is large, or several small ones
     writer.WRITE_BYTES = 1 << 20  # of a large one at once: several calls
     space.MARGIN_BYTES = 0  # a disk is as small as can be
     usual = {"resume_from": "latest", "save_within_s": SAVED_WITHIN_S, "retention": "all", "storage_test": "off"}
-    return Keeper(model=training.model, optimizer=training.optimizer, run_dir=run_dir, **(usual | options))
+    return CheckpointManager(
+        {"model": training.model, "optimizer": training.optimizer},
+        run_dir=run_dir,
+        **({"every": None} | usual | options),
+    )
 
 
 def train(
@@ -91,32 +95,32 @@ def train(
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, is_master=rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     training = Training(rows)
-    keeper = keep(training, run_dir, rank=rank, checkpoint_every_steps=1, total_steps=upto, **options)
-    keeper.resume()
+    manager = keep(training, run_dir, rank=rank, every=1, total_steps=upto, **options)
+    manager.resume()
     if world_size == 1:
-        tell(resumed=keeper.step, digest=training.digest())
-    while not keeper.finished:
-        training.step(keeper.step + 1)
-        keeper.step_done(loss=1.0)
-        assert keeper._saver is not None
-        keeper._saver.wait_shared(time.time() + SAVED_WITHIN_S)
-    keeper.finish(leave_process=False)
-    tell(finished=keeper.step)
+        tell(resumed=manager.step, digest=training.digest())
+    while not manager.finished:
+        training.step(manager.step + 1)
+        manager.step_done(loss=1.0)
+        assert manager._saver is not None
+        manager._saver.wait_shared(time.time() + SAVED_WITHIN_S)
+    manager.finish()
+    tell(finished=manager.step)
 
 
 def train_on(run_dir: Path, saves: int, steps_max: int, tell: Tell) -> None:
     """Save after each step, whatever becomes of it; end when enough saves were made and the last one was good."""
     metrics.SYNC_WITHIN_S = metrics.RETRY_S = 0.1
     training = Training()
-    keeper = keep(training, run_dir)
-    keeper.resume()
+    manager = keep(training, run_dir)
+    manager.resume()
     good = False
-    while keeper.step < steps_max and not (good and keeper.step >= saves):
-        training.step(keeper.step + 1)
-        keeper.step_done(loss=1.0)
-        tell(stepped=keeper.step)
-        keeper.save()
-        assert keeper._saver is not None
-        good = keeper._saver.wait(time.time() + SAVED_WITHIN_S)
+    while manager.step < steps_max and not (good and manager.step >= saves):
+        training.step(manager.step + 1)
+        manager.step_done(loss=1.0)
+        tell(stepped=manager.step)
+        manager.save()
+        assert manager._saver is not None
+        good = manager._saver.wait(time.time() + SAVED_WITHIN_S)
         time.sleep(0.0 if good else 0.02)
-    keeper.finish(leave_process=False)
+    manager.finish()

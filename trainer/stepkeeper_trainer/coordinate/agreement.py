@@ -1,7 +1,8 @@
-"""How ranks agree: a few integers, all-reduced by MAX on a gloo group of their own, from the main thread.
+"""How ranks agree: messages of one size, reduced by MAX over a gloo group of their own, from the main thread.
 
-Issued at the boundary of one step and read at the next, so nobody waits; all ranks read the same, so all
-save and stop at the same step.  A process alone agrees with itself at once.
+What is said at the boundary of one step is read at the next, so nobody waits; all ranks read the same, so all save and
+stop at the same step.  Each message says which method its rank is in: ranks that call different methods get an error
+that names them, and never wait for each other.  A process alone agrees with itself at once.
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from stepkeeper_trainer.coordinate import objects
+from stepkeeper_trainer.errors import LateError, UsageError
 
-AGREE_WITHIN_S = 3600.0  # longer than any evaluation that one rank does by itself
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PAYLOAD = 12  # numbers in a message, behind the calls
+LOOK_EVERY_S = 1.0  # a wait returns to Python so often: its signal handlers run
+MISSING_WITHIN_S = 2.0  # ranks that wait tell each other so within it
+RANKS_NAMED_MAX = 16
 _NO_DEADLINE = -(1 << 62)
 
 
@@ -28,6 +36,20 @@ class Want(IntEnum):
     DUE = 1  # a periodic save, by rank 0's clock
     SAVE = 2
     STOP = 3
+
+
+class Call(IntEnum):
+    """Which method of the manager a rank is in."""
+
+    START = 0
+    STEP = 1
+    SAVE = 2
+    FINISH = 3
+
+    @property
+    def method(self) -> str:
+        """What a script calls."""
+        return ("the constructor or resume()", "step_done()", "save()", "finish()")[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +86,7 @@ class Wish:
         ]
 
     @staticmethod
-    def unpack(values: list[int]) -> Wish:
+    def unpack(values: Sequence[int]) -> Wish:
         """Read reduced integers."""
         want, deadline, request_id, busy, failed_save, sequence, broken, committed, held, drifted, divided = values
         return Wish(
@@ -83,73 +105,128 @@ class Wish:
 
 
 class Agreement:
-    """One question in flight at a time."""
+    """One message in flight at a time."""
 
-    def __init__(self, group: Any | None) -> None:
-        """Take a gloo group of all ranks; None for a process alone."""
-        self._group = group
-        self._tensor: torch.Tensor | None = None
-        self._work: Any = None
-
-    @property
-    def group(self) -> Any | None:
-        """The gloo group of all ranks; None for a process alone."""
-        return self._group
+    def __init__(self, group: Any | None, *, within_s: float) -> None:
+        """Take a gloo group of all ranks; None for a process alone.  Others are waited for up to `within_s` seconds."""
+        self.group = group
+        self.within_s = within_s
+        self._rank = dist.get_rank(group) if group is not None else 0
+        self._world_size = dist.get_world_size(group) if group is not None else 1
+        self._count = 0  # of messages: the same on all ranks
+        self._pending: tuple[Call, torch.Tensor, Any] | None = None
 
     def read(self, own: Wish) -> Wish:
         """Return what all ranks said at the boundary before; alone, what this one says now.
 
         Raises:
+            UsageError: another rank has called another method there.
+            LateError: another rank did not come.
             RuntimeError: another rank died.
         """
-        if self._group is None:
+        if self.group is None:
             return own
-        if self._work is None:
+        if self._pending is None:
             return Wish()
-        self._work.wait()
-        assert self._tensor is not None
-        values = [int(value) for value in self._tensor.tolist()]
-        self._work = self._tensor = None
-        return Wish.unpack(values)
+        pending, self._pending = self._pending, None
+        return Wish.unpack(self._receive(*pending, self.within_s)[: len(own.pack())])
 
     def issue(self, own: Wish) -> None:
-        """Say what this rank knows now; all ranks call it equally often."""
-        if self._group is None:
+        """Say what this rank knows at the end of a step; nobody waits."""
+        if self.group is None:
             return
-        assert self._work is None, "the answer before was not read"
-        self._tensor = torch.tensor(own.pack(), dtype=torch.int64)
-        self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert self._pending is None, "the answer before was not read"
+        self._pending = self._send(Call.STEP, own.pack())
 
-    def settle(self, value: int, *, within_s: float) -> int:
-        """Return the largest `value` of all ranks, waiting for them.
-
-        Raises:
-            RuntimeError: another rank died, or did not come within `within_s`.
-        """
-        return self.settle_all([value], within_s=within_s)[0]
-
-    def settle_all(self, values: list[int], *, within_s: float) -> list[int]:
+    def settle(self, call: Call, values: Sequence[int], *, within_s: float | None = None) -> list[int]:
         """Return the largest of each value of all ranks, waiting for them: not at an ordinary step.
 
         Raises:
-            RuntimeError: another rank died, or did not come within `within_s`.
+            UsageError: another rank has called another method.
+            LateError: another rank did not come within `within_s` seconds.
+            RuntimeError: another rank died.
         """
-        if self._group is None:
-            return values
-        tensor = torch.tensor(values, dtype=torch.int64)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        limit_at = time.monotonic() + within_s
-        work.wait(timedelta(seconds=max(0.1, limit_at - time.monotonic())))
-        return [int(value) for value in tensor.tolist()]
+        if self.group is None:
+            return list(values)
+        received = self._receive(*self._send(call, values), self.within_s if within_s is None else within_s)
+        return received[: len(values)]
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` on every rank (at start-up)."""
-        if self._group is None:
+        if self.group is None:
             return [value]
-        return objects.all_gather(value, self._group)
+        self.settle(Call.START, [])
+        return objects.all_gather(value, self.group)
 
     def share(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank (at start-up)."""
-        if self._group is None:
+        if self.group is None:
             return value
-        return objects.broadcast(value, self._group)
+        self.settle(Call.START, [])
+        return objects.broadcast(value, self.group)
+
+    def _send(self, call: Call, values: Sequence[int]) -> tuple[Call, torch.Tensor, Any]:
+        """Begin to reduce a message: for each method the highest and the lowest rank that is in it, then the values."""
+        self._count += 1
+        message = [0] * (2 * len(Call) + PAYLOAD)
+        message[2 * call : 2 * call + 2] = self._rank + 1, self._world_size - self._rank
+        message[2 * len(Call) : 2 * len(Call) + len(values)] = values
+        tensor = torch.tensor(message, dtype=torch.int64)
+        return call, tensor, dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def _receive(self, call: Call, tensor: torch.Tensor, work: Any, within_s: float) -> list[int]:
+        limit_at = time.monotonic() + within_s
+        while not _wait(work, min(LOOK_EVERY_S, limit_at - time.monotonic())):
+            if time.monotonic() >= limit_at:
+                raise LateError(
+                    f"{self._missing()} did not come to {call.method} within {within_s:.0f} s: "
+                    "look at what they do (their stacks), and at whether each rank does as many steps"
+                )
+        values: list[int] = tensor.tolist()
+        self._check_calls(values)
+        return values[2 * len(Call) :]
+
+    def _check_calls(self, values: list[int]) -> None:
+        """Raise where ranks are in different methods; all of them see the same numbers."""
+        ranks = {
+            call: (self._world_size - values[2 * call + 1], values[2 * call] - 1) for call in Call if values[2 * call]
+        }
+        if len(ranks) == 1:
+            return
+        who = "; ".join(f"{call.method} on {_between(*bounds)}" for call, bounds in ranks.items())
+        raise UsageError(
+            f"the ranks call different methods of the CheckpointManager: {who}.  "
+            "All ranks must do as many steps, and leave the loop after the same one"
+        )
+
+    def _missing(self) -> str:
+        """Name the ranks that do not wait: those that wait say so in the store of the job."""
+        try:
+            store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
+            prefix = f"stepkeeper/waits/{self._count}"
+            store.set(f"{prefix}/{self._rank}", "")
+            time.sleep(MISSING_WITHIN_S)
+            missing = [rank for rank in range(self._world_size) if not store.check([f"{prefix}/{rank}"])]
+        except RuntimeError:  # rank 0, which has the store, is gone
+            return "another rank"
+        named = ", ".join(map(str, missing[:RANKS_NAMED_MAX]))
+        return f"rank {named}" if len(missing) == 1 else f"ranks {named}" if missing else "a rank that comes now"
+
+
+def _between(first: int, last: int) -> str:
+    return f"rank {first}" if first == last else f"ranks {first} to {last}"
+
+
+def _wait(work: Any, seconds: float) -> bool:
+    """Wait for a collective; false while it is not complete.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    try:
+        work.wait(timedelta(seconds=max(0.001, seconds)))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it has failed, or came right after the time was over
+    return True

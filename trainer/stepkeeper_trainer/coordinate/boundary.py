@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepkeeper_trainer.backpressure import WhenBusy, on_periodic, take_over
 from stepkeeper_trainer.coordinate import groups
-from stepkeeper_trainer.coordinate.agreement import AGREE_WITHIN_S, Agreement, Wish
+from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
 from stepkeeper_trainer.coordinate.ending import TOGETHER_WITHIN_S
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.formats.messages import shorten
@@ -35,6 +34,9 @@ RANKS_TOLD_MAX = 16
 MAKE_UP_MAX = 3  # times that the end of an epoch is saved anew: what fails for ever is not for every step
 
 
+SURE_FACTOR = 1.5  # a save may take so much longer than the one before
+
+
 class Boundary:
     """Of one rank."""
 
@@ -47,7 +49,6 @@ class Boundary:
         periodic: Periodic,
         state: TrainingState,
         group: Any | None,
-        when_busy: WhenBusy,
         save_within_s: float,
         settle: Callable[[], object],
     ) -> None:
@@ -57,13 +58,10 @@ class Boundary:
         self._requests = requests
         self._periodic = periodic
         self._state = state
-        self._group = group
-        self._when_busy = when_busy
+        self.group = group
         self._save_within_s = save_within_s
         self._settle = settle
         self._unsaid_save = False  # begun since the ranks last spoke
-        self._gave_up_for = False  # the save in flight was cancelled for the one that is due
-        self._protected = False  # another was cancelled for the save in flight
         self._held_said = False
         self._waits_said = -1  # sequence number of the save in flight that another was said to wait for
         self._epoch_save = 0  # sequence number of the save that marks an epoch's end, until it is made up
@@ -93,7 +91,7 @@ class Boundary:
             self._make_up(agreed.failed_save)
         if (agreed.divided or agreed.drifted) and not agreed.busy and not self._unsaid_save:
             self._periodic.due = self._periodic.due or agreed.failed_save == agreed.sequence > 0
-            self._tell_apart(drifted=agreed.drifted, limit_at=time.time() + AGREE_WITHIN_S)
+            self._tell_apart(drifted=agreed.drifted, limit_at=time.time() + self._save_within_s)
             if not requests.stop_agreed and requests.deadline_at is None:
                 return  # the save comes when what was found out is in force, and the memory for it is there
         if not self.wanted:
@@ -102,7 +100,7 @@ class Boundary:
             if agreed.held and not requests.save_agreed:
                 self._say_held()
             elif agreed.busy or self._unsaid_save:
-                self._make_way()
+                self._say_busy()
             else:
                 self._renew(agreed.broken)
                 self._begin(sequence=agreed.sequence + 1, ask_room=True)
@@ -114,27 +112,28 @@ class Boundary:
         if agreed.busy or self._unsaid_save:
             self._take_over()
         # One that is over its limit on some rank is left to `finish`.
-        self.begin_together(limit_at=requests.limit_at(self._save_within_s), emergency=True)
+        self.begin_together(Call.STEP, limit_at=requests.limit_at(self._save_within_s), emergency=True)
 
-    def begin_together(self, *, limit_at: float, emergency: bool = False, last: bool = False) -> bool:
+    def begin_together(self, call: Call, *, limit_at: float, emergency: bool = False) -> bool:
         """Begin a save on all ranks or on none, however long theirs in flight take; true if it was begun.
 
         Args:
+            call: the method that all ranks are in; with FINISH it is not begun after `limit_at`, and the others are
+                not waited for long.
             limit_at: until when one in flight is waited for; Unix seconds.
             emergency: whether somebody waits for it.
-            last: of the launch: it is not begun after `limit_at`, and the others are not waited for long.
 
         Raises:
             RuntimeError: another rank died, or did not come.
         """
-        saver = self._saver
+        saver, last = self._saver, call is Call.FINISH
         saver.wait(limit_at)
         left_s = max(0.0, limit_at - time.time())
         unable = saver.busy or (last and not left_s)
-        within_s = left_s + (TOGETHER_WITHIN_S if last else AGREE_WITHIN_S)
+        within_s = left_s + (TOGETHER_WITHIN_S if last else self.agreement.within_s)
         for _ in range(TELL_APART_MAX):
             mine = [int(unable), saver.sequence, int(saver.broken), saver.committed, saver.drifted, saver.divided]
-            settled = self.agreement.settle_all([int(each) for each in mine], within_s=within_s)
+            settled = self.agreement.settle(call, [int(each) for each in mine], within_s=within_s)
             any_unable, sequence, broken, committed, drifted, divided = settled
             if any_unable or not (drifted or divided):
                 break
@@ -195,21 +194,11 @@ class Boundary:
             say("save_waits", step=self._state.counters.step, why="the storage has failed: it is given time")
         self._held_said = True
 
-    def _make_way(self) -> None:
-        """Do with a periodic save that cannot begin what the script wants; a requested one waits."""
-        step = self._state.counters.step
-        choice = on_periodic(self._when_busy, in_flight_protected=self._protected)
-        if self._requests.save_agreed or choice == "wait":
-            if self._waits_said != self._saver.sequence:
-                why = "another is in flight" if self._saver.sequence else "the memory for it is being made"
-                say("save_waits", step=step, why=why)
-            self._waits_said = self._saver.sequence
-        elif choice == "skip":
-            self._periodic.left_out(step)
-            say("save_skipped", step=step, why="another is in flight")
-        else:
-            self._gave_up_for = True
-            self._saver.cancel(f"the save of step {step} is due")
+    def _say_busy(self) -> None:
+        if self._waits_said != self._saver.sequence:
+            why = "another is in flight" if self._saver.sequence else "the memory for it is being made"
+            say("save_waits", step=self._state.counters.step, why=why)
+        self._waits_said = self._saver.sequence
 
     def _take_over(self) -> None:
         """Give up the save in flight for an urgent one, if there is not time for both."""
@@ -218,15 +207,15 @@ class Boundary:
         if deadline_at is None:
             return
         mine = [*self._saver.estimate_ms(now), -int(1000 * (deadline_at - now))]
-        in_flight_ms, new_ms, left_ms = self.agreement.settle_all(mine, within_s=AGREE_WITHIN_S)
+        in_flight_ms, new_ms, left_ms = self.agreement.settle(Call.STEP, mine)
         if take_over(left_s=-left_ms / 1000, in_flight_s=in_flight_ms / 1000, new_s=new_ms / 1000):
             self._saver.cancel(f"no time for it and the save of step {self._state.counters.step}")
 
     def _renew(self, broken: bool) -> None:  # noqa: FBT001
         """Make the saves a new group where theirs has failed; all ranks do, having agreed that it has."""
-        if broken and self._group is not None:
-            self._group = groups.new_group(self._save_within_s)
-            self._saver.renew(self._group)
+        if broken and self.group is not None:
+            self.group = groups.new_group(self._save_within_s)
+            self._saver.renew(self.group)
 
     def _begin(self, *, sequence: int, ask_room: bool, emergency: bool = False) -> None:
         with paused():  # Python must not look for cycles among all objects of the script while training waits
@@ -234,7 +223,6 @@ class Boundary:
             counters = self._state.counters
             loss = counters.last_loss
             tensors = self._state.collect()
-            self._protected, self._gave_up_for = self._gave_up_for, False
             self._held_said = False
             if self._periodic.epoch_end:
                 self._made_up = self._made_up if self._making_up else 0
@@ -259,3 +247,21 @@ class Boundary:
         self._unsaid_save = True
         self._periodic.begun(counters.step)
         self._requests.served()
+
+
+def take_over(*, left_s: float, in_flight_s: float, new_s: float) -> bool:
+    """Say whether an emergency save gives up the one in flight: when there is time for the newer state only.
+
+    Args:
+        left_s: until the deadline.
+        in_flight_s: that the one in flight still needs, by the slowest rank's estimate.
+        new_s: that a new one needs.
+
+    >>> take_over(left_s=100, in_flight_s=20, new_s=30)  # both fit
+    False
+    >>> take_over(left_s=50, in_flight_s=25, new_s=30)
+    True
+    >>> take_over(left_s=35, in_flight_s=25, new_s=30)  # the new one may well be too late: keep what is nearly there
+    False
+    """
+    return in_flight_s + new_s > left_s >= SURE_FACTOR * new_s

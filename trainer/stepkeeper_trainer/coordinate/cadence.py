@@ -66,20 +66,17 @@ def parse_rule(text: str) -> Rule:
     return Rule(every_steps=min(steps, default=None), every_s=min(seconds, default=None), auto=auto)
 
 
-def choose_rule(environment: str | None, every: str | int | Rule | None, every_steps: int | None) -> Rule:
-    """Return the rule that counts: the environment's, else the script's, else one that never asks for a save.
+def choose_rule(environment: str | None, every: str | int | Rule | None) -> Rule:
+    """Return the rule that counts: the environment's, else the script's; None never asks for a save.
 
     Raises:
-        UsageError: it cannot be read, or the script gives two.
+        UsageError: it cannot be read.
     """
-    if every is not None and every_steps is not None:
-        raise UsageError("checkpoint_every and checkpoint_every_steps say the same: give one of them")
     if environment is not None:
         return parse_rule(environment)
     if isinstance(every, Rule):
         return every
-    wanted = every if every is not None else every_steps
-    return Rule() if wanted is None else parse_rule(str(wanted))
+    return Rule() if every is None else parse_rule(str(every))
 
 
 @dataclass(slots=True)

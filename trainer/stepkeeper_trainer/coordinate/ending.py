@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from stepkeeper_trainer.coordinate import groups as connections
+from stepkeeper_trainer.coordinate.agreement import Call
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats import outcome
 from stepkeeper_trainer.formats.messages import Finished, Stopped
@@ -96,6 +97,10 @@ def conclude(
     Raises:
         SaveError: the work is finished, and its last step could not be saved.
     """
+    try:  # ranks that go on with their steps get an error at once, before anybody waits for a save
+        agreement.settle(Call.FINISH, [], within_s=max(0.0, ending.limit_at - time.time()) + TOGETHER_WITHIN_S)
+    except RuntimeError as error:
+        warn("rank_lost", why=str(error).splitlines()[0])
     roll = RollCall(agreement.group, saver.ended)
     problem = _save(ending, saver, saved, begin_save, _Together(agreement, roll))
     roll.close()
@@ -110,7 +115,7 @@ def conclude(
     if ending.rank == 0:
         _last_words(ending, save_id, link)
     try:
-        agreement.settle(0, within_s=TOGETHER_WITHIN_S)
+        agreement.settle(Call.FINISH, [], within_s=TOGETHER_WITHIN_S)
     except RuntimeError as error:
         warn("left_alone", why=str(error).splitlines()[0])  # another rank died: nothing is lost by that
     if not ending.stopping:
@@ -164,7 +169,7 @@ def _all_agree(own: _Verdict, ending: Ending, agreement: Agreement, *, lost: boo
         RuntimeError: another rank ended, or did not come.
     """
     left_s = 0.0 if lost else max(0.0, ending.limit_at - time.time())
-    return _Verdict(agreement.settle(int(own), within_s=left_s + TOGETHER_WITHIN_S))
+    return _Verdict(agreement.settle(Call.FINISH, [int(own)], within_s=left_s + TOGETHER_WITHIN_S)[0])
 
 
 def _last_words(ending: Ending, save_id: str | None, link: Link) -> None:

@@ -11,11 +11,12 @@ import ctypes
 import os
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from stepkeeper_trainer.environment import find_place
@@ -102,7 +103,25 @@ def find_rank() -> tuple[int, int]:
     return 0, 1
 
 
+USUAL_LIMIT_S = 1800.0  # torch's own for gloo
 CONNECT_WITHIN_S = 60.0  # ranks that are slow to come make no launch fail, however short a save may be
+
+
+def hang_limit_s() -> float:
+    """Return how long torch itself lets a collective of the script wait, in seconds."""
+    if dist.is_available() and dist.is_initialized():
+        for device in ("cuda", "cpu"):
+            with suppress(AttributeError, RuntimeError):  # no backend for it, or one without options
+                backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))  # noqa: SLF001
+                return float(backend.options._timeout.total_seconds())  # noqa: SLF001
+    return USUAL_LIMIT_S
+
+
+def close(*own: Any | None) -> None:
+    """End groups of the library: torch's threads would else outlive the interpreter, and abort the process."""
+    for group in own:
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def new_group(within_s: float) -> Any | None:

@@ -28,10 +28,10 @@ SIGNAL_COUNTS_S = 300.0  # a supervisor that has not stopped the run by then doe
 class Requests:
     """Asked is what this rank heard; agreed is what all ranks will do, at the same boundary."""
 
-    def __init__(self, link: Link) -> None:
-        """Listen to the supervisor, and to SIGTERM and SIGUSR1."""
+    def __init__(self, link: Link, *, signals: bool = True) -> None:
+        """Listen to the supervisor, and with `signals` to SIGTERM and SIGUSR1."""
         self._link = link
-        self._signals = SignalFlag()
+        self._signals = SignalFlag(attach=signals)
         self._signal_said: Heard | None = None
         self._signal_done: Heard | None = None  # acted upon, or forgotten
         self._heard: set[tuple[int, bool, float | None]] = set()
@@ -126,6 +126,11 @@ class Requests:
         limit_at = time.time() + within_s
         return limit_at if self.deadline_at is None else min(limit_at, self.deadline_at)
 
+    def close(self) -> None:
+        """Give the signals back to the script; a run that stops has no more to hear of them."""
+        if not self.stop_agreed:
+            self._signals.detach()
+
     def served(self) -> None:
         """Forget the agreed save: it was begun.  A stop stays agreed."""
         self.save_agreed = False
@@ -147,11 +152,11 @@ class Heard(NamedTuple):
 class SignalFlag:
     """Remembers the newest of Slurm's signals; a handler of the script's own is still called."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, attach: bool) -> None:
         """Install the handlers, where this is the main thread (Python allows it nowhere else)."""
         self.heard: Heard | None = None
         self._before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
+        if attach and threading.current_thread() is threading.main_thread():
             for number in CAUGHT:
                 self._before[number] = signal.signal(number, self._handle)
 
@@ -160,3 +165,9 @@ class SignalFlag:
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
+
+    def detach(self) -> None:
+        """Put back the handlers that were there before."""
+        for number, before in self._before.items():
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+        self._before = {}

@@ -1,6 +1,6 @@
 """Reference training script: a byte-level language model that can be stopped and resumed anywhere.
 
-Runs alone, under torchrun, and under srun.  The lines that mention `keeper` are all it takes to adopt
+Runs alone, under torchrun, and under srun.  The lines that mention `manager` are all it takes to adopt
 Stepkeeper; everything else is ordinary PyTorch.
 """
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stepkeeper_trainer import GlobalSampler, Keeper, KeeperError, accumulation_steps, start_distributed
+from stepkeeper_trainer import CheckpointManager, GlobalSampler, StepkeeperError, accumulation_steps, start_distributed
 from stepkeeper_trainer.environment import Place
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.examples.corpus import Corpus
@@ -53,7 +53,7 @@ def main() -> None:
     try:
         place = start_distributed()
         check(options, place)
-    except KeeperError as error:
+    except StepkeeperError as error:
         sys.stderr.write(f"train_lm: error: {error}\n")
         sys.exit(error.exit_code)
     if place.rank == 0:
@@ -83,40 +83,40 @@ def main() -> None:
 
     training = Training(model, optimizer, sampler, corpus, options, place, device)
 
-    keeper = Keeper(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        sampler=sampler,
+    manager = CheckpointManager(
+        {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler},
+        every=options.checkpoint_every or options.checkpoint_every_steps,
         run_dir=options.run_dir,
         resume_from=options.resume_from,
-        checkpoint_every=options.checkpoint_every or options.checkpoint_every_steps,
         retention=options.retention,
         total_steps=options.steps,
         seed=options.seed,
+        attach_excepthook=True,  # an error of the library ends the program with its exit code, and no traceback
     )
-    keeper.resume()
+    manager.resume()
     gc.freeze()
     gc.enable()
-    # The iterator of a DataLoader is made here, and `keeper.restore_random_state()` comes next: making it draws.
+    # The iterator of a DataLoader is made here, and `manager.restore_random_state()` comes next: making it draws.
     if options.save_at_start:
-        keeper.save()
-    done = keeper.finished
-    while not done:
+        manager.save()
+    for step in manager.steps():
         started_at = time.monotonic()
-        loss, grad_norm = train_step(training, keeper.step)
+        loss, grad_norm = train_step(training, step)
         lr = scheduler.get_last_lr()[0]
         scheduler.step()
         sampler.advance(options.batch)
         time.sleep(max(0.0, options.step_seconds_min - (time.monotonic() - started_at)))
         tokens = options.batch * options.context
-        done = keeper.step_done(loss=loss, tokens=tokens, lr=lr, grad_norm=grad_norm)
-        if place.rank == 0 and (keeper.step % options.print_every_steps == 0 or done):
+        done = manager.step_done(loss=loss, tokens=tokens, lr=lr, grad_norm=grad_norm)
+        if place.rank == 0 and (manager.step % options.print_every_steps == 0 or done):
             print(
-                f"step {keeper.step}/{options.steps} loss {loss:.4f} tokens {keeper.tokens} lr {lr:.2e}",
+                f"step {manager.step}/{options.steps} loss {loss:.4f} tokens {manager.tokens} lr {lr:.2e}",
                 flush=True,
             )
-    keeper.finish()
+    code = manager.finish()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(code)
 
 
 def train_step(training: Training, step: int) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from stepkeeper_trainer.formats.plain import read_plain
 
 FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
+MODULES = "modules"  # in `state`: the names of what is a module, the model first
 LEFT_OUT = "left_out"  # in `state`: data that the state has never seen, each {"step", "epoch", "consumed", "samples"}
 PENDING_NAME = "MANIFEST.pending"  # sealed, of a save whose files are on the nodes' own disks yet
 CHUNK_BYTES = 16 * 1024 * 1024

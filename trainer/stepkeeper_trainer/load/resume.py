@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.coordinate import objects
-from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError, UsageError
+from stepkeeper_trainer.errors import DamagedError, ResumeError, StepkeeperError, UsageError
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError
@@ -197,5 +197,5 @@ def _record(commits: Commits, directory: Path | None, manifest: Manifest | None,
         sampler = state.others.get("sampler")
         record_left_out(checkpoints, sampler, environment.skip_data, done=done, attempt=environment.attempt)
     except OSError as error:
-        raise KeeperError(f"{error.filename}: the lineage cannot be written: {error.strerror}") from error
+        raise StepkeeperError(f"{error.filename}: the lineage cannot be written: {error.strerror}") from error
     return parent

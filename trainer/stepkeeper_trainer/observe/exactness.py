@@ -44,7 +44,7 @@ class Exactness:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | None,
         parts: Mapping[str, object],
         *,
         resumed: Resumed,
@@ -88,7 +88,7 @@ class Evaluations:
     `torch.random.fork_rng` does), it is going to be put back.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module | None) -> None:
         self._left: _Left | None = None
         self._forwards = 0  # of the evaluation at hand
         self._clean = 0  # evaluations that drew nothing
@@ -98,7 +98,7 @@ class Evaluations:
                 self._on_forward(self._left)
 
         wrapped = getattr(model, "module", None)  # evaluated without its DistributedDataParallel
-        modules = [model, *([wrapped] if isinstance(wrapped, torch.nn.Module) else [])]
+        modules = [each for each in (model, wrapped) if isinstance(each, torch.nn.Module)]
         self._hooks = [module.register_forward_pre_hook(look) for module in modules]
 
     def leave(self, step: int) -> None:
@@ -133,7 +133,7 @@ class Evaluations:
             place=place,
             why="random numbers are drawn after step_done, and a resume from this step does not draw them: "
             "its losses will differ",
-            remedy="evaluate before keeper.step_done(), or inside torch.random.fork_rng()",
+            remedy="evaluate before step_done(), or inside torch.random.fork_rng()",
         )
         self._stop()
 
@@ -172,13 +172,13 @@ class Position:
             self._read = []
 
     def _check_sampler(self, step: int) -> None:
-        sampler = self._parts.get("sampler")
-        if isinstance(sampler, GlobalSampler) and sampler.steps_done < step:
+        samplers = [part for part in self._parts.values() if isinstance(part, GlobalSampler)]
+        if samplers and samplers[0].steps_done < step:
             warn(
                 "data_position_stands",
                 step=step,
                 why="the sampler has not moved in this step: a resume starts its data again",
-                remedy="call sampler.advance(samples of all ranks) in each step, before keeper.step_done()",
+                remedy="call sampler.advance(samples of all ranks) in each step, before step_done()",
             )
 
     def _check_loaders(self, step: int) -> None:
@@ -192,7 +192,7 @@ class Position:
             loader=f"{type(read).__module__.split('.')[0]}'s DataLoader",
             why="it is read in each step, and the state has neither a sampler nor a loader: "
             "unless the script finds its place in the data by itself, a resume starts its data again",
-            remedy="give the Keeper sampler=GlobalSampler(...), or others={'loader': StatefulDataLoader(...)}",
+            remedy="give state={..., 'sampler': GlobalSampler(...)}, or a StatefulDataLoader as 'loader'",
         )
 
 

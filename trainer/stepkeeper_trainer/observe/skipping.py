@@ -43,7 +43,7 @@ class Skipping:
         """Prepare at `done` completed steps; what begins at or before them is in the state already.
 
         Args:
-            sampler: of the Keeper, or a copy of it that is read ahead.
+            sampler: of the state, or a copy of it that is read ahead.
             windows: whose data is left out.
             done: completed steps.
             quiet: log nothing.
@@ -52,7 +52,7 @@ class Skipping:
         self._sampler = sampler if isinstance(sampler, Skips) else None
         self._quiet = quiet
         if self._windows and self._sampler is None:
-            warn("data_not_skipped", why="the sampler has no `skip`: give the Keeper a GlobalSampler")
+            warn("data_not_skipped", why="the sampler has no `skip`: give the CheckpointManager a GlobalSampler")
         if isinstance(sampler, Expects):
             sampler.expect(tuple(self._windows), done)
         self.at(done)

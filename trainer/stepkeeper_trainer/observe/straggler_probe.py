@@ -45,8 +45,8 @@ class Own(NamedTuple):
 class StragglerProbe:
     """Of one rank; used by its main thread alone."""
 
-    def __init__(self, model: torch.nn.Module, saver: Callable[[], Saver | None]) -> None:
-        """Look at the model's forwards; `saver` is asked whether a save disturbs a step."""
+    def __init__(self, model: torch.nn.Module | None, saver: Callable[[], Saver | None]) -> None:
+        """Look at the model's forwards, where one is given; `saver` is asked whether a save disturbs a step."""
         self._saver = saver
         self._steps = 0  # measured or not
         self._disturbed = False
@@ -56,9 +56,10 @@ class StragglerProbe:
         self._forward: tuple[float, float] | None = None  # wall and own clock at the first forward of this step
         self._sum, self._loading, self._count = 0.0, 0.0, 0
         self._delays: int | None = None  # descriptor
-        self._device = _Device(model) if torch.cuda.is_available() else None
+        self._device = _Device(model) if model is not None and torch.cuda.is_available() else None
         # before all others: that of `fully_shard` gathers parameters, and waits there for the rank that loads data
-        model.register_forward_pre_hook(self._on_forward, prepend=True)
+        if model is not None:
+            model.register_forward_pre_hook(self._on_forward, prepend=True)
 
     def restart(self) -> None:
         """Begin: the first step counts from here."""

@@ -1,4 +1,7 @@
-"""Step directories of version 0.1: one description for all ranks, and one for what each rank has by itself."""
+"""Step directories of version 0.1: one description for all ranks, and one for what each rank has by itself.
+
+Parts beside the model and the only optimizer were called `others.NAME` and `optimizers.NAME` then.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,24 @@ def blob_of(rank: int) -> str:
     return f"ranks.rank_{rank:05d}.json"
 
 
+def names_then(counters: Mapping[str, Any], parts: Iterable[str]) -> dict[str, str]:
+    """Return what each part is called in a checkpoint."""
+    if "parts" in counters:
+        saved = set(counters["parts"])
+    else:
+        several = counters["optimizer"].get("several")
+        saved = {"model"} | ({f"optimizers.{name}" for name in several} if several is not None else {"optimizer"})
+        saved |= {f"others.{name}" for name in [*counters["others"], *counters.get("per_rank", ())]}
+    return {
+        name: next((was for was in (name, f"others.{name}", f"optimizers.{name}") if was in saved), name)
+        for name in parts
+    }
+
+
 def read(
     counters: Mapping[str, Any], blobs: Mapping[str, torch.Tensor], rank: int, world_size: int, parts: Iterable[str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the skeletons of all parts, and the keys of private values: none, the names themselves say it.
+) -> dict[str, Any]:
+    """Return the skeletons of all parts.
 
     Raises:
         ResumeError: the parts are others, or another number of ranks cannot take the state.
@@ -46,7 +63,7 @@ def read(
             f"the checkpoint's parts are {sorted(found)}, this script's {sorted(parts)}: "
             "resume with the script and settings that it was made with"
         )
-    return found, {}
+    return found
 
 
 def _optimizer(tree: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from stepkeeper_trainer.errors import ResumeError, UsageError
-from stepkeeper_trainer.formats.manifest import LEFT_OUT
+from stepkeeper_trainer.formats.manifest import LEFT_OUT, MODULES
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.sampler import GlobalSampler
 from stepkeeper_trainer.save.staging import local
@@ -34,6 +34,7 @@ HISTORY_STEPS = 50
 NAMED_MAX = 5  # in one error message
 DRIFT_MAX = 100  # names in a manifest
 COUNTERS_KEY, HISTORY_KEY, VARIANTS_KEY = "keeper.json", "keeper.loss_history", "keeper.variants"
+RESERVED = ("keeper", "ranks", "rng")  # begin the keys of what is not the script's
 Part = ModulePart | OptimizerPart | StatefulPart
 
 
@@ -67,8 +68,9 @@ class TrainingState:
         """Take the parts by name.
 
         Raises:
-            UsageError: a part is none, or no optimizer's or module's name is free.
+            UsageError: a name or a value cannot be taken.
         """
+        _check_names(state)
         self.counters, self.rank, self.world_size = counters, rank, world_size
         self.parts: dict[str, Part] = {name: self._part(name, value) for name, value in state.items()}
         self.private: variants.Private = {}
@@ -91,7 +93,18 @@ class TrainingState:
     @property
     def others(self) -> dict[str, Stateful]:
         """What is neither a module nor an optimizer, by name."""
-        return {n.removeprefix("others."): p.value for n, p in self.parts.items() if isinstance(p, StatefulPart)}
+        return {name: part.value for name, part in self.parts.items() if isinstance(part, StatefulPart)}
+
+    @property
+    def main_module(self) -> torch.nn.Module | None:
+        """The first module: the model, if there is one."""
+        return next((part.module for part in self.modules.values()), None)
+
+    @property
+    def sampler(self) -> Stateful | None:
+        """What says which data comes next, for all ranks together; None where a loader of each rank does."""
+        found = [value for value in self.others.values() if isinstance(value, GlobalSampler)]
+        return found[0] if found else self.others.get("sampler")
 
     @property
     def parameter_keys(self) -> frozenset[str]:
@@ -166,14 +179,19 @@ class TrainingState:
         """
         saved = {name: _tensor(name, metadata.state_dict_metadata) for name in metadata.state_dict_metadata}
         counters = from_blob(blobs[COUNTERS_KEY], name=COUNTERS_KEY)
-        keys = self._find_keys(counters, blobs)
+        then = old.names_then(counters, self.parts)
+        keys = self._find_keys(counters, blobs, then)
+        for name, was in then.items():
+            if was != name:
+                keys |= {f"{name}{key.removeprefix(was)}": key for key in saved if key.startswith(f"{was}.")}
         entries = {name: saved[key] for name, key in keys.items() if key in saved}
         entries = {name: entry for name, entry in saved.items() if name not in entries} | entries
         tensors: dict[str, torch.Tensor] = {}
         self._keys = {}
         for name, part in sorted(self.parts.items(), key=lambda each: not isinstance(each[1], ModulePart)):
             if not isinstance(part, ModulePart):  # another model is told before other parts
-                _check_parts(set(self.parts), set(counters.get("parts", self.parts)))
+                now = {was: name for name, was in then.items()}
+                _check_parts(set(self.parts), {now.get(was, was) for was in counters.get("parts", then.values())})
             try:
                 targets = part.targets(self._saved[name], entries)
             except KeyError as error:
@@ -219,7 +237,8 @@ class TrainingState:
         named = [name for name, part in self.parts.items() if not isinstance(part, OptimizerPart)]
         tied = {k: v for part in self.modules.values() for k, v in tied_names(part.module).items()}
         return {
-            **{name.removeprefix("others."): True for name in named},
+            **dict.fromkeys(named, True),
+            MODULES: list(self.modules),
             "optimizer": any(part.filled for part in self.optimizers.values()),
             "rng": True,
             "loss_history": True,
@@ -241,38 +260,40 @@ class TrainingState:
         )
 
     def _parameter_names(self) -> tuple[dict[int, str], Mapping[str, Any]]:
-        """Return the names of all modules' parameters: the model's own, and others behind their part's name."""
+        """Return the names of all modules' parameters: the first module's own, and others behind their part's name."""
         by_name = {
-            (name if part == "model" else f"{part}.{name}"): value
-            for part, module in self.modules.items()
+            (f"{part}.{name}" if number else name): value
+            for number, (part, module) in enumerate(self.modules.items())
             for name, value in module.parameters().items()
         }
         return {id(value): name for name, value in reversed(by_name.items())}, by_name
 
-    def _find_keys(self, counters: Mapping[str, Any], blobs: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    def _find_keys(
+        self, counters: Mapping[str, Any], blobs: Mapping[str, torch.Tensor], then_called: Mapping[str, str]
+    ) -> dict[str, str]:
         """Find the skeletons that count for this rank, and return the keys of its private values.
 
         Raises:
             ResumeError: this number of ranks cannot take the state.
         """
         if "parts" not in counters:
-            self._saved, keys = old.read(counters, blobs, self.rank, self.world_size, self.parts)
-            return keys
+            found = old.read(counters, blobs, self.rank, self.world_size, then_called.values())
+            self._saved = {name: found[was] for name, was in then_called.items()}
+            return {}
         then = counters["world_size"]
-        here = [name for name in self.parts if name in counters["parts"]]
+        here = {name: f"{TREE_PREFIX}{was}" for name, was in then_called.items() if was in counters["parts"]}
         several = from_blob(blobs[VARIANTS_KEY], name=VARIANTS_KEY)
         packed = several["divided"]
         if then == self.world_size:
             keys = self.private = variants.unpack(packed, self.rank)
             if self.rank == 0:
                 self.packed, self.drifted = packed, several["drifted"]
-            for name in here:
-                key = f"{TREE_PREFIX}{name}"
+            for name, key in here.items():
                 self._saved[name] = from_blob(blobs[keys.get(key, key)], name=key)
             return keys
         self._check_other_world(then, variants.names_of(packed) - set(several["drifted"]))
-        for name in here:
-            key, part = f"{TREE_PREFIX}{name}", self.parts[name]
+        for name, key in here.items():
+            part = self.parts[name]
             trees = [from_blob(blob, name=at) for at, blob in blobs.items() if at == key or at.endswith(f".{key}")]
             if len(trees) > 1 and isinstance(part, OptimizerPart):
                 self._saved[name] = part.merge(trees)
@@ -304,6 +325,25 @@ class TrainingState:
             for sampler in found
             for step, epoch, consumed, samples in sampler.skipped
         ]
+
+
+def _check_names(state: Mapping[str, Any]) -> None:
+    """Refuse names that would be others' in a step directory.
+
+    Raises:
+        UsageError: which.
+    """
+    for name in state:
+        if (
+            not isinstance(name, str)
+            or not name
+            or name in RESERVED
+            or not name.isprintable()
+            or set("./$") & set(name)
+        ):
+            raise UsageError(
+                f"state={{{name!r}: ...}}: a name is text without `.`, `/` and `$`, and none of {', '.join(RESERVED)}"
+            )
 
 
 def _check_parts(here: set[str], saved: set[str]) -> None:

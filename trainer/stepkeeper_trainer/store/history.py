@@ -65,7 +65,7 @@ def record_left_out(
 
     Args:
         checkpoints: the `checkpoints/` directory of the run.
-        sampler: of the Keeper, with its state loaded.
+        sampler: of the run, with its state loaded.
         windows: that the launch is told to leave out.
         done: completed steps.
         attempt: of the run.

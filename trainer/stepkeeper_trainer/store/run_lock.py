@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.environment import Environment
-from stepkeeper_trainer.errors import KeeperError, RunDirectoryError
+from stepkeeper_trainer.errors import RunDirectoryError, StepkeeperError
 from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats import processes
 from stepkeeper_trainer.formats.durable import make_directories
@@ -39,14 +39,14 @@ def open_run_directory(
     """
     given = Path(run_dir) if run_dir else environment.run_directory
     path = given or agreement.share(default_run_directory(environment, sys.argv[0]))
-    problem: KeeperError | None = None
+    problem: StepkeeperError | None = None
     epoch = environment.epoch
     if rank == 0:
         try:
             if given is None:
                 _make_default(path, environment.node)
             epoch = _prepare(path, environment)
-        except KeeperError as error:
+        except StepkeeperError as error:
             problem = error
     problem, epoch = agreement.share((problem, epoch))
     if problem is not None:
@@ -72,9 +72,11 @@ def _make_default(path: Path, node: str) -> None:
         refuse_holder(path, node)
     except OSError as error:
         raise RunDirectoryError(
-            f"{error.filename}: {error.strerror}; give Keeper(run_dir=...), or set STEPKEEPER_RUN_DIR"
+            f"{error.filename}: {error.strerror}; give CheckpointManager(run_dir=...), or set STEPKEEPER_RUN_DIR"
         ) from error
-    warn("run_directory_chosen", path=path, why="none was given by Keeper(run_dir=...) or STEPKEEPER_RUN_DIR")
+    warn(
+        "run_directory_chosen", path=path, why="none was given by CheckpointManager(run_dir=...) or STEPKEEPER_RUN_DIR"
+    )
 
 
 def _prepare(path: Path, environment: Environment) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Which tiers a run has: from arguments of the Keeper, or from the variables that `stepkeeper run` sets."""
+"""Which tiers a run has: from arguments of the CheckpointManager, or from the variables that `stepkeeper run` sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiers of a run, put together for one rank: made by the Keeper where there are any."""
+"""The tiers of a run, put together for one rank: made by the CheckpointManager where there are any."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`keeping.json` of the run directory: by what rules the newest launch keeps its steps, and in which places.
 
-The ranks alone know what their script asks for (`CheckpointManager(retention=..., tiers=...)`); a person who looks
-later, by `stepkeeper checkpoints tiers` or `prune`, finds it here.  Places of earlier launches stay listed: copies may be there.
+The ranks alone know what their script asks for (`CheckpointManager(retention=..., tiers=...)`).  A person who looks
+later finds it here, by `stepkeeper checkpoints tiers` or `prune`.  Places of earlier launches stay listed: copies may
+be there.
 """
 
 from __future__ import annotations

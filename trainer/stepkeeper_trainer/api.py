@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stepkeeper_trainer.coordinate import ending, groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
+from stepkeeper_trainer.coordinate.between import BetweenSteps
 from stepkeeper_trainer.coordinate.boundary import Boundary
 from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
 from stepkeeper_trainer.coordinate.periodic import Periodic
@@ -34,6 +35,7 @@ from stepkeeper_trainer.observe.trackers import Tracker, keep_mlflow_run, keep_w
 from stepkeeper_trainer.save.listeners import Listeners
 from stepkeeper_trainer.save.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState, random_state
+from stepkeeper_trainer.state.last_step import LastStep
 from stepkeeper_trainer.store import guard, run_lock
 from stepkeeper_trainer.store.housekeeping import choose_policy, keep_house
 from stepkeeper_trainer.store.retention import Policy
@@ -126,6 +128,7 @@ class CheckpointManager:
         self._group = groups.new_group(save_within_s)
         agree_within_s = max(save_within_s, groups.hang_limit_s())
         self._agreement = Agreement(groups.new_group(agree_within_s + save_within_s), within_s=agree_within_s)
+        self._notices = groups.new_group(agree_within_s) if self._hooks else None
         self._nodes = self._agreement.gather(self._environment.node)  # of the ranks
         self._read_back = read_back
         self._load_limits = resuming.choose_limits(
@@ -142,6 +145,8 @@ class CheckpointManager:
         self._exactness: Exactness | None = None  # the same
         self._counters = Counters(seed=seed)
         self._state = TrainingState(state, counters=self._counters, rank=self.rank, world_size=self.world_size)
+        self._last_step = LastStep(self._state)
+        self._between: BetweenSteps | None = None
         self._resumed: resuming.Resumed | None = None
         self._random: dict[str, torch.Tensor] | None = None  # the generators, as they were resumed
         self._prepared = False  # the state has been complete once, and memory for saves is being made
@@ -220,13 +225,11 @@ class CheckpointManager:
         saver = self._wire(resumed)
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
-        if self._hooks and torch.cuda.is_available():
-            for part in self._state.optimizers.values():
-                part.optimizer.register_step_pre_hook(lambda *_: self._ready().wait_before_change())
         self._reporter.resumed(resumed.step)
         self._skipping = Skipping(self._state.sampler, self._environment.skip_data, self.step)
         self._periodic.start(self.step)
         self._agreement.issue(self._wish())
+        self._listen_between_steps(resumed)
         return self.step
 
     def restore_random_state(self) -> None:
@@ -265,6 +268,7 @@ class CheckpointManager:
             epoch_end: an epoch ended with this step: it is saved, and marked as such.  The same on all ranks.
         """
         saver = self._ready()
+        self._begin_change()
         counters = self._counters
         counters.step += 1
         counters.tokens += tokens
@@ -286,6 +290,11 @@ class CheckpointManager:
         self._boundary.spoken()
         self._agreement.issue(self._wish())
         self._leave_step()
+        if self._between is not None:
+            if self._requests.stop_agreed:
+                self._between.serve()
+            self._last_step.mark()
+            self._between.gate.leave()
         return self.finished
 
     def alive(self) -> bool:
@@ -309,12 +318,16 @@ class CheckpointManager:
     def save(self) -> None:
         """Begin to save the state as it is now; all ranks call it, between steps."""
         self._ready()
+        self._begin_change()
         if not self._boundary.begin_together(Call.SAVE, limit_at=0.0):
             say("save_waits", step=self.step, why="another is in flight")
             if not self._boundary.begin_together(Call.SAVE, limit_at=time.time() + self._save_within_s):
                 self._periodic.due = True
                 warn("save_postponed", step=self.step, why="another is in flight, and over its limit")
         self._leave_step()
+        if self._between is not None:
+            self._last_step.mark()
+            self._between.gate.leave()
 
     def finish(self) -> int:
         """Save what is not saved yet, wait until it is durable, and return the exit code: `sys.exit(manager.finish())`.
@@ -326,7 +339,9 @@ class CheckpointManager:
             SaveError: the work is finished, and its last step could not be saved.
         """
         saver = self._ready()
+        self._begin_change()
         self._listen()
+        talked = self._end_notices()
         stopping = self._requests.stop_agreed and not self._work_done
         self._settle_records()
         if self._tiering is not None:
@@ -359,7 +374,7 @@ class CheckpointManager:
         self.wait_staged()
         self._requests.close()
         if code != ending.EXIT_UNSAVED:  # of a save without an end, its thread still waits in them
-            groups.close(self._boundary.group, self._agreement.group)
+            groups.close(self._boundary.group, self._agreement.group, talked)
         return code
 
     def _finish_copies(self, limit_at: float) -> None:
@@ -414,6 +429,53 @@ class CheckpointManager:
         )
         return self._saver
 
+    def _listen_between_steps(self, resumed: resuming.Resumed) -> None:
+        """Have notices answered while the main thread is not at the end of a step."""
+        if not self._hooks:
+            return
+        self._between = BetweenSteps(
+            group=self._notices,
+            within_s=self._agreement.within_s,
+            boundary=self._boundary,
+            requests=self._requests,
+            last_step=self._last_step,
+            counters=self._counters,
+            saved_step=resumed.step,
+            save_within_s=self._save_within_s,
+            saver=self._ready(),
+            rank=self.rank,
+            link=self._link,
+        )
+        for part in self._state.optimizers.values():
+            part.optimizer.register_step_pre_hook(self._before_optimizer_step)
+        self._between.gate.leave()
+
+    def _before_optimizer_step(self, *_: object) -> None:
+        if torch.compiler.is_compiling():  # a step that is compiled has no room for it
+            return
+        self._begin_change()
+        self.wait_staged()
+
+    def _begin_change(self) -> None:
+        """Say that the state is going to change, and wait while another thread copies it."""
+        if self._between is not None:
+            self._between.gate.enter()
+            self._last_step.forget()
+
+    def _end_notices(self) -> Any | None:
+        """End what answers notices between steps, on all ranks; return its group, where that can be closed.
+
+        Ranks that go on with their steps get an error here, before anybody waits for a save.
+        """
+        between = self._between
+        limit_s = max(0.0, self._requests.limit_at(self._save_within_s) - time.time()) + ending.TOGETHER_WITHIN_S
+        begun = between is not None and between.begun
+        try:
+            begun = bool(self._agreement.settle(Call.FINISH, [int(begun)], within_s=limit_s)[0])
+        except RuntimeError as error:
+            warn("rank_lost", why=str(error).splitlines()[0])
+        return between.group if between is not None and between.end(begun=begun) else None
+
     def _listen(self) -> Wish:
         self._link.flush()
         self._requests.hear()
@@ -436,7 +498,12 @@ class CheckpointManager:
 
     def _leave_step(self) -> None:
         if self._exactness is not None:
-            self._exactness.leave(self.step, self._ready().sequence)
+            last = self._ready().last
+            self._exactness.leave(
+                self.step,
+                last.sequence if last is not None else 0,
+                of_now=last is not None and last.summary.step == self.step,
+            )
 
     def _settle_records(self) -> None:
         if self._records is not None:

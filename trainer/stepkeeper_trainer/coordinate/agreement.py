@@ -45,11 +45,12 @@ class Call(IntEnum):
     STEP = 1
     SAVE = 2
     FINISH = 3
+    NOTICE = 4  # in the thread that answers notices between steps
 
     @property
     def method(self) -> str:
         """What a script calls."""
-        return ("the constructor or resume()", "step_done()", "save()", "finish()")[self]
+        return ("the constructor or resume()", "step_done()", "save()", "finish()", "a save between steps")[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,6 +73,17 @@ class Boundary:
         """Whether something asks for a save now."""
         return self._periodic.due or self._requests.save_agreed or self._requests.stop_agreed
 
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest save, unless that has failed."""
+        last = self._saver.last
+        return None if last is None or (last.settled.is_set() and last.error is not None) else last.summary.step
+
+    @property
+    def usual_step_s(self) -> float:
+        """How long a step usually lasts."""
+        return self._periodic.usual_step_s
+
     def note_metrics(self, metrics: Mapping[str, float] | None) -> None:
         """Take in what the script says of this step; the newest number of each name goes into the manifest."""
         for name, value in (metrics or {}).items():
@@ -103,7 +114,7 @@ class Boundary:
                 self._say_busy()
             else:
                 self._renew(agreed.broken)
-                self._begin(sequence=agreed.sequence + 1, ask_room=True)
+                self._begin(self._state.collect, sequence=agreed.sequence + 1, ask_room=True)
             return
         in_flight = saver.last
         if in_flight is not None and in_flight.summary.step == self._state.counters.step:
@@ -114,7 +125,15 @@ class Boundary:
         # One that is over its limit on some rank is left to `finish`.
         self.begin_together(Call.STEP, limit_at=requests.limit_at(self._save_within_s), emergency=True)
 
-    def begin_together(self, call: Call, *, limit_at: float, emergency: bool = False) -> bool:
+    def begin_together(
+        self,
+        call: Call,
+        *,
+        limit_at: float,
+        emergency: bool = False,
+        agreement: Agreement | None = None,
+        collect: Callable[[], dict[str, torch.Tensor]] | None = None,
+    ) -> bool:
         """Begin a save on all ranks or on none, however long theirs in flight take; true if it was begun.
 
         Args:
@@ -122,30 +141,36 @@ class Boundary:
                 not waited for long.
             limit_at: until when one in flight is waited for; Unix seconds.
             emergency: whether somebody waits for it.
+            agreement: that the ranks settle it by, if it is not the main threads'.
+            collect: returns the state to save, if it is not the one at hand.
 
         Raises:
             RuntimeError: another rank died, or did not come.
         """
         saver, last = self._saver, call is Call.FINISH
+        agreement, collect = agreement or self.agreement, collect or self._state.collect
         saver.wait(limit_at)
         left_s = max(0.0, limit_at - time.time())
-        unable = saver.busy or (last and not left_s)
-        within_s = left_s + (TOGETHER_WITHIN_S if last else self.agreement.within_s)
+        # a new group is made by main threads only
+        unable = saver.busy or (last and not left_s) or (call is Call.NOTICE and saver.broken)
+        within_s = left_s + (TOGETHER_WITHIN_S if last else agreement.within_s)
         for _ in range(TELL_APART_MAX):
             mine = [int(unable), saver.sequence, int(saver.broken), saver.committed, saver.drifted, saver.divided]
-            settled = self.agreement.settle(call, [int(each) for each in mine], within_s=within_s)
+            settled = agreement.settle(call, [int(each) for each in mine], within_s=within_s)
             any_unable, sequence, broken, committed, drifted, divided = settled
             if any_unable or not (drifted or divided):
                 break
-            self._tell_apart(drifted=bool(drifted), limit_at=limit_at)
+            self._tell_apart(drifted=bool(drifted), limit_at=limit_at, collect=collect)
             saver.wait_prepared(limit_at)
         saver.hear_committed(committed)
         if not any_unable:
             self._renew(bool(broken))
-            self._begin(sequence=sequence + 1, emergency=emergency, ask_room=not (emergency or last))
+            self._begin(collect, sequence=sequence + 1, emergency=emergency, ask_room=not (emergency or last))
         return not any_unable
 
-    def _tell_apart(self, *, drifted: bool, limit_at: float) -> None:
+    def _tell_apart(
+        self, *, drifted: bool, limit_at: float, collect: Callable[[], dict[str, torch.Tensor]] | None = None
+    ) -> None:
         """Have each value saved of names that have several; or find out first which ranks hold which.
 
         All ranks call it between the same two steps.
@@ -154,7 +179,7 @@ class Boundary:
         if divided is not None:
             self._state.divide(divided.own, divided.every_rank)
             self._tell_divided(divided)
-        self._saver.prepare(self._state.collect(), compare=drifted and divided is None)
+        self._saver.prepare((collect or self._state.collect)(), compare=drifted and divided is None)
 
     def _tell_divided(self, divided: Divided) -> None:
         """Tell on rank 0 which values differ: as a fault of a device where their types say that they are equal.
@@ -217,12 +242,14 @@ class Boundary:
             self.group = groups.new_group(self._save_within_s)
             self._saver.renew(self.group)
 
-    def _begin(self, *, sequence: int, ask_room: bool, emergency: bool = False) -> None:
+    def _begin(
+        self, collect: Callable[[], dict[str, torch.Tensor]], *, sequence: int, ask_room: bool, emergency: bool = False
+    ) -> None:
         with paused():  # Python must not look for cycles among all objects of the script while training waits
             self._settle()  # the state and the manifest tell of this step's loss
             counters = self._state.counters
             loss = counters.last_loss
-            tensors = self._state.collect()
+            tensors = collect()
             self._held_said = False
             if self._periodic.epoch_end:
                 self._made_up = self._made_up if self._making_up else 0

@@ -97,10 +97,6 @@ def conclude(
     Raises:
         SaveError: the work is finished, and its last step could not be saved.
     """
-    try:  # ranks that go on with their steps get an error at once, before anybody waits for a save
-        agreement.settle(Call.FINISH, [], within_s=max(0.0, ending.limit_at - time.time()) + TOGETHER_WITHIN_S)
-    except RuntimeError as error:
-        warn("rank_lost", why=str(error).splitlines()[0])
     roll = RollCall(agreement.group, saver.ended)
     problem = _save(ending, saver, saved, begin_save, _Together(agreement, roll))
     roll.close()

@@ -43,6 +43,11 @@ class Toll:
         else:
             self._usual.append(seconds)
 
+    @property
+    def usual_s(self) -> float:
+        """How long a step usually lasts; 0 where nothing is known."""
+        return statistics.median(self._usual) if self._usual else 0.0
+
     def settle(self, blocked_s: float) -> float:
         """Return what the save that is durable now took: at least the time for which training stood still."""
         during, self._during = self._during, []
@@ -83,6 +88,11 @@ class Periodic:
         self._told_s: float | None = None  # the interval that was told
         self.due = False  # a save is due, and has not been begun
         self.epoch_end = False  # it is the end of an epoch that is to be saved
+
+    @property
+    def usual_step_s(self) -> float:
+        """How long a step usually lasts; 0 where nothing is known."""
+        return self._toll.usual_s
 
     def start(self, step: int) -> None:
         """Say that training begins or goes on with `step` steps done."""

@@ -37,26 +37,31 @@ class Requests:
         self._heard: set[tuple[int, bool, float | None]] = set()
         self._saves_asked: set[int] = set()
         self._saves_agreed: set[int] = set()
-        self._stop_asked = False
-        self._deadline_asked: float | None = None
+        self._lock = threading.Lock()  # two threads listen
+        self.stop_asked = False
+        self.deadline_asked: float | None = None  # Unix seconds
         self.asked_at: float | None = None  # Unix seconds; of the oldest request that is not served
         self.save_agreed = False
         self.stop_agreed = False
         self.deadline_at: float | None = None  # agreed; Unix seconds
 
     def hear(self) -> None:
-        """Take in what has arrived since the last boundary.  Never blocks."""
+        """Take in what has arrived since the last time.  Never blocks."""
+        with self._lock:
+            self._hear()
+
+    def _hear(self) -> None:
         for request in self._link.receive():
             self._say_once(request)
             if request.stop:
-                self._stop_asked = True
+                self.stop_asked = True
             elif request.request_id in self._saves_agreed:
                 continue  # every node's watcher sends it: ours came later than another's
             else:
                 self._saves_asked.add(request.request_id)
             self.asked_at = self.asked_at or time.time()
             if request.deadline_at is not None:
-                self._deadline_asked = min(request.deadline_at, self._deadline_asked or request.deadline_at)
+                self.deadline_asked = min(request.deadline_at, self.deadline_asked or request.deadline_at)
         heard = self._signals.heard
         if heard is not None and heard is not self._signal_done:
             self._weigh(heard)
@@ -81,8 +86,8 @@ class Requests:
         link = self._link
         if not link.attached or (link.dead and now - link.dead_since >= ALONE_AFTER_S):
             self._signal_done = heard
-            if not self._stop_asked:
-                self._stop_asked = True
+            if not self.stop_asked:
+                self.stop_asked = True
                 self.asked_at = self.asked_at or time.time()
                 say("stop_asked", why=f"{heard.signal.name}, and no supervisor to decide")
             return
@@ -101,11 +106,11 @@ class Requests:
             due: whether this rank's clock asks for a periodic save (rank 0's does).
         """
         idle = Want.DUE if due else Want.NOTHING
-        want = Want.STOP if self._stop_asked else Want.SAVE if self._saves_asked else idle
+        want = Want.STOP if self.stop_asked else Want.SAVE if self._saves_asked else idle
         return replace(
             rank,
             want=want,
-            deadline_at=self._deadline_asked,
+            deadline_at=self.deadline_asked,
             request_id=max(self._saves_asked, default=0),
         )
 
@@ -135,8 +140,8 @@ class Requests:
         """Forget the agreed save: it was begun.  A stop stays agreed."""
         self.save_agreed = False
         self.asked_at = None
-        if not self.stop_agreed:
-            self.deadline_at = self._deadline_asked = None
+        if not (self.stop_agreed or self.stop_asked):
+            self.deadline_at = self.deadline_asked = None
 
 
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1)

@@ -63,11 +63,12 @@ class Exactness:
         self._redrawn.arrive(step)
         self._position.arrive(step)
 
-    def leave(self, step: int, sequence: int) -> None:
-        """Note how things are as `step_done` ends; `sequence` is that of the newest save."""
+    def leave(self, step: int, sequence: int, *, of_now: bool) -> None:
+        """Note how things are as `step_done` ends; `sequence` is that of the newest save, `of_now` if of this step."""
         if sequence != self._sequence:
             self._sequence = sequence
-            self._redrawn.saved(step)
+            if of_now:
+                self._redrawn.saved(step)
         self._evaluations.leave(step)
 
 

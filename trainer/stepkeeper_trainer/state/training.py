@@ -73,6 +73,7 @@ class TrainingState:
         _check_names(state)
         self.counters, self.rank, self.world_size = counters, rank, world_size
         self.parts: dict[str, Part] = {name: self._part(name, value) for name, value in state.items()}
+        self.modules_then: dict[str, tuple[dict[str, torch.Tensor], Any]] = {}  # as `collect` has found them last
         self.private: variants.Private = {}
         self.packed: list[Any] = []  # on rank 0: the private names of all ranks
         self.drifted: list[str] = []  # on rank 0: names that all ranks hold alike by their type, and do not
@@ -122,10 +123,44 @@ class TrainingState:
         Raises:
             StateError: something is neither a tensor nor JSON.
         """
+        return self._named(self._gather({}))
+
+    def gather_again(self) -> dict[str, torch.Tensor]:
+        """Return what `complete` makes the state of, without a look at the modules or a wait for a GPU.
+
+        Modules' tensors are those that `collect` has found last.
+
+        Raises:
+            StateError: something is neither a tensor nor JSON.
+        """
+        return self._gather(self.modules_then)
+
+    def complete(self, gathered: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the state as `collect` would have returned it then, with the losses that have come since."""
+        found = dict(gathered)
+        for name, part in self.others.items():
+            if isinstance(part, torch.amp.GradScaler):
+                found[f"{TREE_PREFIX}{name}"] = to_blob(StatefulPart(name, part).collect({}))
+        if self.rank == 0:
+            found |= self._of_rank_0()
+        return self._named(found)
+
+    def _gather(self, modules: Mapping[str, tuple[dict[str, torch.Tensor], Any]]) -> dict[str, torch.Tensor]:
+        """Return everything by the names that equal values have; modules are looked at where they are not given."""
         tensors: dict[str, torch.Tensor] = {}
+        looked: dict[str, tuple[dict[str, torch.Tensor], Any]] = {}
         for name, part in self.parts.items():
-            skeleton = part.collect(tensors)
+            skeleton: Any = None
+            if isinstance(part, ModulePart):
+                own: dict[str, torch.Tensor] = {}
+                looked[name] = modules[name] if modules else (own, part.collect(own))
+                tensors.update(looked[name][0])
+                skeleton = looked[name][1]
+            elif not (modules and isinstance(getattr(part, "value", None), torch.amp.GradScaler)):
+                skeleton = part.collect(tensors)
             tensors[f"{TREE_PREFIX}{name}"] = to_blob(skeleton)
+        if not modules:
+            self.modules_then = looked
         counters = self.counters
         tensors[COUNTERS_KEY] = to_blob(
             {
@@ -136,16 +171,29 @@ class TrainingState:
                 "parts": list(self.parts),
             }
         )
-        if self.private:
-            tensors = {self.private.get(n, n): local(t) if n in self.private else t for n, t in tensors.items()}
-        if self.rank == 0:  # the others know neither the losses nor the other ranks
-            rows = [(float(step), loss) for step, loss in counters.history]
-            rows += [(math.nan, math.nan)] * (HISTORY_STEPS - len(rows))  # of one size, so that the plan stays
-            tensors[HISTORY_KEY] = torch.tensor(rows, dtype=torch.float64)
-            tensors[VARIANTS_KEY] = to_blob({"divided": self.packed, "drifted": self.drifted})
+        if self.rank == 0:
+            tensors |= self._of_rank_0()
         for name, value in random_state.collect().items():
             tensors[f"{_rng_key(self.rank)}{name}"] = value
         return tensors
+
+    def _named(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors by the names that this rank saves them by."""
+        if not self.private:
+            return tensors
+        return {self.private.get(n, n): local(t) if n in self.private else t for n, t in tensors.items()}
+
+    def _of_rank_0(self) -> dict[str, torch.Tensor]:
+        """Return what the other ranks do not know: the losses, and which ranks hold which values."""
+        return {
+            HISTORY_KEY: self._history(),
+            VARIANTS_KEY: to_blob({"divided": self.packed, "drifted": self.drifted}),
+        }
+
+    def _history(self) -> torch.Tensor:
+        rows = [(float(step), loss) for step, loss in self.counters.history]
+        rows += [(math.nan, math.nan)] * (HISTORY_STEPS - len(rows))  # of one size, so that the plan stays
+        return torch.tensor(rows, dtype=torch.float64)
 
     def divide(self, own: variants.Private, every_rank: Sequence[variants.Private]) -> None:
         """Save names of which ranks hold different values by other keys from now on; rank 0 knows of all ranks."""

@@ -1,0 +1,153 @@
+"""What the state was when the last step was done, for as long as nothing has changed it since.
+
+A notice may come in an evaluation, a compilation, or while a loader waits.  Then the state of the last step is still
+there: its tensors are where they were, and what is no tensor was taken down at the end of the step.  Whether a tensor
+has changed, torch's version counters tell, and its address; numbers of some parameters tell of changes through `.data`,
+which no counter sees (weights that an average is swapped in for, merged adapters).
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from stepkeeper_trainer.log import say
+from stepkeeper_trainer.save.staging import local
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stepkeeper_trainer.state.training import TrainingState
+
+PROBES = 64  # parameters of which a number is compared
+SHARE_MAX = 0.01  # of a step's time, that taking down may cost
+SECONDS_MAX = 0.0005  # that it may cost however short steps are
+TRIES = 5  # steps over which the cost is judged
+
+
+class LastStep:
+    """Of one rank.  The main thread calls `mark` and `forget`; another thread may call the rest between them."""
+
+    def __init__(self, state: TrainingState) -> None:
+        """Know nothing."""
+        self._state = state
+        self._tensors: dict[str, torch.Tensor] | None = None
+        self._places: list[tuple[int, int]] = []
+        self._probes: list[list[torch.Tensor]] = []  # of one device and type each
+        self._probed: list[torch.Tensor] = []
+        self._modules: object = None  # of the last full look, by identity
+        self._in_place = False  # every tensor of a module is one of its parameters or buffers
+        self._costs: list[float] = []
+        self._steps: list[float] = []
+        self._affordable = True
+        self._marked_at = time.perf_counter()
+        self.why_not = "no step is done yet"  # why the state of the last step is not known
+
+    def mark(self) -> None:
+        """Take the state down as it is, at the end of a step."""
+        began = time.perf_counter()
+        step_s, self._marked_at = began - self._marked_at, began
+        self._tensors = None
+        if not self._affordable:
+            return
+        self._know_modules()
+        if not self._in_place:
+            self.why_not = "a module's state is made when it is asked for"
+            return
+        try:
+            tensors = self._state.gather_again()
+            self._places = _places(tensors)
+        except RuntimeError as error:  # tensors without a version counter
+            self.why_not = str(error).splitlines()[0]
+            return
+        self._probed = [torch.cat(views) for views in self._probes]
+        self._tensors = tensors
+        self._judge(time.perf_counter() - began, step_s)
+
+    def forget(self) -> None:
+        """Take note that the state is going to change."""
+        self._tensors, self.why_not = None, "the next step is changing the state"
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the state is still as it was marked."""
+        tensors = self._tensors
+        if tensors is None:
+            return False
+        if torch.cuda.is_available():
+            if any(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects()):
+                self.why_not = "a CUDA graph may change the state at any time"
+                return False
+            torch.cuda.synchronize()
+        sharded = any(
+            isinstance(each, FSDPModule) for part in self._state.modules.values() for each in part.module.modules()
+        )
+        known = {id(tensor) for found, _ in self._state.modules_then.values() for tensor in found.values()}
+        same = (
+            (sharded or known <= self._own())
+            and _places(tensors) == self._places
+            and all(torch.equal(torch.cat(views), then) for views, then in zip(self._probes, self._probed, strict=True))
+        )
+        if not same:
+            self.why_not = "weights or buffers have changed since the last step"
+        return same
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the state of the last step.
+
+        Raises:
+            RuntimeError: it is not known.
+        """
+        if self._tensors is None:
+            raise RuntimeError(self.why_not)
+        return self._state.complete(self._tensors)
+
+    def _judge(self, cost_s: float, step_s: float) -> None:
+        """Give it up where it costs too much of a step, and say so."""
+        if len(self._costs) == TRIES:
+            return
+        self._costs.append(cost_s)
+        self._steps.append(step_s)
+        if len(self._costs) < TRIES:
+            return
+        cost, step = min(self._costs), statistics.median(self._steps[1:])
+        self._affordable = cost <= max(SECONDS_MAX, SHARE_MAX * step)
+        if not self._affordable:
+            self._tensors = None
+            self.why_not = f"taking the state down costs {1000 * cost:.1f} ms of a step of {1000 * step:.0f} ms"
+            say("notices_wait_for_a_step", why=self.why_not)
+
+    def _know_modules(self) -> None:
+        """Look at the modules' tensors, where the last full look has found others."""
+        known = self._state.modules_then
+        if known is self._modules:
+            return
+        self._modules = known
+        tensors = [tensor for found, _ in known.values() for tensor in found.values()]
+        extra = any(skeleton["extra"] for _, skeleton in known.values())
+        self._in_place = not extra and {id(each) for each in tensors} <= self._own()
+        self._probes = _views(tensors)
+
+    def _own(self) -> set[int]:
+        parts = self._state.modules.values()
+        return {id(each) for part in parts for each in (*part.module.parameters(), *part.module.buffers())}
+
+
+def _places(tensors: dict[str, torch.Tensor]) -> list[tuple[int, int]]:
+    found = map(local, tensors.values())
+    return [(each._version, each.data_ptr()) for each in found]  # noqa: SLF001  # torch's own name for it
+
+
+def _views(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return one number of some tensors, by device and type."""
+    with torch.no_grad():
+        filled = [each for each in map(local, tensors) if each.numel()]
+        views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for tensor in filled[:: max(1, len(filled) // PROBES)]:
+            views.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().as_strided((1,), (1,)))
+    return list(views.values())

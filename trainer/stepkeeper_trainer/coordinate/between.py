@@ -114,7 +114,7 @@ class BetweenSteps:
         self._served.set()
 
     def end(self, *, begun: bool) -> bool:
-        """Wait until the threads of all ranks have ended, where any of them has `begun` to talk; false if this is late."""
+        """Wait for the end of all ranks' threads, where any of them has `begun` to talk; false if that is late."""
         self.begun = self.begun or begun
         self._served.set()
         self._finishing.set()

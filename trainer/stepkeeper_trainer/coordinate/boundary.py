@@ -77,7 +77,7 @@ class Boundary:
     def saved_step(self) -> int | None:
         """The step of the newest save, unless that has failed."""
         last = self._saver.last
-        return None if last is None or (last.settled.is_set() and last.error is not None) else last.summary.step
+        return None if last is None or last.failed else last.summary.step
 
     @property
     def usual_step_s(self) -> float:

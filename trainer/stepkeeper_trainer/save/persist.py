@@ -17,6 +17,7 @@ from stepkeeper_trainer.save.complete import Completer
 from stepkeeper_trainer.save.files import FilePlanner, ShareFiles
 from stepkeeper_trainer.save.replicas import digest
 from stepkeeper_trainer.save.report import GivenUp, RankReport, publish
+from stepkeeper_trainer.save.save import Phase
 from stepkeeper_trainer.save.writer import FilePlan, Written, in_threads, read_back, write_file
 from stepkeeper_trainer.tiers.uploader import Upload
 
@@ -124,6 +125,7 @@ class Persister:
         save.check()  # one that is late was given up, and has nowhere to report
         with save.doing(f"reporting in {save.directory}"):
             self._report(save, files, written)
+        save.advance(Phase.REPORTED)
         upload = self._upload(save, written)
         if self._rank == 0:
             with save.doing(f"completing {save.directory}"):

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,28 @@ class Summary:
     epoch_end: bool = False
 
 
+class Phase(Enum):
+    """How far a save is on this rank; where there is none, the saver is idle."""
+
+    STAGING = "staging"  # training waits while its state is copied
+    WRITING = "writing"
+    REPORTED = "reported"  # this rank's files are durable, and rank 0 can read so
+    COMMITTED = "committed"  # the step directory counts; ranks other than 0 hear of it at a later step
+    FAILED = "failed"
+
+
+NEXT = {
+    Phase.STAGING: (Phase.WRITING, Phase.FAILED),
+    Phase.WRITING: (Phase.REPORTED, Phase.FAILED),
+    Phase.REPORTED: (Phase.COMMITTED, Phase.FAILED),
+    Phase.COMMITTED: (),
+    Phase.FAILED: (),
+}
+
+
 @dataclass(slots=True, kw_only=True)
 class Save:
-    """One save; its outcome is known once `settled` is set."""
+    """One save; once `settled` is set, this rank has done its part, or the save has failed here."""
 
     sequence: int
     save_id: str
@@ -47,11 +67,27 @@ class Save:
     ask_room: bool = False  # whether it is given up where there is no room for it
     read_back: bool = False  # what was written is compared with what the disk has, before it counts
     blocked_s: float = 0.0  # training stood still for
+    phase: Phase = Phase.STAGING
     settled: threading.Event = field(default_factory=threading.Event)
-    error: str | None = None
+    error: str | None = None  # why it has failed
     cancelled: str | None = None  # why nobody needs it any more
     told_stuck: bool = False
     _acts: list[str] = field(default_factory=list)  # what is being done, by several threads
+
+    def advance(self, phase: Phase) -> None:
+        """Go on to a phase; one that the save has left does not come back."""
+        assert phase in NEXT[self.phase], f"a save that is {self.phase.value} cannot become {phase.value}"
+        self.phase = phase
+
+    @property
+    def over(self) -> bool:
+        """Whether this rank has done its part, or the save has failed here."""
+        return self.settled.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed on this rank."""
+        return self.phase is Phase.FAILED
 
     @contextmanager
     def doing(self, what: object) -> Iterator[None]:

@@ -28,7 +28,7 @@ from stepkeeper_trainer.save.listeners import CommittedStep, Listeners
 from stepkeeper_trainer.save.persist import Persister
 from stepkeeper_trainer.save.planner import Planner
 from stepkeeper_trainer.save.report import RankReport, publish_failure
-from stepkeeper_trainer.save.save import Save, Summary, Worker
+from stepkeeper_trainer.save.save import Phase, Save, Summary, Worker
 from stepkeeper_trainer.save.staging import Staging
 from stepkeeper_trainer.store.housekeeping import mark_epoch_end
 from stepkeeper_trainer.tiers.directory import give_up
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.save.commit import Commits
     from stepkeeper_trainer.save.planner import Divided
-    from stepkeeper_trainer.save.save import Save
     from stepkeeper_trainer.state import variants
     from stepkeeper_trainer.store.guard import Guard
     from stepkeeper_trainer.tiers.uploader import Uploader
@@ -122,7 +121,7 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether a save is in flight on this rank."""
-        return self.last is not None and not self.last.settled.is_set()
+        return self.last is not None and not self.last.over
 
     @property
     def _prepares_long(self) -> bool:
@@ -140,7 +139,7 @@ class Saver:
     def failed_save(self) -> int:
         """Sequence number of the last save, if it came to nothing on this rank."""
         last = self.last
-        return last.sequence if last is not None and last.settled.is_set() and last.error is not None else 0
+        return last.sequence if last is not None and last.over and last.failed else 0
 
     @property
     def sequence(self) -> int:
@@ -210,12 +209,14 @@ class Saver:
         if self._rank == 0 or save is None or self._told >= sequence:
             return
         self._told = sequence
+        if save.phase is Phase.REPORTED:
+            save.advance(Phase.COMMITTED)
         self._worker.do(lambda: self._listeners.tell(self._committed_step(save)))
 
     def cancel(self, why: str) -> None:
         """Have the save in flight end as soon as it can, unless it is committed by then.  All ranks call it."""
         last = self.last
-        if last is not None and not last.settled.is_set() and last.cancelled is None:
+        if last is not None and not last.over and last.cancelled is None:
             last.cancelled = why
             say("save_cancelled", step=last.summary.step, save_id=last.save_id, why=why)
 
@@ -294,6 +295,8 @@ class Saver:
         except (Exception, CheckpointException) as error:  # noqa: BLE001  # training must go on
             problem = error
         save.blocked_s = blocked_s = round(time.time() - now, 4)
+        if problem is None:
+            save.advance(Phase.WRITING)
         self._worker.do(lambda: self._work(save, tensors, changed=changed, problem=problem))
         if problem is None:
             say("save_started", step=summary.step, save_id=save_id, emergency=emergency, blocked_s=blocked_s)
@@ -305,7 +308,7 @@ class Saver:
         if last is None:
             return True
         last.settled.wait(max(0.0, limit_at - time.time()))
-        return last.settled.is_set() and last.error is None
+        return last.over and not last.failed
 
     def wait_shared(self, limit_at: float, roll: RollCall | None = None) -> bool:
         """Wait until the last save is on shared storage, as far as this rank has to do with it.
@@ -357,6 +360,7 @@ class Saver:
 
     def _heard_commit(self, save: Save) -> None:
         """On rank 0, right after a commit: in the save's thread, or in that of the copies to shared storage."""
+        save.advance(Phase.COMMITTED)
         if self._uploader is None:
             self.persist_s = time.time() - save.requested_at
         self.newest = self._committed_step(save)
@@ -412,8 +416,11 @@ class Saver:
     def _settle(self, save: Save, error: BaseException | None) -> None:
         """Record how a save ended, and tell who waits for it."""
         try:
-            if error is not None:
+            if error is not None and save.phase is Phase.COMMITTED:  # what follows a commit takes nothing back
+                warn("after_commit", step=save.summary.step, why=shorten(root_cause(error)))
+            elif error is not None:
                 save.error = shorten(root_cause(error))
+                save.advance(Phase.FAILED)
                 self._drifted = self._drifted or isinstance(error, DriftError)
                 self._failing.failed(save, save.error)
                 if save.cancelled is None and not isinstance(error, (DriftError, DividedError)):
@@ -451,7 +458,7 @@ class Failing:
         Nothing can end its thread, which still reads what the next save would write: training goes on without saves
         until the storage answers.
         """
-        if save is None or save.settled.is_set() or save.told_stuck or time.time() < save.limit_at + STUCK_AFTER_S:
+        if save is None or save.over or save.told_stuck or time.time() < save.limit_at + STUCK_AFTER_S:
             return
         save.told_stuck = True
         why = shorten(f"the storage does not answer: {save.at}")

@@ -11,10 +11,12 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.log import say
 from stepkeeper_trainer.save.staging import local
@@ -22,11 +24,12 @@ from stepkeeper_trainer.save.staging import local
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stepkeeper_trainer.state.training import TrainingState
+    from stepkeeper_trainer.state.training import Gathered, TrainingState
 
 PROBES = 64  # parameters of which a number is compared
 SHARE_MAX = 0.01  # of a step's time, that taking down may cost
 SECONDS_MAX = 0.0005  # that it may cost however short steps are
+_version = attrgetter("_version")
 TRIES = 5  # steps over which the cost is judged
 
 
@@ -36,8 +39,10 @@ class LastStep:
     def __init__(self, state: TrainingState) -> None:
         """Know nothing."""
         self._state = state
-        self._tensors: dict[str, torch.Tensor] | None = None
-        self._places: list[tuple[int, int]] = []
+        self._gathered: Gathered | None = None
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._weights: list[torch.Tensor] = []  # what this rank holds of the modules' tensors
         self._probes: list[list[torch.Tensor]] = []  # of one device and type each
         self._probed: list[torch.Tensor] = []
         self._modules: object = None  # of the last full look, by identity
@@ -52,7 +57,7 @@ class LastStep:
         """Take the state down as it is, at the end of a step."""
         began = time.perf_counter()
         step_s, self._marked_at = began - self._marked_at, began
-        self._tensors = None
+        self._gathered = None
         if not self._affordable:
             return
         self._know_modules()
@@ -60,37 +65,33 @@ class LastStep:
             self.why_not = "a module's state is made when it is asked for"
             return
         try:
-            tensors = self._state.gather_again()
-            self._places = _places(tensors)
+            gathered = self._state.gather_again()
+            self._versions, self._addresses = self._look(gathered)
         except RuntimeError as error:  # tensors without a version counter
             self.why_not = str(error).splitlines()[0]
             return
         self._probed = [torch.cat(views) for views in self._probes]
-        self._tensors = tensors
+        self._gathered = gathered
         self._judge(time.perf_counter() - began, step_s)
 
     def forget(self) -> None:
         """Take note that the state is going to change."""
-        self._tensors, self.why_not = None, "the next step is changing the state"
+        self._gathered, self.why_not = None, "the next step is changing the state"
 
     @property
     def unchanged(self) -> bool:
         """Whether the state is still as it was marked."""
-        tensors = self._tensors
-        if tensors is None:
+        gathered = self._gathered
+        if gathered is None:
             return False
         if torch.cuda.is_available():
             if any(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects()):
                 self.why_not = "a CUDA graph may change the state at any time"
                 return False
             torch.cuda.synchronize()
-        sharded = any(
-            isinstance(each, FSDPModule) for part in self._state.modules.values() for each in part.module.modules()
-        )
-        known = {id(tensor) for found, _ in self._state.modules_then.values() for tensor in found.values()}
         same = (
-            (sharded or known <= self._own())
-            and _places(tensors) == self._places
+            self._has_its_tensors()
+            and self._look(gathered) == (self._versions, self._addresses)
             and all(torch.equal(torch.cat(views), then) for views, then in zip(self._probes, self._probed, strict=True))
         )
         if not same:
@@ -103,9 +104,29 @@ class LastStep:
         Raises:
             RuntimeError: it is not known.
         """
-        if self._tensors is None:
+        if self._gathered is None:
             raise RuntimeError(self.why_not)
-        return self._state.complete(self._tensors)
+        return self._state.complete(self._gathered)
+
+    def _look(self, gathered: Gathered) -> tuple[list[int], list[int]]:
+        """Return the versions of all tensors, and the addresses of the modules'.
+
+        Raises:
+            RuntimeError: one has no version counter.
+        """
+        others = gathered.others
+        if DTensor in set(map(type, others)):
+            others = list(map(local, others))
+        versions = [*map(_version, self._weights), *map(_version, others)]
+        return versions, list(map(torch.Tensor.data_ptr, self._weights))
+
+    def _has_its_tensors(self) -> bool:
+        """Whether the modules still have the tensors that they had; in a forward, FSDP shows others of its own."""
+        looked = [tensor for found, _ in self._state.modules_then.values() for tensor in found.values()]
+        if not all(map(is_, map(local, looked), self._weights)):
+            return False
+        modules = [each for part in self._state.modules.values() for each in part.module.modules()]
+        return any(isinstance(each, FSDPModule) for each in modules) or {id(each) for each in looked} <= self._own()
 
     def _judge(self, cost_s: float, step_s: float) -> None:
         """Give it up where it costs too much of a step, and say so."""
@@ -118,7 +139,7 @@ class LastStep:
         cost, step = min(self._costs), statistics.median(self._steps[1:])
         self._affordable = cost <= max(SECONDS_MAX, SHARE_MAX * step)
         if not self._affordable:
-            self._tensors = None
+            self._gathered = None
             self.why_not = f"taking the state down costs {1000 * cost:.1f} ms of a step of {1000 * step:.0f} ms"
             say("notices_wait_for_a_step", why=self.why_not)
 
@@ -131,22 +152,18 @@ class LastStep:
         tensors = [tensor for found, _ in known.values() for tensor in found.values()]
         extra = any(skeleton["extra"] for _, skeleton in known.values())
         self._in_place = not extra and {id(each) for each in tensors} <= self._own()
-        self._probes = _views(tensors)
+        self._weights = list(map(local, tensors))
+        self._probes = _views(self._weights)
 
     def _own(self) -> set[int]:
         parts = self._state.modules.values()
         return {id(each) for part in parts for each in (*part.module.parameters(), *part.module.buffers())}
 
 
-def _places(tensors: dict[str, torch.Tensor]) -> list[tuple[int, int]]:
-    found = map(local, tensors.values())
-    return [(each._version, each.data_ptr()) for each in found]  # noqa: SLF001  # torch's own name for it
-
-
 def _views(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return one number of some tensors, by device and type."""
     with torch.no_grad():
-        filled = [each for each in map(local, tensors) if each.numel()]
+        filled = [each for each in tensors if each.numel()]
         views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in filled[:: max(1, len(filled) // PROBES)]:
             views.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().as_strided((1,), (1,)))

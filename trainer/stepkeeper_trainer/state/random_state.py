@@ -23,14 +23,27 @@ _OURS = "_stepkeeper_state"  # attribute of a tensor
 
 def collect() -> dict[str, torch.Tensor]:
     """Return the state of every generator of this process."""
-    found = {"python": to_blob(split(random.getstate(), "python", {})), "torch": torch.get_rng_state()}
+    return as_tensors(capture())
+
+
+def capture() -> dict[str, Any]:
+    """Return the state of every generator as the generator gives it: quickly."""
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-        state = [kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
-        found["numpy"] = to_blob(state)
+        found["numpy"] = numpy.random.get_state(legacy=True)
     if torch.cuda.is_available():
         found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def as_tensors(captured: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return what `capture` has found as uint8 tensors."""
+    found = dict(captured)
+    found["python"] = to_blob(split(captured["python"], "python", {}))
+    if "numpy" in captured:
+        kind, keys, position, has_gauss, gauss = captured["numpy"]
+        found["numpy"] = to_blob([kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)])
     for tensor in found.values():
         setattr(tensor, _OURS, True)
     return found

@@ -54,6 +54,26 @@ class Counters:
         return self.history[-1][1] if self.history else None
 
 
+Looked = tuple[dict[str, torch.Tensor], Any]  # a module's tensors, and its skeleton
+
+
+@dataclass(frozen=True, slots=True)
+class _Skeleton:
+    """What is no tensor, before it is packed."""
+
+    skeleton: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The state at one moment: references to tensors, and a copy of the rest."""
+
+    values: dict[str, Any]  # tensors and skeletons
+    generators: dict[str, Any]
+    others: list[torch.Tensor]  # those of the values that are no module's
+    again: bool  # without a look at the modules
+
+
 class TrainingState:
     """Everything that a resumed run needs to go on as if it had never stopped."""
 
@@ -73,7 +93,7 @@ class TrainingState:
         _check_names(state)
         self.counters, self.rank, self.world_size = counters, rank, world_size
         self.parts: dict[str, Part] = {name: self._part(name, value) for name, value in state.items()}
-        self.modules_then: dict[str, tuple[dict[str, torch.Tensor], Any]] = {}  # as `collect` has found them last
+        self.modules_then: dict[str, Looked] = {}  # as `collect` has found them last
         self.private: variants.Private = {}
         self.packed: list[Any] = []  # on rank 0: the private names of all ranks
         self.drifted: list[str] = []  # on rank 0: names that all ranks hold alike by their type, and do not
@@ -123,10 +143,10 @@ class TrainingState:
         Raises:
             StateError: something is neither a tensor nor JSON.
         """
-        return self._named(self._gather({}))
+        return self.complete(self._gather({}))
 
-    def gather_again(self) -> dict[str, torch.Tensor]:
-        """Return what `complete` makes the state of, without a look at the modules or a wait for a GPU.
+    def gather_again(self) -> Gathered:
+        """Return what `complete` makes the state of: cheap, without a look at the modules or a wait for a GPU.
 
         Modules' tensors are those that `collect` has found last.
 
@@ -135,34 +155,45 @@ class TrainingState:
         """
         return self._gather(self.modules_then)
 
-    def complete(self, gathered: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the state as `collect` would have returned it then, with the losses that have come since."""
-        found = dict(gathered)
+    def complete(self, gathered: Gathered) -> dict[str, torch.Tensor]:
+        """Return the state as it was gathered, with the losses that have come since."""
+        tensors = {
+            name: to_blob(value.skeleton) if isinstance(value, _Skeleton) else value
+            for name, value in gathered.values.items()
+        }
         for name, part in self.others.items():
-            if isinstance(part, torch.amp.GradScaler):
-                found[f"{TREE_PREFIX}{name}"] = to_blob(StatefulPart(name, part).collect({}))
-        if self.rank == 0:
-            found |= self._of_rank_0()
-        return self._named(found)
+            if gathered.again and isinstance(part, torch.amp.GradScaler):
+                tensors[f"{TREE_PREFIX}{name}"] = to_blob(StatefulPart(name, part).collect({}))
+        if self.rank == 0:  # the others know neither the losses nor the other ranks
+            tensors[HISTORY_KEY] = self._history()
+            tensors[VARIANTS_KEY] = to_blob({"divided": self.packed, "drifted": self.drifted})
+        if self.private:
+            tensors = {self.private.get(n, n): local(t) if n in self.private else t for n, t in tensors.items()}
+        for name, value in random_state.as_tensors(gathered.generators).items():
+            tensors[f"{_rng_key(self.rank)}{name}"] = value
+        return tensors
 
-    def _gather(self, modules: Mapping[str, tuple[dict[str, torch.Tensor], Any]]) -> dict[str, torch.Tensor]:
-        """Return everything by the names that equal values have; modules are looked at where they are not given."""
-        tensors: dict[str, torch.Tensor] = {}
-        looked: dict[str, tuple[dict[str, torch.Tensor], Any]] = {}
+    def _gather(self, modules: Mapping[str, Looked]) -> Gathered:
+        """Gather everything by the names that equal values have; modules are looked at where they are not given."""
+        tensors: dict[str, Any] = {}
+        looked: dict[str, Looked] = {}
+        others: list[torch.Tensor] = []
         for name, part in self.parts.items():
             skeleton: Any = None
+            own: dict[str, torch.Tensor] = {}
             if isinstance(part, ModulePart):
-                own: dict[str, torch.Tensor] = {}
                 looked[name] = modules[name] if modules else (own, part.collect(own))
                 tensors.update(looked[name][0])
                 skeleton = looked[name][1]
             elif not (modules and isinstance(getattr(part, "value", None), torch.amp.GradScaler)):
-                skeleton = part.collect(tensors)
-            tensors[f"{TREE_PREFIX}{name}"] = to_blob(skeleton)
+                skeleton = part.collect(own)
+                tensors.update(own)
+                others += own.values()
+            tensors[f"{TREE_PREFIX}{name}"] = _Skeleton(skeleton)
         if not modules:
             self.modules_then = looked
         counters = self.counters
-        tensors[COUNTERS_KEY] = to_blob(
+        tensors[COUNTERS_KEY] = _Skeleton(
             {
                 "step": counters.step,
                 "tokens": counters.tokens,
@@ -171,24 +202,7 @@ class TrainingState:
                 "parts": list(self.parts),
             }
         )
-        if self.rank == 0:
-            tensors |= self._of_rank_0()
-        for name, value in random_state.collect().items():
-            tensors[f"{_rng_key(self.rank)}{name}"] = value
-        return tensors
-
-    def _named(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors by the names that this rank saves them by."""
-        if not self.private:
-            return tensors
-        return {self.private.get(n, n): local(t) if n in self.private else t for n, t in tensors.items()}
-
-    def _of_rank_0(self) -> dict[str, torch.Tensor]:
-        """Return what the other ranks do not know: the losses, and which ranks hold which values."""
-        return {
-            HISTORY_KEY: self._history(),
-            VARIANTS_KEY: to_blob({"divided": self.packed, "drifted": self.drifted}),
-        }
+        return Gathered(tensors, random_state.capture(), others, again=bool(modules))
 
     def _history(self) -> torch.Tensor:
         rows = [(float(step), loss) for step, loss in self.counters.history]

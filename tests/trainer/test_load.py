@@ -399,7 +399,7 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.campaign), 3])
 def test_any_number_of_ranks_loads_what_two_have_saved(of_two_ranks: Path, world_size: int) -> None:
     codes, said = ranks(world_size, "load", of_two_ranks)
 

@@ -11,6 +11,8 @@ AT_ONCE ?= 4
 ONE = -p no:cacheprovider --timeout=600
 PYTEST = $(ONE) -n $(AT_ONCE) --dist loadscope --durations=40 --durations-min=5 -p tests.second_look --write-failed $(FAILED)
 FAILED := .venv/failed-tests
+LINTED := .venv/lint.log
+LINT = $(V)/ruff check . && $(V)/ruff format --check . && $(V)/mypy && $(V)/lint-imports --no-logo
 PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap lmod charliecloud-runtime
 V := .venv/bin
 
@@ -43,8 +45,11 @@ system:
 demo: setup  ## a training job on a real Slurm is preempted and loses nothing
 	$(AS_ROOT) $(V)/python -m tests.demo
 
-test: setup lint  ## all tests, the stories on a real Slurm included
-	$(AS_ROOT) $(V)/python -m pytest -m 'not campaign and not newest' $(PYTEST)
+# style and types are looked at while the first stories wait for Slurm; what they say comes at the end
+test: setup  ## all tests, the stories on a real Slurm included, and `lint`
+	@{ $(LINT); } >$(LINTED) 2>&1 & linting=$$!; \
+	$(AS_ROOT) $(V)/python -m pytest -m 'not campaign and not newest' $(PYTEST); tested=$$?; \
+	wait $$linting || { cat $(LINTED); exit 1; }; tail -n 2 $(LINTED); exit $$tested
 
 campaign: setup  ## the long ones: each thing that can befall a run, at each moment
 	$(AS_ROOT) $(V)/python -m pytest -m 'campaign and not newest' $(PYTEST)
@@ -82,10 +87,7 @@ bench-recovery: setup  ## recoveries under us and six other ways, side by side (
 	$(AS_ROOT) $(V)/python -m tests.bench_recovery $(BENCH)
 
 lint: setup  ## style, types, and the import contracts
-	$(V)/ruff check .
-	$(V)/ruff format --check .
-	$(V)/mypy
-	$(V)/lint-imports --no-logo
+	$(LINT)
 
 clean:  ## remove what `setup` made
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -34,7 +36,8 @@ from tests.core.promises import GROWING, POLICY, assert_kept
 from tests.core.realistic import NODES_FAIL, realistic
 
 TICKS_MAX = 60  # from anywhere to DONE: some tries of a requeue, and a handful of phases before
-EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "100"))
+CAMPAIGN = "STEPKEEPER_CAMPAIGN"
+EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "200" if CAMPAIGN in os.environ else "30"))
 ALWAYS_THE_SAME = "STEPKEEPER_EXAMPLES" not in os.environ  # a find of one run only helps nobody in CI
 
 histories = arbitrary() | realistic(POLICY)
@@ -155,3 +158,14 @@ def test_a_history_is_played_from_its_start():
     turns: list[Turn] = run([on.Tick(at=1.0)], POLICY)
 
     assert turns[0].after == State()
+
+
+@pytest.mark.campaign
+def test_they_hold_for_many_more_histories():
+    """All of the above, with more examples than each run of the tests has time for."""
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not campaign", __file__]
+    done = subprocess.run(
+        line, env=os.environ | {CAMPAIGN: "1"}, capture_output=True, text=True, timeout=500, check=False
+    )
+
+    assert done.returncode == 0, done.stdout[-20_000:]

@@ -25,7 +25,9 @@ SEVERAL_S = 900.0  # of what befalls one run
 AGAIN_S = 240.0  # until it goes on, or ends
 
 
-@pytest.mark.parametrize("act", COMMONEST)
+@pytest.mark.parametrize(  # a preemption alone: each run of the tests has it in `test_notices`
+    "act", [pytest.param(act, marks=pytest.mark.campaign) if act == "preempt" else act for act in COMMONEST]
+)
 def test_a_run_survives(lab: Lab, reference: Training, act: str) -> None:
     training = started(lab, act, f"{act}-training")
     befalls(training, act, "training")

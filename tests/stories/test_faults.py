@@ -204,6 +204,7 @@ def test_a_program_fault_keeps_its_node(lab: Lab, agents: Agents, reference: Tra
     assert not drained(lab)
 
 
+@pytest.mark.campaign  # `tests/supervisor/test_own_gpus.py` has the rule
 def test_a_fault_of_a_gpu_that_the_job_does_not_hold_does_not_stop_it(lab: Lab, agents: Agents) -> None:
     """It runs on CPUs beside a job with GPUs: the node is drained, and this job has no reason to leave it."""
     agents.start()

@@ -118,6 +118,7 @@ def test_a_handler_has_the_grace_time_to_save_and_the_job_goes_on(lab: Lab) -> N
     assert "no trainer library there" in story.training.output()
 
 
+@pytest.mark.campaign
 def test_torchruns_ranks_get_the_signal_that_they_expect_and_requeue_the_job_themselves(lab: Lab) -> None:
     """It swallows SIGUSR1, and would kill its ranks after SIGTERM: they get it, and it does not.
 

@@ -24,6 +24,7 @@ def again(training: Training, **changes) -> Training:
     return Training(**{**fields, **changes}).submit()
 
 
+@pytest.mark.campaign  # ranks choose in each run of the tests, without Slurm: `tests/trainer/test_load.py`
 def test_damaged_step_directories_are_skipped_named_and_kept(lab: Lab, reference: Training) -> None:
     """Bit flip, truncation, no manifest: the one before them is used, and nothing is deleted."""
     training = Training(lab, name="damaged", steps=40, every=5, step_seconds=0.25).submit()

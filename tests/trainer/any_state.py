@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.trainer import warm
 
 if TYPE_CHECKING:
     import torch
@@ -65,10 +66,10 @@ def play(plays: list[Play]) -> list[Played]:
     """Play one after the other, in a process of their own."""
     path = os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STEPKEEPER_", "RANK", "WORLD"))}
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "tests.trainer.any_state"],
-        input="\n".join(json.dumps(asdict(each)) for each in plays),
-        capture_output=True, text=True, cwd=ROOT, check=False, timeout=60 + 2 * LIMIT_S * len(plays),
+        text="\n".join(json.dumps(asdict(each)) for each in plays),
+        cwd=ROOT, timeout=60 + 2 * LIMIT_S * len(plays),
         env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainer import warm
 from tests.trainer.ranks import finish
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_processes_end() -> Iterator[None]:
+    """What `tests.trainer.warm` has started ends with the session."""
+    yield
+    warm.close()
 
 
 @pytest.fixture(scope="session")

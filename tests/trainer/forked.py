@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,6 +22,8 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.trainer import warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,15 +73,12 @@ def play(stories: list[Story], *, limit_s: float = LIMIT_S, at_once: int = 1) ->
     """Play stories in a process of their own, some beside each other: ranks that lost one mostly wait."""
     path = os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STEPKEEPER_", "RANK", "WORLD"))}
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "tests.trainer.forked", str(at_once)],
-        input="\n".join(json.dumps(asdict(story)) for story in stories),
-        capture_output=True,
-        text=True,
+        text="\n".join(json.dumps(asdict(story)) for story in stories),
         cwd=ROOT,
         env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         timeout=LIMIT_S + limit_s * len(stories),
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return [Ended(**json.loads(line)) for line in done.stdout.splitlines()]

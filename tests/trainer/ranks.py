@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.ports import reserve
+from tests.trainer import warm
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -48,7 +49,11 @@ class Ranks:
         command: Sequence[str] = (),
         cwd: Path = ROOT,
     ) -> None:
-        """Start ranks; `disk` is a fault for `tests.trainer.faulty_disk`, `command` is run in place of `train_lm`."""
+        """Start ranks; `disk` is a fault for `tests.trainer.faulty_disk`.
+
+        A `command` runs in place of `train_lm`, in an interpreter of its own; `train_lm` is forked from one with torch.
+        """
+        start = subprocess.Popen if command else warm.Process
         script = ["-m", "stepkeeper_trainer.examples.train_lm"]
         if disk is not None:
             script = ["-m", "tests.trainer.faulty_disk", disk]
@@ -58,7 +63,7 @@ class Ranks:
         port = reserve()
         self.run_dir = run_dir
         self.logs = [run_dir.parent / f"{run_dir.name}.rank{r}.{time.monotonic_ns()}.log" for r in range(world_size)]
-        self.processes = []
+        self.processes: list[subprocess.Popen[bytes] | warm.Process] = []
         for rank, log in enumerate(self.logs):
             own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "STEPKEEPER_"))}
             own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()}
@@ -67,9 +72,7 @@ class Ranks:
                 own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             own |= (environment or {}) | of_rank(rank)
             with log.open("wb") as output:
-                self.processes.append(
-                    subprocess.Popen(command, cwd=cwd, env=own, stdout=output, stderr=subprocess.STDOUT)
-                )
+                self.processes.append(start(command, cwd=cwd, env=own, stdout=output, stderr=subprocess.STDOUT))
 
     def __enter__(self) -> Self:
         return self

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from tests.trainer import warm
 from tests.trainer.forked import LIMIT_S, ROOT, Ended, Story, warm_up
 from tests.trainer.forked import _play as play_story
 
@@ -58,18 +59,15 @@ class Stage:
         self._own_network = own_network
         self._process = self._started()
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _started(self) -> subprocess.Popen[str] | warm.Process:
         path = os.pathsep.join([str(ROOT / "trainer"), str(ROOT)])
         own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "STEPKEEPER_", "RANK", "WORLD"))}
-        return subprocess.Popen(
-            [*(["unshare", "--net"] if self._own_network else []), sys.executable, "-m", "tests.trainer.scenes"]
-            + (["own-network"] if self._own_network else []),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )
+        own |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        line = [sys.executable, "-m", "tests.trainer.scenes"]
+        if not self._own_network:
+            return warm.Process(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=own)
+        line = ["unshare", "--net", *line, "own-network"]
+        return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=own)
 
     def __enter__(self) -> Self:
         return self
@@ -81,7 +79,9 @@ class Stage:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(10)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def play(self, scene: str, directory: Path, **options: Any) -> Ended:
         """Play a scene; what is no field of `Order` is an argument of the scene."""
@@ -102,7 +102,7 @@ class Stage:
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], limit_s + STARTED_WITHIN_S)[0]:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(10)
             raise AssertionError("the scene has no end")
         answer = self._process.stdout.readline()
         assert answer, "the stage has ended"

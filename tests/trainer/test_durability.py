@@ -193,6 +193,7 @@ def test_a_name_that_was_removed_and_made_again_is_as_new(*, synced: bool) -> No
     assert found == [] if synced else ["name /d/a"]
 
 
+@pytest.mark.campaign
 def test_stock_dcp_commits_before_its_bytes_are_on_disk(tmp_path: Path) -> None:
     """The same check, on torch's own writer: it syncs `.metadata` before it is written, and no directory."""
     calls = trace(STOCK, str(tmp_path), log=tmp_path / "log")

@@ -36,6 +36,7 @@ from stepkeeper_trainer.load.safetensors import load_model
 from stepkeeper_trainer.save.writer import HashingFile
 from stepkeeper_trainer.store import export
 from tests.ports import reserve
+from tests.trainer import warm
 
 SMALL_CHUNK = 4096
 
@@ -286,13 +287,12 @@ def test_what_ranks_have_sharded_is_exported_whole_and_loads_into_sharded_models
         "sharded_story(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))"
     )
     port = str(reserve())
-    ranks = [subprocess.Popen([sys.executable, "-c", script, str(rank), port, str(tmp_path)]) for rank in range(2)]
+    ranks = [warm.Process([sys.executable, "-c", script, str(rank), port, str(tmp_path)]) for rank in range(2)]
     try:
         assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
 
 
 def test_the_model_of_a_real_run_is_exported(uninterrupted: tuple[Path, dict[int, str]], tmp_path: Path) -> None:

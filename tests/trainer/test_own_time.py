@@ -16,6 +16,7 @@ import torch
 from stepkeeper_trainer.formats import messages
 from stepkeeper_trainer.observe.straggler_probe import WARM_UP_STEPS, Own, StragglerProbe, parts
 from tests.ports import reserve
+from tests.trainer import warm
 from tests.trainer.ranks import LIMIT_S, ROOT, TINY, watcher_socket
 
 BUSY_S = 0.05  # of each of two forwards of a step
@@ -136,7 +137,7 @@ def test_a_rank_that_computes_longer_is_told_by_its_own_time_and_not_by_its_step
     step: dict[int, list[float]] = defaultdict(list)
     with watcher_socket(name) as sock, (tmp_path / "log").open("wb") as log:
         ranks = [
-            subprocess.Popen(
+            warm.Process(
                 command,
                 cwd=ROOT,
                 env=inherited | {"RANK": str(rank), "LOCAL_RANK": str(rank)},

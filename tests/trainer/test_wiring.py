@@ -388,7 +388,9 @@ def test_periodic_saves_come_back_when_the_storage_does(
 
     assert "storage_works_again rank=0 failures=3" in caplog.text
     assert caplog.text.count("storage_alarm") == 3
-    assert caplog.text.count("it is given time") == 3, "said once for each wait"
+    waits = [text.count("it is given time") for text in caplog.text.split("storage_alarm")[1:]]
+    assert any(waits), caplog.text
+    assert max(waits) == 1, "said once for each wait; none where a step took longer than that"
 
 
 @pytest.mark.usefixtures("one_process")

@@ -30,6 +30,7 @@ def train(python: Path, run_dir: Path, *, resume_from: str) -> dict[int, str]:
     return losses(run_dir)
 
 
+@pytest.mark.campaign
 def test_two_ranks_save_and_resume_with_the_same_losses(python: Path, tmp_path: Path) -> None:
     """With data parallelism, two optimizers, a schedule, and two loaders with workers."""
     run_dir = tmp_path / "run"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 
 from stepkeeper_trainer.save.save import Worker
+from tests.trainer import warm
 from tests.trainer.ranks import LIMIT_S, ROOT
 
 ENDS = """
@@ -45,7 +45,5 @@ def test_jobs_are_done_one_after_the_other() -> None:
 def test_a_script_that_ends_while_its_save_works_ends_with_its_own_code() -> None:
     """Without a wait the process is aborted: Python ends the thread in the middle of torch's code."""
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", ENDS, str(ROOT)], timeout=LIMIT_S, check=False, capture_output=True, text=True
-        )
+        done = warm.run([sys.executable, "-c", ENDS, str(ROOT)], timeout=LIMIT_S)
         assert (done.returncode, done.stdout) == (3, ""), done.stderr

@@ -208,6 +208,7 @@ def test_what_programs_do_wrong_drains_nothing(cluster: Lab, agents: Agents) -> 
     assert stay_in_service(cluster, node)
 
 
+@pytest.mark.campaign  # the rule itself: `test_decide`, in each run of the tests
 def test_the_drain_of_somebody_else_is_left_alone(cluster: Lab, agents: Agents) -> None:
     node = cluster.node_names[0]
     agents.start(node)
@@ -344,6 +345,7 @@ def test_only_our_own_drain_is_undone(cluster: Lab, gpu_agents: Agents) -> None:
     assert reason(cluster, node).startswith("stepkeeper: kept for the vendor")
 
 
+@pytest.mark.campaign  # the rule itself: `test_decide`, in each run of the tests
 def test_a_second_reset_in_a_week_is_for_a_person_to_look_at(cluster: Lab, gpu_agents: Agents) -> None:
     node = cluster.node_names[0]
     gpu_agents.configure(node, remedies={"undrain": True})
@@ -367,6 +369,7 @@ def test_a_second_reset_in_a_week_is_for_a_person_to_look_at(cluster: Lab, gpu_a
     assert is_drained(cluster, node)
 
 
+@pytest.mark.campaign  # the rule itself: `test_decide`, in each run of the tests
 def test_the_third_node_at_once_stays_in_service(cluster: Lab, agents: Agents) -> None:
     """What befalls many nodes at once is not their fault: two of four may go, one after the other or together."""
     agents.start()

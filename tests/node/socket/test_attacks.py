@@ -184,6 +184,7 @@ def test_connections_that_come_and_go_use_bounded_processor_time(agent: AgentPro
     assert agent.cpu_s() - before < 0.6 * (time.monotonic() - began + 0.5), "accepting is paced"
 
 
+@pytest.mark.campaign
 def test_two_hundred_connecting_processes_of_one_user_keep_no_other_from_joining(agent: AgentProcess) -> None:
     """Each join of the honest one is tried once."""
     agent.job(JOB, GAMES)

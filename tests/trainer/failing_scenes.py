@@ -203,7 +203,7 @@ def takes_over(rank: int, directory: Path, *, disks: str) -> int:
         else:
             assert mine.disk.reached.wait(LIMIT_S)
         dist.barrier()
-        requests._stop_asked, requests._deadline_asked = True, time.time() + 2 * LIMIT_S
+        requests.stop_asked, requests.deadline_asked = True, time.time() + 2 * LIMIT_S
         if mine.disk.gate is not None:
             threading.Thread(target=let_go, args=(first, mine.disk.gate), daemon=True).start()
         while not requests.stop_agreed:

@@ -297,15 +297,11 @@ class CheckpointManager:
             self._between.gate.leave()
         return self.finished
 
-    def alive(self) -> bool:
-        """Say in a long evaluation or warm-up that this rank is well; true means that a stop is agreed.
-
-        A rank may call it as often as it likes, and none has to.
-        """
+    def alive(self) -> None:
+        """Say in a long evaluation or warm-up that this rank is well; any rank may call it as often as it likes."""
         self._ready()
         self._periodic.paused()
         self._reporter.alive(self.step, self.tokens, self._counters.last_loss if self.rank == 0 else None)
-        return self._requests.stop_agreed
 
     def wait_staged(self) -> None:
         """Return when the state may change: the copy that a save in flight takes of it is complete, or ordered before.

@@ -28,6 +28,7 @@ STRIDE = int(os.environ.get("STEPKEEPER_CRASH_STRIDE", "3"))
 SCENES = {
     "save": 150,
     "save of two ranks": 70,
+    "save of two ranks, one late": 70,
     "save past the page cache": 40,
     "save by way of a node's disk": 150,
     "save after a rollback": 90,
@@ -37,15 +38,18 @@ SCENES = {
     "bring home from an object store": 25,
     "export": 20,
 }
-QUICK = tuple(scene for scene in SCENES if "object store" not in scene)  # a store takes its time to start
+QUICK = tuple(
+    scene for scene in SCENES if "object store" not in scene and "late" not in scene
+)  # others take their time
+NEWER = "a newer attempt"  # the older one is stopped at each call, and goes on when the newer one has saved
 REQUESTS = "copy to an object store"  # killed at the requests that change it, before and while and after they arrive
-SCENES_AND_REQUESTS = {REQUESTS: 40} | SCENES  # the longest first
+SCENES_AND_REQUESTS = {REQUESTS: 40, NEWER: 60} | SCENES  # the longest first
 
 
 def play(tmp_path: Path, stride: int, *scenes: str) -> list[dict[str, Any]]:
     """Return the reports of `tests.trainer.crash.campaign`, or of that of requests."""
-    module = "store" if scenes == (REQUESTS,) else "campaign"
-    words = () if module == "store" else scenes
+    module = {(REQUESTS,): "store", (NEWER,): "attempts"}.get(scenes, "campaign")
+    words = scenes if module == "campaign" else ()
     reports = command.play(f"tests.trainer.crash.{module}", tmp_path, stride, *words, limit_s=LIMIT_S)
     for report in reports:
         counts = f"{len(report['points'])} points, {report['played']} played, {report['torn']} torn writes"

@@ -36,6 +36,7 @@ SCENES: dict[str, Scene] = {
     for scene in (
         scenes.Save(),
         scenes.SaveOfTwo(),
+        scenes.SkewedSave(),
         scenes.LargeSave(),
         tier_scenes.TieredSave(),
         scenes.Replay(),

@@ -114,7 +114,7 @@ def latest_step(checkpoints: Path) -> int:
 
 
 class Save(Scene):
-    """The first saves of a run: everything is made, a layer becomes cold and is linked."""
+    """The first saves of a run: everything is made."""
 
     name = "save"
     upto: ClassVar[int] = 5
@@ -144,6 +144,15 @@ class SaveOfTwo(Save):
     name = "save of two ranks"
     world_size = 2
     upto = 3
+
+
+class SkewedSave(SaveOfTwo):
+    """Rank 1 comes to its part of each save when rank 0 has done its own."""
+
+    name = "save of two ranks, one late"
+
+    def act(self, rank: int, root: Path, tell: Tell) -> None:
+        train(root / "run", self.upto, tell, rank=rank, world_size=self.world_size, late_s=0.3 * rank)
 
 
 class LargeSave(Save):

@@ -88,7 +88,15 @@ def keep(training: Training, run_dir: Path, *, rank: int = 0, **options: Any) ->
 
 
 def train(
-    run_dir: Path, upto: int, tell: Tell, *, rank: int = 0, world_size: int = 1, rows: int = 0, **options: Any
+    run_dir: Path,
+    upto: int,
+    tell: Tell,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    rows: int = 0,
+    late_s: float = 0.0,
+    **options: Any,
 ) -> None:
     """Resume, save each step from there on, wait for each save, and finish."""
     if world_size > 1:
@@ -97,6 +105,10 @@ def train(
     training = Training(rows)
     manager = keep(training, run_dir, rank=rank, every=1, total_steps=upto, **options)
     manager.resume()
+    assert manager._saver is not None
+    if late_s:
+        make_way = manager._saver._make_way
+        manager._saver._make_way = lambda *given: (time.sleep(late_s), make_way(*given))[1]  # type: ignore[method-assign]
     if world_size == 1:
         tell(resumed=manager.step, digest=training.digest())
     while not manager.finished:

@@ -137,7 +137,7 @@ class CudaMark:
 
     def wait(self) -> None:
         """Wait for it in this thread."""
-        with torch.cuda.device(self._device), allowed_during_capture():  # else a context on the first GPU is made
+        with allowed_during_capture(), torch.cuda.device(self._device):  # else a context on the first GPU is made
             self._event.synchronize()
 
 

@@ -132,7 +132,7 @@ class Snapshot:
         for chunk in beside:
             try:
                 buffer = self._lane.buffer(chunk.count, chunk.dtype)
-            except torch.OutOfMemoryError:  # another process was faster, or the free memory is in pieces
+            except torch.cuda.OutOfMemoryError:  # another process took it, or the free memory is in pieces
                 directly += beside[len(copies) :]
                 break
             own = [tensors[n] for n in chunk.numbers]

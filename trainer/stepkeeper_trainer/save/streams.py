@@ -45,12 +45,12 @@ class Lane(Protocol):
         """Let the stream beside wait for what training was given until now."""
 
     def spare_bytes(self) -> int:
-        """Return how much memory of the device nobody will miss."""
+        """Return how much memory of the device a snapshot may take for a while."""
 
     def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory that training fills and the stream beside reads; it is free again once both have.
 
-        Raises torch.OutOfMemoryError.
+        Raises torch.cuda.OutOfMemoryError.
         """
 
     def mark(self) -> Mark:
@@ -60,8 +60,8 @@ class Lane(Protocol):
 def spare(*, free: int, total: int, kept: int) -> int:
     """Return how much of a device's memory a snapshot may take for a while.
 
-    `free` is what no process has, and `kept` what the allocator has of snapshots before.  What it has else, training
-    had at its peak and needs again in the next step, before a snapshot could give it back.
+    `free` is what no process has, and `kept` what the allocator keeps of the snapshot before.  The rest of the
+    allocator's unused memory is left alone: training had it at its peak, and needs it again in the next step.
     """
     return max(0, free + kept - max(MARGIN_BYTES, total // MARGIN_PART))
 
@@ -73,7 +73,7 @@ class CudaLane:
         """Make the stream beside; once for each GPU."""
         self._device = device
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._taken = self._flushes = 0  # by the snapshot before, and what the allocator's count was then
+        self._taken = self._flushes = 0  # bytes of the snapshot before, and the allocator's count then
 
     def current(self) -> AbstractContextManager[object]:
         """Make the GPU the current one."""
@@ -145,8 +145,8 @@ class CudaMark:
 def allowed_during_capture() -> Iterator[None]:
     """Let this thread wait for events and register memory while another one captures a CUDA graph.
 
-    In torch's usual (global) mode of a capture such a call of any thread fails, and breaks the capture.  None of these
-    has a part in a graph; for the thread that says so, CUDA then checks nothing.
+    In torch's usual (global) mode of a capture such a call of any thread fails, and breaks the capture.  No graph
+    depends on these calls, so CUDA need not check them: the relaxed mode counts for the calling thread alone.
     """
     exchange = _find_exchange()
     mode = ctypes.c_int(_RELAXED)

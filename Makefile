@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-recovery lint clean test-slurm-newest
+.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -82,6 +82,10 @@ bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/ben
 
 bench-checkpoint: setup  ## what checkpoints cost, against torch's own (docs/benchmarks-checkpoint.md)
 	$(V)/python -m tests.bench_checkpoint $(BENCH)
+
+# torch with CUDA is not what `setup` installs: give the Python of an environment that has it
+bench-gpu: $(if $(GPU_PYTHON),,setup)  ## what saves and loads cost on a GPU, against torch's own; GPU_PYTHON=PATH
+	PYTHONPATH=trainer:supervisor:. $(or $(GPU_PYTHON),$(V)/python) -m tests.bench_gpu $(BENCH)
 
 bench-recovery: setup  ## recoveries under us and six other ways, side by side (docs/benchmarks-recovery.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_recovery $(BENCH)

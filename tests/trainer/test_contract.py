@@ -61,12 +61,12 @@ PRIVATE = [
     Private("torch:_utils._rebuild_tensor_v3", ("serialise",), "as _rebuild_tensor_v2, for the newer dtypes"),
     Private(
         "torch:_foreach_copy_",
-        ("staging",),
+        ("copying", "snapshot"),
         "copy_ in a loop: slower for many small tensors (bench-checkpoint tells by how much)",
     ),
     Private(
         "torch.distributed.tensor:DTensor._local_tensor",
-        ("staging",),
+        ("tree",),
         "to_local() gives the same outside autograd, ten times slower for thousands of tensors",
     ),
     Private(
@@ -78,6 +78,18 @@ PRIVATE = [
         "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
         ("safetensors_io",),
         "where this rank's shard begins: sums of what torch.chunk gives the ranks before it",
+    ),
+    Private("torch:_C", ("snapshot", "random_state"), "the module of the next two"),
+    Private(
+        "torch._C:_nn.unflatten_dense_tensors",
+        ("snapshot",),
+        "[part.view(like.shape) for part, like in zip(flat.split([like.numel() for like in tensors]), tensors)]",
+    ),
+    Private("torch._C:_nn", ("snapshot",), "as unflatten_dense_tensors, which it holds"),
+    Private(
+        "torch._C:_cuda_hasPrimaryContext",
+        ("random_state",),
+        "torch.cuda.max_memory_reserved(device) > 0, where the allocator is not cudaMallocAsync",
     ),
     Private(
         "torch._C:_distributed_c10d",
@@ -95,6 +107,8 @@ PRIVATE = [
 @pytest.mark.parametrize("private", PRIVATE, ids=lambda private: private.name)
 def test_a_private_name_is_where_it_was(private: Private) -> None:
     module, _, path = private.name.partition(":")
+    if path.startswith("_cuda_") and importlib.import_module("torch").version.cuda is None:
+        pytest.skip("this torch was built without CUDA")
     try:
         found = importlib.import_module(module)
         if path.startswith("DTensor."):

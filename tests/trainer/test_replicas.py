@@ -176,23 +176,6 @@ def test_sign_bits_that_change_in_pairs_change_the_hash(data: st.DataObject) -> 
     assert not torch.equal(hash_rows(words), hash_rows(changed))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_hashes_what_is_compared_beside_training() -> None:
-    tensors = {"w": torch.rand(1 << 24, device="cuda"), "buffer": torch.rand(1 << 20, device="cuda")}
-    expected = {name: hash_bytes(bytes(hash_rows(tensor.cpu()).numpy())).value for name, tensor in tensors.items()}
-    owner, other = staging_of(tensors, list(tensors), device=True), staging_of(tensors, [], device=True)
-    for staging in (owner, other):
-        staging.copy(tensors, frozenset({"buffer"}))
-        staging.wait_before_change()
-    for tensor in tensors.values():
-        tensor.zero_()
-    for staging in (owner, other):
-        staging.finish()
-        for name, value in expected.items():
-            assert staging.hash_of(name) == Hash(value, "rows")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 2048, 5000, 5001])
 def test_views_of_a_flat_buffer_hash_by_their_values_wherever_they_begin(

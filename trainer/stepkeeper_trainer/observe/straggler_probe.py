@@ -152,6 +152,7 @@ class _Device:
             and self._open
             and torch.is_grad_enabled()
             and len(self._pairs) < PAIRS_MAX
+            and not torch.cuda.is_current_stream_capturing()  # such an event never comes, and asking for it fails
         ):
             self._pairs.append((_recorded(), None))
 

@@ -5,8 +5,8 @@ They are folded into so many buckets a group of ranks that a report stays small.
 
 Hashes of tensors where they are: what only has to be compared with other ranks' copies need not be staged.
 
-In the host's memory that reads once, where a copy reads and writes.  On a GPU the device hashes, beside what it is
-given next, and one number a row comes to the host.
+In the host's memory that reads once, where a copy reads and writes.  On a GPU the device hashes, in the order of its
+stream, and one number a row comes to the host.
 """
 
 from __future__ import annotations
@@ -153,10 +153,11 @@ class InPlace:
         self._staged = staged
         self._found: dict[str, Hash] = {}
         self._rows: dict[str, torch.Tensor] = {}  # pinned; filled by the device
+        self._issued: set[str] = set()  # of these names, at this save: a script may move a tensor to the host
 
     def look(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hash what is in the host's memory.  `tensors` are those that this rank holds."""
-        self._found = {}
+        self._found, self._issued = {}, set()
         for name in self.names:
             if name not in self._staged and not tensors[name].is_cuda:
                 self._found[name] = hash_tensor(tensors[name])
@@ -169,12 +170,12 @@ class InPlace:
                 if name not in self._rows:
                     self._rows[name] = torch.empty_like(rows, device="cpu", pin_memory=True)
                 self._rows[name].copy_(rows, non_blocking=True)
+                self._issued.add(name)
 
     def of(self, name: str) -> Hash | None:
         """Return a tensor's hash, if it was hashed where it is."""
-        rows = self._rows.get(name)
-        if rows is not None:
-            return Hash(hash_tensor(rows).value, "rows")
+        if name in self._issued:
+            return Hash(hash_tensor(self._rows[name]).value, "rows")
         return self._found.get(name)
 
 

@@ -8,9 +8,7 @@ Allocated and touched before the first save, pinned where there is a GPU; there 
 from __future__ import annotations
 
 import math
-import mmap
-import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,19 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.errors import StateError
 from stepkeeper_trainer.formats.collecting import paused
-from stepkeeper_trainer.log import warn
+from stepkeeper_trainer.save.arena import PAGE_BYTES, Arena
 from stepkeeper_trainer.save.copying import Copier
+from stepkeeper_trainer.save.devices import Devices
 from stepkeeper_trainer.save.replicas import IN_PLACE_BYTES, Hash, InPlace, hash_bytes
 from stepkeeper_trainer.save.serialise import ALIGNMENT, Frame, frame
-from stepkeeper_trainer.state.tree import is_plain
+from stepkeeper_trainer.save.streams import cuda_lane
+from stepkeeper_trainer.state.tree import is_plain, local
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from stepkeeper_trainer.save.writer import Extent
-
-
-PAGE_BYTES = 4096
 
 
 _look = attrgetter("shape", "dtype")
@@ -67,11 +64,6 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> list[Any] | None:
     if DTensor not in set(map(type, tensors.values())):
         return None
     return [tensor._spec if type(tensor) is DTensor else None for tensor in tensors.values()]  # noqa: SLF001  # pinned by a test
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor, without a copy and without autograd."""
-    return tensor._local_tensor if type(tensor) is DTensor else tensor  # noqa: SLF001  # pinned by a test
 
 
 class Piece(NamedTuple):
@@ -122,84 +114,28 @@ def lay_out(kinds: Mapping[str, Kind], groups: Iterable[Sequence[str]]) -> Layou
     return Layout(tuple(placed), at, {piece.name: piece for group in placed for piece in group})
 
 
-class Arena:
-    """Memory of one size, touched; it grows and never shrinks."""
-
-    def __init__(self) -> None:
-        """Hold nothing yet."""
-        self._map: mmap.mmap | None = None
-        self._registered: int | None = None
-        self.tensor = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def bytes(self) -> int:
-        """How much memory is held."""
-        return self.tensor.numel()
-
-    @property
-    def view(self) -> memoryview:
-        """The bytes."""
-        return memoryview(b"") if self._map is None else memoryview(self._map)
-
-    def grow(self, size: int, *, pinned: bool) -> None:
-        """Hold at least `size` bytes; the content is lost.  `pinned` for copies from the current GPU beside it.
-
-        Raises OSError or MemoryError.
-        """
-        if size <= self.bytes:
-            return
-        self.release()
-        size = -(-size // PAGE_BYTES) * PAGE_BYTES
-        descriptor = os.memfd_create("stepkeeper-staging", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, size)
-            # Without a check first, memory that is not there would be a SIGBUS in the middle of a copy.
-            os.posix_fallocate(descriptor, 0, size)
-            self._map = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.tensor.zero_()  # the page tables too are made now, and not in the first save
-        if pinned:
-            self._pin()
-
-    def release(self) -> None:
-        """Give the memory back, once nobody looks at it any more."""
-        if self._registered is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
-            self._registered = None
-        self.tensor = torch.empty(0, dtype=torch.uint8)
-        self._map = None
-
-    def _pin(self) -> None:
-        pointer = self.tensor.data_ptr()
-        code = torch.cuda.cudart().cudaHostRegister(pointer, self.bytes, 0)  # type: ignore[no-untyped-call]
-        if int(code) == 0:
-            self._registered = pointer
-        else:
-            why = "copies from the GPU hold training up while they run: look at `ulimit -l` and the memory of the node"
-            warn("staging_not_pinned", bytes=self.bytes, cuda_error=int(code), why=why)
-
-
 class Staging:
     """Copies a state into the arena.  Its memory belongs to one save at a time."""
 
-    def __init__(self, *, device: bool | None = None) -> None:
-        """Prepare; `device` says whether tensors may live on a GPU (None: if there is one)."""
+    def __init__(self, *, device: bool | None = None, overlap: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            device: whether tensors may live on a GPU (None: if there is one).
+            overlap: what a GPU holds is copied beside training, which must not change it before it has called
+                `wait_before_change`; else no later change reaches the copies.
+        """
         self._device = torch.cuda.is_available() if device is None else device
-        self._gpu: torch.device | None = None  # that holds tensors; a thread of its own has another one as the current
+        self._devices = Devices(cuda_lane, overlap=overlap)
+        self._gpu: torch.device | None = None  # the first that holds tensors
         self.arena = Arena()
-        self._copier = Copier([], [])
         self._in_place = InPlace()
         self.layout: Layout | None = None
         self.signature: Signature | None = None
         self._kinds: dict[str, Kind] = {}
         self._taken: Signature | None = None
-        self._places: list[torch.Tensor] = []
-        self._names: list[str] = []
         self._whole = False  # no tensor is a DTensor
-        self._stream: Any = None
-        self._copied: Any = None  # event: the arena holds everything
+        self._place([], [])
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the state is laid out as the one before."""
@@ -240,10 +176,13 @@ class Staging:
         Raises OSError where there is not enough memory.
         """
         self.signature = None
+        self.finish()  # of a save that came to nothing: the device may still write
         layout = lay_out(self._kinds, groups)
-        self.layout, self._places, self._names, self._copier = None, [], [], Copier([], [])
+        self.layout = None
+        self._place([], [])
         self._in_place = InPlace(self.large(compared), layout.pieces)
-        with self._on_gpu():
+        # a thread has a current GPU of its own, the first: each rank of a node would make a context there
+        with nullcontext() if self._gpu is None else torch.cuda.device(self._gpu):
             self.arena.grow(layout.bytes, pinned=self._gpu is not None)
         flat, view = self.arena.tensor, self.arena.view
         places: list[torch.Tensor] = []
@@ -259,41 +198,60 @@ class Staging:
                     dtype, shape = self._kinds[piece.name]
                     names.append(piece.name)
                     places.append(flat[piece.data : piece.tail].view(dtype).view(shape))
-        self.layout, self._places, self._names = layout, places, names
-        number = {name: n for n, name in enumerate(self._kinds)}
-        self._copier = Copier(places, [number[name] for name in names])
-        self.signature = self._taken
+        self._place(names, places)
+        self.layout, self.signature = layout, self._taken
         self._whole = self._taken is not None and self._taken.specs is None
 
-    def copy(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str] | None = None) -> None:
-        """Copy the state.  On a GPU the copies of all but `early` run on beside what is issued next.
+    def copy(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str] = frozenset()) -> None:
+        """Copy the state as it is now; call `finish` before the arena is read.
 
-        Call `wait_before_change` before anything changes the tensors, and `finish` before the arena is read.
+        What the host holds is copied when this returns.  What a GPU holds is copied in the order of training's stream:
+        whatever that is given next does not reach the copies.  With `overlap` only changes after `wait_before_change`
+        do not, and for `early` any.
+
+        Raises:
+            StateError: a CUDA graph is being captured.
+            RuntimeError: a device has failed.
         """
         assert self.layout is not None
         with torch.no_grad():
-            if self._gpu is not None:
-                with self._on_gpu():
-                    self._copy_beside(tensors, early or frozenset())
+            if self._has_gpu(tensors):
+                self._copy_from_gpus(tensors, early)
             else:
+                self.finish()
                 self._copier.copy(self._local(tensors))
                 self._in_place.look(self._compared(tensors))
 
-    def copy_if_it_fits(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str] | None = None) -> bool:
+    def copy_if_it_fits(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str] = frozenset()) -> bool:
         """Copy the state if it is laid out as the one before, and say so; otherwise the arena holds nothing of use.
 
         With many tensors the look at each and the copying go on beside each other.
         """
-        if self._gpu is not None or self.signature is None or len(tensors) != len(self.signature.names):
+        if self.signature is None or len(tensors) != len(self.signature.names):
+            return False
+        if self._has_gpu(tensors):
             if not self.fits(tensors):
                 return False
             self.copy(tensors, early)
             return True
         with torch.no_grad():
+            self.finish()
             if not self._copier.copy(self._local(tensors), lambda: self.fits(tensors)):
                 return False
             self._in_place.look(self._compared(tensors))
             return True
+
+    def wait_before_change(self) -> None:
+        """Have devices finish copying before what training gives them next.  Without `overlap` that is so anyway."""
+        self._devices.hold_training()
+
+    def finish(self) -> None:
+        """Wait until the arena holds everything (in the save's thread).
+
+        Raises:
+            RuntimeError: a device has failed.
+        """
+        self._devices.finish()
 
     def hash_of(self, name: str) -> Hash | None:
         """Return the hash of a tensor as it was copied, after `finish`; None where nobody looked at it."""
@@ -310,56 +268,18 @@ class Staging:
         values = list(tensors.values())
         return values if self._whole else [local(tensor) for tensor in values]
 
-    def _copy_beside(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str]) -> None:
-        current = torch.cuda.current_stream()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(current)
-        soon, later = _split(self._names, self._places, tensors, early)
-        compared = self._compared(tensors)
-        self._in_place.look(compared)
-        with torch.cuda.stream(self._stream):
-            _issue(*soon)
-            self._in_place.issue({name: compared[name] for name in compared if name in early})
-            first = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            first.record(self._stream)
-            _issue(*later)
-            self._in_place.issue({name: compared[name] for name in compared if name not in early})
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(self._stream)
-        current.wait_event(first)  # the next forward may change them; the device waits, and not the host
+    def _has_gpu(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        return self._device and any(local(tensor).is_cuda for tensor in tensors.values())
 
-    def wait_before_change(self) -> None:
-        """Let the device finish copying before what it is given next changes the tensors."""
-        copied = self._copied
-        if copied is not None:
-            torch.cuda.current_stream(self._gpu).wait_event(copied)
+    def _place(self, names: list[str], places: list[torch.Tensor]) -> None:
+        """Know where each tensor is copied to."""
+        number = {name: n for n, name in enumerate(self._kinds)}
+        self._places, self._order = places, [number[name] for name in names]
+        self._copier = Copier(places, self._order)
+        self._devices.place(names, places)
 
-    def finish(self) -> None:
-        """Wait until the arena holds everything (in the save's thread)."""
-        copied = self._copied
-        if copied is not None:
-            with self._on_gpu():
-                copied.synchronize()
-
-    def _on_gpu(self) -> AbstractContextManager[object]:
-        """Make the GPU that holds tensors the current one: else each call would make a context on the first GPU."""
-        return nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
-
-
-def _split(
-    names: list[str], places: list[torch.Tensor], tensors: Mapping[str, torch.Tensor], early: frozenset[str]
-) -> tuple[tuple[list[torch.Tensor], list[torch.Tensor]], tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    soon: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    later: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for name, place in zip(names, places, strict=True):
-        tensor = local(tensors[name])
-        chosen = soon if name in early or not tensor.is_cuda else later
-        chosen[0].append(place)
-        chosen[1].append(tensor)
-    return soon, later
-
-
-def _issue(places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-    if places:
-        torch._foreach_copy_(places, tensors, non_blocking=True)
+    def _copy_from_gpus(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str]) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise StateError("a save began while a CUDA graph is captured: call step_done() and save() outside of it")
+        values = self._local(tensors)
+        self._devices.copy([values[n] for n in self._order], self._in_place, self._compared(tensors), early)

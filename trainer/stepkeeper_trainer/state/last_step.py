@@ -88,7 +88,8 @@ class LastStep:
             if any(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects()):
                 self.why_not = "a CUDA graph may change the state at any time"
                 return False
-            torch.cuda.synchronize()
+            for device in {each.device for each in (*self._weights, *map(local, gathered.others)) if each.is_cuda}:
+                torch.cuda.synchronize(device)
         same = (
             self._has_its_tensors()
             and self._look(gathered) == (self._versions, self._addresses)

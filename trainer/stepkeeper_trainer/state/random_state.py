@@ -1,4 +1,7 @@
-"""The random generators of a rank: Python's, NumPy's, torch's for CPU and GPU, as uint8 tensors.
+"""The random generators of a rank: Python's, NumPy's, torch's for CPU and GPUs, as uint8 tensors.
+
+`cuda` is that of the current GPU, and `cuda+1` that of the next one, where the process uses that too: a rank may get
+other GPUs of its node when it is resumed.
 
 Generators of ranks that the checkpoint never had (a larger world) are derived from (seed, step, rank).
 """
@@ -19,6 +22,7 @@ from stepkeeper_trainer.log import say
 from stepkeeper_trainer.state.tree import from_blob, join, split, to_blob
 
 _OURS = "_stepkeeper_state"  # attribute of a tensor
+_CUDA = "cuda"
 
 
 def collect() -> dict[str, torch.Tensor]:
@@ -33,7 +37,7 @@ def capture() -> dict[str, Any]:
     if numpy is not None:
         found["numpy"] = numpy.random.get_state(legacy=True)
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
+        found |= _collect_cuda()
     return found
 
 
@@ -58,7 +62,7 @@ def peek() -> dict[str, bytes]:
     """Return the state of torch's own generators: a few microseconds, and no wait for a GPU."""
     found = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.get_rng_state()
+        found |= _collect_cuda()
     return {name: bytes(view_bytes(state)) for name, state in found.items()}
 
 
@@ -73,8 +77,46 @@ def restore(found: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(found["torch"])
     if "numpy" in found:
         _restore_numpy(found["numpy"])
-    if "cuda" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state(found["cuda"])
+    if torch.cuda.is_available():
+        _restore_cuda({name: state for name, state in found.items() if name.startswith(_CUDA)})
+
+
+def name_of(device: int, current: int, count: int) -> str:
+    """Return the name of a GPU's generator, seen from the current GPU of `count`."""
+    ahead = (device - current) % count
+    return f"{_CUDA}+{ahead}" if ahead else _CUDA
+
+
+def device_of(name: str, current: int, count: int) -> int | None:
+    """Return the GPU whose generator has that name; None where there are too few."""
+    ahead = int(name.removeprefix(_CUDA) or 0)
+    return (current + ahead) % count if ahead < count else None
+
+
+def _collect_cuda() -> dict[str, torch.Tensor]:
+    """Return the generators of the current GPU and of each that this process uses: which has a context there.
+
+    A state is two numbers in the host's memory: reading it makes no context.
+    """
+    here = torch.cuda.get_rng_state()
+    current, generators = torch.cuda.current_device(), torch.cuda.default_generators
+    count = len(generators)
+    used = (n for n in range(count) if n != current and _has_context(n))
+    return {_CUDA: here} | {name_of(n, current, count): generators[n].get_state() for n in used}
+
+
+def _has_context(device: int) -> bool:
+    """Whether this process uses a GPU; asking makes no context there."""
+    return bool(torch._C._cuda_hasPrimaryContext(device))  # type: ignore[attr-defined]  # noqa: SLF001  # pinned by a test
+
+
+def _restore_cuda(found: dict[str, torch.Tensor]) -> None:
+    for name, state in found.items():
+        device = device_of(name, torch.cuda.current_device(), torch.cuda.device_count())
+        if device is None:
+            say("rng_left_out", generator=name, why="this rank sees fewer GPUs than where the checkpoint was made")
+        else:
+            torch.cuda.set_rng_state(state, device)
 
 
 def _restore_numpy(saved: torch.Tensor) -> None:

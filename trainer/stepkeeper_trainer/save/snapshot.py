@@ -1,0 +1,176 @@
+"""A snapshot of what one device holds, as it is when training gives the device what comes next.
+
+The copies are ordered in training's own stream, so that no later change reaches them, whatever makes it: the optimizer,
+a swap of the weights, a CUDA graph.  As much as fits is copied within the device, which takes little of its time, and
+goes to the host beside training; the rest goes to the host at once.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from stepkeeper_trainer.save.streams import Lane, Mark
+
+
+CHUNK_BYTES = 256 * 1024**2
+GRAIN_BYTES = 2 * 1024**2  # the device's memory is given in multiples
+PIECE_BYTES = 16 * 1024**2  # of a tensor that lies otherwise than its place: gathered by the device first
+# what torch copies many tensors of with one kernel; others one by one
+_TOGETHER = frozenset(
+    {
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+        torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
+        torch.float8_e4m3fn, torch.float8_e5m2,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tensors of one type that are copied within the device to one buffer."""
+
+    dtype: torch.dtype
+    numbers: tuple[int, ...]
+    count: int  # elements of all
+
+    @property
+    def bytes(self) -> int:
+        """How much memory of the device the buffer takes."""
+        return -(-self.count * self.dtype.itemsize // GRAIN_BYTES) * GRAIN_BYTES
+
+
+def divide(kinds: Sequence[tuple[torch.dtype, int]], chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
+    """Divide tensors, given by type and number of elements, into chunks: the smallest first.
+
+    A small tensor costs the device as much time on the way to the host as a larger one, so it is copied within the
+    device first.  One that is larger than a chunk is one of its own.
+    """
+    found: list[list[int]] = []
+    newest: dict[torch.dtype, list[int]] = {}
+    room: dict[torch.dtype, int] = {}
+    for number in sorted(range(len(kinds)), key=lambda n: kinds[n][0].itemsize * kinds[n][1]):
+        dtype, count = kinds[number]
+        size = dtype.itemsize * count
+        if dtype not in newest or size > room[dtype]:
+            newest[dtype], room[dtype] = [], chunk_bytes
+            found.append(newest[dtype])
+        newest[dtype].append(number)
+        room[dtype] -= size
+    return [Chunk(kinds[ns[0]][0], tuple(ns), sum(kinds[n][1] for n in ns)) for ns in found]
+
+
+def choose(chunks: Sequence[Chunk], spare_bytes: int) -> tuple[list[Chunk], list[Chunk]]:
+    """Return the chunks that are copied within the device, and those that go to the host at once."""
+    beside: list[Chunk] = []
+    directly: list[Chunk] = []
+    for chunk in chunks:
+        fits = chunk.bytes <= spare_bytes
+        (beside if fits else directly).append(chunk)
+        spare_bytes -= chunk.bytes if fits else 0
+    return beside, directly
+
+
+class Snapshot:
+    """Copies what one device holds to its places in the host's memory."""
+
+    def __init__(self, lane: Lane, places: Sequence[torch.Tensor]) -> None:
+        """Plan it; `places` are in the order of the tensors."""
+        self._lane, self._places = lane, places
+        self._chunks = divide([(place.dtype, place.numel()) for place in places])
+
+    def take(self, tensors: Sequence[torch.Tensor], look: Callable[[], object]) -> Mark:
+        """Copy tensors as they are now, and `look` at others; the places are filled when the device reaches the mark.
+
+        Raises:
+            RuntimeError: the device has failed, or has no memory to gather what lies otherwise than its place.
+        """
+        lane = self._lane
+        with lane.current(), self._at_rest_on_error():
+            copies, directly = self._copy_within(tensors)
+            for chunk in directly:
+                _copy_to_host(self._places_of(chunk), [tensors[n] for n in chunk.numbers])
+            look()
+            lane.follow_training()  # the way to the host was training's alone until now
+            with lane.beside():
+                for chunk, copy in copies:
+                    _copy_to_host(self._places_of(chunk), copy)
+                return lane.mark()
+
+    def take_overlapping(
+        self, tensors: Sequence[torch.Tensor], early: Collection[int], look: Callable[[bool], object]
+    ) -> Mark:
+        """Copy tensors beside training, which must not change them before the mark; first the numbers in `early`.
+
+        Those training's stream waits for at once.  `look` is called twice: for early ones (True), and for the rest.
+        """
+        lane = self._lane
+        with lane.current(), self._at_rest_on_error():
+            lane.follow_training()
+            marks: list[Mark] = []
+            with lane.beside():
+                for is_early in (True, False):
+                    numbers = [n for n in range(len(tensors)) if (n in early) is is_early]
+                    _copy_to_host([self._places[n] for n in numbers], [tensors[n] for n in numbers])
+                    look(is_early)
+                    marks.append(lane.mark())
+            marks[0].hold_training()
+            return marks[1]
+
+    def _copy_within(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[tuple[Chunk, list[torch.Tensor]]], list[Chunk]]:
+        """Copy within the device what fits there; return the copies, and the chunks that were not copied."""
+        beside, directly = choose(self._chunks, self._lane.spare_bytes())
+        copies: list[tuple[Chunk, list[torch.Tensor]]] = []
+        for chunk in beside:
+            try:
+                buffer = self._lane.buffer(chunk.count, chunk.dtype)
+            except torch.cuda.OutOfMemoryError:  # another process took it, or the free memory is in pieces
+                directly += beside[len(copies) :]
+                break
+            own = [tensors[n] for n in chunk.numbers]
+            copy = torch._C._nn.unflatten_dense_tensors(buffer, own)  # noqa: SLF001  # views, made without Python
+            if chunk.dtype in _TOGETHER:
+                torch._foreach_copy_(copy, own)
+            else:
+                for one, tensor in zip(copy, own, strict=True):
+                    one.copy_(tensor)
+            copies.append((chunk, copy))
+        return copies, directly
+
+    def _places_of(self, chunk: Chunk) -> list[torch.Tensor]:
+        return [self._places[n] for n in chunk.numbers]
+
+    @contextmanager
+    def _at_rest_on_error(self) -> Iterator[None]:
+        """Let no copy go on to places that are used for something else after an error."""
+        try:
+            yield
+        except BaseException:
+            self._lane.follow_training()
+            self._lane.mark().wait()
+            raise
+
+
+def _copy_to_host(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Issue copies to the host on the current stream."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        pairs = [pair for place, tensor in zip(places, tensors, strict=True) for pair in _pieces(place, tensor)]
+        places, tensors = [place for place, _ in pairs], [tensor for _, tensor in pairs]
+    if tensors:
+        torch._foreach_copy_(list(places), list(tensors), non_blocking=True)
+
+
+def _pieces(place: torch.Tensor, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Split a tensor that lies otherwise than its place: the device gathers one piece at a time, in spare memory."""
+    if tensor.is_contiguous() or tensor.nbytes <= PIECE_BYTES:
+        return iter([(place, tensor)])
+    rows = max(1, PIECE_BYTES * tensor.shape[0] // tensor.nbytes)
+    return zip(torch.split(place, rows), torch.split(tensor, rows), strict=True)

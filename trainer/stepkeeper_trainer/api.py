@@ -70,6 +70,7 @@ class CheckpointManager:
         tracker: Tracker | None = None,
         tiers: Tiers | None = None,
         load_memory_gib: float | None = None,
+        overlap_copies: bool = False,
         attach_signals: bool | None = None,
         attach_hooks: bool | None = None,
         attach_excepthook: bool | None = None,
@@ -99,6 +100,8 @@ class CheckpointManager:
                 sets count instead, where they name any.
             load_memory_gib: what all ranks of a node together may take to load a step, beyond the state itself; 1 GiB
                 a rank if it is not given.  `STEPKEEPER_LOAD_MEMORY_GIB` counts instead, where it is set.
+            overlap_copies: copy from a GPU beside training, which then waits less: only an optimizer's step waits for the
+                copies, so call `wait_staged` before the state changes in another way.
             attach_signals: take SIGTERM and SIGUSR1 as notices; a handler of the script's own is still called.  If it
                 is not given: under a supervisor or in a Slurm job.
             attach_hooks: have the first module and each optimizer call back, to name slow ranks and to save between
@@ -130,7 +133,7 @@ class CheckpointManager:
         self._agreement = Agreement(groups.new_group(agree_within_s + save_within_s), within_s=agree_within_s)
         self._notices = groups.new_group(agree_within_s) if self._hooks else None
         self._nodes = self._agreement.gather(self._environment.node)  # of the ranks
-        self._read_back = read_back
+        self._read_back, self._overlap_copies = read_back, overlap_copies
         self._load_limits = resuming.choose_limits(
             self._environment.load_memory_gib, load_memory_gib, ranks=self._nodes.count(self._environment.node)
         )
@@ -411,6 +414,7 @@ class CheckpointManager:
             listeners=self.listeners,
             uploader=self._tiering.uploader if self._tiering is not None else None,
             read_back=self._read_back,
+            overlap_copies=self._overlap_copies,
         )
         self._saver.know_private(self._state.private)
         self._boundary = Boundary(
@@ -427,6 +431,9 @@ class CheckpointManager:
 
     def _listen_between_steps(self, resumed: resuming.Resumed) -> None:
         """Have notices answered while the main thread is not at the end of a step."""
+        if self._hooks or self._overlap_copies:
+            for part in self._state.optimizers.values():
+                part.optimizer.register_step_pre_hook(self._before_optimizer_step)
         if not self._hooks:
             return
         self._between = BetweenSteps(
@@ -442,8 +449,6 @@ class CheckpointManager:
             rank=self.rank,
             link=self._link,
         )
-        for part in self._state.optimizers.values():
-            part.optimizer.register_step_pre_hook(self._before_optimizer_step)
         self._between.gate.leave()
 
     def _before_optimizer_step(self, *_: object) -> None:

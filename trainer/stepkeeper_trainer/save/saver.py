@@ -71,6 +71,7 @@ class Saver:
         listeners: Listeners | None = None,
         uploader: Uploader | None = None,
         read_back: bool = False,
+        overlap_copies: bool = False,
     ) -> None:
         """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit."""
         self._commits = commits
@@ -87,7 +88,7 @@ class Saver:
         self.newest: CommittedStep | None = None  # what it was (rank 0)
         self._planner = Planner(rank=rank, world_size=world_size, group=group)
         self._drifted = False  # the last save found values that differ (rank 0)
-        self._staging = Staging()
+        self._staging = Staging(overlap=overlap_copies)
         self._persister = Persister(
             commits=commits,
             rank=rank,

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.log import say
-from stepkeeper_trainer.save.staging import local
+from stepkeeper_trainer.state.tree import local
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

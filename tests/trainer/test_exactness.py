@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ class Loop:
             state,
             run_dir=run_dir,
             storage_test="off",
-            **({"every": None} | options),
+            **({"every": None, "attach_hooks": True} | options),
         )
         self.manager.resume()
 
@@ -343,10 +344,8 @@ class Position:
 
 @pytest.mark.parametrize("which", ["sampler", "own", "evaluation", "none"])
 def test_nothing_is_said_where_the_position_may_be_known(tmp_path: Path, said: Said, which: str) -> None:
-    options: dict[str, object] = {} if which == "sampler" else {"sampler": None}
-    if which == "own":
-        options["others"] = {"position": Position()}
-    loop = Loop(tmp_path / "run", **options)
+    more: dict[str, Any] = {"position": Position()} if which == "own" else {}
+    loop = Loop(tmp_path / "run", more=None if which == "sampler" else more)
     loader = DataLoader(Squares(), batch_size=4)
     if which == "evaluation":
         loop.evaluate()  # before the first step: its iterator is gone

@@ -13,7 +13,7 @@ ENDS = """
 import sys, threading
 sys.path[:0] = [sys.argv[1] + "/trainer", sys.argv[1]]
 import torch
-from stepkeeper_trainer.worker import Worker
+from stepkeeper_trainer.save.save import Worker
 
 worker, begun = Worker(), threading.Event()
 

@@ -114,7 +114,7 @@ def latest_step(checkpoints: Path) -> int:
 
 
 class Save(Scene):
-    """The first saves of a run: everything is made, a layer becomes cold and is linked."""
+    """The first saves of a run: everything is made, and one layer stays as it is."""
 
     name = "save"
     upto: ClassVar[int] = 5

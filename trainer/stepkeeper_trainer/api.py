@@ -301,7 +301,7 @@ class CheckpointManager:
     def wait_staged(self) -> None:
         """Return when the state may change: the copy that a save in flight takes of it is complete, or ordered before.
 
-        Needed before weights change by other ways than an optimizer's step, and only with `overlap_copies`.
+        Needed before weights change by other ways than an optimizer's step, and only where hooks are attached.
         """
         if self._saver is not None:
             self._saver.wait_before_change()
@@ -435,6 +435,8 @@ class CheckpointManager:
         return self._saver
 
     def _leave_step(self) -> None:
+        if not self._hooks:  # nothing of ours runs before the optimizer's next step: the GPU copies first
+            self.wait_staged()
         if self._exactness is not None:
             self._exactness.leave(self.step, self._ready().sequence)
 

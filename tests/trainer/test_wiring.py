@@ -324,7 +324,7 @@ def test_a_metric_that_is_no_number_spoils_no_manifest(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_a_damaged_newest_step_keeps_the_keeper_from_removing_any(
+def test_a_damaged_newest_step_keeps_the_manager_from_removing_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged = threading.Event()

@@ -254,12 +254,12 @@ def _checkpointing(work: Work, path: Path) -> Done:
         LocalFileSystemStorageConfig,
     )
 
-    if not hasattr(work, "manager"):
+    if not hasattr(work, "theirs"):
         config = CheckpointManager.Config.with_async_save()
         config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # with it, it fails: EINVAL
-        work.manager = config.build()  # type: ignore[attr-defined]
-    future = work.manager.save(str(path), {"state": work.state()})  # type: ignore[attr-defined]
-    with work.manager.lock():  # type: ignore[attr-defined]  # as before every optimizer step
+        work.theirs = config.build()  # type: ignore[attr-defined]
+    future = work.theirs.save(str(path), {"state": work.state()})  # type: ignore[attr-defined]
+    with work.theirs.lock():  # type: ignore[attr-defined]  # as before every optimizer step
         return _and_synced(lambda: _ended(future), path)
 
 

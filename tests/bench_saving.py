@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from stepkeeper_trainer import CheckpointManager, start_distributed
-from stepkeeper_trainer.store.run_lock import new_group
+from stepkeeper_trainer.coordinate.groups import new_group
 from tests.ports import reserve
 
 OURS, THREAD, PROCESS = "stepkeeper", "dcp.async_save, thread", "dcp.async_save, process"

@@ -208,7 +208,7 @@ BEGIN = """
 import os, stat, sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[3] + "/trainer", sys.argv[3]]
-from stepkeeper_trainer import export, retention
+from stepkeeper_trainer.store import export, retention
 from stepkeeper_trainer.tiers import DirectoryTier, copy_step
 root, left_out, fsync = Path(sys.argv[1]), sys.argv[2], os.fsync
 def lazy(descriptor):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from stepkeeper_trainer import CheckpointManager, start_distributed
-from stepkeeper_trainer.store.run_lock import new_group
+from stepkeeper_trainer.coordinate.groups import new_group
 from tests.ports import reserve
 
 OURS, THREAD, PROCESS = "stepkeeper", "dcp.async_save, thread", "dcp.async_save, process"
@@ -254,12 +254,12 @@ def _checkpointing(work: Work, path: Path) -> Done:
         LocalFileSystemStorageConfig,
     )
 
-    if not hasattr(work, "manager"):
+    if not hasattr(work, "theirs"):
         config = CheckpointManager.Config.with_async_save()
         config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # with it, it fails: EINVAL
-        work.manager = config.build()  # type: ignore[attr-defined]
-    future = work.manager.save(str(path), {"state": work.state()})  # type: ignore[attr-defined]
-    with work.manager.lock():  # type: ignore[attr-defined]  # as before every optimizer step
+        work.theirs = config.build()  # type: ignore[attr-defined]
+    future = work.theirs.save(str(path), {"state": work.state()})  # type: ignore[attr-defined]
+    with work.theirs.lock():  # type: ignore[attr-defined]  # as before every optimizer step
         return _and_synced(lambda: _ended(future), path)
 
 

@@ -161,7 +161,7 @@ def test_a_module_that_is_not_in_the_directory_is_not_missed(tmp_path: Path) -> 
     [
         ("loss.backward()\n", True),
         ("loss.backward()\nmodel.load_state_dict(torch.load(last))\n", False),
-        ("from stepkeeper_trainer import Keeper\nloss.backward()\n", False),
+        ("from stepkeeper_trainer import CheckpointManager\nloss.backward()\n", False),
         ("from mine import train\ntrain()\n", False),
     ],
 )

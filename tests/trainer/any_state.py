@@ -168,45 +168,46 @@ def fingerprint(made: Scene) -> str:
     import torch  # noqa: PLC0415
 
     digest = hashlib.blake2b(digest_size=8)
-    for value in _leaves([made.state, made.more(), torch.get_rng_state()]):
+    for value in leaves([made.state, made.more(), torch.get_rng_state()]):
         digest.update(value)
     return digest.hexdigest()
 
 
-def _leaves(value: Any) -> Iterator[bytes]:  # noqa: C901, PLR0912  # one branch a type
+def leaves(value: Any) -> Iterator[bytes]:  # noqa: C901, PLR0912  # one branch a type
+    """Yield every bit, type and place of what a script has."""
     import torch  # noqa: PLC0415
     from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
     if isinstance(value, DTensor):
         yield str(value._spec.placements).encode()
-        yield from _leaves(value.to_local())
+        yield from leaves(value.to_local())
     elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
         names, context = value.__tensor_flatten__()
         yield f"{type(value).__name__} {context}".encode()
-        yield from _leaves([getattr(value, name) for name in names])
+        yield from leaves([getattr(value, name) for name in names])
     elif isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)} {value.device}".encode()
         yield value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, torch.nn.Module):
-        yield from _leaves({**dict(value.named_parameters()), **dict(value.named_buffers())})
-        yield from _leaves(getattr(value, "extra", None))
+        yield from leaves({**dict(value.named_parameters()), **dict(value.named_buffers())})
+        yield from leaves(getattr(value, "extra", None))
     elif isinstance(value, ZeroRedundancyOptimizer):
-        yield from _leaves(value.optim)
+        yield from leaves(value.optim)
     elif isinstance(value, torch.optim.Optimizer):
         for group in value.param_groups:
-            yield from _leaves({key: item for key, item in group.items() if key != "params"})
+            yield from leaves({key: item for key, item in group.items() if key != "params"})
             for parameter in group["params"]:
-                yield from _leaves([parameter, dict(value.state.get(parameter, {}))])
+                yield from leaves([parameter, dict(value.state.get(parameter, {}))])
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             yield str(key).encode()
-            yield from _leaves(value[key])
+            yield from leaves(value[key])
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _leaves(item)
+            yield from leaves(item)
     elif hasattr(value, "state_dict"):
-        yield from _leaves(value.state_dict())
+        yield from leaves(value.state_dict())
     else:
         yield repr(value).encode()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stepkeeper_trainer import CheckpointManager, KeeperError
+from stepkeeper_trainer import CheckpointManager, StepkeeperError
 from stepkeeper_trainer.coordinate import ending as outcomes
 from stepkeeper_trainer.coordinate import ending as rollcall
 from stepkeeper_trainer.coordinate import groups as connections
@@ -57,7 +57,7 @@ def finishes(
         assert manager._saver.wait(time.time() + SAVE_WITHIN_S)
     try:
         return manager.finish()
-    except KeeperError as error:
+    except StepkeeperError as error:
         print(f"[{rank}] {error}", flush=True)
         return error.exit_code
 

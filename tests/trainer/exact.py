@@ -84,6 +84,7 @@ def train(
         resume_from=resume_from,
         total_steps=steps,
         save_within_s=20.0,
+        attach_signals=True,
     )
     manager.resume()
     print(f"rank {rank}: goes on from {manager.step}", flush=True)
@@ -136,7 +137,8 @@ def _befall(fall: Fall, manager: CheckpointManager, directory: Path, writing: th
 
 def _arm(place: str, number: int, *, how: str) -> None:
     """Have this process killed or stopped as it comes to a place of the library, the so manieth time."""
-    module, *owners, name = place.split(".")
+    module, _, attribute = place.partition(":")
+    *owners, name = attribute.split(".")
     holder = functools.reduce(getattr, owners, importlib.import_module(f"stepkeeper_trainer.{module}"))
     original = getattr(holder, name)
     calls = 0

@@ -42,7 +42,7 @@ class Story:
     run_dir: str
     world_size: int = 2
     steps: int = 6
-    every: int | None = 2
+    every: int | str | None = 2
     save_within_s: float = 20.0
     resume_from: str | None = None
     hit: str | None = None  # a point
@@ -187,7 +187,7 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
     import torch.distributed as dist  # noqa: PLC0415
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
-    from stepkeeper_trainer import CheckpointManager, KeeperError  # noqa: PLC0415
+    from stepkeeper_trainer import CheckpointManager, StepkeeperError  # noqa: PLC0415
 
     if story.world_size > 1:
         store = dist.FileStore(str(scratch / "store"), story.world_size)
@@ -235,7 +235,7 @@ def _rank(rank: int, story: Story, scratch: Path) -> int:
             at_end = bool(story.epoch) and (manager.step + 1) % story.epoch == 0
             done = manager.step_done(loss=loss.detach(), epoch_end=at_end)
         return manager.finish()
-    except KeeperError as error:
+    except StepkeeperError as error:
         print(f"[{rank}] {error}", file=sys.stderr)
         return error.exit_code
     except RuntimeError as error:  # another rank died

@@ -3,8 +3,8 @@
     python -m tests.trainer.scenes
 
 reads an `Order` in JSON from each line of its input and answers each with an `Ended`.  A scene is a function
-`scene(rank, directory, **arguments)`; what it returns is the rank's exit code, and None leaves as a script leaves:
-through the end of the interpreter.
+`scene(rank, directory, **arguments)`; what it returns is the rank's exit code.  None, and `sys.exit`, leave as a script
+leaves: through the end of the interpreter.
 """
 
 from __future__ import annotations
@@ -165,6 +165,7 @@ def _fork(rank: int, order: Order, scene: Any, scratch: Path) -> int:
         return pid
     os.setpgid(0, 0)
     code: int | None = 70
+    left_with: Any = 0
     try:
         log = os.open(scratch / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -173,6 +174,8 @@ def _fork(rank: int, order: Order, scene: Any, scratch: Path) -> int:
         logging.basicConfig(format=f"[{rank}] %(message)s", level=logging.INFO, stream=sys.stderr, force=True)
         with _group(rank, order, scratch):
             code = scene(rank, Path(order.directory), **order.arguments)
+    except SystemExit as left:
+        code, left_with = None, left.code
     except BaseException:  # noqa: BLE001  # a fork must not go on as its parent
         traceback.print_exc()
     finally:
@@ -180,7 +183,7 @@ def _fork(rank: int, order: Order, scene: Any, scratch: Path) -> int:
         sys.stderr.flush()
         if code is not None:
             os._exit(code)
-    sys.exit(0)
+    sys.exit(left_with)
 
 
 @contextlib.contextmanager

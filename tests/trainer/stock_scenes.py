@@ -29,7 +29,7 @@ from stepkeeper_trainer.save.planner import Planner
 warnings.simplefilter("ignore")
 
 
-def small_keeper(directory: Path, **options: Any) -> CheckpointManager:
+def small_manager(directory: Path, **options: Any) -> CheckpointManager:
     model = torch.nn.Linear(8, 8)
     return CheckpointManager(
         {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)},
@@ -67,7 +67,7 @@ def killed_while_overwriting(rank: int, directory: Path) -> int:
 
 def generators(rank: int, directory: Path, *, library: str) -> int:
     """Each rank has a random generator of its own, saves it, and takes it back."""
-    manager = small_keeper(directory) if library == "stepkeeper" else None
+    manager = small_manager(directory) if library == "stepkeeper" else None
     if manager is not None:
         manager.resume()
     torch.manual_seed(100 + rank)
@@ -80,7 +80,7 @@ def generators(rank: int, directory: Path, *, library: str) -> int:
     drawn = torch.rand(3)
     torch.manual_seed(7)
     if manager is not None:
-        small_keeper(directory, resume_from="latest").resume()
+        small_manager(directory, resume_from="latest").resume()
     else:
         found = {"rng": torch.get_rng_state()}
         dcp.load(found, checkpoint_id=directory)
@@ -113,7 +113,7 @@ def interleaved(rank: int, directory: Path, *, library: str) -> int:
             return agree(self, *arguments, **options)
 
         Planner.agree = late  # type: ignore[method-assign]
-        manager = small_keeper(directory)
+        manager = small_manager(directory)
         manager.resume()
         manager.step_done(loss=0.0)
         manager.save()
@@ -162,7 +162,7 @@ def fails_in_the_background(rank: int, directory: Path, *, library: str) -> None
             concurrent.futures.wait([saved], timeout=60)
             assert saved.exception() is not None
         return
-    manager = small_keeper(directory)
+    manager = small_manager(directory)
     manager.resume()
     (directory / "checkpoints").rmdir()
     (directory / "checkpoints").write_text("")
@@ -200,7 +200,7 @@ def left_alone(rank: int, directory: Path, *, library: str) -> None:  # noqa: AR
         dcp.async_save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
         return
     os.fsync = hanging
-    manager = small_keeper(directory)
+    manager = small_manager(directory)
     manager.resume()
     manager.step_done(loss=0.0)
     manager.save()
@@ -235,7 +235,7 @@ def without_its_daemon(rank: int, directory: Path) -> int:
 
 def no_daemon(rank: int, directory: Path) -> int:  # noqa: ARG001
     """Our saves, one of which fails."""
-    manager = small_keeper(directory)
+    manager = small_manager(directory)
     manager.resume()
     sync = os.fsync
     for number in range(3):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from stepkeeper_trainer import CheckpointManager
-from stepkeeper_trainer.errors import DamagedError, KeeperError, ResumeError
+from stepkeeper_trainer.errors import DamagedError, ResumeError, StepkeeperError
 from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
 from stepkeeper_trainer.load.reader import CheckedReader, load
@@ -169,7 +169,7 @@ def test_a_failed_load_passes_by_except_exception(tmp_path: Path, library: Libra
             attempt()
         return
     assert attempt() == "fell back"
-    assert issubclass(ResumeError, KeeperError)
+    assert issubclass(ResumeError, StepkeeperError)
 
 
 @pytest.mark.parametrize("place", ["planning", "staging", "reports"])
@@ -183,9 +183,9 @@ def test_dcps_exception_in_the_very_first_save_is_an_event_too(
     def refused(*_: object, **__: object) -> None:
         raise CheckpointException("odd", {0: (ValueError("plans differ"), None)})  # type: ignore[dict-item]
 
-    target = {"planning": "planner.Planner.agree", "staging": "staging.Staging.fits", "reports": "completing.gather"}
+    target = {"planning": "planner.Planner.agree", "staging": "staging.Staging.fits", "reports": "complete.gather"}
     with monkeypatch.context() as patch:
-        patch.setattr(f"stepkeeper_trainer.{target[place]}", refused)
+        patch.setattr(f"stepkeeper_trainer.save.{target[place]}", refused)
         loop.run(1)
         loop.manager.save()
         saver = loop.manager._saver

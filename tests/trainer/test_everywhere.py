@@ -18,16 +18,16 @@ pytestmark = pytest.mark.campaign
 # places in the library, the call, and the rank; `test_coordination` has those within a save, and the crash campaign
 # every system call of it
 PLACES = [
-    ("agreement.Agreement.issue", 6, 0),
-    ("agreement.Agreement.issue", 6, 1),
-    ("persist.Persister.prepare", 1, 1),
-    ("saver.Saver._settle", 1, 0),
-    ("saver.Saver._settle", 1, 1),
-    ("resuming.load", 1, 0),
-    ("resuming.load", 1, 1),
-    ("resuming.record_start", 1, 0),
-    ("outcomes.conclude", 1, 0),
-    ("outcomes.conclude", 1, 1),
+    ("coordinate.agreement:Agreement.issue", 6, 0),
+    ("coordinate.agreement:Agreement.issue", 6, 1),
+    ("save.persist:Persister.prepare", 1, 1),
+    ("save.saver:Saver._settle", 1, 0),
+    ("save.saver:Saver._settle", 1, 1),
+    ("load.resume:load", 1, 0),
+    ("load.resume:load", 1, 1),
+    ("load.resume:record_start", 1, 0),
+    ("coordinate.ending:conclude", 1, 0),
+    ("coordinate.ending:conclude", 1, 1),
 ]
 of_places = pytest.mark.parametrize(
     "hit",

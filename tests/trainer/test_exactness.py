@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ class Loop:
             state,
             run_dir=run_dir,
             storage_test="off",
-            **({"every": None} | options),
+            **({"every": None, "attach_hooks": True} | options),
         )
         self.manager.resume()
 
@@ -108,7 +109,7 @@ def test_an_evaluation_after_the_step_that_draws_is_told_once_with_its_line(tmp_
     number = 1 + next(at for at, each in enumerate(text) if "the line that is named" in each)
     assert f"step=2 place=test_exactness.py:{number} " in line
     assert "remedy=" in line
-    assert "before manager.step_done()" in line
+    assert "before step_done()" in line
 
 
 @pytest.mark.parametrize("how", ["unwrapped", "average"])
@@ -317,7 +318,7 @@ def test_a_loader_without_its_position_in_the_state_is_told_once(tmp_path: Path,
 
     (line,) = said("data_position_not_saved")
     assert 'step=2 loader="torch\'s DataLoader"' in line
-    assert "sampler=GlobalSampler(...)" in line
+    assert "'sampler': GlobalSampler(...)" in line
 
 
 def test_what_holds_no_position_does_not_hide_that_it_is_missing(tmp_path: Path, said: Said) -> None:
@@ -343,10 +344,8 @@ class Position:
 
 @pytest.mark.parametrize("which", ["sampler", "own", "evaluation", "none"])
 def test_nothing_is_said_where_the_position_may_be_known(tmp_path: Path, said: Said, which: str) -> None:
-    options: dict[str, object] = {} if which == "sampler" else {"sampler": None}
-    if which == "own":
-        options["others"] = {"position": Position()}
-    loop = Loop(tmp_path / "run", **options)
+    more: dict[str, Any] = {"position": Position()} if which == "own" else {}
+    loop = Loop(tmp_path / "run", more=None if which == "sampler" else more)
     loader = DataLoader(Squares(), batch_size=4)
     if which == "evaluation":
         loop.evaluate()  # before the first step: its iterator is gone
@@ -365,4 +364,4 @@ def test_a_sampler_that_does_not_move_is_told(tmp_path: Path, said: Said) -> Non
     loop.manager.step_done()
 
     (line,) = said("data_position_stands")
-    assert "before manager.step_done()" in line
+    assert "before step_done()" in line

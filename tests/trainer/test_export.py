@@ -436,7 +436,7 @@ def test_a_full_disk_is_said_before_anything_is_written(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from stepkeeper_trainer import export
+from stepkeeper_trainer.store import export
 from tests.ports import reserve
 left = int(sys.argv[3])
 def watch(event, arguments):

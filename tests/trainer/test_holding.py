@@ -21,7 +21,7 @@ BY_HAND = replace(read_environment({}), node="here")
 
 
 def opened(run_dir: Path, environment: Environment = BY_HAND):
-    return open_run_directory(run_dir, environment, Agreement(None), 0)
+    return open_run_directory(run_dir, environment, Agreement(None, within_s=1.0), 0)
 
 
 def held_by(run_dir: Path, *, pid: int, job_id: int = lease.NO_JOB, taken_at: float | None = None, **more: Birth):
@@ -66,7 +66,7 @@ def test_two_trainings_of_one_job_do_not_share_a_default_directory(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         held_by(tmp_path / "runs/train-7", pid=other.pid, job_id=7, birth=known(other.pid))
         with pytest.raises(RunDirectoryError, match=rf"train-7: process {other.pid} on here trains in it"):
-            open_run_directory(None, in_job, Agreement(None), 0)
+            open_run_directory(None, in_job, Agreement(None, within_s=1.0), 0)
 
 
 @pytest.mark.parametrize("taken_at", [1.0, 4e9])

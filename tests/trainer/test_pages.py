@@ -30,29 +30,31 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def launch(script: Path, ranks: int, **environment: str) -> Ranks:
+def launch(script: Path, ranks: int, name: str = "train", **environment: str) -> Ranks:
     """Start it as a user does who gives it nothing: in its own directory."""
-    run_dir = script.parent / "runs/train"
+    run_dir = script.parent / "runs" / name
     run_dir.parent.mkdir(exist_ok=True)  # for the logs
     return Ranks(ranks, run_dir, command=[sys.executable, script.name], cwd=script.parent, environment=environment)
 
 
 def test_the_script_is_stopped_by_a_signal_and_goes_on(script: Path) -> None:
-    """Two ranks, no supervisor, no argument: one SIGTERM to one rank saves and stops both."""
-    with launch(script, 2) as ranks:
+    """Two ranks in a Slurm job, no supervisor, no argument: one SIGTERM to one rank saves and stops both."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}
+    with launch(script, 2, "train-7", **job) as ranks:
         ranks.until_step(5)
         ranks.processes[1].send_signal(signal.SIGTERM)
         assert ranks.wait() == [75, 75], ranks.output()
         assert "run_directory_chosen" in ranks.output()
-    chosen = newest_verified(script.parent / "runs/train/checkpoints").chosen
+    run_dir = script.parent / "runs/train-7"
+    chosen = newest_verified(run_dir / "checkpoints").chosen
     assert chosen is not None
     assert 5 <= chosen.step < STEPS
 
-    with launch(script, 2, STEPKEEPER_RESUME_FROM="latest") as ranks:
+    with launch(script, 2, "train-7", **job, STEPKEEPER_RESUME_FROM="latest") as ranks:
         assert ranks.wait() == [0, 0], ranks.output()
         said = ranks.output()
 
-    assert sorted(losses(script.parent / "runs/train")) == list(range(1, STEPS + 1))
+    assert sorted(losses(run_dir)) == list(range(1, STEPS + 1))
     for warning in ("evaluation_draws", "random_numbers_differ", "data_position"):
         assert warning not in said
 
@@ -82,7 +84,7 @@ def test_every_method_and_argument_has_its_place_on_the_page(kind: type) -> None
                 assert re.search(rf"\b{parameter}\b", PAGE), f"{name}({parameter})"
 
 
-def test_every_argument_of_a_keeper_has_a_row_with_its_default() -> None:
+def test_every_argument_of_the_constructor_has_a_row_with_its_default() -> None:
     table = PAGE.split("\n## CheckpointManager\n")[1].split("\n| method |")[0]
     for name, parameter in list(inspect.signature(CheckpointManager.__init__).parameters.items())[1:]:
         (row,) = re.findall(rf"^\| `{name}` \| ?(.*?) ?\|", table, re.MULTILINE)

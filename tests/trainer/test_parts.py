@@ -438,7 +438,7 @@ def test_a_late_copy_of_a_request_is_no_second_request() -> None:
         def ask(request_id: int) -> None:
             sock.sendto(messages.encode(messages.SaveRequest(request_id=request_id, stop=False)), address)
             requests.hear()
-            requests.agree(Agreement(None).read(requests.wish(Wish())))
+            requests.agree(Agreement(None, within_s=1.0).read(requests.wish(Wish())))
 
         ask(4)
         assert requests.save_agreed

@@ -67,7 +67,7 @@ class Training:
 def _with_loader(run_dir: Path, *, resume: bool, restore: bool = True) -> list[float]:
     """Train with a DataLoader of two workers over a shuffled order, its iterator made after `resume`."""
     sampler = GlobalSampler(40, seed=7)
-    training = Training(run_dir, resume=resume, sampler=sampler)
+    training = Training(run_dir, resume=resume, more={"sampler": sampler})
     training.manager.resume()
     order = [sampler.micro_batch(number, 4) for number in range(STEPS - training.manager.step)]
     batches = iter(DataLoader(Squares(), batch_sampler=order, num_workers=2))
@@ -136,7 +136,7 @@ def test_torchdatas_loader_with_shuffling_and_workers_goes_on_to_the_last_bit(tm
 def _accumulate(run_dir: Path, *, resume: bool, stop_at: tuple[int, int] | None = None) -> list[float]:
     """Train in steps of three micro-batches; leave in the middle of one where it is asked for."""
     sampler = GlobalSampler(40, seed=7)
-    training = Training(run_dir, resume=resume, sampler=sampler, every=1)
+    training = Training(run_dir, resume=resume, more={"sampler": sampler}, every=1)
     training.manager.resume()
     losses: list[float] = []
     while training.manager.step < STEPS:

@@ -189,7 +189,7 @@ def test_a_run_that_the_script_opens_itself_is_gone_on_with(tmp_path: Path) -> N
     assert theirs == {"MLFLOW_RUN_ID": "chosen"}
 
 
-def test_the_keeper_notes_the_run_of_the_script_with_its_first_step(
+def test_the_manager_notes_the_run_of_the_script_with_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)

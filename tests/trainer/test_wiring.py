@@ -64,7 +64,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_ranks_do_by_themselves_what_the_script_has_said_once(tmp_path: Path, small_disk: Path) -> None:
     """Rank 0's clock, ends of epochs, old steps, a disk that is full for a rank and one without room for all."""
-    clock = Story(run_dir=str(tmp_path / "clock"), every=None, steps=120, options={"checkpoint_every": "0.2 s"})
+    clock = Story(run_dir=str(tmp_path / "clock"), every="0.2 s", steps=120)
     kept = Story(
         run_dir=str(tmp_path / "kept"),
         every=10,
@@ -324,7 +324,7 @@ def test_a_metric_that_is_no_number_spoils_no_manifest(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_a_damaged_newest_step_keeps_the_keeper_from_removing_any(
+def test_a_damaged_newest_step_keeps_the_manager_from_removing_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged = threading.Event()
@@ -395,7 +395,7 @@ def test_periodic_saves_come_back_when_the_storage_does(
 
 @pytest.mark.usefixtures("one_process")
 def test_an_emergency_save_is_tried_where_no_other_would_be(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loop = Loop(small_disk / "run", every=1)
+    loop = Loop(small_disk / "run", every=1, attach_signals=True)
     loop.manager.resume()
     loop.run(3)
     loop.manager._saver.last.settled.wait(90)  # type: ignore[union-attr]

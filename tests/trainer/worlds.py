@@ -193,7 +193,7 @@ def stock_load(rank: int, directory: Path) -> int:
     state = {
         "model": model.state_dict(),
         "optimizer": {"state": {names[parameter]: value for parameter, value in optimizer.state.items()}},
-        "others": {"kinds": {"tensors": own}},
+        "kinds": {"tensors": own},
     }
     dcp.load(state, checkpoint_id=directory / "checkpoints/step_00000001")
     bad = wrong(model, optimizer) + [name for name, value in kinds().items() if not equal(own[name], value)]

@@ -100,8 +100,8 @@ class CheckpointManager:
                 sets count instead, where they name any.
             load_memory_gib: what all ranks of a node together may take to load a step, beyond the state itself; 1 GiB
                 a rank if it is not given.  `STEPKEEPER_LOAD_MEMORY_GIB` counts instead, where it is set.
-            overlap_copies: copy from a GPU beside training, which then waits less: only an optimizer's step waits for the
-                copies, so call `wait_staged` before the state changes in another way.
+            overlap_copies: copy from a GPU beside training, which then waits less.  Only an optimizer's step waits for
+                the copies: call `wait_staged` before the state changes in another way.
             attach_signals: take SIGTERM and SIGUSR1 as notices; a handler of the script's own is still called.  If it
                 is not given: under a supervisor or in a Slurm job.
             attach_hooks: have the first module and each optimizer call back, to name slow ranks and to save between
@@ -309,7 +309,7 @@ class CheckpointManager:
     def wait_staged(self) -> None:
         """Return when the state may change: the copy that a save in flight takes of it is complete, or ordered before.
 
-        Needed before weights change by other ways than an optimizer's step, and only with `overlap_copies`.
+        Needed before weights change by other ways than an optimizer's step, and only where hooks are attached.
         """
         if self._saver is not None:
             self._saver.wait_before_change()
@@ -498,6 +498,8 @@ class CheckpointManager:
         return self._saver
 
     def _leave_step(self) -> None:
+        if not self._hooks:  # nothing of ours runs before the optimizer's next step: the GPU copies first
+            self.wait_staged()
         if self._exactness is not None:
             last = self._ready().last
             self._exactness.leave(

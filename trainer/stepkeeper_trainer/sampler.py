@@ -88,7 +88,7 @@ class GlobalSampler:
     def batches(self, *, batch: int, micro_batch: int, rank: int, world_size: int) -> MicroBatches:
         """Return what this rank takes from here on, step after step: a `batch_sampler` for a DataLoader with workers.
 
-        Make the loader's iterator after `keeper.resume()`, then call `keeper.restore_random_state()`.  `advance` is
+        Make the loader's iterator after `manager.resume()`, then call `manager.restore_random_state()`.  `advance` is
         called once a step all the same.
 
         Args:

@@ -114,7 +114,7 @@ def latest_step(checkpoints: Path) -> int:
 
 
 class Save(Scene):
-    """The first saves of a run: everything is made."""
+    """The first saves of a run: everything is made, and one layer stays as it is."""
 
     name = "save"
     upto: ClassVar[int] = 5

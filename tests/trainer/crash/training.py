@@ -26,7 +26,7 @@ SAVED_WITHIN_S = 90.0
 
 
 class Training:
-    """A sharded layer, a replicated one, a frozen one that is linked from the third save on, and AdamW."""
+    """A sharded layer, a replicated one, a frozen one, and AdamW."""
 
     def __init__(self, rows: int = 0) -> None:
         """Build it; `rows` of a further layer make the state so large that it is written past the page cache."""

@@ -91,6 +91,7 @@ def main() -> None:
         retention=options.retention,
         total_steps=options.steps,
         seed=options.seed,
+        attach_signals=True,  # SIGTERM and SIGUSR1 save and stop, outside Slurm too
         attach_excepthook=True,  # an error of the library ends the program with its exit code, and no traceback
     )
     manager.resume()

@@ -99,8 +99,8 @@ def _say_differs(step: int, generators: list[str]) -> None:
         step=step,
         generators=",".join(generators),
         why="this step has drawn others after the resume than before it, so losses differ",
-        remedy="evaluate before keeper.step_done(), make iterators after keeper.resume(), "
-        "and call keeper.restore_random_state() next",
+        remedy="evaluate before manager.step_done(), make iterators after manager.resume(), "
+        "and call manager.restore_random_state() next",
     )
 
 

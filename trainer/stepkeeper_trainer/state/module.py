@@ -130,8 +130,9 @@ class ModulePart:
 
     def _check_names(self, skeleton: Any, here: set[str], saved: Mapping[str, TensorStorageMetadata]) -> None:
         missing = sorted(key for key in here if not isinstance(saved.get(key), TensorStorageMetadata))
-        of_this_rank = (skeleton or {}).get("names")
-        if not missing and (of_this_rank is None or of_this_rank == _digest(tuple(sorted(here)))):
+        of_this_rank, called = (skeleton or {}).get("names"), (skeleton or {}).get("called", self.name)
+        then = tuple(f"{called}.{key.removeprefix(self._prefix)}" for key in here)
+        if not missing and (of_this_rank is None or of_this_rank == _digest(then)):
             return
         besides = sorted(key for key in saved if key.startswith(self._prefix) and key not in here)
         raise ResumeError(

@@ -1,6 +1,7 @@
-"""Step directories of version 0.1: one description for all ranks, and one for what each rank has by itself.
+"""Step directories of older versions, read as if a version of today had written them.
 
-Parts beside the model and the only optimizer were called `others.NAME` and `optimizers.NAME` then.
+Version 0.1 had one description for all ranks, and one for what each rank has by itself.  Until there was a
+CheckpointManager, parts beside the model and the only optimizer were called `others.NAME` and `optimizers.NAME`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepkeeper_trainer.errors import ResumeError
 from stepkeeper_trainer.state.tree import from_blob
+from stepkeeper_trainer.state.variants import TREE_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -33,6 +35,51 @@ def names_then(counters: Mapping[str, Any], parts: Iterable[str]) -> dict[str, s
         name: next((was for was in (name, f"others.{name}", f"optimizers.{name}") if was in saved), name)
         for name in parts
     }
+
+
+class Renaming:
+    """What keys and names of a checkpoint are called today."""
+
+    def __init__(self, then: Mapping[str, str], optimizers: Iterable[str]) -> None:
+        """Take what each part was called, by the name that it has now, and which parts are optimizers."""
+        self._now = {was: name for name, was in then.items() if was != name}
+        self._states = [f"{name}.state." for name in optimizers]  # there the name of a parameter follows
+
+    def __bool__(self) -> bool:
+        return bool(self._now)
+
+    def name(self, name: str) -> str:
+        """Return the name of a tensor or a parameter, which begins with that of its part.
+
+        >>> Renaming({"ema": "others.ema"}, []).name("others.ema.weight")
+        'ema.weight'
+        """
+        was = next((was for was in self._now if name.startswith(f"{was}.")), "")
+        return f"{self._now[was]}{name.removeprefix(was)}" if was else name
+
+    def key(self, key: str) -> str:
+        """Return the key of a value that is not one rank's own."""
+        if key.startswith(TREE_PREFIX):
+            was = key.removeprefix(TREE_PREFIX)
+            return f"{TREE_PREFIX}{self._now.get(was, was)}"
+        key = self.name(key)
+        state = next((state for state in self._states if key.startswith(state)), "")
+        return f"{state}{self.name(key.removeprefix(state))}" if state else key
+
+    def skeleton(self, tree: Any, was: str) -> Any:
+        """Return the skeleton of a module or an optimizer that was called `was`; tensors keep their names in it."""
+        if "param_groups" in tree:
+            columns = {key: names if names is True else self._names(names) for key, names in tree["columns"].items()}
+            return {
+                **tree,
+                "columns": columns,
+                "rest": {self.name(name): values for name, values in tree["rest"].items()},
+                "param_groups": [{**group, "params": self._names(group["params"])} for group in tree["param_groups"]],
+            }
+        return {**tree, "called": was, "extra": {self.name(key): extra for key, extra in tree["extra"].items()}}
+
+    def _names(self, names: Iterable[str]) -> list[str]:
+        return [self.name(name) for name in names]
 
 
 def read(

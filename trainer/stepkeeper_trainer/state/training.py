@@ -241,10 +241,13 @@ class TrainingState:
         saved = {name: _tensor(name, metadata.state_dict_metadata) for name in metadata.state_dict_metadata}
         counters = from_blob(blobs[COUNTERS_KEY], name=COUNTERS_KEY)
         then = old.names_then(counters, self.parts)
-        keys = self._find_keys(counters, blobs, then)
-        for name, was in then.items():
-            if was != name:
-                keys |= {f"{name}{key.removeprefix(was)}": key for key in saved if key.startswith(f"{was}.")}
+        renaming = old.Renaming(then, self.optimizers)
+        keys = self._find_keys(counters, blobs, then, renaming)
+        if renaming:
+            keys = {renaming.key(key): key for key in saved if renaming.key(key) != key} | keys
+            for name, part in self.parts.items():
+                if not isinstance(part, StatefulPart) and self._saved[name] is not None:
+                    self._saved[name] = renaming.skeleton(self._saved[name], then[name])
         entries = {name: saved[key] for name, key in keys.items() if key in saved}
         entries = {name: entry for name, entry in saved.items() if name not in entries} | entries
         tensors: dict[str, torch.Tensor] = {}
@@ -330,7 +333,11 @@ class TrainingState:
         return {id(value): name for name, value in reversed(by_name.items())}, by_name
 
     def _find_keys(
-        self, counters: Mapping[str, Any], blobs: Mapping[str, torch.Tensor], then_called: Mapping[str, str]
+        self,
+        counters: Mapping[str, Any],
+        blobs: Mapping[str, torch.Tensor],
+        then_called: Mapping[str, str],
+        renaming: old.Renaming,
     ) -> dict[str, str]:
         """Find the skeletons that count for this rank, and return the keys of its private values.
 
@@ -346,13 +353,16 @@ class TrainingState:
         several = from_blob(blobs[VARIANTS_KEY], name=VARIANTS_KEY)
         packed = several["divided"]
         if then == self.world_size:
-            keys = self.private = variants.unpack(packed, self.rank)
+            keys = variants.unpack(packed, self.rank)
+            packed = [[owners, [renaming.key(name) for name in names]] for owners, names in packed]
+            self.private = variants.unpack(packed, self.rank)
             if self.rank == 0:
-                self.packed, self.drifted = packed, several["drifted"]
+                self.packed, self.drifted = packed, [renaming.key(name) for name in several["drifted"]]
             for name, key in here.items():
                 self._saved[name] = from_blob(blobs[keys.get(key, key)], name=key)
-            return keys
-        self._check_other_world(then, variants.names_of(packed) - set(several["drifted"]))
+            return keys | {renaming.key(name): key for name, key in keys.items()}
+        divided = variants.names_of(packed) - set(several["drifted"])
+        self._check_other_world(then, frozenset(map(renaming.key, divided)))
         for name, key in here.items():
             part = self.parts[name]
             trees = [from_blob(blob, name=at) for at, blob in blobs.items() if at == key or at.endswith(f".{key}")]

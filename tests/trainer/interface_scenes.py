@@ -1,0 +1,125 @@
+"""Ranks that use a CheckpointManager rightly and wrongly: scenes for `test_interface`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stepkeeper_trainer import CheckpointManager, StepkeeperError
+from tests.trainer import old_parts
+
+UNEVEN_AT = 3
+
+
+def _manager(directory: Path, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, CheckpointManager]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = CheckpointManager(
+        {"model": model, "optimizer": optimizer},
+        run_dir=directory,
+        storage_test="off",
+        **({"every": None, "save_within_s": 3.0} | options),
+    )
+    manager.resume()
+    return model, optimizer, manager
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss = model(torch.rand(4, 8)).square().mean()
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def uneven(rank: int, directory: Path, *, others: list[int], method: str) -> int:
+    """Some ranks call another method after the third step, while the rest go on; say after how long each hears."""
+    model, _, manager = _manager(directory)
+    for _ in range(UNEVEN_AT):
+        model(torch.rand(4, 8)).sum().backward()
+        manager.step_done()
+    dist.barrier()
+    began_at = time.monotonic()
+    try:
+        if rank in others:
+            getattr(manager, method)()
+            if method == "save":
+                manager.step_done()
+        for _ in range(3):
+            manager.step_done()
+    except StepkeeperError as error:
+        print(f"rank {rank} after {time.monotonic() - began_at:.1f} s: {error}", flush=True)
+        return error.exit_code
+    return 0
+
+
+def late(rank: int, directory: Path, *, who: int, seconds: float) -> int:
+    """One rank does not come to its second step for so long."""
+    _, _, manager = _manager(directory)
+    manager.step_done()
+    if rank == who:
+        time.sleep(seconds)
+        return 0
+    try:
+        for _ in range(3):
+            manager.step_done()
+    except StepkeeperError as error:
+        print(f"rank {rank}: {error}", flush=True)
+        return error.exit_code
+    return 0
+
+
+def stopped(rank: int, directory: Path) -> None:
+    """One rank gets a signal; all stop together, and leave as a script does."""
+    model, optimizer, manager = _manager(directory, attach_signals=True, save_within_s=60.0)
+    for step in manager.steps():
+        _step(model, optimizer)
+        if step == 1 and rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        manager.step_done(loss=1.0)
+    code = manager.finish()
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the script's own groups are still there
+    assert total.item() == dist.get_world_size()
+    dist.destroy_process_group()
+    sys.exit(code)
+
+
+def goes_on_from_old_parts(rank: int, directory: Path, *, start: str = "latest") -> int:
+    """Resume a step of the old interface, train a step, save it, and resume that; say what each rank has."""
+
+    def manager(parts: dict[str, Any], resume_from: str, steps: int) -> CheckpointManager:
+        made = CheckpointManager(
+            parts, run_dir=directory, resume_from=resume_from, total_steps=steps, every=None, storage_test="off"
+        )
+        made.resume()
+        return made
+
+    def tell(what: str, parts: dict[str, Any]) -> None:
+        print(f"{what} on {rank}: {json.dumps(old_parts.digests(parts))}", flush=True)
+
+    parts = old_parts.build(2, rank)
+    try:
+        first = manager(parts, start, old_parts.STEPS + 1)
+    except StepkeeperError as error:
+        print(error, flush=True)
+        return error.exit_code
+    tell("resumed", parts)
+    for _ in first.steps():
+        first.step_done(loss=old_parts.step(parts))
+    tell("saved", parts)
+    assert first.finish() == 0
+    parts = old_parts.build(3, rank)
+    second = manager(parts, "latest", old_parts.STEPS + 1)
+    tell("again", parts)
+    return second.finish()

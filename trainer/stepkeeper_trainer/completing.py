@@ -6,7 +6,7 @@ Where the nodes' own disks come first, the commit comes when the copies on share
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.conditions import conditions, versions
@@ -86,7 +86,7 @@ class Completer:
             step=summary.step,
             tokens=summary.tokens,
             world_size=self._world_size,
-            created_at=datetime.now(UTC).isoformat(),
+            created_at=datetime.now(timezone.utc).isoformat(),
             save_id=save.save_id,
             parent=self.parent,
             files=dict(sorted(files.items())),

@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-recovery lint clean test-slurm-newest
+.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-recovery lint clean test-slurm-newest test-torch-oldest
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -69,6 +69,9 @@ coverage-core: setup  ## every branch of the rules is played by a scenario or a 
 test-slurm-newest: setup  ## the Slurm client and a preemption on the newest Slurm; skipped loudly where it cannot be built
 	$(AS_ROOT) $(V)/python -m tests.lab.newest_or_skip $(V)/python -m pytest -m newest $(PYTEST)
 
+test-torch-oldest: setup  ## the trainer library on the oldest torch and Python it supports; skipped loudly where they cannot be had
+	$(V)/python -m tests.torch_oldest $(ONE) -n $(AT_ONCE)
+
 bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption
 	$(AS_ROOT) $(V)/python -m tests.bench_fault
@@ -85,7 +88,8 @@ lint: setup  ## style, types, and the import contracts
 	$(V)/ruff check .
 	$(V)/ruff format --check .
 	$(V)/mypy
+	$(V)/mypy --python-version 3.10 --package stepkeeper_trainer
 	$(V)/lint-imports --no-logo
 
 clean:  ## remove what `setup` made
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis

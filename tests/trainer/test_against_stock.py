@@ -28,6 +28,7 @@ from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
 from stepkeeper_trainer.reader import CheckedReader, load
 from tests.trainer.forked import ROOT, Story
+from tests.trainer.fsdp import needs_fsdp
 from tests.trainer.scenes import Stage
 from tests.trainer.steps_by_dcp import commit, stock_load
 from tests.trainer.test_keeper import Loop, save_at
@@ -66,7 +67,7 @@ def test_the_page_names_tests_that_exist() -> None:
 # --- what is on disk ---------------------------------------------------------------------------------------------
 
 
-@both
+@pytest.mark.parametrize("library", ["stock", pytest.param("stepkeeper", marks=needs_fsdp)])
 def test_a_rank_dies_while_the_same_directory_is_saved_again(stage: Stage, tmp_path: Path, library: Library) -> None:
     """Stock writes over the older save, file by file: half of each is left, and it loads."""
     run_dir = tmp_path / "run"

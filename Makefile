@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest
+.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest test-torch-oldest
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -12,7 +12,7 @@ ONE = -p no:cacheprovider --timeout=600
 PYTEST = $(ONE) -n $(AT_ONCE) --dist loadscope --durations=40 --durations-min=5 -p tests.second_look --write-failed $(FAILED)
 FAILED := .venv/failed-tests
 LINTED := .venv/lint.log
-LINT = $(V)/ruff check . && $(V)/ruff format --check . && $(V)/mypy && $(V)/lint-imports --no-logo
+LINT = $(V)/ruff check . && $(V)/ruff format --check . && $(V)/mypy && $(V)/mypy --python-version 3.10 --package stepkeeper_trainer && $(V)/lint-imports --no-logo
 PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap lmod charliecloud-runtime
 V := .venv/bin
 
@@ -74,6 +74,9 @@ coverage-core: setup  ## every branch of the rules is played by a scenario or a 
 test-slurm-newest: setup  ## the Slurm client and a preemption on the newest Slurm; skipped loudly where it cannot be built
 	$(AS_ROOT) $(V)/python -m tests.lab.newest_or_skip $(V)/python -m pytest -m newest $(PYTEST)
 
+test-torch-oldest: setup  ## the trainer library on the oldest torch and Python it supports; skipped loudly where they cannot be had
+	$(V)/python -m tests.torch_oldest $(ONE) -n $(AT_ONCE)
+
 bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption
 	$(AS_ROOT) $(V)/python -m tests.bench_fault
@@ -94,4 +97,4 @@ lint: setup  ## style, types, and the import contracts
 	$(LINT)
 
 clean:  ## remove what `setup` made
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis

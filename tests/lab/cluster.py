@@ -4,6 +4,8 @@ What can be done to jobs and nodes is in `jobs.py` and `nodes.py`.  The daemons 
 never of the test.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import pwd
@@ -18,7 +20,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from tests.lab import conf, guardian, processes, teardown
 from tests.lab.faults import LabError, LabTimeoutError
@@ -29,6 +31,9 @@ from tests.lab.newest import newest
 from tests.lab.nodes import Nodes
 from tests.lab.options import USERS, LabOptions
 from tests.ports import reserve
+
+if TYPE_CHECKING:
+    from typing import Self
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

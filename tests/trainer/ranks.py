@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING
 
 from tests.ports import reserve
 from tests.trainer import warm
+
+if TYPE_CHECKING:
+    from typing import Self
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -80,7 +83,7 @@ class Ranks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.kill()
         if error is not None:
-            error.add_note(self.output())
+            print(self.output())
 
     def kill(self) -> None:
         """SIGKILL every rank that is left."""

@@ -28,11 +28,14 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from tests.trainer import warm
 from tests.trainer.forked import LIMIT_S, ROOT, Ended, Story, warm_up
 from tests.trainer.forked import _play as play_story
+
+if TYPE_CHECKING:
+    from typing import Self
 
 STARTED_WITHIN_S = 120.0  # beyond a play's own limit: the first one waits for the imports, too
 _SET_FLAGS, _UP = 0x8914, 0x1  # SIOCSIFFLAGS, IFF_UP

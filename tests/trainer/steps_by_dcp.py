@@ -43,7 +43,7 @@ def save(directory: Path, state: dict[str, torch.Tensor], *, threads: int = 1, *
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         writer = dcp.FileSystemWriter(directory, thread_count=threads)
-        dcp.save(state, storage_writer=writer, no_dist=True)  # type: ignore[arg-type]
+        dcp.save(state, storage_writer=writer)  # type: ignore[arg-type]
     return commit(directory, **options)  # type: ignore[arg-type]
 
 
@@ -51,4 +51,4 @@ def stock_load(directory: Path, state: dict[str, torch.Tensor]) -> None:
     """Load by stock DCP, in one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=directory, no_dist=True)  # type: ignore[arg-type]
+        dcp.load(state, checkpoint_id=directory)  # type: ignore[arg-type]

@@ -158,7 +158,7 @@ def fails_in_the_background(rank: int, directory: Path, *, library: str) -> None
     if library == "stock":
         (directory / "occupied").write_text("")
         for number in range(2):
-            saved = dcp.async_save({"w": torch.ones(4)}, checkpoint_id=directory / f"occupied/{number}", no_dist=True)
+            saved = dcp.async_save({"w": torch.ones(4)}, checkpoint_id=directory / f"occupied/{number}")
             concurrent.futures.wait([saved], timeout=60)
             assert saved.exception() is not None
         return
@@ -197,7 +197,7 @@ def left_alone(rank: int, directory: Path, *, library: str) -> None:  # noqa: AR
 
         writer = dcp.FileSystemWriter(directory / "step")
         writer.fs = Hanging()
-        dcp.async_save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
+        dcp.async_save({"w": torch.ones(4)}, storage_writer=writer)
         return
     os.fsync = hanging
     manager = small_manager(directory)

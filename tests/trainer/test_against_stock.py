@@ -20,7 +20,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from stepkeeper_trainer import CheckpointManager
@@ -29,6 +28,7 @@ from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
 from stepkeeper_trainer.load.reader import CheckedReader, load
 from tests.trainer.forked import ROOT, Story
+from tests.trainer.fsdp import needs_fsdp
 from tests.trainer.scenes import Stage
 from tests.trainer.steps_by_dcp import commit, stock_load
 from tests.trainer.test_keeper import Loop, save_at
@@ -50,7 +50,7 @@ def stage() -> Iterator[Stage]:
 
 
 def stock_save(directory: Path, state: dict[str, Any], **options: Any) -> None:
-    dcp.save(state, checkpoint_id=directory, no_dist=True, **options)
+    dcp.save(state, checkpoint_id=directory, **options)
 
 
 def test_the_page_names_tests_that_exist() -> None:
@@ -67,7 +67,7 @@ def test_the_page_names_tests_that_exist() -> None:
 # --- what is on disk ---------------------------------------------------------------------------------------------
 
 
-@both
+@pytest.mark.parametrize("library", ["stock", pytest.param("stepkeeper", marks=needs_fsdp)])
 def test_a_rank_dies_while_the_same_directory_is_saved_again(stage: Stage, tmp_path: Path, library: Library) -> None:
     """Stock writes over the older save, file by file: half of each is left, and it loads."""
     run_dir = tmp_path / "run"
@@ -96,7 +96,7 @@ def test_files_of_a_larger_save_stay_where_a_smaller_one_is_written(tmp_path: Pa
     if library == "stock":
         for threads in (4, 1):
             writer = dcp.FileSystemWriter(tmp_path, thread_count=threads)
-            dcp.save(state, storage_writer=writer, no_dist=True)
+            dcp.save(state, storage_writer=writer)
         named = {info.relative_path for info in dcp.FileSystemReader(tmp_path).read_metadata().storage_data.values()}
         assert {path.name for path in tmp_path.glob("*.distcp")} - named, "files that belong to nothing"
         return
@@ -134,11 +134,12 @@ def test_a_torn_newest_save_hides_the_whole_one_before_it(tmp_path: Path, librar
 def test_nothing_says_whether_a_set_of_safetensors_is_whole(tmp_path: Path, library: Library) -> None:
     """DCP's Hugging Face writer leaves no marker: a lost file is a smaller model."""
     if library == "stock":
+        hf = pytest.importorskip("torch.distributed.checkpoint.hf_storage", reason="this torch has no such writer")
         names = {"a": 1, "b": 2}
-        writer = HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping=names, save_distributed=True)
-        dcp.save({name: torch.ones(3) for name in names}, storage_writer=writer, no_dist=True)
+        writer = hf.HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping=names, save_distributed=True)
+        dcp.save({name: torch.ones(3) for name in names}, storage_writer=writer)
         max(tmp_path.iterdir()).unlink()
-        assert set(HuggingFaceStorageReader(str(tmp_path)).read_metadata().state_dict_metadata) == {"a"}
+        assert set(hf.HuggingFaceStorageReader(str(tmp_path)).read_metadata().state_dict_metadata) == {"a"}
         return
     save_at(tmp_path / "run", 1)
     [step] = list_steps(tmp_path / "run/checkpoints")
@@ -384,7 +385,7 @@ def test_slow_storage_piles_up_copies_of_the_state(
         for number in range(3):
             writer = dcp.FileSystemWriter(tmp_path / str(number))
             writer.fs = gate
-            saves.append(dcp.async_save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True))
+            saves.append(dcp.async_save({"w": torch.ones(4)}, storage_writer=writer))
         assert sum(not save.done() for save in saves) == 3
         gate.open.set()
         for save in saves:

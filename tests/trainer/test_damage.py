@@ -154,7 +154,7 @@ def test_a_save_whose_writer_failed_is_never_whole(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            dcp.save(state(1), storage_writer=writer, no_dist=True)  # type: ignore[arg-type]
+            dcp.save(state(1), storage_writer=writer)  # type: ignore[arg-type]
         except (Exception, dcp.api.CheckpointException):  # noqa: BLE001  # whatever it tells
             pytest.skip("this torch tells of the error: it has been mended")
     assert (tmp_path / "step_00000001/.metadata").exists()

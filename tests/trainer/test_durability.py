@@ -89,7 +89,7 @@ COMMIT = re.compile(r'"([^"]+/\.tmp-step_[^"/]+)", "[^"]+/step_\d+"')
 STOCK = """
 import sys, torch
 import torch.distributed.checkpoint as dcp
-dcp.save({"a": torch.rand(1000)}, checkpoint_id=sys.argv[1] + "/step_00000001", no_dist=True)
+dcp.save({"a": torch.rand(1000)}, checkpoint_id=sys.argv[1] + "/step_00000001")
 """
 
 

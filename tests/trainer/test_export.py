@@ -72,7 +72,7 @@ def seal_step(directory: Path, *, step: int = 300, chunk_bytes: int = SMALL_CHUN
 
 def made_step(parent: Path, tensors: dict[str, torch.Tensor], **options: Any) -> Path:
     directory = parent / step_name(300)
-    dcp.save(dict(tensors), checkpoint_id=directory, no_dist=True)
+    dcp.save(dict(tensors), checkpoint_id=directory)
     return seal_step(directory, **options)
 
 
@@ -305,7 +305,7 @@ def test_the_model_of_a_real_run_is_exported(uninterrupted: tuple[Path, dict[int
         for name, entry in metadata.items()
         if name.startswith("model.")
     }
-    dcp.load(expected, checkpoint_id=newest, no_dist=True)
+    dcp.load(expected, checkpoint_id=newest)
     found: dict[str, torch.Tensor] = {}
     for path in format_.find_files(tmp_path / "out"):
         found |= safetensors.torch.load_file(path)

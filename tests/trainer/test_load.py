@@ -25,6 +25,7 @@ from stepkeeper_trainer.load import worker as working
 from stepkeeper_trainer.load.reader import CheckedFile, CheckedReader, load
 from tests.ports import reserve
 from tests.trainer import warm
+from tests.trainer.fsdp import needs_fsdp
 from tests.trainer.memory import peak_growth
 from tests.trainer.ranks import Ranks, finish, losses
 from tests.trainer.steps_by_dcp import commit, save, stock_load
@@ -420,6 +421,7 @@ def test_damage_that_one_rank_sees_stops_all(of_two_ranks: Path, tmp_path: Path)
     assert all(f"{rows.file}: bytes of chunk" in text for text in said)
 
 
+@needs_fsdp
 def test_ranks_choose_the_newest_whole_step_together(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     expected = finish(2, run_dir, steps=12)

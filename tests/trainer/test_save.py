@@ -154,7 +154,7 @@ def test_stock_dcp_loses_the_error_of_a_thread(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch, "save", refused)
     writer = dcp.FileSystemWriter(tmp_path / "stock", thread_count=4)
 
-    dcp.save({str(n): torch.rand(10) for n in range(8)}, storage_writer=writer, no_dist=True)
+    dcp.save({str(n): torch.rand(10) for n in range(8)}, storage_writer=writer)
 
     monkeypatch.undo()
     assert (tmp_path / "stock/.metadata").exists()

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from stepkeeper_trainer import buffers as checksums
 from stepkeeper_trainer.save.serialise import ALIGNMENT, Frame, frame
 
+NEWEST = hasattr(filesystem, "CURRENT_DCP_VERSION")
+"""An older torch writes fewer entries into an archive, and reads those with more."""
 ID = "archive/.data/serialization_id"  # drawn by torch from the content, and read back by nobody
 TYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
@@ -56,7 +58,8 @@ def test_a_filled_frame_is_what_torch_save_writes(dtype: torch.dtype) -> None:
 
         ours = filled(one, bytes_of(tensor))
 
-        assert without_id(ours) == without_id(buffer.getvalue()), shape
+        if NEWEST:
+            assert without_id(ours) == without_id(buffer.getvalue()), shape
         assert len(one.head) % ALIGNMENT == 0
         assert zipfile.ZipFile(io.BytesIO(ours)).testzip() in (None, ID)
         assert torch.equal(torch.load(io.BytesIO(ours), weights_only=True), tensor)
@@ -123,9 +126,10 @@ class _Sparse(io.RawIOBase):
 
 def test_the_private_names_of_torch_are_what_we_take_them_for(tmp_path_factory: pytest.TempPathFactory) -> None:
     """One test to read when a new torch breaks the save path."""
-    assert filesystem.CURRENT_DCP_VERSION == "1.0.0"
+    assert getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0") == "1.0.0"
     info = filesystem._StorageInfo("a", 1, 2)
-    assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("a", 1, 2, None)
+    assert (info.relative_path, info.offset, info.length) == ("a", 1, 2)
+    assert getattr(info, "transform_descriptors", None) is None
     assert torch.storage._dtype_to_storage_type_map()[torch.float32] == "FloatStorage"
     assert torch.float8_e4m3fn in torch.storage._new_dtypes()
     assert torch.float32 not in torch.storage._new_dtypes()

@@ -29,7 +29,7 @@ from tests.trainer.test_formats import make_step, replace_metadata
 
 
 def saved(directory: Path, state: dict[str, torch.Tensor]) -> Contents:
-    dcp.save(state, checkpoint_id=directory, no_dist=True)  # type: ignore[arg-type]
+    dcp.save(state, checkpoint_id=directory)  # type: ignore[arg-type]
     return parse((directory / ".metadata").read_bytes())
 
 
@@ -145,12 +145,12 @@ def test_a_malicious_pickle_is_refused_and_not_run(attack: str, tmp_path: Path) 
 def test_stock_torch_runs_what_ours_refuses(tmp_path: Path) -> None:
     """The reason for all this: should it fail one day, torch has learnt it too."""
     state = {"a": torch.zeros(1)}
-    dcp.save(state, checkpoint_id=tmp_path / "step", no_dist=True)  # type: ignore[arg-type]
+    dcp.save(state, checkpoint_id=tmp_path / "step")  # type: ignore[arg-type]
     flag = tmp_path / "executed"
     (tmp_path / "step/.metadata").write_bytes(ATTACKS["os.system"](flag))
 
     with pytest.raises((Exception, dcp.api.CheckpointException)):  # whatever comes after it ran
-        dcp.load(state, checkpoint_id=tmp_path / "step", no_dist=True)  # type: ignore[arg-type]
+        dcp.load(state, checkpoint_id=tmp_path / "step")  # type: ignore[arg-type]
 
     assert flag.exists()
 

@@ -13,6 +13,7 @@ from stepkeeper_trainer.buffers import view_bytes
 from stepkeeper_trainer.errors import ResumeError
 from stepkeeper_trainer.state import random_state, tree
 from tests.trainer.bare import make_environment
+from tests.trainer.fsdp import needs_fsdp
 from tests.trainer.ranks import TINY, Ranks, losses, steps_of
 
 STEPS = 12
@@ -48,6 +49,7 @@ def test_two_ranks_save_and_resume_with_the_same_losses(python: Path, tmp_path: 
     assert done < STEPS
 
 
+@needs_fsdp
 def test_the_reference_script_shards_its_model(python: Path, tmp_path: Path) -> None:
     script = [str(python), "-m", "stepkeeper_trainer.examples.train_lm", *TINY, "--steps=3", "--checkpoint-every=2"]
     with Ranks(2, tmp_path / "run", command=[*script, f"--run-dir={tmp_path / 'run'}"]) as ranks:

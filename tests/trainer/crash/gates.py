@@ -15,9 +15,12 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from tests.trainer.crash.calls import CALLS
+
+if TYPE_CHECKING:
+    from typing import Self
 
 ATTACHED_WITHIN_S = 60.0
 

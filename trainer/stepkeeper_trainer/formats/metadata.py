@@ -12,7 +12,7 @@ import os
 import pickle
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,8 @@ from stepkeeper_trainer.formats.plain import comes_to_an_end
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
+
+    from typing_extensions import Self
 
 METADATA_NAME = ".metadata"
 METADATA_BYTES_MAX = 2 * 1024 * 1024 * 1024

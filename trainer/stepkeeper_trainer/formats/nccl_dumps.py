@@ -36,7 +36,7 @@ _RUN = re.compile(
     + b"|".join(b"[" + b"".join(map(re.escape, codes)) + b"].{%d}" % (width - 1) for width, codes in _FIXED.items())
     + b"|"
     + _PLACE_IN_MEMO
-    + b")*+"
+    + b"){0,1000}"  # bounded as in pickles.py
 )
 _COUNTED = {
     pickle.SHORT_BINUNICODE[0]: 1,
@@ -84,6 +84,6 @@ def _check(data: bytes) -> None:
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
         elif data[at] == pickle.STOP[0]:
             return
-        else:
+        elif found.end() == found.start():  # else there may be more than one call passes over
             raise DecodeError(f"does at byte {at} what no dump of a flight recorder does ({data[at : at + 1]!r})")
     raise DecodeError("is torn: it has no end")

@@ -35,8 +35,9 @@ def _of_width(width: int) -> bytes:
     return b"[" + codes + b"].{%d}" % (width - 1)
 
 
-# most of a pickle: passed over by one call, and not by a turn of the loop for each
-_RUN = re.compile(b"(?s:" + b"|".join(map(_of_width, sorted(set(_FIXED.values())))) + b")*+")
+# most of a pickle: passed over by one call, and not by a turn of the loop for each.  A limit bounds the places that the
+# matcher remembers to go back to (`*+`, which remembers none, is of Python 3.11)
+_RUN = re.compile(b"(?s:" + b"|".join(map(_of_width, sorted(set(_FIXED.values())))) + b"){0,1000}")
 _LENGTH_BYTES = {code[0]: width for code, width in _COUNTED.items()}
 _STOP, _GLOBAL = pickle.STOP[0], pickle.GLOBAL[0]
 _TENSOR_ITEM = {pickle.BINPUT[0]: 2, pickle.BINPERSID[0]: 1}  # of protocol 2, which `torch.save` uses
@@ -65,8 +66,10 @@ def find_end(data: bytes, start: int = 0, *, tensor_item: bool = False) -> int:
         if at >= end:
             break
         code = data[at]
-        if _ADVANCE[code]:
-            break  # it goes on behind the end
+        if taken := _ADVANCE[code]:
+            if at + taken > end:
+                break  # it goes on behind the end
+            continue  # the run was longer than one call passes over
         if (width := _LENGTH_BYTES.get(code)) is not None:
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
         elif code == _STOP:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -26,6 +26,8 @@ from stepkeeper_trainer.formats.plain import open_descriptor
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from typing_extensions import Self
 
     from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
     from stepkeeper_trainer.formats.metadata import Extent, Piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -13,6 +13,8 @@ from stepkeeper_trainer.formats.plain import open_descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from typing_extensions import Self
 
     from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
 

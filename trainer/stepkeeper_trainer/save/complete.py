@@ -10,12 +10,13 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from stepkeeper_trainer.errors import DriftError, SaveError
@@ -95,7 +96,7 @@ class Completer:
             step=summary.step,
             tokens=summary.tokens,
             world_size=self._world_size,
-            created_at=datetime.now(UTC).isoformat(),
+            created_at=datetime.now(timezone.utc).isoformat(),
             save_id=save.save_id,
             parent=self.parent,
             files=dict(sorted(files.items())),
@@ -181,6 +182,7 @@ def _write_hashed(save: Save, path: Path, data: bytes) -> FileEntry:
 
 
 _NO_SAVE_ID = "0" * 32  # in its place, until a save is known
+_DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # of the format; an older torch names none
 
 
 class Description:
@@ -218,12 +220,9 @@ def _encode(share: Share, reports: list[RankReport]) -> bytes:
         for chunk in getattr(entry, "chunks", []):
             if (name, chunk.offsets) not in written and (name, None) not in written:
                 raise SaveError(f"nobody wrote {name} at {tuple(chunk.offsets)}")
-    whole = replace(
-        metadata,
-        storage_data=storage,
-        storage_meta=StorageMeta(save_id=_NO_SAVE_ID),
-        version=CURRENT_DCP_VERSION,
-    )
+    whole = replace(metadata, storage_data=storage, storage_meta=StorageMeta(save_id=_NO_SAVE_ID))
+    if _DCP_VERSION is not None:
+        whole.version = _DCP_VERSION
     data = pickle.dumps(whole)
     if data.count(_NO_SAVE_ID.encode()) != 1:
         raise SaveError(f"a tensor's name contains {_NO_SAVE_ID}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from stepkeeper_trainer.formats import lineage as lineages
@@ -271,6 +271,6 @@ def _manifest(offer: _Offer) -> Manifest:
 def _seconds(created_at: str) -> float:
     """Return Unix seconds; a time that cannot be read is long ago."""
     try:
-        return datetime.fromisoformat(created_at).replace(tzinfo=UTC).timestamp()
+        return datetime.fromisoformat(created_at).replace(tzinfo=timezone.utc).timestamp()
     except ValueError:
         return 0.0

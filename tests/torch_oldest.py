@@ -1,0 +1,114 @@
+"""`python -m tests.torch_oldest OPTIONS...`: play the trainer library's tests on the oldest Python and torch.
+
+They have an environment of their own, `.venv-oldest`.  Where it cannot be made, say so loudly, and end with 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = ROOT / ".venv-oldest"
+REQUIREMENTS = ROOT / "tests/requirements-torch-oldest.txt"
+OLDEST = "3.10"
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+"""Where a torch without CUDA is to be had; the package index has one with CUDA, of 3 GB, which needs no GPU either."""
+WITHIN_S = 1800.0
+MODULES = (
+    "against_stock",
+    "any_state",
+    "contract",
+    "exactness",
+    "formats",
+    "incremental",
+    "keeper",
+    "load",
+    "oldest",
+    "parts",
+    "sampler",
+    "save",
+    "serialise",
+    "staging",
+    "state",
+    "verify",
+    "verify_metadata",
+    "without_numpy",
+)
+"""What rests on torch, in tests/trainer: modules that need the supervisor need its Python, too."""
+
+
+class UnavailableError(Exception):
+    """The environment cannot be made here."""
+
+
+def main(options: list[str]) -> None:
+    """Make the environment, then become its pytest."""
+    line = "=" * 100
+    try:
+        python = make()
+    except UnavailableError as error:
+        sys.stderr.write(
+            f"{line}\nSKIPPED: NOTHING WAS TESTED ON THE OLDEST TORCH, which cannot be had:\n{error}\n{line}\n"
+        )
+        return
+    versions = "import platform, torch; print('Python', platform.python_version(), 'with torch', torch.__version__)"
+    subprocess.run([python, "-c", versions], check=True, timeout=WITHIN_S)
+    tests = [str(ROOT / f"tests/trainer/test_{name}.py") for name in MODULES]
+    command = [str(python), "-m", "pytest", "-m", "not campaign", "--dist", "loadscope", *options, *tests]
+    os.execv(python, command)  # noqa: S606 - our own environment
+
+
+def make() -> Path:
+    """Return the environment's Python; make the environment where there is none for these requirements.
+
+    Raises:
+        UnavailableError: with what pip said last.
+    """
+    base = find_python() or sys.executable
+    wanted = [base, REQUIREMENTS.read_text(), (ROOT / "pyproject.toml").read_text()]
+    ready, python = ENVIRONMENT / ".ready", ENVIRONMENT / "bin/python"
+    digest = hashlib.sha256("\0".join(wanted).encode()).hexdigest()
+    if ready.exists() and ready.read_text() == digest:
+        return python
+    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+    _call(base, "-m", "venv", ENVIRONMENT)
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    [torch] = [line for line in wanted[1].splitlines() if line.startswith("torch==")]
+    try:
+        _call(*pip, "--retries", "0", "--index-url", CPU_BUILDS, torch)
+    except UnavailableError:
+        sys.stderr.write(f"{CPU_BUILDS} has no {torch} for this machine: the build with CUDA is taken, 3 GB\n")
+    _call(*pip, "--requirement", REQUIREMENTS, "--editable", ROOT)
+    ready.write_text(digest)
+    return python
+
+
+def find_python() -> str | None:
+    """Return a Python of the oldest version, on the PATH or below pyenv; None where there is none."""
+    below = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [shutil.which(f"python{OLDEST}"), *map(str, sorted(below.glob(f"{OLDEST}.*/bin/python{OLDEST}")))]
+    for candidate in filter(None, found):  # pyenv's shims are on the PATH for versions that are not chosen, too
+        says = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
+        asked = subprocess.run([candidate, "-c", says], capture_output=True, text=True, timeout=60, check=False)
+        if asked.stdout.strip() == OLDEST:
+            return candidate
+    return None
+
+
+def _call(*command: str | Path) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnavailableError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        raise UnavailableError(f"{' '.join(map(str, command))}: {said}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -25,7 +25,6 @@ MODULES = (
     "contract",
     "exactness",
     "formats",
-    "incremental",
     "keeper",
     "load",
     "oldest",

@@ -382,6 +382,7 @@ class TrainingState:
         fixed = sorted(n for n, part in self.parts.items() if isinstance(part, StatefulPart) and part.of_one_rank)
         if not wrong and not fixed:
             return
+        wrong = [name for name in wrong if not name.startswith(tuple(f"{part}." for part in fixed))]
         names = ", ".join(sorted({*fixed, *wrong})[:NAMED_MAX])
         raise ResumeError(
             f"{self.world_size} ranks cannot go on where {then} were: ranks hold different values of {names}; "

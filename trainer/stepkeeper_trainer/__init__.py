@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.accumulation import accumulation_steps
+    from stepkeeper_trainer.dcp_reader import StepkeeperReader
+    from stepkeeper_trainer.dcp_writer import StepkeeperWriter
     from stepkeeper_trainer.distributed import start_distributed
     from stepkeeper_trainer.errors import KeeperError
     from stepkeeper_trainer.keeper import Keeper
@@ -25,6 +27,8 @@ __all__ = [
     "Keeper",
     "KeeperError",
     "MlflowTracker",
+    "StepkeeperReader",
+    "StepkeeperWriter",
     "Tiers",
     "__version__",
     "accumulation_steps",
@@ -36,6 +40,8 @@ _HOME = {
     "Keeper": "stepkeeper_trainer.keeper",
     "KeeperError": "stepkeeper_trainer.errors",
     "MlflowTracker": "stepkeeper_trainer.trackers",
+    "StepkeeperReader": "stepkeeper_trainer.dcp_reader",
+    "StepkeeperWriter": "stepkeeper_trainer.dcp_writer",
     "Tiers": "stepkeeper_trainer.tiers.config",
     "accumulation_steps": "stepkeeper_trainer.accumulation",
     "start_distributed": "stepkeeper_trainer.distributed",

@@ -102,7 +102,7 @@ class Division:
         names = list(share.names)
         history = self._history
         hot = [names[number] for number in history.hot] if history is not None else names
-        groups = _split_evenly(hot, self._staging.size_of)
+        groups = split_evenly(hot, self._staging.size_of)
         if history is not None:
             groups += [[names[number] for number in group] for group in history.groups]
         own = set(names)
@@ -126,7 +126,7 @@ class Division:
         known = {number for group in cold for number in group}
         hot = [piece for number, piece in enumerate(pieces) if number not in known]
         files: list[tuple[str, list[Piece], bool]] = []
-        for number, names in enumerate(_split_evenly([piece.name for piece in hot], self._staging.size_of)):
+        for number, names in enumerate(split_evenly([piece.name for piece in hot], self._staging.size_of)):
             files.append((f"__{self._rank}_{number}.distcp", [pieces[place[name]] for name in names], False))
         for group in cold:
             number = self._cold_numbers.setdefault(group, _COLD_FIRST + len(self._cold_numbers))
@@ -150,7 +150,7 @@ def _item(index: MetadataIndex, file: str, start: int, length: int) -> Item:
     return Item(index.fqn, offsets, index.index, file, start, length)
 
 
-def _split_evenly(names: list[str], size_of: Callable[[str], int]) -> list[list[str]]:
+def split_evenly(names: list[str], size_of: Callable[[str], int]) -> list[list[str]]:
     """Split into files of about one size, in order; one file where there is not much."""
     sizes = [size_of(name) for name in names]
     total = sum(sizes)

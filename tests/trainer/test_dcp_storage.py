@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-from stepkeeper_trainer import StepkeeperReader, StepkeeperWriter
+from stepkeeper_trainer import Keeper, StepkeeperReader, StepkeeperWriter
 from stepkeeper_trainer.errors import DamagedError, ResumeError, RunDirectoryError, SupersededError, UsageError
 from stepkeeper_trainer.formats import lease, lineage
 from stepkeeper_trainer.formats.manifest import read_manifest
@@ -126,17 +127,18 @@ def test_a_value_that_names_code_is_refused_and_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "reader", "background"),
+    ("ranks", "reader", "background"),
     [
-        (2, 1, "ours", ""),
-        (1, 2, "ours", ""),
-        (2, 2, "stock", "thread"),
-        pytest.param(2, 2, "ours", "process", marks=pytest.mark.campaign),
+        ((2, 1), "ours", ""),
+        ((1, 2), "ours", ""),
+        ((2, 2), "stock", "thread"),
+        pytest.param((2, 2), "ours", "process", marks=pytest.mark.campaign),
     ],
 )
 def test_what_some_ranks_saved_by_plain_dcp_is_loaded_by_others(
-    stage: Stage, tmp_path: Path, saved: int, loaded: int, reader: str, background: str
+    stage: Stage, tmp_path: Path, ranks: tuple[int, int], reader: str, background: str
 ) -> None:
+    saved, loaded = ranks
     ended = stage.play(f"{SCENES}:save", tmp_path / "run", ranks=saved, background=background)
     assert ended.codes == [0] * saved, ended.said
     step = tmp_path / "run/checkpoints/step_00000007"
@@ -336,3 +338,99 @@ def test_a_planner_that_keeps_its_plans_is_refused(tmp_path: Path) -> None:
         else:
             with pytest.raises(CheckpointException, match="plan caching"):
                 dcp.save({"w": torch.ones(1)}, storage_writer=writer, planner=planner, no_dist=True)
+
+
+# Stock DCP, from our own steps ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kept(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step directory that keepers of two ranks have saved."""
+    run_dir = tmp_path_factory.mktemp("kept") / "run"
+    ended = stage.play("tests.trainer.worlds:save", run_dir, ranks=2)
+    assert ended.codes == [0, 0], ended.said
+    return run_dir / "checkpoints/step_00000001"
+
+
+@pytest.mark.parametrize(
+    ("flat", "reader", "ranks"), [(True, "stock", 2), (False, "stock", 1), (True, "ours", 1), (False, "ours", 2)]
+)
+def test_a_full_state_dict_of_model_and_optimizer_is_loaded_from_a_step_of_ours(
+    stage: Stage, kept: Path, *, flat: bool, reader: str, ranks: int
+) -> None:
+    ended = stage.play(f"{SCENES}:load", kept, ranks=ranks, flat=flat, reader=reader, keeper=True)
+
+    assert ended.codes == [0] * ranks, ended.said
+    assert ended.said.count("wrong: []") == ranks
+    assert verify(kept).ok
+
+
+def test_what_a_part_holds_besides_tensors_is_loaded_by_stock_dcp(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    groups = [{"params": [model.weight], "lr": 0.5, "betas": (0.5, 0.75)}, {"params": [model.bias], "name": "biases"}]
+    optimizer = torch.optim.AdamW(groups, lr=0.25)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda _: 2.0])
+    own = Part(
+        {"deep": {"list": [1, 2], "dicts": [{"a": 1}, {"a": torch.ones(1)}], 3: None}, "raw": b"\1", "t": (1, "x")}
+    )
+    keeper = Keeper(
+        model=model, optimizer=optimizer, scheduler=scheduler, others={"own": own}, run_dir=tmp_path / "run"
+    )
+    keeper.resume()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    keeper.step_done(loss=1.0)
+    assert keeper.finish(leave_process=False) is not None
+    step = tmp_path / "run/checkpoints/step_00000001"
+    assert verify(step).ok, verify(step).problems
+
+    wanted: dict[str, Any] = {"scheduler": scheduler.state_dict(), "own": own.state_dict()}
+    expected = flatten_state_dict(wanted)[0]
+    expected |= {
+        "optimizer.param_groups.0.params": ["weight"],
+        "optimizer.param_groups.bias.lr": 0.5,
+        "optimizer.param_groups.1.name": "biases",
+        "optimizer.param_groups.weight.betas": (0.5, 0.75),
+    }
+    for reader in (dcp.FileSystemReader(step), StepkeeperReader(step)):
+        state = {(k if k.startswith("optim") else f"others.{k}"): v for k, v in expected.items()}
+        state = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else "?" for k, v in state.items()}
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        assert {k.removeprefix("others."): v for k, v in state.items()} == expected
+
+
+def test_equal_values_share_their_bytes_and_places_stay_from_step_to_step(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    keeper = Keeper(model=model, optimizer=optimizer, run_dir=tmp_path / "run", checkpoint_every=1)
+    keeper.resume()
+    for step in (1, 2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.125 / step
+        keeper.step_done(loss=1.0)
+    keeper.finish(leave_process=False)
+
+    metadata = []
+    for step in (1, 2):
+        directory = tmp_path / f"run/checkpoints/step_{step:08d}"
+        assert (directory / "__0_values.distcp").stat().st_size < 20_000
+        save_id = read_manifest(directory).save_id.encode()
+        metadata.append((directory / ".metadata").read_bytes().replace(save_id, b"x" * 32))
+        state = {"optimizer.param_groups.49.bias.lr": 0.0}
+        dcp.load(state, checkpoint_id=directory, no_dist=True)
+        assert state == {"optimizer.param_groups.49.bias.lr": 0.125 / step}
+    assert metadata[0] == metadata[1]
+
+
+class Part:
+    """A part of the state."""
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.value
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.conditions import conditions, versions
+from stepkeeper_trainer.dcp_values import VALUES_NAME, Values
 from stepkeeper_trainer.describing import Description
 from stepkeeper_trainer.errors import DriftError
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, seal
@@ -18,7 +19,7 @@ from stepkeeper_trainer.formats.metadata import METADATA_NAME
 from stepkeeper_trainer.log import say
 from stepkeeper_trainer.reading_back import read_back
 from stepkeeper_trainer.replicas import compare
-from stepkeeper_trainer.report import GivenUp, gather
+from stepkeeper_trainer.report import GivenUp, RankReport, gather
 from stepkeeper_trainer.tiers.gathering import ANCESTORS, ANCESTORS_MAX
 from stepkeeper_trainer.writer import HashingFile
 
@@ -62,8 +63,12 @@ class Completer:
         self._newest_here = parent  # save_id of the newest commit
         self.committed: tuple[Path, Manifest] | None = None  # the newest step directory of this launch
 
-    def complete(self, save: Save, share: Share, given_up: GivenUp, placed: Placed) -> None:
+    def complete(
+        self, save: Save, share: Share, given_up: GivenUp, placed: Placed, *, values: Values | None = None
+    ) -> None:
         """Wait for all ranks' reports and commit; with disks of the nodes, once shared storage has all of it.
+
+        `values` are what only stock DCP needs besides the tensors.
 
         Raises:
             SaveError, SupersededError, OSError: the save came to nothing.
@@ -78,9 +83,12 @@ class Completer:
         if drifts := compare({report.rank: report.replicas for report in reports}, share.groups):
             names = ", ".join(name for drift in drifts for name in drift.names)
             raise DriftError(f"ranks hold different values of {shorten(names)}: each is saved by the next save")
-        metadata = self._write_metadata(save, self._description.of(save.save_id, share, reports))
-        files = {name: entry for report in reports for name, entry in report.files.items()}
-        files[METADATA_NAME] = metadata
+        own: dict[str, FileEntry] = {}  # that only rank 0 writes
+        if values is not None and values.data:
+            own[VALUES_NAME] = self._write_own(save, VALUES_NAME, values.data)
+            reports.append(RankReport(rank=0, save_id=save.save_id, items=values.items))
+        own[METADATA_NAME] = self._write_own(save, METADATA_NAME, self._description.of(save.save_id, share, reports))
+        files = {name: entry for report in reports for name, entry in report.files.items()} | own
         summary = save.summary
         manifest = Manifest(
             step=summary.step,
@@ -100,22 +108,22 @@ class Completer:
             self._commit(save, manifest)
         else:
             save.check()
-            placed.files = {**placed.files, METADATA_NAME: metadata}
+            placed.files = {**placed.files, **own}
             placed.commit = lambda: self._commit(save, manifest)
             placed.give_up = lambda why: self._tell_failure(save, why)
             self._placing.seal(placed, manifest.files, seal(manifest))
         self.parent = save.save_id
         self._ancestors = (save.save_id, *self._ancestors[: ANCESTORS_MAX - 1])
 
-    def _write_metadata(self, save: Save, data: bytes) -> FileEntry:
-        """Write `.metadata` beside this rank's files: where their disk does not take it, to shared storage."""
+    def _write_own(self, save: Save, name: str, data: bytes) -> FileEntry:
+        """Write a file of rank 0 beside this rank's files: where their disk does not take it, to shared storage."""
         try:
-            return _write_hashed(save, save.data / METADATA_NAME, data)
+            return _write_hashed(save, save.data / name, data)
         except OSError as error:
             if self._placing is None or save.local is None:
                 raise
             self._placing.refused(save.summary.step, error)
-        return _write_hashed(save, save.directory / METADATA_NAME, data)
+        return _write_hashed(save, save.directory / name, data)
 
     def _led_here(self) -> dict[str, object]:
         """Return what a step of the nodes' disks is known by: the steps that led to it, which may never come here."""

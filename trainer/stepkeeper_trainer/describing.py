@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, StorageMeta
 
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.collecting import paused
@@ -46,18 +46,28 @@ def _encode(share: Share, reports: list[RankReport]) -> bytes:
     metadata = share.metadata
     assert metadata is not None, "rank 0 knows the whole"
     storage: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[tuple[str, int, int], _StorageInfo] = {}  # equal values share one: `.metadata` holds it once
     written: set[tuple[str, tuple[int, ...] | None]] = set()
     for report in reports:
         for item in decode_items(report):
             offset = None if item.offsets is None else torch.Size(item.offsets)
-            storage[MetadataIndex(item.name, offset, item.index)] = _StorageInfo(item.file, item.start, item.length)
+            place = (item.file, item.start, item.length)
+            storage[MetadataIndex(item.name, offset, item.index)] = places.get(place) or places.setdefault(
+                place, _StorageInfo(*place)
+            )
             written.add((item.name, item.offsets))
     for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata) and (name, None) not in written:
+            raise SaveError(f"nobody wrote {name}")
         for chunk in getattr(entry, "chunks", []):
             if (name, chunk.offsets) not in written and (name, None) not in written:
                 raise SaveError(f"nobody wrote {name} at {tuple(chunk.offsets)}")
+    entries, names = metadata.state_dict_metadata, metadata.planner_data
+    values = [index.fqn for index in storage if index.fqn not in entries]  # of `dcp_values`
     whole = replace(
         metadata,
+        state_dict_metadata=entries | dict.fromkeys(values, BytesStorageMetadata()),
+        planner_data=names | {name: (name,) for name in values} if names is not None else None,
         storage_data=storage,
         storage_meta=StorageMeta(save_id=_NO_SAVE_ID),
         version=CURRENT_DCP_VERSION,

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.completing import Completer
+from stepkeeper_trainer.dcp_values import Encoder, skeletons
 from stepkeeper_trainer.dividing import Division, Sheets
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError
 from stepkeeper_trainer.formats.steps import read_manifest, step_name
@@ -69,6 +70,7 @@ class Persister:
             on_committed=on_committed,
             placing=placing,
         )
+        self._values = Encoder()
         self._links = Links()
         self._hashes: dict[str, Hash | None] = {}  # of what others hold too, as the last save has it
         self._before: tuple[int, str] | None = None  # step and save_id of the last save that this rank reported
@@ -132,7 +134,8 @@ class Persister:
         placed = self._placed(save, written)
         if self._rank == 0:
             with save.doing(f"completing {save.directory}"):
-                self._completer.complete(save, share, given_up, placed)
+                values = self._values.encode(skeletons(tensors))
+                self._completer.complete(save, share, given_up, placed, values=values)
         if self._placing is not None:
             self._placing.written(placed, seconds)
         self._before = (save.summary.step, save.save_id)

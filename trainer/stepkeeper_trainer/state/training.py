@@ -165,18 +165,19 @@ class TrainingState:
         Raises:
             ResumeError: the checkpoint is of another state, or of another number of ranks than can take it.
         """
-        saved = {name: _tensor(name, metadata.state_dict_metadata) for name in metadata.state_dict_metadata}
+        entries = metadata.state_dict_metadata
+        saved = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         counters = from_blob(blobs[COUNTERS_KEY], name=COUNTERS_KEY)
         keys = self._find_keys(counters, blobs)
-        entries = {name: saved[key] for name, key in keys.items() if key in saved}
-        entries = {name: entry for name, entry in saved.items() if name not in entries} | entries
+        own = {name: saved[key] for name, key in keys.items() if key in saved}
+        own = {name: entry for name, entry in saved.items() if name not in own} | own
         tensors: dict[str, torch.Tensor] = {}
         self._keys = {}
         for name, part in sorted(self.parts.items(), key=lambda each: not isinstance(each[1], ModulePart)):
             if not isinstance(part, ModulePart):  # another model is told before other parts
                 _check_parts(set(self.parts), set(counters.get("parts", self.parts)))
             try:
-                targets = part.targets(self._saved[name], entries)
+                targets = part.targets(self._saved[name], own)
             except KeyError as error:
                 raise ResumeError(f"{name} needs {error.args[0]}, which the checkpoint does not hold") from error
             for each, target in targets.items():

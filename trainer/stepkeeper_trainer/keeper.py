@@ -60,6 +60,7 @@ class Keeper:
         others: Mapping[str, Stateful] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         resume_from: str | os.PathLike[str] | None = None,
+        strict: bool = True,
         checkpoint_every: str | int | Rule | None = None,
         checkpoint_every_steps: int | None = None,
         retention: str | Policy | None = None,
@@ -85,7 +86,9 @@ class Keeper:
                 StatefulDataLoader, or with an attribute `per_rank = True`) can be resumed on as many ranks only.
             run_dir: where checkpoints and metrics go; `STEPKEEPER_RUN_DIR` if it is not given, and without that, below
                 the working directory, `runs/SCRIPT-JOBID` in a Slurm job and `runs/SCRIPT` outside.
-            resume_from: a step directory, or `latest`; `STEPKEEPER_RESUME_FROM` if it is not given.
+            resume_from: a step directory, `latest`, or initial weights: a directory of plain DCP, a safetensors file
+                or a directory of those; `STEPKEEPER_RESUME_FROM` if it is not given.  A step of this run counts first.
+            strict: whether initial weights must have each tensor of the model, and no other one of it.
             checkpoint_every: `500 steps` (or 500), `30 min`, `auto` (as often as pays), or several joined by `or`; None
                 saves on request and at the end only.  `STEPKEEPER_CHECKPOINT_EVERY` counts instead, where it is set.
             checkpoint_every_steps: the same, in steps.
@@ -112,7 +115,7 @@ class Keeper:
         install_excepthook(self._last_seconds)
         self._environment = read_environment()
         self.rank, self.world_size = attach.find_rank()
-        self._resume_from = str(resume_from) if resume_from else self._environment.resume_from
+        self._resume_from, self._strict = str(resume_from) if resume_from else None, strict
         check_choice("when_busy", when_busy, get_args(WhenBusy))
         check_seconds("save_within_s", save_within_s)
         self._when_busy, self._tracker = when_busy, tracker
@@ -194,6 +197,7 @@ class Keeper:
             raise UsageError("keeper.resume() was called twice: call it once, before the first step")
         resumed = resuming.resume(
             self._resume_from,
+            strict=self._strict,
             commits=self._commits,
             state=self._state,
             agreement=self._agreement,

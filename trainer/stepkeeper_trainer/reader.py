@@ -159,22 +159,8 @@ class CheckedReader:
     def read_metadata(self) -> Metadata:
         """Return what the step holds, in torch's words.  Raises as `contents`."""
         if self._metadata is None:
-            with paused():
-                self._metadata = Metadata(dict(self._entries()))
+            self._metadata = describe(self.contents)
         return self._metadata
-
-    def _entries(self) -> Iterator[tuple[str, BytesStorageMetadata | TensorStorageMetadata]]:
-        for name in self.contents.objects:
-            yield name, BytesStorageMetadata()
-        for name, tensor in self.contents.tensors.items():
-            yield (
-                name,
-                TensorStorageMetadata(
-                    TensorProperties(dtype=_dtype(name, tensor)),
-                    torch.Size(tensor.size),
-                    [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.pieces],
-                ),
-            )
 
     def fill(self, tensors: dict[str, torch.Tensor], *, limits: Limits | None = None, turn: float = 0.0) -> int:
         """Fill `tensors` in place with what this rank holds of them; return how many bytes were read.
@@ -260,6 +246,26 @@ class CheckedReader:
             box_offsets=tuple(item.storage_offsets),
             box_sizes=tuple(item.lengths),
             target=target.detach(),
+        )
+
+
+def describe(contents: Contents) -> Metadata:
+    """Return what a directory holds, in torch's words.  Raises DamagedError."""
+    with paused():
+        return Metadata(dict(_entries(contents)))
+
+
+def _entries(contents: Contents) -> Iterator[tuple[str, BytesStorageMetadata | TensorStorageMetadata]]:
+    for name in contents.objects:
+        yield name, BytesStorageMetadata()
+    for name, tensor in contents.tensors.items():
+        yield (
+            name,
+            TensorStorageMetadata(
+                TensorProperties(dtype=_dtype(name, tensor)),
+                torch.Size(tensor.size),
+                [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.pieces],
+            ),
         )
 
 

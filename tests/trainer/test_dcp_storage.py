@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -434,3 +435,15 @@ class Part:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state
+
+
+def test_the_snippets_of_the_page_run_as_they_stand(tmp_path: Path) -> None:
+    page = (ROOT / "docs/dcp.md").read_text()
+    snippets = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(snippets) == 3
+
+    for snippet in snippets:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", snippet], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr

@@ -115,6 +115,44 @@ def test_a_checkpoint_of_torchtitan_begins_a_run(tmp_path: Path) -> None:
     run.steps(1)
 
 
+def test_the_optimizers_state_comes_along_where_it_is_asked_for(tmp_path: Path) -> None:
+    source = torchtitan(tmp_path, Net(1))
+
+    run = Run(tmp_path / "run", source, with_optimizer=True)
+
+    assert run.begun() == 0
+    for parameter in run.model.parameters():
+        state = run.optimizer.state[parameter]
+        assert state["step"] == 1
+        assert torch.equal(state["exp_avg"], torch.full_like(parameter, 0.1))
+    assert run.optimizer.param_groups[0]["lr"] == 0.1, "options are the script's"
+    run.steps(1)
+    dcp.save(Net(1).state_dict(), checkpoint_id=tmp_path / "plain", no_dist=True)
+    with pytest.raises(ResumeError, match="states of optimizer nowhere"):
+        Run(tmp_path / "other", tmp_path / "plain", with_optimizer=True).begun()
+    safetensors.torch.save_file(Net(1).state_dict(), tmp_path / "one.safetensors")
+    with pytest.raises(ResumeError, match="hold no state of an optimizer"):
+        Run(tmp_path / "other", tmp_path / "one.safetensors", with_optimizer=True).begun()
+
+
+def test_a_parameter_without_a_state_is_refused_or_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state: dict[str, Any] = {"model": Net(1).state_dict()}
+    state["optim"] = {
+        "state": {
+            "output.weight": {"exp_avg": torch.ones(6, 4), "exp_avg_sq": torch.ones(6, 4), "step": torch.ones(())}
+        }
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+
+    with pytest.raises(ResumeError, match=r"lacks optimizer\.state\.tok_embeddings\.weight"):
+        Run(tmp_path / "run", tmp_path / "plain", with_optimizer=True).begun()
+    run = Run(tmp_path / "run", tmp_path / "plain", with_optimizer=True, strict=False)
+
+    assert run.begun() == 0
+    assert len(run.optimizer.state) == 1
+    assert "optimizer.state.layers.0.bias" in caplog.text
+
+
 def test_safetensors_begin_a_run(tmp_path: Path) -> None:
     model = Net(1)
     one, several = tmp_path / "one.safetensors", tmp_path / "several"

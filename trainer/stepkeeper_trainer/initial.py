@@ -1,8 +1,9 @@
 """Initial weights: a run that has no step of its own begins with the weights of another program.
 
-From a directory of plain `torch.distributed.checkpoint` (torchtitan's, for one), or from safetensors files.  Only
-modules are filled, each rank's own shards; optimizer, schedule and data begin anew.  Nothing of these files is
-unpickled into code.  A directory with a manifest of ours is verified; others have no digests, and the log says so.
+From a directory of plain `torch.distributed.checkpoint` (torchtitan's, for one), or from safetensors files.  Modules
+are filled, each rank's own shards, and optimizers where it is asked for; schedule and data begin anew.  Nothing of
+these files is unpickled into code.  A directory with a manifest of ours is verified; others have no
+digests, and the log says so.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from stepkeeper_trainer.formats.metadata import (
     parse_of,
 )
 from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.initial_optimizer import Moments, match_moments
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.reader import CheckedReader, describe, load, root_cause
 from stepkeeper_trainer.safetensors_io import some
@@ -75,6 +77,7 @@ def load_initial(
     agreement: Agreement,
     *,
     strict: bool,
+    with_optimizer: bool = False,
     limits: Limits | None = None,
     manifest: Manifest | None = None,
 ) -> None:
@@ -85,6 +88,7 @@ def load_initial(
         state: whose modules are filled.
         agreement: of the ranks.
         strict: whether each tensor of the modules must be there, and no other one of theirs.
+        with_optimizer: fill the optimizers too, from a directory of DCP.
         limits: threads and memory.
         manifest: of `source`, where it has one: every byte is verified.
 
@@ -95,10 +99,12 @@ def load_initial(
     found = _open(source, manifest)
     shapes = found.shapes
     parts = [_match(part, shapes) for part in state.modules.values()]
-    _check(source, parts, strict=strict, tell=state.rank == 0)
-    wanted = {home: tensor for part in parts for home, tensor in part.tensors.items()}
+    moments = found.moments(state) if with_optimizer else []
+    _check(source, parts, moments, strict=strict, tell=state.rank == 0)
+    filled: list[_Part | Moments] = [*parts, *moments]
+    wanted = {home: tensor for part in filled for home, tensor in part.tensors.items()}
     found.read(wanted, parts, agreement, limits)
-    for part in parts:
+    for part in filled:
         part.apply()
     if state.rank == 0:
         say("initial_weights", source=source, tensors=len(wanted), verified=manifest is not None)
@@ -117,6 +123,9 @@ class _Files:
 
     source: Path
     shapes: Mapping[str, tuple[int, ...]]
+
+    def moments(self, _state: TrainingState) -> list[Moments]:
+        raise ResumeError(f"{self.source}: safetensors hold no state of an optimizer: leave out with_optimizer")
 
     def read(
         self, _wanted: Mapping[str, torch.Tensor], parts: list[_Part], agreement: Agreement, _limits: Limits | None
@@ -142,6 +151,10 @@ class _Directory:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.size for name, tensor in self.contents.tensors.items()}
+
+    def moments(self, state: TrainingState) -> list[Moments]:
+        stored = describe(self.contents).state_dict_metadata
+        return [match_moments(part, stored) for part in state.optimizers.values()]
 
     def read(
         self, wanted: Mapping[str, torch.Tensor], _parts: list[_Part], agreement: Agreement, limits: Limits | None
@@ -303,14 +316,15 @@ def _find_prefix(part: str, wanted: Collection[str], stored: Collection[str]) ->
     return named[0] if named else f"{part}."
 
 
-def _check(source: Path, parts: list[_Part], *, strict: bool, tell: bool) -> None:
+def _check(source: Path, parts: list[_Part], moments: list[Moments], *, strict: bool, tell: bool) -> None:
     """Refuse another model's weights; not `strict`, say what is not loaded.  Raises ResumeError."""
-    missing = [name for part in parts for name in part.missing]
-    owned = {home for part in parts for home in part.homes.values()}
+    filled: list[_Part | Moments] = [*parts, *moments]
+    missing = [name for part in filled for name in part.missing]
+    owned = {home for part in filled for home in part.homes.values()}
     unexpected = sorted({name for part in parts for name in part.unexpected} - owned)
     if misshapen := [text for part in parts for text in part.misshapen]:
         raise ResumeError(f"{source}: {'; '.join(misshapen[:NAMES_SHOWN])}: these weights are of another model")
-    if not owned:
+    if not any(part.homes for part in parts):
         raise ResumeError(f"{source}: none of its tensors is the model's: it lacks {some(missing)}")
     if not missing and not unexpected:
         return

@@ -61,6 +61,7 @@ class Keeper:
         run_dir: str | os.PathLike[str] | None = None,
         resume_from: str | os.PathLike[str] | None = None,
         strict: bool = True,
+        with_optimizer: bool = False,
         checkpoint_every: str | int | Rule | None = None,
         checkpoint_every_steps: int | None = None,
         retention: str | Policy | None = None,
@@ -89,6 +90,7 @@ class Keeper:
             resume_from: a step directory, `latest`, or initial weights: a directory of plain DCP, a safetensors file
                 or a directory of those; `STEPKEEPER_RESUME_FROM` if it is not given.  A step of this run counts first.
             strict: whether initial weights must have each tensor of the model, and no other one of it.
+            with_optimizer: whether initial weights of plain DCP bring the optimizer's state too, but not its options.
             checkpoint_every: `500 steps` (or 500), `30 min`, `auto` (as often as pays), or several joined by `or`; None
                 saves on request and at the end only.  `STEPKEEPER_CHECKPOINT_EVERY` counts instead, where it is set.
             checkpoint_every_steps: the same, in steps.
@@ -116,6 +118,7 @@ class Keeper:
         self._environment = read_environment()
         self.rank, self.world_size = attach.find_rank()
         self._resume_from, self._strict = str(resume_from) if resume_from else None, strict
+        self._with_optimizer = with_optimizer
         check_choice("when_busy", when_busy, get_args(WhenBusy))
         check_seconds("save_within_s", save_within_s)
         self._when_busy, self._tracker = when_busy, tracker
@@ -198,6 +201,7 @@ class Keeper:
         resumed = resuming.resume(
             self._resume_from,
             strict=self._strict,
+            with_optimizer=self._with_optimizer,
             commits=self._commits,
             state=self._state,
             agreement=self._agreement,

@@ -63,6 +63,7 @@ def resume(
     tiering: Tiering | None = None,
     limits: Limits | None = None,
     strict: bool = True,
+    with_optimizer: bool = False,
 ) -> Resumed:
     """Load a step of this run into `state`, else `resume_from`, on all ranks together, and record it in the lineage.
 
@@ -84,7 +85,15 @@ def resume(
                 f"{directory}: was not saved by this library's manager, which cannot go on from it: load it with "
                 "torch.distributed.checkpoint and StepkeeperReader, or use another run directory"
             )
-        load_initial(directory, state, agreement, strict=strict, limits=limits, manifest=manifest)
+        load_initial(
+            directory,
+            state,
+            agreement,
+            strict=strict,
+            with_optimizer=with_optimizer,
+            limits=limits,
+            manifest=manifest,
+        )
         return _begin(commits, state)
     changes = tuple(warn_of_changes(manifest, world_size))
     _load(reader, directory, state, agreement, limits)

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from stepkeeper_trainer import Keeper, StepkeeperReader, StepkeeperWriter
 from stepkeeper_trainer.errors import DamagedError, ResumeError, RunDirectoryError, SupersededError, UsageError
@@ -108,6 +109,8 @@ def test_a_partial_load_leaves_what_is_not_stored(tmp_path: Path) -> None:
     assert torch.equal(state["other"], torch.zeros(4, 3))
     with pytest.raises(CheckpointException, match="Missing key"):
         load(directory, "w", "other")
+    found = _load_state_dict_from_keys({"w"}, storage_reader=StepkeeperReader(directory))
+    assert torch.equal(found["w"], torch.ones(4, 3))
 
 
 def test_a_value_that_names_code_is_refused_and_not_run(tmp_path: Path) -> None:
@@ -422,6 +425,29 @@ def test_equal_values_share_their_bytes_and_places_stay_from_step_to_step(tmp_pa
         dcp.load(state, checkpoint_id=directory, no_dist=True)
         assert state == {"optimizer.param_groups.49.bias.lr": 0.125 / step}
     assert metadata[0] == metadata[1]
+
+
+def test_a_value_that_is_called_as_a_tensor_is_changes_nothing(tmp_path: Path) -> None:
+    def build(resume_from: str | None) -> tuple[Part, Keeper]:
+        model, own = torch.nn.Linear(2, 2), Part({"a": {"b": torch.ones(3)}, "a.b": 5})
+        options: dict[str, Any] = {"run_dir": tmp_path / "run", "resume_from": resume_from}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return own, Keeper(model=model, optimizer=optimizer, others={"own": own}, **options)
+
+    _, keeper = build(None)
+    keeper.resume()
+    keeper.step_done(loss=1.0)
+    keeper.finish(leave_process=False)
+    step = tmp_path / "run/checkpoints/step_00000001"
+    assert verify(step).ok, verify(step).problems
+    state = {"others.own.a.b": torch.zeros(3)}
+    steps_by_dcp.stock_load(step, state)
+    assert torch.equal(state["others.own.a.b"], torch.ones(3))
+    own, keeper = build("latest")
+    own.value = {}
+    assert keeper.resume() == 1
+    assert own.value["a.b"] == 5
+    assert torch.equal(own.value["a"]["b"], torch.ones(3))
 
 
 class Part:

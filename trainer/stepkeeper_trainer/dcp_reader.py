@@ -6,6 +6,7 @@ torch's planner says what each rank needs, with any sharding; `reader` and `load
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,13 +71,15 @@ class StepkeeperReader(StorageReader):
         self._manifest = open_manifest(self._directory)
         self._reader = CheckedReader(self._directory, self._manifest)
         try:
-            self._reader.read_metadata()
+            metadata = self._reader.read_metadata()
         except OSError as error:
             raise DamagedError(f"{error.filename or self._directory}: cannot be read: {error.strerror}") from error
+        names = {name: (name,) for name in metadata.state_dict_metadata}  # who loads some keys only needs them
+        self._metadata = replace(metadata, planner_data=names)
 
     def read_metadata(self, *_args: Any) -> Metadata:
         """Return what the step holds, in torch's words."""
-        return self._reader.read_metadata()
+        return self._metadata
 
     def set_up_storage_reader(
         self,

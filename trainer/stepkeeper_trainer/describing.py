@@ -11,6 +11,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, StorageMeta
 
+from stepkeeper_trainer.dcp_values import VALUES_NAME
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.collecting import paused
 from stepkeeper_trainer.report import RankReport, decode_items
@@ -48,22 +49,24 @@ def _encode(share: Share, reports: list[RankReport]) -> bytes:
     storage: dict[MetadataIndex, _StorageInfo] = {}
     places: dict[tuple[str, int, int], _StorageInfo] = {}  # equal values share one: `.metadata` holds it once
     written: set[tuple[str, tuple[int, ...] | None]] = set()
+    entries, names = metadata.state_dict_metadata, metadata.planner_data
     for report in reports:
         for item in decode_items(report):
+            if item.file == VALUES_NAME and item.name in entries:
+                continue  # a tensor has that name already
             offset = None if item.offsets is None else torch.Size(item.offsets)
             place = (item.file, item.start, item.length)
             storage[MetadataIndex(item.name, offset, item.index)] = places.get(place) or places.setdefault(
                 place, _StorageInfo(*place)
             )
             written.add((item.name, item.offsets))
-    for name, entry in metadata.state_dict_metadata.items():
+    for name, entry in entries.items():
         if isinstance(entry, BytesStorageMetadata) and (name, None) not in written:
             raise SaveError(f"nobody wrote {name}")
         for chunk in getattr(entry, "chunks", []):
             if (name, chunk.offsets) not in written and (name, None) not in written:
                 raise SaveError(f"nobody wrote {name} at {tuple(chunk.offsets)}")
-    entries, names = metadata.state_dict_metadata, metadata.planner_data
-    values = [index.fqn for index in storage if index.fqn not in entries]  # of `dcp_values`
+    values = [index.fqn for index in storage if index.fqn not in entries]
     whole = replace(
         metadata,
         state_dict_metadata=entries | dict.fromkeys(values, BytesStorageMetadata()),

@@ -133,7 +133,8 @@ class _Files:
         problem: KeeperError | None = None
         try:
             for part in parts:
-                safetensors_io.load_model(part.part.module, self.source, strict=False, rename=part.homes)
+                homes = {name: part.homes.get(name, "") for name in part.values}  # no tensor is called ""
+                safetensors_io.load_model(part.part.module, self.source, strict=False, rename=homes)
         except KeeperError as error:
             problem = error
         if (first := next((each for each in agreement.gather(problem) if each is not None), None)) is not None:

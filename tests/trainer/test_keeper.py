@@ -166,8 +166,8 @@ def test_a_step_directory_holds_tensors_and_plain_data_and_what_its_manifest_say
     metadata = reader.read_metadata()
     values = [n for n, e in metadata.state_dict_metadata.items() if not isinstance(e, TensorStorageMetadata)]
     places = {name: metadata.storage_data[MetadataIndex(name)] for name in values}
-    data = (step.path / "__0_values.distcp").read_bytes()
-    assert {place.relative_path for place in places.values()} == {"__0_values.distcp"}
+    data = (step.path / "values.bin").read_bytes()
+    assert {place.relative_path for place in places.values()} == {"values.bin"}
     for place in places.values():
         torch.load(io.BytesIO(data[place.offset : place.offset + place.length]), weights_only=True)
     assert {
@@ -182,7 +182,7 @@ def test_a_step_directory_holds_tensors_and_plain_data_and_what_its_manifest_say
         ".metadata",
         "MANIFEST.json",
         "__0_0.distcp",
-        "__0_values.distcp",
+        "values.bin",
     ]
     assert (manifest.step, manifest.tokens, manifest.world_size, manifest.parent) == (3, 30, 1, None)
     assert {"threads", "cpu_capability"} <= manifest.conditions.keys()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
-VALUES_NAME = "__0_values.distcp"
+VALUES_NAME = "values.bin"
 _UNSAFE = frozenset({"$subclass", "$ndarray", "$bytesio"})  # a load would need more than plain data
 
 

@@ -64,7 +64,7 @@ def test_a_flip_anywhere_in_a_step_of_two_ranks_is_found(checkpoints: Path) -> N
     step, older = two_newest(checkpoints)
     dice = random.Random(7)  # noqa: S311  # the same places each time
     kinds = {re.sub(r"\d+", "N", name) for name in os.listdir(step)}
-    assert kinds == {".metadata", "MANIFEST.json", "__N_N.distcp"}
+    assert kinds == {".metadata", "MANIFEST.json", "__N_N.distcp", "values.bin"}
     for name in sorted(os.listdir(step)):
         size = os.path.getsize(step / name)
         for at in {0, size - 1, *(dice.randrange(size) for _ in range(25))}:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.coordinate.agreement import Call, Wish
@@ -28,6 +29,7 @@ from stepkeeper_trainer.errors import (
     RunDirectoryError,
     SaveError,
     StateError,
+    StepkeeperError,
     SupersededError,
     UsageError,
 )
@@ -158,11 +160,17 @@ def test_stock_torch_reads_the_directory(tmp_path: Path) -> None:
     assert torch.equal(moment, loop.optimizer.state[loop.model[0].weight]["exp_avg"])
 
 
-def test_a_step_directory_holds_tensors_only_and_what_its_manifest_says(tmp_path: Path) -> None:
+def test_a_step_directory_holds_tensors_and_plain_data_and_what_its_manifest_says(tmp_path: Path) -> None:
     save_at(tmp_path / "run", 3)
     [step] = list_steps(tmp_path / "run/checkpoints")
-    metadata = dcp.FileSystemReader(step.path).read_metadata()
-    assert all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
+    reader = dcp.FileSystemReader(step.path)
+    metadata = reader.read_metadata()
+    values = [n for n, e in metadata.state_dict_metadata.items() if not isinstance(e, TensorStorageMetadata)]
+    places = {name: metadata.storage_data[MetadataIndex(name)] for name in values}
+    data = (step.path / "values.bin").read_bytes()
+    assert {place.relative_path for place in places.values()} == {"values.bin"}
+    for place in places.values():
+        torch.load(io.BytesIO(data[place.offset : place.offset + place.length]), weights_only=True)
     assert {
         "keeper.json",
         "keeper.loss_history",
@@ -171,7 +179,12 @@ def test_a_step_directory_holds_tensors_only_and_what_its_manifest_says(tmp_path
 
     manifest = read_manifest(step.path)
 
-    assert sorted(os.listdir(step.path)) == [".metadata", "MANIFEST.json", "__0_0.distcp"]
+    assert sorted(os.listdir(step.path)) == [
+        ".metadata",
+        "MANIFEST.json",
+        "__0_0.distcp",
+        "values.bin",
+    ]
     assert (manifest.step, manifest.tokens, manifest.world_size, manifest.parent) == (3, 30, 1, None)
     assert {"threads", "cpu_capability"} <= manifest.conditions.keys()
     assert manifest.state["optimizer"] is True
@@ -267,18 +280,25 @@ def test_every_flipped_byte_is_found_before_it_reaches_the_model(tmp_path: Path)
 
 
 def test_a_pickle_in_the_manifested_directory_is_not_run_by_loading_an_item(tmp_path: Path) -> None:
-    """A directory with a BytesIO item: refused, though its manifest is right."""
+    """A pickle in the place of a tensor is refused, though the manifest is right; one beside them is never read."""
     run_dir = tmp_path / "run"
     save_at(run_dir, 1)
     step = run_dir / "checkpoints/step_00000001"
     reader = dcp.FileSystemReader(step)
     metadata = reader.read_metadata()
-    metadata.state_dict_metadata["evil"] = dcp.metadata.BytesStorageMetadata()
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
-    _reseal(step)
-
-    with pytest.raises(ResumeError, match="pickle, which is never loaded"):
-        Loop(run_dir, resume_from=step).manager.resume()
+    for name, refused in (
+        ("evil", None),
+        ("model.0.weight", "lacks .'model.0.weight'"),
+        ("keeper.json", "pickle"),
+    ):
+        metadata.state_dict_metadata[name] = dcp.metadata.BytesStorageMetadata()
+        (step / ".metadata").write_bytes(pickle.dumps(metadata))
+        _reseal(step)
+        if refused is None:
+            assert Loop(run_dir, resume_from=step).manager.resume() == 1
+        else:
+            with pytest.raises(StepkeeperError, match=refused):
+                Loop(run_dir, resume_from=step).manager.resume()
 
 
 def _reseal(step: Path) -> None:

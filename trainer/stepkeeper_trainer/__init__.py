@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.api import CheckpointManager
     from stepkeeper_trainer.distributed import start_distributed
     from stepkeeper_trainer.errors import StepkeeperError
+    from stepkeeper_trainer.load.dcp_reader import StepkeeperReader
     from stepkeeper_trainer.observe.trackers import MlflowTracker
     from stepkeeper_trainer.prefetch import accumulation_steps
     from stepkeeper_trainer.sampler import GlobalSampler
+    from stepkeeper_trainer.save.dcp_writer import StepkeeperWriter
     from stepkeeper_trainer.tiers.config import Tiers
 
 __version__ = "0.1.0"
@@ -25,6 +27,8 @@ __all__ = [
     "GlobalSampler",
     "MlflowTracker",
     "StepkeeperError",
+    "StepkeeperReader",
+    "StepkeeperWriter",
     "Tiers",
     "__version__",
     "accumulation_steps",
@@ -36,6 +40,8 @@ _HOME = {
     "CheckpointManager": "stepkeeper_trainer.api",
     "StepkeeperError": "stepkeeper_trainer.errors",
     "MlflowTracker": "stepkeeper_trainer.observe.trackers",
+    "StepkeeperReader": "stepkeeper_trainer.load.dcp_reader",
+    "StepkeeperWriter": "stepkeeper_trainer.save.dcp_writer",
     "Tiers": "stepkeeper_trainer.tiers.config",
     "accumulation_steps": "stepkeeper_trainer.prefetch",
     "start_distributed": "stepkeeper_trainer.distributed",

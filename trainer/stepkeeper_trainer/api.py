@@ -60,6 +60,8 @@ class CheckpointManager:
         *,
         run_dir: str | os.PathLike[str] | None = None,
         resume_from: str | os.PathLike[str] | None = None,
+        strict: bool = True,
+        with_optimizer: bool = False,
         every: str | int | Rule | None = "auto",
         total_steps: int | None = None,
         retention: str | Policy | None = None,
@@ -83,7 +85,10 @@ class CheckpointManager:
                 `GlobalSampler`, a StatefulDataLoader.  Ranks may hold different values, and even different names.
             run_dir: where checkpoints and metrics go; `STEPKEEPER_RUN_DIR` if it is not given, and without that, below
                 the working directory, `runs/SCRIPT-JOBID` in a Slurm job and `runs/SCRIPT` outside.
-            resume_from: a step directory, or `latest`; `STEPKEEPER_RESUME_FROM` if it is not given.
+            resume_from: a step directory, `latest`, or initial weights: a directory of plain DCP, a safetensors file
+                or a directory of those; `STEPKEEPER_RESUME_FROM` if it is not given.  A step of this run counts first.
+            strict: whether initial weights must have each tensor of the model, and no other one of it.
+            with_optimizer: whether initial weights of plain DCP bring the optimizer's state too, but not its options.
             every: how often to save: `500 steps` (or 500), `30 min`, `auto` (as often as pays), or several joined by
                 `or`; None saves on request and at the end only.  `STEPKEEPER_CHECKPOINT_EVERY` counts instead, where it
                 is set.
@@ -121,7 +126,8 @@ class CheckpointManager:
         attach_signals = notified if attach_signals is None else attach_signals
         self._hooks = attach_signals if attach_hooks is None else attach_hooks
         self.rank, self.world_size = groups.find_rank()
-        self._resume_from = str(resume_from) if resume_from else self._environment.resume_from
+        self._resume_from, self._strict = str(resume_from) if resume_from else None, strict
+        self._with_optimizer = with_optimizer
         check_seconds("save_within_s", save_within_s)
         self._tracker = tracker
         self._rule = choose_rule(self._environment.checkpoint_every, every)
@@ -204,6 +210,8 @@ class CheckpointManager:
             raise UsageError("resume() was called twice: call it once, before the first step")
         resumed = resuming.resume(
             self._resume_from,
+            strict=self._strict,
+            with_optimizer=self._with_optimizer,
             commits=self._commits,
             state=self._state,
             agreement=self._agreement,

@@ -77,7 +77,7 @@ class Contents:
     """What `.metadata` says that a step directory holds."""
 
     tensors: dict[str, TensorEntry]
-    objects: dict[str, Extent | None]  # pickled items; ours has none
+    objects: dict[str, Extent | None]  # pickled items
     unclaimed: tuple[Extent, ...]  # stored, and part of nothing
 
 
@@ -318,7 +318,8 @@ def check_coverage(contents: Contents, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _uncovered(contents: Contents, sizes: Mapping[str, int]) -> Iterator[str]:
-    extents = [*contents.unclaimed, *(extent for extent in contents.objects.values() if extent is not None)]
+    objects = {extent for extent in contents.objects.values() if extent is not None}  # equal values share their bytes
+    extents = [*contents.unclaimed, *objects]
     for name, extent in contents.objects.items():
         if extent is None:
             yield f"{name}: stored nowhere"

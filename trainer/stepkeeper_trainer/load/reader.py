@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +29,20 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from stepkeeper_trainer.coordinate import objects
 from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats.collecting import paused
-from stepkeeper_trainer.formats.metadata import METADATA_NAME, Contents, MetadataError, Piece, TensorEntry, parse
+from stepkeeper_trainer.formats.metadata import (
+    METADATA_NAME,
+    Contents,
+    Extent,
+    MetadataError,
+    Piece,
+    TensorEntry,
+    parse,
+)
 from stepkeeper_trainer.formats.plain import open_descriptor
 from stepkeeper_trainer.load import Limits, Wanted, fill
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed.checkpoint.planner import ReadItem
 
@@ -151,22 +160,8 @@ class CheckedReader:
     def read_metadata(self) -> Metadata:
         """Return what the step holds, in torch's words.  Raises as `contents`."""
         if self._metadata is None:
-            with paused():
-                self._metadata = Metadata(dict(self._entries()))
+            self._metadata = describe(self.contents)
         return self._metadata
-
-    def _entries(self) -> Iterator[tuple[str, BytesStorageMetadata | TensorStorageMetadata]]:
-        for name in self.contents.objects:
-            yield name, BytesStorageMetadata()
-        for name, tensor in self.contents.tensors.items():
-            yield (
-                name,
-                TensorStorageMetadata(
-                    TensorProperties(dtype=_dtype(name, tensor)),
-                    torch.Size(tensor.size),
-                    [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.pieces],
-                ),
-            )
 
     def fill(self, tensors: dict[str, torch.Tensor], *, limits: Limits | None = None, turn: float = 0.0) -> int:
         """Fill `tensors` in place with what this rank holds of them; return how many bytes were read.
@@ -189,13 +184,49 @@ class CheckedReader:
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 raise DamagedError(f"{self._directory}: {item.storage_index.fqn} is a pickle, which is never loaded")
+        return self.wanted((item, planner.resolve_tensor(item)) for item in plan.items)
+
+    def wanted(self, items: Iterable[tuple[ReadItem, torch.Tensor]]) -> list[Wanted]:
+        """Say where the bytes of a plan's tensors lie, each with the tensor that they go to.
+
+        Raises:
+            DamagedError: they are stored nowhere, or compressed.
+        """
+        items = list(items)
+        names = {item.storage_index.fqn for item, _ in items}
         places = {
-            (name, piece.offsets): (tensor, piece)
-            for name, tensor in self.contents.tensors.items()
-            if name in tensors
-            for piece in tensor.pieces
+            (name, piece.offsets): (self.contents.tensors[name], piece)
+            for name in names & self.contents.tensors.keys()
+            for piece in self.contents.tensors[name].pieces
         }
-        return [self._wanted(item, planner.resolve_tensor(item), places) for item in plan.items]
+        return [self._wanted(item, target, places) for item, target in items]
+
+    def read_objects(self, names: Iterable[str]) -> Iterator[tuple[str, Extent, bytes]]:
+        """Yield the checked bytes of values that are no tensors; nothing is unpickled.
+
+        Raises:
+            DamagedError: some byte is not what the manifest says, or cannot be read.
+        """
+        by_file: dict[str, list[tuple[Extent, str]]] = defaultdict(list)
+        for name in names:
+            extent = self.contents.objects.get(name)
+            if extent is None:
+                raise DamagedError(f"{self._directory}: {name} is stored nowhere")
+            by_file[extent.file].append((extent, name))
+        for file, extents in by_file.items():
+            entry = self._manifest.files.get(file)
+            if entry is None:
+                raise DamagedError(f"{self._directory / file}: not in the manifest")
+            try:
+                with CheckedFile(self._directory / file, entry) as raw, io.BufferedReader(raw, 64 * 1024) as opened:
+                    for extent, name in sorted(extents, key=lambda each: each[0].start):
+                        opened.seek(extent.start)
+                        data = opened.read(extent.length)
+                        if extent.transformed or len(data) != extent.length:
+                            raise DamagedError(f"{self._directory / file}: {name} is compressed, or lies outside of it")
+                        yield name, extent, data
+            except OSError as error:
+                raise DamagedError(f"{self._directory / file}: cannot be read: {error.strerror}") from error
 
     def _wanted(
         self, item: ReadItem, target: torch.Tensor, places: dict[tuple[str, tuple[int, ...]], tuple[TensorEntry, Piece]]
@@ -216,6 +247,26 @@ class CheckedReader:
             box_offsets=tuple(item.storage_offsets),
             box_sizes=tuple(item.lengths),
             target=target.detach(),
+        )
+
+
+def describe(contents: Contents) -> Metadata:
+    """Return what a directory holds, in torch's words.  Raises DamagedError."""
+    with paused():
+        return Metadata(dict(_entries(contents)))
+
+
+def _entries(contents: Contents) -> Iterator[tuple[str, BytesStorageMetadata | TensorStorageMetadata]]:
+    for name in contents.objects:
+        yield name, BytesStorageMetadata()
+    for name, tensor in contents.tensors.items():
+        yield (
+            name,
+            TensorStorageMetadata(
+                TensorProperties(dtype=_dtype(name, tensor)),
+                torch.Size(tensor.size),
+                [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.pieces],
+            ),
         )
 
 

@@ -23,6 +23,7 @@ from stepkeeper_trainer.formats.steps import (
 )
 from stepkeeper_trainer.formats.verify import join_shares, known_right, verify_share
 from stepkeeper_trainer.load import Limits
+from stepkeeper_trainer.load.initial import is_initial, is_training_step, load_initial
 from stepkeeper_trainer.load.reader import CheckedReader, load
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.conditions import warn_of_changes
@@ -62,8 +63,10 @@ def resume(
     world_size: int,
     tiering: Tiering | None = None,
     limits: Limits | None = None,
+    strict: bool = True,
+    with_optimizer: bool = False,
 ) -> Resumed:
-    """Load `resume_from` into `state`, on all ranks together, and record it in the lineage.
+    """Load a step of this run into `state`, else `resume_from`, on all ranks together, and record it in the lineage.
 
     Ranks wait for the slowest as they do in the agreement: a load may take far longer than a save ever does.
 
@@ -71,18 +74,87 @@ def resume(
         ResumeError: it is not there, or does not fit.
         DamagedError: its bytes are not what its manifest says.
     """
-    latest = resume_from == LATEST
-    if latest:
-        resume_from = _newest_together(commits.checkpoints, agreement, state.rank, world_size)
-    if tiering is not None and (latest or commits.environment.resume_newest):
-        resume_from = _newer_in_tiers(tiering, resume_from)
-    if resume_from is None:
-        parent = _record(commits, None, None, state) if state.rank == 0 else None
-        return Resumed(None, None, parent)
-    directory = Path(resume_from)
-    manifest = _open(directory)
+    own, foreign = _find(Wanted.of(resume_from, commits), commits, state, agreement, tiering)
+    if own is None and foreign is None:
+        return _begin(commits, state)
+    directory = Path(own or foreign or "")
+    manifest = None if own is None and is_initial(directory) else _open(directory)
+    reader = CheckedReader(directory, manifest) if manifest is not None else None
+    if manifest is None or reader is None or not _is_training_step(reader, directory):
+        if directory.parent.resolve() == commits.checkpoints.resolve():
+            raise ResumeError(
+                f"{directory}: was not saved by this library's manager, which cannot go on from it: load it with "
+                "torch.distributed.checkpoint and StepkeeperReader, or use another run directory"
+            )
+        load_initial(
+            directory,
+            state,
+            agreement,
+            strict=strict,
+            with_optimizer=with_optimizer,
+            limits=limits,
+            manifest=manifest,
+        )
+        return _begin(commits, state)
     changes = tuple(warn_of_changes(manifest, world_size))
-    reader = CheckedReader(directory, manifest)
+    _load(reader, directory, state, agreement, limits)
+    parent = _record(commits, directory, manifest, state) if state.rank == 0 else None
+    if state.rank == 0:
+        say("resumed", step=manifest.step, directory=directory, save_id=manifest.save_id)
+    return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory, changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a launch is to begin with: a step of this run, the newest one, or what lies elsewhere if it has none."""
+
+    own: str | None = None
+    newest: bool = False
+    foreign: str | None = None
+
+    @staticmethod
+    def of(argument: str | None, commits: Commits) -> Wanted:
+        """Weigh what the script says against `STEPKEEPER_RESUME_FROM`.
+
+        A step of the run comes first, whoever names it: a script that begins with another run's step, or with initial
+        weights, says so again after each requeue.  A supervisor knows which step that is; without one the newest is
+        looked for.
+        """
+        told, supervised = commits.environment.resume_from, commits.environment.socket is not None
+
+        def is_own(path: str) -> bool:
+            return Path(path).absolute().parent.resolve() == commits.checkpoints.resolve()
+
+        first = told if told is not None and (supervised or told == LATEST or is_own(told)) else argument or told
+        if first is None:
+            return Wanted()
+        if first == LATEST:
+            return Wanted(newest=True, foreign=argument if argument not in {None, LATEST} else None)
+        if is_own(first) or (supervised and first == told):
+            return Wanted(own=first)
+        return Wanted(newest=not supervised, foreign=first)
+
+
+def _find(
+    wanted: Wanted, commits: Commits, state: TrainingState, agreement: Agreement, tiering: Tiering | None
+) -> tuple[str | None, str | None]:
+    """Return the step of this run that counts, and what lies elsewhere where there is none."""
+    own = wanted.own
+    if wanted.newest:
+        own = _newest_together(commits.checkpoints, agreement, state.rank, state.world_size)
+    if tiering is not None and (wanted.newest or commits.environment.resume_newest):
+        own = _newer_in_tiers(tiering, own)
+    if state.rank == 0 and own is None and wanted.newest and wanted.foreign is None:
+        say("started_anew", why="no verified step directory")
+    if state.rank == 0 and own is not None and wanted.foreign is not None:
+        warn("own_step_counts", step=own, instead_of=wanted.foreign, why="to begin anew, use another run directory")
+    return own, wanted.foreign if own is None else None
+
+
+def _load(
+    reader: CheckedReader, directory: Path, state: TrainingState, agreement: Agreement, limits: Limits | None
+) -> None:
+    """Load the whole state of a step."""
     try:
         metadata = reader.read_metadata()
         blobs = state.blobs(metadata)
@@ -95,10 +167,18 @@ def resume(
         raise DamagedError(f"{directory}: its description of the state cannot be used: {error!r}") from error
     load(reader, tensors, agreement.group, limits=limits)
     state.apply(tensors)
-    parent = _record(commits, directory, manifest, state) if state.rank == 0 else None
-    if state.rank == 0:
-        say("resumed", step=manifest.step, directory=directory, save_id=manifest.save_id)
-    return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory, changes)
+
+
+def _begin(commits: Commits, state: TrainingState) -> Resumed:
+    parent = _record(commits, None, None, state) if state.rank == 0 else None
+    return Resumed(None, None, parent)
+
+
+def _is_training_step(reader: CheckedReader, directory: Path) -> bool:
+    try:
+        return is_training_step(reader.contents)
+    except OSError as error:
+        raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
 
 
 def choose_limits(environment: float | None, wanted: float | None, *, ranks: int) -> Limits:
@@ -172,10 +252,7 @@ def _say_chosen(choice: Choice, checkpoints: Path) -> str | None:
     if why := space.suspicion(choice):
         found = space.storage_test(checkpoints, limit_s=STORAGE_TEST_WITHIN_S)
         warn("storage_suspect", why=why, test=found.problem or "bytes written now come back as they were")
-    if choice.chosen is None:
-        say("started_anew", why="no verified step directory")
-        return None
-    return str(choice.chosen.path)
+    return str(choice.chosen.path) if choice.chosen is not None else None
 
 
 def _open(directory: Path) -> Manifest:

@@ -50,7 +50,7 @@ def load_model(
         DamagedError: a file is damaged or missing.
     """
     wanted = {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    slots = _find(Path(source))
+    slots = find_tensors(Path(source))
     homes = {name: (rename or {}).get(name, name) for name in wanted}
     filled = {name for name, home in homes.items() if home in slots}
     tied = tied_names(model)
@@ -59,7 +59,7 @@ def load_model(
     extra = sorted(slots.keys() - set(homes.values()))
     if strict and (missing or extra):
         raise ResumeError(
-            f"{source}: of another model: lacks {_some(missing)}; the model lacks {_some(extra)}; "
+            f"{source}: of another model: lacks {some(missing)}; the model lacks {some(extra)}; "
             "give `rename`, or strict=False"
         )
     for name, home in homes.items():
@@ -73,13 +73,18 @@ def load_model(
     return missing
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """Return the first of many names as text."""
     shown = ", ".join(names[:NAMES_SHOWN]) or "nothing"
     return shown if len(names) <= NAMES_SHOWN else f"{shown} and {len(names) - NAMES_SHOWN} more"
 
 
-def _find(source: Path) -> dict[str, tuple[Path, safetensors.Slot]]:
-    """Return where each tensor is; headers are checked before any byte is used."""
+def find_tensors(source: Path) -> dict[str, tuple[Path, safetensors.Slot]]:
+    """Return where each tensor is; headers are checked before any byte is used.
+
+    Raises:
+        DamagedError: a file is damaged or missing.
+    """
     slots: dict[str, tuple[Path, safetensors.Slot]] = {}
     try:
         for path in safetensors.find_files(source):

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, StorageMeta
 
 from stepkeeper_trainer.errors import DriftError, SaveError
 from stepkeeper_trainer.formats.collecting import paused
@@ -26,6 +26,7 @@ from stepkeeper_trainer.formats.messages import Committed, SaveFailed, shorten
 from stepkeeper_trainer.formats.metadata import METADATA_NAME
 from stepkeeper_trainer.log import say
 from stepkeeper_trainer.save.conditions import conditions, versions
+from stepkeeper_trainer.save.dcp_values import VALUES_NAME, Values
 from stepkeeper_trainer.save.replicas import compare
 from stepkeeper_trainer.save.report import GivenUp, RankReport, decode_items, gather
 from stepkeeper_trainer.save.writer import HashingFile, read_back
@@ -72,8 +73,12 @@ class Completer:
         self._newest_here = parent  # save_id of the newest commit
         self.committed: tuple[Path, Manifest] | None = None  # the newest step directory of this launch
 
-    def complete(self, save: Save, share: Share, given_up: GivenUp, upload: Upload) -> None:
+    def complete(
+        self, save: Save, share: Share, given_up: GivenUp, upload: Upload, *, values: Values | None = None
+    ) -> None:
         """Wait for all ranks' reports and commit; with disks of the nodes, once shared storage has all of it.
+
+        `values` are what only stock DCP needs besides the tensors.
 
         Raises:
             SaveError, SupersededError, OSError: the save came to nothing.
@@ -88,9 +93,12 @@ class Completer:
         if drifts := compare({report.rank: report.replicas for report in reports}, share.groups):
             names = ", ".join(name for drift in drifts for name in drift.names)
             raise DriftError(f"ranks hold different values of {shorten(names)}: each is saved by the next save")
-        metadata = self._write_metadata(save, self._description.of(save.save_id, share, reports))
-        files = {name: entry for report in reports for name, entry in report.files.items()}
-        files[METADATA_NAME] = metadata
+        own: dict[str, FileEntry] = {}  # that only rank 0 writes
+        if values is not None and values.data:
+            own[VALUES_NAME] = self._write_own(save, VALUES_NAME, values.data)
+            reports.append(RankReport(rank=0, save_id=save.save_id, items=values.items))
+        own[METADATA_NAME] = self._write_own(save, METADATA_NAME, self._description.of(save.save_id, share, reports))
+        files = {name: entry for report in reports for name, entry in report.files.items()} | own
         summary = save.summary
         manifest = Manifest(
             step=summary.step,
@@ -110,22 +118,22 @@ class Completer:
             self._commit(save, manifest)
         else:
             save.check()
-            upload.files = {**upload.files, METADATA_NAME: metadata}
+            upload.files = {**upload.files, **own}
             upload.commit = lambda: self._commit(save, manifest)
             upload.give_up = lambda why: self._tell_failure(save, why)
             self._uploader.seal(upload, manifest.files, seal(manifest))
         self.parent = save.save_id
         self._ancestors = (save.save_id, *self._ancestors[: ANCESTORS_MAX - 1])
 
-    def _write_metadata(self, save: Save, data: bytes) -> FileEntry:
-        """Write `.metadata` beside this rank's files: where their disk does not take it, to shared storage."""
+    def _write_own(self, save: Save, name: str, data: bytes) -> FileEntry:
+        """Write a file of rank 0 beside this rank's files: where their disk does not take it, to shared storage."""
         try:
-            return _write_hashed(save, save.data / METADATA_NAME, data)
+            return _write_hashed(save, save.data / name, data)
         except OSError as error:
             if self._uploader is None or save.local is None:
                 raise
             self._uploader.refused(save.summary.step, error)
-        return _write_hashed(save, save.directory / METADATA_NAME, data)
+        return _write_hashed(save, save.directory / name, data)
 
     def _led_here(self) -> dict[str, object]:
         """Return what a step of the nodes' disks is known by: the steps that led to it, which may never come here."""
@@ -210,17 +218,33 @@ def _encode(share: Share, reports: list[RankReport]) -> bytes:
     metadata = share.metadata
     assert metadata is not None, "rank 0 knows the whole"
     storage: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[tuple[str, int, int], _StorageInfo] = {}  # equal values share one: `.metadata` holds it once
     written: set[tuple[str, tuple[int, ...] | None]] = set()
+    entries, names = metadata.state_dict_metadata, metadata.planner_data
     for report in reports:
         for item in decode_items(report):
+            if item.file == VALUES_NAME and item.name in entries:
+                continue  # a tensor has that name already
             offset = None if item.offsets is None else torch.Size(item.offsets)
-            storage[MetadataIndex(item.name, offset, item.index)] = _StorageInfo(item.file, item.start, item.length)
+            place = (item.file, item.start, item.length)
+            storage[MetadataIndex(item.name, offset, item.index)] = places.get(place) or places.setdefault(
+                place, _StorageInfo(*place)
+            )
             written.add((item.name, item.offsets))
-    for name, entry in metadata.state_dict_metadata.items():
+    for name, entry in entries.items():
+        if isinstance(entry, BytesStorageMetadata) and (name, None) not in written:
+            raise SaveError(f"nobody wrote {name}")
         for chunk in getattr(entry, "chunks", []):
             if (name, chunk.offsets) not in written and (name, None) not in written:
                 raise SaveError(f"nobody wrote {name} at {tuple(chunk.offsets)}")
-    whole = replace(metadata, storage_data=storage, storage_meta=StorageMeta(save_id=_NO_SAVE_ID))
+    values = [index.fqn for index in storage if index.fqn not in entries]
+    whole = replace(
+        metadata,
+        state_dict_metadata=entries | dict.fromkeys(values, BytesStorageMetadata()),
+        planner_data=names | {name: (name,) for name in values} if names is not None else None,
+        storage_data=storage,
+        storage_meta=StorageMeta(save_id=_NO_SAVE_ID),
+    )
     if _DCP_VERSION is not None:
         whole.version = _DCP_VERSION
     data = pickle.dumps(whole)

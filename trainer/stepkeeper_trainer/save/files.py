@@ -80,7 +80,7 @@ class FilePlanner:
 
     def _groups(self, share: Share) -> list[list[str]]:
         """Return the tensors of each file of this rank, and then small ones that are only compared."""
-        groups = _split_evenly(list(share.names), self._staging.size_of)
+        groups = split_evenly(list(share.names), self._staging.size_of)
         others = share.replicas.names - set(share.names)
         return [*groups, sorted(others - self._staging.large(others))] if others else groups
 
@@ -91,7 +91,7 @@ class FilePlanner:
         indices = {index.fqn: index for index in share.items}
         plans: list[FilePlan] = []
         items: list[Item] = []
-        for number, names in enumerate(_split_evenly(list(share.names), self._staging.size_of)):
+        for number, names in enumerate(split_evenly(list(share.names), self._staging.size_of)):
             file = f"__{self._rank}_{number}.distcp"
             try:
                 pieces = sorted((layout.pieces[name] for name in names), key=lambda piece: piece.start)
@@ -110,7 +110,7 @@ def _item(index: MetadataIndex, file: str, start: int, length: int) -> Item:
     return Item(index.fqn, offsets, index.index, file, start, length)
 
 
-def _split_evenly(names: list[str], size_of: Callable[[str], int]) -> list[list[str]]:
+def split_evenly(names: list[str], size_of: Callable[[str], int]) -> list[list[str]]:
     """Split into files of about one size, in order; one file where there is not much."""
     sizes = [size_of(name) for name in names]
     total = sum(sizes)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from stepkeeper_trainer.formats.manifest import Manifest
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.save.complete import Completer
+from stepkeeper_trainer.save.dcp_values import Encoder, skeletons
 from stepkeeper_trainer.save.files import FilePlanner, ShareFiles
 from stepkeeper_trainer.save.replicas import digest
 from stepkeeper_trainer.save.report import GivenUp, RankReport, publish
@@ -67,6 +68,7 @@ class Persister:
             on_committed=on_committed,
             uploader=uploader,
         )
+        self._values = Encoder()
         self._hashes: dict[str, Hash | None] = {}  # of what others hold too, as the last save has it
 
     @property
@@ -129,7 +131,8 @@ class Persister:
         upload = self._upload(save, written)
         if self._rank == 0:
             with save.doing(f"completing {save.directory}"):
-                self._completer.complete(save, share, given_up, upload)
+                values = self._values.encode(skeletons(tensors))
+                self._completer.complete(save, share, given_up, upload, values=values)
         if self._uploader is not None:
             self._uploader.written(upload, seconds)
         if not self._files.is_of(share):

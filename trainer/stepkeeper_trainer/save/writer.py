@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import xxhash
@@ -270,13 +270,16 @@ def write_file(
     return Written(plan, file.entry)
 
 
-def in_threads(jobs: Sequence[Callable[[], Written]]) -> list[Written]:
+Result = TypeVar("Result")
+
+
+def in_threads(jobs: Sequence[Callable[[], Result]]) -> list[Result]:
     """Do jobs beside each other.  Raises the first error, once all have ended."""
-    results: list[Written | BaseException | None] = [None] * len(jobs)
+    results: list[tuple[Result] | BaseException | None] = [None] * len(jobs)
 
     def work(number: int) -> None:
         try:
-            results[number] = jobs[number]()
+            results[number] = (jobs[number](),)
         except BaseException as error:  # noqa: BLE001  # raised below, in the save's own thread
             results[number] = error
 
@@ -287,12 +290,12 @@ def in_threads(jobs: Sequence[Callable[[], Written]]) -> list[Written]:
         work(0)
     for thread in threads:
         thread.join()
-    found: list[Written] = []
+    found: list[Result] = []
     for result in results:
         if isinstance(result, BaseException):
             raise result
         assert result is not None
-        found.append(result)
+        found.append(result[0])
     return found
 
 

@@ -238,7 +238,8 @@ class TrainingState:
         Raises:
             ResumeError: the checkpoint is of another state, or of another number of ranks than can take it.
         """
-        saved = {name: _tensor(name, metadata.state_dict_metadata) for name in metadata.state_dict_metadata}
+        entries = metadata.state_dict_metadata
+        saved = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         counters = from_blob(blobs[COUNTERS_KEY], name=COUNTERS_KEY)
         then = old.names_then(counters, self.parts)
         renaming = old.Renaming(then, self.optimizers)
@@ -248,8 +249,8 @@ class TrainingState:
             for name, part in self.parts.items():
                 if not isinstance(part, StatefulPart) and self._saved[name] is not None:
                     self._saved[name] = renaming.skeleton(self._saved[name], then[name])
-        entries = {name: saved[key] for name, key in keys.items() if key in saved}
-        entries = {name: entry for name, entry in saved.items() if name not in entries} | entries
+        own = {name: saved[key] for name, key in keys.items() if key in saved}
+        own = {name: entry for name, entry in saved.items() if name not in own} | own
         tensors: dict[str, torch.Tensor] = {}
         self._keys = {}
         for name, part in sorted(self.parts.items(), key=lambda each: not isinstance(each[1], ModulePart)):
@@ -257,7 +258,7 @@ class TrainingState:
                 now = {was: name for name, was in then.items()}
                 _check_parts(set(self.parts), {now.get(was, was) for was in counters.get("parts", then.values())})
             try:
-                targets = part.targets(self._saved[name], entries)
+                targets = part.targets(self._saved[name], own)
             except KeyError as error:
                 raise ResumeError(f"{name} needs {error.args[0]}, which the checkpoint does not hold") from error
             for each, target in targets.items():

@@ -45,7 +45,7 @@ def open_run_directory(
         try:
             if given is None:
                 _make_default(path, environment.node)
-            epoch = _prepare(path, environment)
+            epoch = prepare(path, environment)
         except StepkeeperError as error:
             problem = error
     problem, epoch = agreement.share((problem, epoch))
@@ -79,8 +79,13 @@ def _make_default(path: Path, node: str) -> None:
     )
 
 
-def _prepare(path: Path, environment: Environment) -> tuple[int, int] | None:
-    """Make the directories, take the lease where no supervisor does, clear what the dead left; return the epoch."""
+def prepare(path: Path, environment: Environment) -> tuple[int, int] | None:
+    """Make the directories, take the lease where no supervisor does, clear what the dead left; return the epoch.
+
+    Raises:
+        RunDirectoryError: it cannot be made or written, or another training holds it.
+        SupersededError: a newer attempt holds it.
+    """
     commits = Commits(path, environment)
     if not path.parent.is_dir():
         raise RunDirectoryError(f"{path.parent} is no directory: make it, or choose another run directory than {path}")

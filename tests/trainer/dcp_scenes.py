@@ -1,0 +1,134 @@
+"""Saves and loads by plain `torch.distributed.checkpoint`, with our reader and writer (`test_dcp_storage`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from stepkeeper_trainer import StepkeeperReader, StepkeeperWriter
+from stepkeeper_trainer.load.reader import root_cause
+from tests.trainer import worlds
+
+STEP = 7
+EXTRA = {"epoch": 3, "names": ["a", "b"], "rate": 0.25}
+
+
+def _built(*, filled: bool) -> tuple[worlds.Net, torch.optim.Optimizer]:
+    warnings.simplefilter("ignore")
+    model, optimizer = worlds.build(dist.get_world_size() if dist.is_initialized() else 1)
+    worlds.fill(model, optimizer)
+    if not filled:
+        with torch.no_grad():
+            for value in (*model.parameters(), *(v for each in optimizer.state.values() for v in each.values())):
+                value.zero_()
+            model.seen.zero_()  # type: ignore[operator]
+    return model, optimizer
+
+
+def _state(model: worlds.Net, optimizer: torch.optim.Optimizer, *, flat: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    own, optim = get_state_dict(model, optimizer, options=options)
+    return {"model": own, "optim": optim}
+
+
+def save(rank: int, directory: Path, *, flat: bool = True, background: str = "", step: int = STEP) -> int:
+    """Save by plain DCP with our writer."""
+    model, optimizer = _built(filled=True)
+    state = _state(model, optimizer, flat=flat) | {"own": EXTRA, "each": {f"rank{rank}": torch.full((3,), rank)}}
+    writer = StepkeeperWriter(directory, step=step, loss=1.5)
+    if background:
+        kind = state_dict_saver.AsyncCheckpointerType(background)
+        group = dist.new_group(backend="gloo")
+        future = dcp.async_save(state, storage_writer=writer, process_group=group, async_checkpointer_type=kind)
+        future.result(timeout=60)  # type: ignore[union-attr]
+    else:
+        dcp.save(state, storage_writer=writer)
+    return 0
+
+
+def load(rank: int, directory: Path, *, flat: bool = True, reader: str = "ours", keeper: bool = False) -> int:
+    """Load by plain DCP: what a writer or a keeper has saved, with our reader or with stock's."""
+    model, optimizer = _built(filled=False)
+    optimizer.param_groups[0]["lr"] = 123.0
+    state = _state(model, optimizer, flat=flat)
+    if not keeper:
+        state["own"] = {"epoch": 0, "names": [], "rate": 0.0}
+    else:
+        state["optimizer"] = state.pop("optim")
+    storage = StepkeeperReader(directory) if reader == "ours" else dcp.FileSystemReader(directory)
+    try:
+        dcp.load(state, storage_reader=storage)
+    except CheckpointException as error:
+        print(f"rank {rank}: refused: {root_cause(error)}", flush=True)
+        return 3
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    optim = state["optimizer" if keeper else "optim"]
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optim, options=options)
+    bad = worlds.wrong(model, optimizer)
+    bad += [] if keeper or state["own"] == EXTRA else [f"own: {state['own']}"]
+    bad += [] if optimizer.param_groups[0]["lr"] == 0.01 else ["lr"]
+    print(f"rank {rank}: wrong: {bad}", flush=True)
+    return int(bool(bad))
+
+
+class _Falling(StepkeeperWriter):
+    """Kills its process at a point of the save."""
+
+    point = ""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        self._fall("before writing")
+        found = super().write_data(plan, planner)
+        self._fall("after writing")
+        return found
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        self._fall("before the commit")
+        super().finish(metadata, results)
+
+    def _fall(self, point: str) -> None:
+        if point == self.point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(rank: int, directory: Path, *, victim: int, point: str) -> int:
+    """A save that succeeds, and one in which a rank dies."""
+    save(rank, directory, step=1)
+    model, optimizer = _built(filled=True)
+    writer = _Falling(directory, step=2)
+    writer.point = point if rank == victim else ""
+    try:
+        dcp.save(_state(model, optimizer, flat=True), storage_writer=writer)
+    except (RuntimeError, CheckpointException) as error:
+        print(f"rank {rank}: {type(error).__name__}", flush=True)
+        return 3
+    return 0
+
+
+def failing(rank: int, directory: Path) -> int:
+    """A save whose data one rank cannot write, and then one that succeeds, in the same processes."""
+    save(rank, directory, step=1)
+    model, optimizer = _built(filled=True)
+    writer = StepkeeperWriter(directory, step=2)
+    state = _state(model, optimizer, flat=True) | ({"code": _Code()} if rank == 1 else {})
+    try:
+        dcp.save(state, storage_writer=writer)
+    except CheckpointException as error:
+        print(f"rank {rank}: {root_cause(error)}", flush=True)
+    del writer
+    save(rank, directory, step=3)
+    return 0
+
+
+class _Code:
+    """What only unpickling can load."""

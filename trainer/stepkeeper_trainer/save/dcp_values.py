@@ -1,0 +1,168 @@
+"""Numbers, lists and text of the state under the names that stock `torch.distributed.checkpoint.load` asks for.
+
+Stepkeeper keeps them as JSON in tensors, and reads nothing else.  Stock DCP wants a pickled value for each: a learning
+rate is one under `optimizer.param_groups.0.lr`; with `flatten_optimizer_state_dict` each parameter has one.  Rank 0
+writes each value once into a small file; `.metadata` has the names, and many of them point at the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from stepkeeper_trainer.formats.collecting import paused
+from stepkeeper_trainer.save.report import Item, encode_items
+from stepkeeper_trainer.state.tree import from_blob, join
+from stepkeeper_trainer.state.variants import TREE_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import msgspec
+
+VALUES_NAME = "values.bin"
+_UNSAFE = frozenset({"$subclass", "$ndarray", "$bytesio"})  # a load would need more than plain data
+
+
+class Values(NamedTuple):
+    """The bytes of the file, and where in it each name's value lies."""
+
+    data: bytes
+    items: msgspec.Raw
+
+
+class Encoder:
+    """Of all saves of a launch, on rank 0: names and places are mostly those of the save before."""
+
+    def __init__(self) -> None:
+        self._made_from: list[tuple[tuple[int, int], _Name | _Option]] | None = None
+        self._items: msgspec.Raw | None = None
+
+    def encode(self, trees: Mapping[str, Any]) -> Values:
+        """Return the values of the parts' skeletons, by part."""
+        places: dict[bytes, tuple[int, int]] = {}  # of what `torch.save` makes of a value: begin and length
+        data = bytearray()
+        names: list[tuple[tuple[int, int], _Name | _Option]] = []
+        for part, skeleton in trees.items():
+            for name, value in _leaves(part, skeleton):
+                archive = _saved(value)
+                if archive not in places:
+                    places[archive] = (len(data), len(archive))
+                    data += archive
+                names.append((places[archive], name))
+        if self._items is None or self._made_from != names:
+            with paused():
+                self._items = encode_items(tuple(_items(names)))
+            self._made_from = names
+        return Values(bytes(data), self._items)
+
+
+def skeletons(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return what a state holds besides tensors, by part: `TrainingState.collect` made it for this very save."""
+    return {
+        name.removeprefix(TREE_PREFIX): from_blob(tensor, name=name)
+        for name, tensor in tensors.items()
+        if name.startswith(TREE_PREFIX)
+    }
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _items(names: list[tuple[tuple[int, int], _Name | _Option]]) -> Iterator[Item]:
+    known: set[str] = set()
+    for (start, length), each in names:
+        for name in each.names():
+            if name not in known:  # a parameter may be called as a group is: "0"
+                known.add(name)
+                yield Item(name, None, None, VALUES_NAME, start, length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """One name."""
+
+    name: str
+
+    def names(self) -> Iterator[str]:
+        yield self.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """An option of a parameter group: the group's, and, flattened, each parameter's own."""
+
+    prefix: str
+    number: int
+    key: str
+    parameters: list[str]
+
+    def names(self) -> Iterator[str]:
+        yield f"{self.prefix}.{self.number}.{self.key}"
+        for parameter in self.parameters:
+            yield f"{self.prefix}.{parameter}.{self.key}"
+
+
+def _leaves(part: str, skeleton: Any) -> Iterator[tuple[_Name | _Option, Any]]:
+    """Yield what DCP would write as a value, with its names."""
+    match skeleton:
+        case {"columns": dict(), "rest": dict(rest), "param_groups": list(groups)}:  # of an optimizer
+            for number, group in enumerate(groups):
+                members = group["params"]
+                for key, value in group.items():
+                    if key == "params":
+                        yield _Name(f"{part}.param_groups.{number}.params"), members
+                    elif _is_plain(value):
+                        yield _Option(f"{part}.param_groups", number, key, members), join(value, {})
+            yield from _flatten(f"{part}.state", rest)
+        case {"names": str(), "extra": dict(extra)}:  # of a module
+            for name, value in extra.items():
+                yield from _flatten(name, value)
+        case _:
+            yield from _flatten(part, skeleton)
+
+
+def _flatten(name: str, skeleton: Any) -> Iterator[tuple[_Name, Any]]:
+    """Yield the values of a tree as DCP flattens one; tensors are stored as such already."""
+    match skeleton:
+        case {"$items": list(items)}:
+            for key, value in items:
+                if _is_plain(key):
+                    yield from _flatten(f"{name}.{join(key, {})}", value)
+        case dict() if not any(key.startswith("$") for key in skeleton):
+            for key, value in skeleton.items():
+                yield from _flatten(f"{name}.{key}", value)
+        case list() if not _is_terminal(skeleton):
+            for number, value in enumerate(skeleton):
+                yield from _flatten(f"{name}.{number}", value)
+        case _ if _is_plain(skeleton):
+            yield _Name(name), join(skeleton, {})
+
+
+def _is_terminal(skeleton: list[Any]) -> bool:
+    """Whether DCP takes a list as one value: it goes into one that holds dicts or tensors."""
+    for value in skeleton:
+        match value:
+            case {"$items": _} | {"$tensor": _} | {"$subclass": _}:
+                return False
+            case dict() if not any(key.startswith("$") for key in value):
+                return False
+            case list() if not _is_terminal(value):
+                return False
+    return True
+
+
+def _is_plain(skeleton: Any) -> bool:
+    """Whether a value is plain data, without tensors."""
+    match skeleton:
+        case dict():
+            return _UNSAFE.isdisjoint(skeleton) and "$tensor" not in skeleton and all(map(_is_plain, skeleton.values()))
+        case list():
+            return all(map(_is_plain, skeleton))
+    return True

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.coordinate import between
 from stepkeeper_trainer.formats.steps import list_steps
-from tests.trainer.any_state import _leaves
+from tests.trainer.any_state import leaves
 
 PAUSE_MAX_S = 60.0  # of the main thread, unless the step was saved before
 STEPS = 3  # that are done when the notice comes
@@ -66,7 +66,7 @@ class Training:
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=8)
-        for value in _leaves([self.state, torch.get_rng_state()]):
+        for value in leaves([self.state, torch.get_rng_state()]):
             digest.update(value)
         return digest.hexdigest()
 

@@ -383,8 +383,9 @@ class TrainingState:
         fixed = sorted(n for n, part in self.parts.items() if isinstance(part, StatefulPart) and part.of_one_rank)
         if not wrong and not fixed:
             return
-        wrong = [name for name in wrong if not name.startswith(tuple(f"{part}." for part in fixed))]
-        names = ", ".join(sorted({*fixed, *wrong})[:NAMED_MAX])
+        found = {*fixed, *wrong}
+        outer = [name for name in found if not name.startswith(tuple(f"{other}." for other in found))]
+        names = ", ".join(sorted(outer)[:NAMED_MAX])
         raise ResumeError(
             f"{self.world_size} ranks cannot go on where {then} were: ranks hold different values of {names}; "
             f"resume on {then} ranks, or use what all ranks hold alike (GlobalSampler for data, DTensor for weights)"

@@ -56,12 +56,12 @@ def save(rank: int, directory: Path, *, flat: bool = True, background: str = "",
     return 0
 
 
-def load(rank: int, directory: Path, *, flat: bool = True, reader: str = "ours", keeper: bool = False) -> int:
-    """Load by plain DCP: what a writer or a keeper has saved, with our reader or with stock's."""
+def load(rank: int, directory: Path, *, flat: bool = True, reader: str = "ours", manager: bool = False) -> int:
+    """Load by plain DCP: what a writer or a manager has saved, with our reader or with stock's."""
     model, optimizer = _built(filled=False)
     optimizer.param_groups[0]["lr"] = 123.0
     state = _state(model, optimizer, flat=flat)
-    if not keeper:
+    if not manager:
         state["own"] = {"epoch": 0, "names": [], "rate": 0.0}
     else:
         state["optimizer"] = state.pop("optim")
@@ -72,10 +72,10 @@ def load(rank: int, directory: Path, *, flat: bool = True, reader: str = "ours",
         print(f"rank {rank}: refused: {root_cause(error)}", flush=True)
         return 3
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    optim = state["optimizer" if keeper else "optim"]
+    optim = state["optimizer" if manager else "optim"]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optim, options=options)
     bad = worlds.wrong(model, optimizer)
-    bad += [] if keeper or state["own"] == EXTRA else [f"own: {state['own']}"]
+    bad += [] if manager or state["own"] == EXTRA else [f"own: {state['own']}"]
     bad += [] if optimizer.param_groups[0]["lr"] == 0.01 else ["lr"]
     print(f"rank {rank}: wrong: {bad}", flush=True)
     return int(bool(bad))

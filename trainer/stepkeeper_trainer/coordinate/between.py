@@ -160,8 +160,16 @@ class BetweenSteps:
                     say("notice_waits", step=self._counters.step, why=why)
                     said = why
                 time.sleep(AGAIN_AFTER_S)
-            if self._is_saved() or self._save():
-                return
+            if not self._any(not self._is_saved_here()):
+                self.gate.open()
+                if not self._any(not self._saver.wait(self._limit_at())):
+                    self._tell_nothing_to_save()
+                    return
+            elif not self._any(not self._last_step.unchanged):
+                if self._save():
+                    return
+            self.gate.open()
+            time.sleep(AGAIN_AFTER_S)
 
     def _stand_together(self) -> bool:
         """Hold the main threads of all ranks up behind the same step; false where one has gone on."""
@@ -175,18 +183,15 @@ class BetweenSteps:
         return together
 
     def _is_saved_here(self) -> bool:
+        """Whether the step is saved or being saved, as far as this rank knows; the beginning needs no save."""
         return self._counters.step in (self._saved_step or 0, self._boundary.saved_step)
 
-    def _is_saved(self) -> bool:
-        """Tell whether the step is on disk already, or none is done: then there is nothing to save."""
-        if self._any(not (self._is_saved_here() and self._saver.wait(self._limit_at()))):
-            return False
-        self.gate.open()
+    def _tell_nothing_to_save(self) -> None:
+        """Say that the step is on disk already, or none is done: the ranks may end."""
         step = self._counters.step
         say("nothing_to_save", step=step, why="no step was done since the last one that is saved")
         if self._rank == 0:
             self._link.send(Stopped(step=step, save_id=None), keep=True)
-        return True
 
     def _save(self) -> bool:
         """Save the state of the last step, and wait for the end of that; true where it has not failed on any rank."""

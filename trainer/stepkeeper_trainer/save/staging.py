@@ -24,7 +24,7 @@ from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.save.copying import Copier
 from stepkeeper_trainer.save.replicas import IN_PLACE_BYTES, Hash, InPlace, hash_bytes
 from stepkeeper_trainer.save.serialise import ALIGNMENT, Frame, frame
-from stepkeeper_trainer.state.tree import is_plain
+from stepkeeper_trainer.state.tree import is_plain, local
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -67,11 +67,6 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> list[Any] | None:
     if DTensor not in set(map(type, tensors.values())):
         return None
     return [tensor._spec if type(tensor) is DTensor else None for tensor in tensors.values()]  # noqa: SLF001  # pinned by a test
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor, without a copy and without autograd."""
-    return tensor._local_tensor if type(tensor) is DTensor else tensor  # noqa: SLF001  # pinned by a test
 
 
 class Piece(NamedTuple):

@@ -13,10 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from stepkeeper_trainer.errors import ResumeError, StateError
-from stepkeeper_trainer.save.staging import local
 from stepkeeper_trainer.state.names import keys_of, plain_name, plain_names
 from stepkeeper_trainer.state.stateful import tensor_names
-from stepkeeper_trainer.state.tree import is_plain, join, split
+from stepkeeper_trainer.state.tree import is_plain, join, local, split
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

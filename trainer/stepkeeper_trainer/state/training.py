@@ -19,12 +19,11 @@ from stepkeeper_trainer.errors import ResumeError, UsageError
 from stepkeeper_trainer.formats.manifest import LEFT_OUT, MODULES
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.sampler import GlobalSampler
-from stepkeeper_trainer.save.staging import local
 from stepkeeper_trainer.state import old, random_state, variants
 from stepkeeper_trainer.state.module import ModulePart, tied_names
 from stepkeeper_trainer.state.optimizer import OptimizerPart
 from stepkeeper_trainer.state.stateful import Stateful, StatefulPart
-from stepkeeper_trainer.state.tree import from_blob, to_blob
+from stepkeeper_trainer.state.tree import from_blob, local, to_blob
 from stepkeeper_trainer.state.variants import TREE_PREFIX
 
 if TYPE_CHECKING:

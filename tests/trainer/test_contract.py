@@ -103,6 +103,18 @@ PRIVATE = [
         "the module that has the flight recorders' dumps; without it a hang is told by the ranks' stacks alone",
     ),
     Private(
+        "torch.distributed.distributed_c10d:_get_default_store",
+        ("agreement",),
+        "the store of the job; without it an error says `another rank` in place of the ranks that did not come",
+    ),
+    Private(
+        "torch.distributed.distributed_c10d:_get_default_group",
+        ("groups",),
+        "the script's own group, for its time limit; without it torch's usual limit counts",
+    ),
+    Private("torch.distributed:ProcessGroup._get_backend", ("groups",), "the same"),
+    Private("torch._C._distributed_c10d:Backend.Options._timeout", ("groups",), "the same"),
+    Private(
         "torch.utils.data.dataloader:_BaseDataLoaderIter",
         ("exactness",),
         "the class of every DataLoader's iterators: type(iter(DataLoader([0]))).__mro__[1]",

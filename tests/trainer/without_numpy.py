@@ -51,7 +51,7 @@ def main() -> None:
     stateful = StatefulDataLoader(Rows(), batch_size=MICRO_BATCH, num_workers=2, shuffle=True)  # each rank its own
     torch.manual_seed(100 + place.rank)
     manager = CheckpointManager(
-        {"model": replicated, "optimizer": optimizers, "scheduler": scheduler, "sampler": sampler, "loader": stateful},
+        {"model": replicated, **optimizers, "scheduler": scheduler, "sampler": sampler, "loader": stateful},
         every=3,
         run_dir=Path(run_dir),
         retention="all",

@@ -506,8 +506,6 @@ class CheckpointManager:
         return self._saver
 
     def _leave_step(self) -> None:
-        if not self._hooks:  # nothing of ours runs before the optimizer's next step: the GPU copies first
-            self.wait_staged()
         if self._exactness is not None:
             last = self._ready().last
             self._exactness.leave(

@@ -165,9 +165,8 @@ class BetweenSteps:
                 if not self._any(not self._saver.wait(self._limit_at())):
                     self._tell_nothing_to_save()
                     return
-            elif not self._any(not self._last_step.unchanged):
-                if self._save():
-                    return
+            elif not self._any(not self._last_step.unchanged) and self._save():
+                return
             self.gate.open()
             time.sleep(AGAIN_AFTER_S)
 

@@ -98,6 +98,11 @@ def is_plain(kind: type) -> bool:
     return issubclass(kind, torch.Tensor) and (not hasattr(kind, "__tensor_flatten__") or issubclass(kind, DTensor))
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, without a copy and without autograd."""
+    return tensor._local_tensor if type(tensor) is DTensor else tensor  # noqa: SLF001  # pinned by a test
+
+
 def _free(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
     """Return a name that no tensor has yet: keys such as 1 and "1", or "a.b" and "a" with "b" in it, make one name."""
     free, number = name, 2

@@ -88,11 +88,6 @@ def join(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return skeleton
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor, without a copy and without autograd."""
-    return tensor._local_tensor if type(tensor) is DTensor else tensor  # noqa: SLF001  # pinned by a test
-
-
 def is_plain(kind: type) -> bool:
     """Whether values of a type are tensors with memory of their own, or DTensors: quantized ones consist of several."""
     return issubclass(kind, torch.Tensor) and (not hasattr(kind, "__tensor_flatten__") or issubclass(kind, DTensor))

@@ -243,7 +243,7 @@ def test_a_copy_of_a_module_without_hooks_has_none(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_without_hooks_weights_may_change_as_soon_as_a_save_has_begun(tmp_path: Path) -> None:
-    """With hooks the copies run on beside the next forward, and the optimizer's step waits for them."""
+    """Copies are ordered before whatever training issues next."""
     model = torch.nn.Linear(16384, 16384, device="cuda")
     manager = make(tmp_path / "run", {"model": model})
     manager.resume()

@@ -184,7 +184,11 @@ def test_dcps_exception_in_the_very_first_save_is_an_event_too(
     def refused(*_: object, **__: object) -> None:
         raise CheckpointException("odd", {0: (ValueError("plans differ"), None)})  # type: ignore[dict-item]
 
-    target = {"planning": "planner.Planner.agree", "staging": "staging.Staging.fits", "reports": "complete.gather"}
+    target = {
+        "planning": "planner.Planner.agree",
+        "staging": "staging.Staging.copy_if_it_fits",
+        "reports": "complete.gather",
+    }
     with monkeypatch.context() as patch:
         patch.setattr(f"stepkeeper_trainer.save.{target[place]}", refused)
         loop.run(1)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.steps import StepDirectory, list_steps, newest_verified, verify
@@ -67,8 +68,9 @@ def state_of(step: StepDirectory) -> dict[str, torch.Tensor]:
     """Return everything that a step directory holds, read by stock DCP."""
     sizes = dcp.FileSystemReader(step.path).read_metadata().state_dict_metadata
     found = {
-        name: torch.zeros(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+        name: torch.zeros(entry.size, dtype=entry.properties.dtype)
         for name, entry in sizes.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
     stock_load(step.path, found)
     return found

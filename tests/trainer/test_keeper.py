@@ -632,7 +632,7 @@ def test_an_unwritable_directory_is_a_failed_save_and_no_failed_training(tmp_pat
 
 
 def test_a_signal_in_evaluation_ends_in_a_saved_stop(tmp_path: Path) -> None:
-    """`alive` neither hears nor agrees: the step that follows does."""
+    """`alive` agrees on nothing: the step that follows does."""
     loop = Loop(tmp_path / "run", total_steps=10, attach_signals=True, attach_hooks=False)
     loop.manager.resume()
     loop.run(2)
@@ -641,7 +641,7 @@ def test_a_signal_in_evaluation_ends_in_a_saved_stop(tmp_path: Path) -> None:
         loop.manager.alive()
 
     assert loop.step()[1]
-    assert loop.manager.alive()
+    assert loop.manager.finished
     assert loop.manager.finish() == 75
 
     said = outcome.read(tmp_path / "run")

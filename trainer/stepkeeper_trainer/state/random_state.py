@@ -38,6 +38,9 @@ def capture() -> dict[str, Any]:
         found["numpy"] = numpy.random.get_state(legacy=True)
     if torch.cuda.is_available():
         found |= _collect_cuda()
+    for state in found.values():
+        if isinstance(state, torch.Tensor):
+            setattr(state, _OURS, True)
     return found
 
 

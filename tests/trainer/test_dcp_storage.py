@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -477,3 +478,27 @@ def test_the_snippets_of_the_page_run_as_they_stand(tmp_path: Path) -> None:
             [sys.executable, "-W", "ignore", "-c", snippet], cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_a_save_that_fails_rolls_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of an earlier step: only once it is whole, the later ones no longer count."""
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        dcp.save({"w": torch.full((4,), step)}, storage_writer=StepkeeperWriter(run, step=step), no_dist=True)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step in (2, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr("stepkeeper_trainer.save.complete.gather", full)
+            with pytest.raises(CheckpointException):
+                dcp.save({"w": torch.zeros(4)}, storage_writer=StepkeeperWriter(run, step=step), no_dist=True)
+        chosen = newest_verified(run / "checkpoints", cached=False).chosen
+        assert chosen is not None
+        assert chosen.step == 3
+
+    dcp.save({"w": torch.zeros(4)}, storage_writer=StepkeeperWriter(run, step=2), no_dist=True)
+    chosen = newest_verified(run / "checkpoints", cached=False).chosen
+    assert chosen is not None
+    assert chosen.step == 2

@@ -137,6 +137,9 @@ class CheckpointManager:
         self._group = groups.new_group(save_within_s)
         agree_within_s = max(save_within_s, groups.hang_limit_s())
         self._agreement = Agreement(groups.new_group(agree_within_s + save_within_s), within_s=agree_within_s)
+        self._check_alike(
+            hooks=self._hooks, every=str(self._rule), total_steps=total_steps, overlap_copies=overlap_copies
+        )
         self._notices = groups.new_group(agree_within_s) if self._hooks else None
         self._nodes = self._agreement.gather(self._environment.node)  # of the ranks
         self._read_back, self._overlap_copies = read_back, overlap_copies
@@ -317,7 +320,7 @@ class CheckpointManager:
     def wait_staged(self) -> None:
         """Return when the state may change: the copy that a save in flight takes of it is complete, or ordered before.
 
-        Needed before weights change by other ways than an optimizer's step, and only where hooks are attached.
+        Needed before weights change by other ways than an optimizer's step, and only with `overlap_copies`.
         """
         if self._saver is not None:
             self._saver.wait_before_change()
@@ -464,6 +467,21 @@ class CheckpointManager:
             return
         self._begin_change()
         self.wait_staged()
+
+    def _check_alike(self, **settings: object) -> None:
+        """Refuse what ranks must have alike, and have not.
+
+        Raises:
+            UsageError: which setting, and on which ranks.
+        """
+        every_rank = self._agreement.gather(settings)
+        for name in settings:
+            others = [rank for rank, each in enumerate(every_rank) if each[name] != every_rank[0][name]]
+            if others:
+                raise UsageError(
+                    f"{name} is {every_rank[0][name]} on rank 0 and {every_rank[others[0]][name]} on rank {others[0]}: "
+                    "give all ranks the same, by arguments and environment"
+                )
 
     def _begin_change(self) -> None:
         """Say that the state is going to change, and wait while another thread copies it."""

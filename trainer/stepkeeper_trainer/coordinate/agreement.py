@@ -46,11 +46,21 @@ class Call(IntEnum):
     SAVE = 2
     FINISH = 3
     NOTICE = 4  # in the thread that answers notices between steps
+    BEGIN = 5  # a save that is waited for, in a step
+    TAKE_OVER = 6  # whether that save takes the place of the one in flight
 
     @property
     def method(self) -> str:
         """What a script calls."""
-        return ("the constructor or resume()", "step_done()", "save()", "finish()", "a save between steps")[self]
+        return (
+            "the constructor or resume()",
+            "step_done()",
+            "save()",
+            "finish()",
+            "a save between steps",
+            "step_done(), in a save",
+            "step_done(), before a save",
+        )[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +214,7 @@ class Agreement:
         """Name the ranks that do not wait: those that wait say so in the store of the job."""
         try:
             store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
-            prefix = f"stepkeeper/waits/{self._count}"
+            prefix = f"stepkeeper/waits/{self.group.group_name if self.group is not None else ''}/{self._count}"
             store.set(f"{prefix}/{self._rank}", "")
             time.sleep(MISSING_WITHIN_S)
             missing = [rank for rank in range(self._world_size) if not store.check([f"{prefix}/{rank}"])]

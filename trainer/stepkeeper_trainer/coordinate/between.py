@@ -17,6 +17,10 @@ from stepkeeper_trainer.formats.messages import Stopped
 from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
     from stepkeeper_trainer.coordinate.boundary import Boundary
     from stepkeeper_trainer.coordinate.requests import Requests
     from stepkeeper_trainer.link import Link
@@ -50,7 +54,9 @@ class Gate:
         limit_at = time.monotonic() + HELD_MAX_S
         while True:
             with self._lock:
-                if self._open.is_set() or time.monotonic() >= limit_at:
+                if time.monotonic() >= limit_at:
+                    self._open.set()  # whoever has closed it is late, and finds the state changed
+                if self._inside or self._open.is_set():
                     self._inside = True
                     return
             self._open.wait(limit_at - time.monotonic())
@@ -162,24 +168,32 @@ class BetweenSteps:
                 time.sleep(AGAIN_AFTER_S)
             if not self._any(not self._is_saved_here()):
                 self.gate.open()
-                if not self._any(not self._saver.wait(self._limit_at())):
+                if not self._any(not self._saver.wait_shared(self._limit_at())):
                     self._tell_nothing_to_save()
                     return
-            elif not self._any(not self._last_step.unchanged) and self._save():
-                return
+            else:
+                collect = self._last_step.take()
+                if not self._any(collect is None) and collect is not None and self._save(collect):
+                    return
             self.gate.open()
             time.sleep(AGAIN_AFTER_S)
 
     def _stand_together(self) -> bool:
         """Hold the main threads of all ranks up behind the same step; false where one has gone on."""
-        closed = not self._served.is_set() and self.gate.close()
-        standing = closed and (self._last_step.unchanged or self._is_saved_here())
+        standing = not self._served.is_set() and not self._saver.busy and self.gate.close() and self._is_known()
         step = self._counters.step
         moving, highest, lowest = self._agreement.settle(Call.NOTICE, [int(not standing), step, -step])
         together = not moving and highest == -lowest
         if not together:
             self.gate.open()
         return together
+
+    def _is_known(self) -> bool:
+        try:
+            return self._is_saved_here() or self._last_step.unchanged
+        except Exception as error:  # noqa: BLE001  # the other ranks must hear that this one does not stand
+            self._last_step.why_not = f"{type(error).__name__}: {error}".splitlines()[0]
+            return False
 
     def _is_saved_here(self) -> bool:
         """Whether the step is saved or being saved, as far as this rank knows; the beginning needs no save."""
@@ -190,9 +204,10 @@ class BetweenSteps:
         step = self._counters.step
         say("nothing_to_save", step=step, why="no step was done since the last one that is saved")
         if self._rank == 0:
-            self._link.send(Stopped(step=step, save_id=None), keep=True)
+            last = self._saver.last
+            self._link.send(Stopped(step=step, save_id=last.save_id if last is not None else None), keep=True)
 
-    def _save(self) -> bool:
+    def _save(self, collect: Callable[[], dict[str, torch.Tensor]]) -> bool:
         """Save the state of the last step, and wait for the end of that; true where it has not failed on any rank."""
         self._requests.deadline_at = self._earliest(self._requests.deadline_asked)
         limit_at = self._limit_at()
@@ -202,7 +217,7 @@ class BetweenSteps:
                 limit_at=limit_at,
                 emergency=True,
                 agreement=self._agreement,
-                collect=self._last_step.collect,
+                collect=collect,
             )
             changed = self._any(begun and not self._last_step.unchanged)
         finally:
@@ -213,7 +228,7 @@ class BetweenSteps:
             say(
                 "save_between_steps", step=self._counters.step, why="a stop is asked for, and the next step is not done"
             )
-        return not self._any(not (begun and self._saver.wait(limit_at)))
+        return not self._any(not (begun and self._saver.wait_shared(limit_at)))
 
     def _limit_at(self) -> float:
         return self._requests.limit_at(self._save_within_s)

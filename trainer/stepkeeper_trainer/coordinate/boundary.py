@@ -123,7 +123,7 @@ class Boundary:
         if agreed.busy or self._unsaid_save:
             self._take_over()
         # One that is over its limit on some rank is left to `finish`.
-        self.begin_together(Call.STEP, limit_at=requests.limit_at(self._save_within_s), emergency=True)
+        self.begin_together(Call.BEGIN, limit_at=requests.limit_at(self._save_within_s), emergency=True)
 
     def begin_together(
         self,
@@ -160,8 +160,9 @@ class Boundary:
             any_unable, sequence, broken, committed, drifted, divided = settled
             if any_unable or not (drifted or divided):
                 break
-            self._tell_apart(drifted=bool(drifted), limit_at=limit_at, collect=collect)
-            saver.wait_prepared(limit_at)
+            told_by = max(limit_at, time.time() + self._save_within_s) if call is Call.SAVE else limit_at
+            self._tell_apart(drifted=bool(drifted), limit_at=told_by, collect=collect)
+            saver.wait_prepared(told_by)
         saver.hear_committed(committed)
         if not any_unable:
             self._renew(bool(broken))
@@ -232,7 +233,7 @@ class Boundary:
         if deadline_at is None:
             return
         mine = [*self._saver.estimate_ms(now), -int(1000 * (deadline_at - now))]
-        in_flight_ms, new_ms, left_ms = self.agreement.settle(Call.STEP, mine)
+        in_flight_ms, new_ms, left_ms = self.agreement.settle(Call.TAKE_OVER, mine)
         if take_over(left_s=-left_ms / 1000, in_flight_s=in_flight_ms / 1000, new_s=new_ms / 1000):
             self._saver.cancel(f"no time for it and the save of step {self._state.counters.step}")
 

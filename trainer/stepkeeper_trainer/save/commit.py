@@ -30,6 +30,8 @@ from stepkeeper_trainer.save.report import report_name
 from stepkeeper_trainer.tiers.directory import TRASH, staging_directory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stepkeeper_trainer.environment import Environment
 
 
@@ -104,7 +106,15 @@ class Commits:
                 f"job {own[0]} (restart {own[1]}) must stop"
             )
 
-    def commit(self, directory: Path, manifest: Manifest, world_size: int, *, after: str | None) -> Path:
+    def commit(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        world_size: int,
+        *,
+        after: str | None,
+        before_line: Callable[[], object] = lambda: None,
+    ) -> Path:
         """Turn a complete save in flight into a step directory, and return where it is.
 
         Args:
@@ -112,6 +122,7 @@ class Commits:
             manifest: of all that is in it.
             world_size: how many ranks have reported.
             after: save_id of the newest commit, for the lineage: the manifest's own parent may never have come here.
+            before_line: called right before the lineage's line, by an attempt that still counts.
 
         Raises:
             SaveError: files are there that the manifest does not name, or the other way round.
@@ -137,6 +148,7 @@ class Commits:
         _remove_strays(final, {*promised, MANIFEST_NAME})
         fsync_directory(self.checkpoints)
         self.check_fence()  # the rename may have taken long; unrecorded, it harms no newer attempt
+        before_line()
         lineage.append(
             self.checkpoints,
             lineage.Commit(

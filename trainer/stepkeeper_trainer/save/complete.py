@@ -59,14 +59,16 @@ class Completer:
         before_commit: Callable[[float], object],
         on_committed: Callable[[Save], object],
         uploader: Uploader | None,
+        before_line: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare; `before_commit` makes a step's rows durable, by a limit."""
+        """Prepare; `before_commit` makes a step's rows durable, by a limit; `before_line` precedes the lineage's."""
         self._commits = commits
         self._world_size = world_size
         self._link = link
         self._before_commit = before_commit
         self._on_committed = on_committed
         self._uploader = uploader
+        self._before_line = before_line
         self._description = Description()
         self.parent = parent  # save_id of the newest save that was sealed
         self._ancestors: tuple[str | None, ...] = (parent,)
@@ -146,7 +148,9 @@ class Completer:
             save.check()
         else:  # nobody waits for it, and nothing cancels it any more
             self._before_commit(time.time() + ROWS_WITHIN_S)
-        final = self._commits.commit(save.directory, manifest, self._world_size, after=self._newest_here)
+        final = self._commits.commit(
+            save.directory, manifest, self._world_size, after=self._newest_here, before_line=self._before_line
+        )
         self._newest_here = save.save_id
         self.committed = (final, manifest)
         self._tell(save, final, sum(entry.bytes for entry in manifest.files.values()))

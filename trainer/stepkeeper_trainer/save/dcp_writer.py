@@ -28,7 +28,7 @@ from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import ResumeError, RunDirectoryError, SaveError, StateError, UsageError
 from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats import lineage
-from stepkeeper_trainer.formats.steps import current_lineage, list_steps, open_step
+from stepkeeper_trainer.formats.steps import StepDirectory, current_lineage, list_steps, open_step
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.load.dcp_reader import check_inert
 from stepkeeper_trainer.save.commit import CHECKPOINTS_NAME, Commits
@@ -218,14 +218,16 @@ class StepkeeperWriter(StorageWriter):
             limit_at=now + COMPLETE_WITHIN_S,
             directory=place.directory,
         )
+        before = _find_before(commits, self._step)
         completer = Completer(
             commits=commits,
             world_size=len(results),
             link=Link(None, ""),
-            parent=_find_parent(commits, self._step),
+            parent=before.manifest.save_id if before is not None and before.manifest is not None else None,
             before_commit=lambda _limit_at: None,
             on_committed=lambda _save: None,
             uploader=None,
+            before_line=lambda: _go_back(commits, before),
         )
         upload = Upload(step=self._step, save_id=place.save_id, directory=place.directory, files={}, is_local=False)
         completer.complete(save, Share((), Replicas(()), metadata), lambda _ranks: None, upload)
@@ -337,17 +339,20 @@ def _go_on(commits: Commits) -> None:
     record_start(commits.checkpoints, directory, step.manifest, environment.attempt, goes_back=environment.goes_back)
 
 
-def _find_parent(commits: Commits, step: int) -> str | None:
-    """Return the save that this one follows: the newest of an earlier step, by the lineage.
-
-    Where the lineage has gone beyond, training went back: a rollback is recorded.
-    """
+def _find_before(commits: Commits, step: int) -> StepDirectory | None:
+    """Return the save that this one follows: the newest of an earlier step, by the lineage."""
     checkpoints = commits.checkpoints
     known = current_lineage(list_steps(checkpoints), lineage.read(checkpoints))
-    before = next((each for each in known if each.step < step and each.manifest is not None), None)
+    return next((each for each in known if each.step < step and each.manifest is not None), None)
+
+
+def _go_back(commits: Commits, before: StepDirectory | None) -> None:
+    """Record a rollback where the lineage has gone beyond: when this save is whole, and its attempt still counts."""
+    checkpoints, attempt = commits.checkpoints, commits.environment.attempt
     if before is None:
-        return record_start(checkpoints, None, None, commits.environment.attempt)
-    return record_start(checkpoints, before.path, before.manifest, commits.environment.attempt)
+        record_start(checkpoints, None, None, attempt)
+    else:
+        record_start(checkpoints, before.path, before.manifest, attempt)
 
 
 def _remove_leftover(directory: Path, pid: int) -> None:

@@ -9,6 +9,7 @@ which no counter sees (weights that an average is swapped in for, merged adapter
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from operator import attrgetter, is_
@@ -22,7 +23,7 @@ from stepkeeper_trainer.log import say
 from stepkeeper_trainer.state.tree import local
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from stepkeeper_trainer.state.training import Gathered, TrainingState
 
@@ -67,8 +68,8 @@ class LastStep:
         try:
             gathered = self._state.gather_again()
             self._versions, self._addresses = self._look(gathered)
-        except RuntimeError as error:  # tensors without a version counter
-            self.why_not = str(error).splitlines()[0]
+        except Exception as error:  # noqa: BLE001  # a tensor without a version counter, a part without a state just now
+            self.why_not = f"{type(error).__name__}: {error}".splitlines()[0]
             return
         self._probed = [torch.cat(views) for views in self._probes]
         self._gathered = gathered
@@ -85,7 +86,7 @@ class LastStep:
         if gathered is None:
             return False
         if torch.cuda.is_available():
-            if any(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects()):
+            if any(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_objects()):
                 self.why_not = "a CUDA graph may change the state at any time"
                 return False
             for device in {each.device for each in (*self._weights, *map(local, gathered.others)) if each.is_cuda}:
@@ -99,15 +100,10 @@ class LastStep:
             self.why_not = "weights or buffers have changed since the last step"
         return same
 
-    def collect(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the state of the last step.
-
-        Raises:
-            RuntimeError: it is not known.
-        """
-        if self._gathered is None:
-            raise RuntimeError(self.why_not)
-        return self._state.complete(self._gathered)
+    def take(self) -> Callable[[], dict[str, torch.Tensor]] | None:
+        """Return what collects the tensors of the state of the last step; None where it is not known."""
+        gathered = self._gathered
+        return None if gathered is None else lambda: self._state.complete(gathered)
 
     def _look(self, gathered: Gathered) -> tuple[list[int], list[int]]:
         """Return the versions of all tensors, and the addresses of the modules'.
@@ -115,11 +111,12 @@ class LastStep:
         Raises:
             RuntimeError: one has no version counter.
         """
-        others = gathered.others
+        others = [*gathered.others, *self._state.scaler_tensors]
         if DTensor in set(map(type, others)):
             others = list(map(local, others))
         versions = [*map(_version, self._weights), *map(_version, others)]
-        return versions, list(map(torch.Tensor.data_ptr, self._weights))
+        scalers = self._state.scaler_tensors
+        return versions, [*map(torch.Tensor.data_ptr, self._weights), *map(torch.Tensor.data_ptr, scalers)]
 
     def _has_its_tensors(self) -> bool:
         """Whether the modules still have the tensors that they had; in a forward, FSDP shows others of its own."""
@@ -166,6 +163,10 @@ def _views(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     with torch.no_grad():
         filled = [each for each in tensors if each.numel()]
         views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for tensor in filled[:: max(1, len(filled) // PROBES)]:
-            views.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().as_strided((1,), (1,)))
+        chosen = random.Random(len(filled))  # noqa: S311  # the same each time, and in no step with repeated layers
+        for tensor in chosen.sample(filled, min(PROBES, len(filled))):
+            own = tensor.detach()
+            middle = sum((size // 2) * step for size, step in zip(own.shape, own.stride(), strict=True))
+            view = own.as_strided((1,), (1,), own.storage_offset() + middle)
+            views.setdefault((tensor.device, tensor.dtype), []).append(view)
     return list(views.values())

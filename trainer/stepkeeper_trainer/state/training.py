@@ -121,6 +121,13 @@ class TrainingState:
         return next((part.module for part in self.modules.values()), None)
 
     @property
+    def scaler_tensors(self) -> list[torch.Tensor]:
+        """What gradient scalers keep on a GPU: it changes without an optimizer's step."""
+        scalers = [part for part in self.others.values() if isinstance(part, torch.amp.GradScaler)]
+        kept = [getattr(each, name, None) for each in scalers for name in ("_scale", "_growth_tracker")]
+        return [each for each in kept if isinstance(each, torch.Tensor)]
+
+    @property
     def sampler(self) -> Stateful | None:
         """What says which data comes next, for all ranks together; None where a loader of each rank does."""
         found = [value for value in self.others.values() if isinstance(value, GlobalSampler)]
@@ -186,6 +193,8 @@ class TrainingState:
                 skeleton = looked[name][1]
             elif not (modules and isinstance(getattr(part, "value", None), torch.amp.GradScaler)):
                 skeleton = part.collect(own)
+                if modules and isinstance(part, StatefulPart):  # arrays share their memory, and have no version counter
+                    own = {n: t.clone() if t.device.type == "cpu" else t for n, t in own.items()}
                 tensors.update(own)
                 others += own.values()
             tensors[f"{TREE_PREFIX}{name}"] = _Skeleton(skeleton)

@@ -148,7 +148,7 @@ class Cache:
                     return none
                 if status.st_uid not in self._trusted():
                     return none
-                return decode_format(_decoder, file.read(RECORD_BYTES_MAX), newest=FORMAT)
+                return decode_format(_decoder, file.read(status.st_size), newest=FORMAT)
         except (OSError, DecodeError):
             return none
 

@@ -77,9 +77,12 @@ def read_plain(path: Path, bytes_max: int = RECORD_BYTES_MAX, *, within: Path | 
 
     def read() -> bytes:
         with open_plain(path, within=within) as file, _naming(path):
-            if os.fstat(file.fileno()).st_size <= bytes_max:
-                data = file.read(bytes_max + 1)
-                if len(data) <= bytes_max:  # else it has grown meanwhile
+            size = os.fstat(file.fileno()).st_size
+            if size <= bytes_max:
+                data = file.read(size + 1)  # a read makes room for what it is asked for
+                if len(data) > size:  # it has grown meanwhile
+                    data += file.read(bytes_max + 1 - len(data))
+                if len(data) <= bytes_max:
                     return data
             raise OSError(errno.EFBIG, f"more than {bytes_max} bytes, which no such file has", str(path))
 

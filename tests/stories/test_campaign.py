@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import time
 
 import pytest
 
@@ -134,6 +135,17 @@ def assert_nothing_verified_was_lost(training: Training) -> None:
             committed = max(committed, record.event.step)
         if isinstance(record.event, on.CheckpointChosen):
             assert (record.event.step or 0) >= committed, training.story()
+
+
+def give_way(lab: Lab, training: Training) -> float:
+    """Have an urgent job preempt a training, and wait for its end; return the seconds until the nodes were free."""
+    asked_at = time.time()
+    urgent = lab.preempt(training.job_id)
+    started_at = lab.wait_job(urgent, "RUNNING").started_at
+    release_urgent_jobs(lab)
+    training.wait_end()
+    assert started_at is not None
+    return started_at.timestamp() - asked_at
 
 
 def release_urgent_jobs(lab: Lab, *, wait: bool = True) -> None:

@@ -9,7 +9,7 @@ import pytest
 from stepkeeper.core import events as on
 from tests.lab import Lab
 from tests.stories.patience import place as place_of
-from tests.stories.test_campaign import release_urgent_jobs
+from tests.stories.test_campaign import give_way
 from tests.training import SMALL, Training, assert_complete, assert_replays
 
 pytestmark = pytest.mark.slurm
@@ -41,14 +41,9 @@ def test_a_preemption_far_from_the_end_of_a_step_loses_none(
     training.until((place_of(training) / "stands").exists, "the ranks stand")
     time.sleep(1)
 
-    asked_at = time.time()
-    urgent = lab.preempt(training.job_id)
-    started_at = lab.wait_job(urgent, "RUNNING").started_at
-    release_urgent_jobs(lab)
-    training.wait_end()
+    given_back_s = give_way(lab, training)
 
-    assert started_at is not None
-    print(f"{place}: the nodes were given back after {started_at.timestamp() - asked_at:.1f} s")
+    print(f"{place}: the nodes were given back after {given_back_s:.1f} s")
     emergency = [r.event.step for r in training.events(on.CheckpointCommitted) if r.event.emergency]
     resumed = training.events(on.CheckpointChosen)[1].event
     if step:

@@ -304,11 +304,7 @@ class CheckpointManager:
         self._boundary.spoken()
         self._agreement.issue(self._wish())
         self._leave_step()
-        if self._between is not None:
-            if self._requests.stop_agreed:
-                self._between.serve()
-            self._last_step.mark()
-            self._between.gate.leave()
+        self._end_change()
         return self.finished
 
     def alive(self) -> None:
@@ -335,9 +331,7 @@ class CheckpointManager:
                 self._periodic.due = True
                 warn("save_postponed", step=self.step, why="another is in flight, and over its limit")
         self._leave_step()
-        if self._between is not None:
-            self._last_step.mark()
-            self._between.gate.leave()
+        self._end_change()
 
     def finish(self) -> int:
         """Save what is not saved yet, wait until it is durable, and return the exit code: `sys.exit(manager.finish())`.
@@ -488,6 +482,14 @@ class CheckpointManager:
         if self._between is not None:
             self._between.gate.enter()
             self._last_step.forget()
+
+    def _end_change(self) -> None:
+        """Say that the state is that of a whole step, which another thread may copy."""
+        if self._between is not None:
+            if self._requests.stop_agreed:
+                self._between.serve()
+            self._last_step.mark()
+            self._between.gate.leave()
 
     def _end_notices(self) -> Any | None:
         """End what answers notices between steps, on all ranks; return its group, where that can be closed.

@@ -55,7 +55,7 @@ class Gate:
         while True:
             with self._lock:
                 if time.monotonic() >= limit_at:
-                    self._open.set()  # whoever has closed it is late, and finds the state changed
+                    self._open.set()  # the thread that has closed it is late, and finds the state changed
                 if self._inside or self._open.is_set():
                     self._inside = True
                     return

@@ -270,7 +270,7 @@ class Boundary:
                 ask_room=ask_room,
                 requested_at=self._requests.asked_at,
                 deadline_at=self._requests.deadline_at,
-                early=self._state.early(tensors) if torch.cuda.is_available() else frozenset(),
+                early=self._state.early(tensors) if self._saver.overlap_copies else frozenset(),
             )
         self._unsaid_save = True
         self._periodic.begun(counters.step)

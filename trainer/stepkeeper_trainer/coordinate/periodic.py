@@ -136,11 +136,6 @@ class Periodic:
         """Say that the save of an epoch's end came to nothing: the next one is due now, and marked in its place."""
         self.due = self.epoch_end = True
 
-    def left_out(self, step: int) -> None:
-        """Say that the save that was due is not made: the next one is due as if it had been."""
-        self.due = False
-        self._cadence.note_begun(step, self._now())
-
     def spoken(self, *, saving: bool) -> None:
         """Say at the end of a boundary whether a save is in flight in the step to come."""
         self._saving = saving

@@ -116,7 +116,7 @@ class Wanted:
     def of(argument: str | None, commits: Commits) -> Wanted:
         """Weigh what the script says against `STEPKEEPER_RESUME_FROM`.
 
-        A step of the run comes first, whoever names it: a script that begins with another run's step, or with initial
+        A step of the run comes first, also where the script names another: a script that begins with another run's step, or with initial
         weights, says so again after each requeue.  A supervisor knows which step that is; without one the newest is
         looked for.
         """

@@ -88,6 +88,7 @@ class Saver:
         self.newest: CommittedStep | None = None  # what it was (rank 0)
         self._planner = Planner(rank=rank, world_size=world_size, group=group)
         self._drifted = False  # the last save found values that differ (rank 0)
+        self.overlap_copies = overlap_copies
         self._staging = Staging(overlap=overlap_copies)
         self._persister = Persister(
             commits=commits,

@@ -116,8 +116,8 @@ class Wanted:
     def of(argument: str | None, commits: Commits) -> Wanted:
         """Weigh what the script says against `STEPKEEPER_RESUME_FROM`.
 
-        A step of the run comes first, also where the script names another: a script that begins with another run's step, or with initial
-        weights, says so again after each requeue.  A supervisor knows which step that is; without one the newest is
+        A step of the run comes first.  A script that begins with another run's step, or with initial weights, names
+        that again after each requeue.  A supervisor knows which step of the run counts; without one the newest is
         looked for.
         """
         told, supervised = commits.environment.resume_from, commits.environment.socket is not None

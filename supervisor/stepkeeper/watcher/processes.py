@@ -25,11 +25,26 @@ def _own_processes() -> Iterator[tuple[int, set[bytes]]]:
             continue  # ended meanwhile, or not ours to look into
 
 
+def own_line() -> set[int]:
+    """Return this process and those that it descends from, as far as `/proc` shows them: none of them is a rank."""
+    line: set[int] = set()
+    pid = os.getpid()
+    while pid and pid not in line:
+        line.add(pid)
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(file.read().rpartition(b")")[2].split()[1])  # the name before it may hold anything
+        except OSError:
+            break  # not ours to look into
+    return line
+
+
 def rank_processes(run_id: str, node: str, *, attempt_max: int) -> Iterator[int]:
     """Yield the pids of processes of a run's ranks on a node (wrappers and data loaders included).
 
     Warm standbys are none while they wait: they hold nothing that the next launch needs, and it may need them.
     Nodes of a test cluster share one process table: the node's name tells their processes apart.
+    A process that we descend from is none either, whatever its environment says: to kill it would be to kill ourselves.
 
     Args:
         run_id: `STEPKEEPER_RUN_ID` of the run.
@@ -37,8 +52,11 @@ def rank_processes(run_id: str, node: str, *, attempt_max: int) -> Iterator[int]
         attempt_max: no process of a newer attempt: one that was superseded must not end its successor.
     """
     wanted = {f"STEPKEEPER_RUN_ID={run_id}".encode(), f"SLURMD_NODENAME={node}".encode()}
+    line = own_line()
     for pid, environment in _own_processes():
-        if wanted <= environment and _attempt(environment) <= attempt_max and not _waits(pid, environment):
+        if pid in line or not wanted <= environment or _attempt(environment) > attempt_max:
+            continue
+        if not _waits(pid, environment):
             yield pid
 
 

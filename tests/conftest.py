@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 from tests import scheduling
 from tests.lab import Lab, LabOptions, requirements
 from tests.lab.leaks import leftovers
+from tests.scheduling import pytest_xdist_make_scheduler
+
+__all__ = ["pytest_xdist_make_scheduler"]
 
 # A busy machine is no finding.  Where a change is judged, examples are the same each time: others are found by people.
 settings.register_profile(
@@ -20,9 +23,10 @@ settings.register_profile(
 settings.load_profile("stepkeeper")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Make files as most machines do, whatever this one's umask: what a group may write is refused in places."""
     os.umask(0o022)
+    scheduling.let_forked_children_go(config)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,15 +40,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out modules in which nothing is marked as the command line wants."""
     return scheduling.has_none_of(collection_path, config.getoption("markexpr")) or None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> scheduling.Scheduling | None:
-    """Give tests to workers by our own rule, where the command line says that modules stay together."""
-    if config.getoption("dist") != "loadscope":
-        return None
-    config.option.loadscopereorder = False  # not by how many tests there are: by how long they take
-    return scheduling.Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -6,15 +6,19 @@ with the seconds that it took; `TEST_DURATIONS=1 make campaign-and-newest` write
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import stat
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 TABLE = Path(__file__).with_name("durations.txt")
 VARIABLE = "TEST_DURATIONS"  # not STEPKEEPER_...: those are settings, and an unknown one is refused
@@ -66,10 +70,67 @@ def arrange(items: list[pytest.Item], workers: int) -> None:
 
 
 class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # its own has no types
-    """Gives units away in the order of the collection."""
+    """Gives units away in the order of the collection, and what a crashed worker has left to the others.
+
+    xdist's own gives a crashed worker's units away as they were: with the test that crashed, which ends the next worker
+    too, and with units of which nothing is left.  A worker that gets no two tests and no end waits for ever.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         return unit(nodeid)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Take out a worker that ended or crashed; return the test that it crashed in, None where it had none left."""
+        units = self.assigned_work.pop(node)
+        if self.collection is None:  # the worker that replaces it collects in its place
+            self.registered_collections.pop(node, None)
+        left = {name: [test for test, ended in tests.items() if not ended] for name, tests in units.items()}
+        crashed: str | None = next((test for tests in left.values() for test in tests), None)
+        for name, tests in reversed(left.items()):
+            if remaining := dict.fromkeys((test for test in tests if test != crashed), False):
+                self.workqueue[name] = remaining
+                self.workqueue.move_to_end(name, last=False)
+        for other in self.nodes:
+            self._reschedule(other)
+        return crashed
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Give a worker more, if it has little left, or end it: it plays a test only when it knows what comes next."""
+        if node not in self.registered_collections:
+            return  # it replaces a crashed one and collects: xdist calls again
+        super()._reschedule(node)
+        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    """Give tests to workers by our own rule, where the command line says that modules stay together."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    config.option.loadscopereorder = False  # not by how many tests there are: by how long they take
+    return Scheduling(config, log)
+
+
+def let_forked_children_go(config: pytest.Config) -> None:
+    """Take xdist's pipes from whatever a worker forks: a child that outlives it would hide that it crashed."""
+    if not hasattr(config, "workerinput"):
+        return
+    standard = {os.fstat(each).st_ino for each in range(3)}
+    pipes = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the list itself
+            found = os.fstat(int(name))
+            if stat.S_ISFIFO(found.st_mode) and found.st_ino not in standard:
+                pipes.append(int(name))
+
+    def in_child() -> None:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for pipe in pipes:  # not closed: execnet's objects may close the number later
+            os.dup2(nowhere, pipe, inheritable=False)
+        os.close(nowhere)
+
+    os.register_at_fork(after_in_child=in_child)
 
 
 def has_none_of(path: Path, wanted: str) -> bool:

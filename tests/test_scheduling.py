@@ -1,8 +1,18 @@
 """Which worker gets which test, and when."""
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests import scheduling
+
+ROOT = Path(__file__).parents[1]
+CRASH_LIMIT_S = 120.0
 
 SECONDS = {"a.py::long": 90.0, "a.py::other[x-y]": 20.0, "a.py::short": 5.0, "b.py::long": 60.0, "c.py::long": 30.0}
 
@@ -81,3 +91,51 @@ def test_a_part_that_there_is_not_is_refused(wanted: str) -> None:
 
     with pytest.raises(pytest.UsageError, match="give K/N"):
         scheduling.leave_out(Chosen(), [])  # type: ignore[arg-type]
+
+
+CONFTEST = """
+from tests.scheduling import let_forked_children_go as pytest_configure, pytest_xdist_make_scheduler
+"""
+CRASHING = """
+import os, signal
+def test_before(): ...
+def test_that_ends_its_worker(): os.kill(os.getpid(), signal.SIGKILL)
+def test_after(): ...
+def test_long_after(): ...
+"""
+FORKING = """
+import os, signal, time
+def test_that_leaves_a_child_of_its_worker():
+    if not os.fork():
+        time.sleep(600)  # it would hold the worker's pipes
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+OTHER = "def test_it(): ...\n"
+
+
+def test_a_worker_that_crashes_costs_the_test_that_it_crashed_in_and_no_other(tmp_path) -> None:
+    modules = {"crashing": CRASHING, "forking": FORKING, "other": OTHER, "third": OTHER}
+    for name, text in modules.items():
+        (tmp_path / f"test_{name}.py").write_text(text)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+    session = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "xdist.plugin",
+         "--rootdir", str(tmp_path), "-n", "2", "--dist", "loadscope", str(tmp_path)],
+        cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = session.communicate(timeout=CRASH_LIMIT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # of its group nothing may be left
+            os.killpg(session.pid, signal.SIGKILL)
+        session.wait(CRASH_LIMIT_S)
+
+    assert session.returncode == pytest.ExitCode.TESTS_FAILED, said
+    assert "= 2 failed, 5 passed in " in said
+    assert "FAILED test_crashing.py::test_that_ends_its_worker - worker 'gw" in said
+    assert "FAILED test_forking.py::test_that_leaves_a_child_of_its_worker - worker 'gw" in said

@@ -4,7 +4,7 @@
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
 # slurmd starts jobs as other users, so a lab needs root; what runs as root leaves nothing in the checkout
-AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 STEPKEEPER_REQUIRE_SLURM=$(STEPKEEPER_REQUIRE_SLURM)
+AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 TEST_REQUIRE_SLURM=$(TEST_REQUIRE_SLURM) TEST_SEED=$(TEST_SEED)
 # more at a time than there are cores: stories mostly wait for Slurm
 AT_ONCE ?= 4
 # modules stay together and long tests come first: tests/scheduling.py
@@ -62,7 +62,7 @@ campaign-and-newest: newest-slurm  ## both `make campaign` and `make test-slurm-
 	$(AS_ROOT) $(V)/python -m pytest -m 'campaign or newest' $(PYTEST) $(if $(PART),-p tests.scheduling --campaign-part $(PART))
 
 second-look: setup  ## what failed in the session before, if it was very little, once more and alone
-	$(AS_ROOT) $(V)/python -m tests.second_look $(FAILED) $(ONE)
+	$(AS_ROOT) $(V)/python -m tests.second_look $(FAILED) tests/unsteady.txt $(ONE)
 
 campaign-crash: setup  ## killed at every call and request that changes a checkpoint: over 1,000, 8 minutes of a core
 	STEPKEEPER_CRASH_STRIDE=1 $(V)/python -m pytest -m campaign tests/trainer/test_crash.py -rP $(PYTEST)

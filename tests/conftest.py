@@ -8,25 +8,29 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import scheduling
+from tests import scheduling, seeding
 from tests.lab import Lab, LabOptions, requirements
 from tests.lab.leaks import leftovers
 from tests.scheduling import pytest_xdist_make_scheduler
 
 __all__ = ["pytest_xdist_make_scheduler"]
 
-# A busy machine is no finding.  Where a change is judged, examples are the same each time: others are found by people.
-settings.register_profile(
-    "stepkeeper", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow],
-    derandomize=requirements.required(),
-)  # fmt: skip
+# A busy machine is no finding, and no session remembers what another one found: the seed tells it (tests/seeding.py).
+settings.register_profile("stepkeeper", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("stepkeeper")
 
 
+@pytest.hookimpl(tryfirst=True)  # Hypothesis takes the seed in its own
 def pytest_configure(config: pytest.Config) -> None:
     """Make files as most machines do, whatever this one's umask: what a group may write is refused in places."""
     os.umask(0o022)
+    seeding.seed_examples(config)
     scheduling.let_forked_children_go(config)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say by which seed examples are drawn."""
+    return seeding.header(config)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -97,7 +97,6 @@ def test_slurms_commands_without_a_cluster_are_told_in_plain_words(
         """,
     )
     monkeypatch.setenv("PATH", str(tmp_path / "commands"))
-    monkeypatch.delenv("STEPKEEPER_REQUIRE_SLURM", raising=False)
     for words in (["doctor"], ["submit", "--", "true"]):
         assert cli.main(words) == ExitCode.NO_SLURM
         said = capsys.readouterr().err

@@ -7,7 +7,7 @@ import sys
 
 from tests.lab.options import USERS
 
-REQUIRE_VARIABLE = "STEPKEEPER_REQUIRE_SLURM"
+REQUIRE_VARIABLE = "TEST_REQUIRE_SLURM"
 """Set to 1 in CI: there a missing requirement is a failure, not a skip."""
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

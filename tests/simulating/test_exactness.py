@@ -31,7 +31,6 @@ LEASE = Lease(job_id=7, restart_count=0, attempt=0, node="a", pid=1, taken_at=0.
 EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "40"))
 check = settings(
     max_examples=EXAMPLES,
-    derandomize="STEPKEEPER_EXAMPLES" not in os.environ,
     deadline=None,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -78,10 +78,7 @@ def test_a_slurm_that_does_not_answer_is_no_answer(tmp_path: Path) -> None:
         standing.busy(tmp_path, Answering({}, away=True))
 
 
-def test_an_outcome_that_cannot_be_read_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("STEPKEEPER_REQUIRE_SLURM", raising=False)
+def test_an_outcome_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / outcome.OUTCOME_NAME).write_text('{"torn')
     for command in ("run", "submit"):
         code = cli.main([command, "--dry-run", "--run-dir", str(tmp_path), "--", "x"])

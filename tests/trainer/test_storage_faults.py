@@ -36,7 +36,7 @@ def play(tmp_path: Path, stride: int, *faults: str) -> list[dict[str, Any]]:
     for report in reports:
         print({name: value for name, value in report.items() if name != "problems"})
     if absent := [f"{report['fault']}: {report['absent']}" for report in reports if report["absent"]]:
-        assert os.environ.get("STEPKEEPER_REQUIRE_SLURM") != "1" or os.getuid() != 0, absent
+        assert os.environ.get("TEST_REQUIRE_SLURM") != "1" or os.getuid() != 0, absent
         if len(absent) == len(reports):
             pytest.skip("; ".join(absent))
     return [report for report in reports if not report["absent"]]

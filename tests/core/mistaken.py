@@ -2,50 +2,72 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType
 
 import stepkeeper
 from stepkeeper.simulating.scenario import play
 from tests.core.mutations import Mutation
+from tests.core.operators import line, places, put
 
-PACKAGE = Path(stepkeeper.__file__).parent
+CORE = Path(stepkeeper.__file__).parent / "core"
 SCENARIOS = Path(__file__).parent / "scenarios"
 BROKEN = (NameError, SyntaxError, ImportError)  # the mutation is no mistake but nonsense
 
 
-def apply(mutation: Mutation) -> str:
-    """Return the module's text with the mistake in it."""
-    text = (PACKAGE / "core" / f"{mutation.module}.py").read_text()
-    times = text.count(mutation.old)
-    assert times == 1, (
-        f"core/{mutation.module}.py has it {times} times, so `mutations` is to be changed: {mutation.old}"
-    )
-    return text.replace(mutation.old, mutation.new)
+class Moved(AssertionError):  # noqa: N818 - a finding of a test
+    """The place of a mutation is not there, or not the only one."""
+
+
+@cache
+def functions(module: str) -> dict[str, tuple[str, int]]:
+    """Return the text of each function of a module of the core, and its line."""
+    text = (CORE / f"{module}.py").read_text()
+    found = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
+    return {each.name: (ast.get_source_segment(text, each) or "", each.lineno) for each in found}
+
+
+def tree(module: str, function: str) -> ast.Module:
+    """Return the syntax tree of one function, to be changed; empty where there is none of that name."""
+    text, first_line = functions(module).get(function, ("", 1))
+    return ast.increment_lineno(ast.parse(text), first_line - 1)
+
+
+@cache
+def apply(mutation: Mutation) -> CodeType:
+    """Return the function's code with the mistake in it.  Raises Moved."""
+    module, _, function = mutation.where.partition(".")
+    right = tree(module, function)
+    found = places(right, mutation.operator, mutation.at)
+    if len(found) < max(1, mutation.nth) or (not mutation.nth and len(found) > 1):
+        lines = "".join(f"\n  line {line(place.node)[0]}: {ast.unparse(place.node)}" for place in found)
+        raise Moved(
+            f"core/{module}.py, {function}: {len(found)} places with `{mutation.at}` for {mutation.breaks!r}; "
+            f"`python -m tests.core.mutating --mend` looks for it{lines}"
+        )
+    # not under the name of the file: what is played here covers no line of the rules
+    wrong = compile(put(right, found[max(0, mutation.nth - 1)]), f"<{module} with a mistake>", "exec")
+    [code] = [each for each in wrong.co_consts if isinstance(each, CodeType) and each.co_name == function]
+    return code
 
 
 @contextlib.contextmanager
 def mistaken(mutation: Mutation) -> Iterator[None]:
-    """Have the module's functions run the code with the mistake in it: whoever imported them has it too."""
-    module = importlib.import_module(f"stepkeeper.core.{mutation.module}")
-    wrong = ModuleType(module.__name__)
-    # not under the name of the file: what is played here covers no line of the rules
-    exec(compile(apply(mutation), f"<{mutation.module} with a mistake>", "exec"), wrong.__dict__)  # noqa: S102 - our own
-    functions = [
-        (each, each.__code__, vars(wrong)[name].__code__)
-        for name, each in vars(module).items()
-        if isinstance(each, FunctionType) and each.__module__ == module.__name__
-    ]
+    """Have the function run the code with the mistake in it: whoever imported it has it too."""
+    code = apply(mutation)
+    module, _, name = mutation.where.partition(".")
+    function: FunctionType = getattr(importlib.import_module(f"stepkeeper.core.{module}"), name)
+    right = function.__code__
     try:
-        for function, _, code in functions:
-            function.__code__ = code
+        function.__code__ = code
         yield
     finally:
-        for function, code, _ in functions:
-            function.__code__ = code
+        function.__code__ = right
 
 
 def tells(scenario: str) -> bool:

@@ -1,11 +1,13 @@
 """Plays scenarios and property tests against mistakes in the rules, and tells which of them find each.
 
-    python -m tests.core.mutating [--scenarios | --quick] [--alone] [WORD ...]
+    python -m tests.core.mutating [--scenarios | --quick | --mend] [--alone] [WORD ...]
 
 Each is played in a child of its own: first all scenarios, then the directed histories and the property test that is
 known to find it, from several seeds, then (not with --quick) all of them with more histories.  The exit code is the
 number of those that neither a scenario nor a promise finds.  A `CONTROL` without a mistake is played first: what is
 found in it is found everywhere, and proves nothing.
+
+With --mend nothing of that is played: what has moved in the rules is looked for, and written into `mutations.py`.
 
 What the scenarios tell is certain, and part of CI (`test_mutations`).  What the promises find in histories drawn at
 random is a matter of chance: after a change of the generators, play it.
@@ -14,6 +16,7 @@ random is a matter of chance: after a change of the generators, play it.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import multiprocessing
@@ -29,6 +32,7 @@ import hypothesis
 
 from tests.core.directed import DIRECTED
 from tests.core.histories import run
+from tests.core.mending import mend
 from tests.core.mistaken import BROKEN, mistaken, tellers
 from tests.core.mutations import MUTATIONS, Mutation
 from tests.core.promises import assert_kept
@@ -40,7 +44,13 @@ SEEDS = range(4)  # histories of one seed resemble each other
 WITHIN_S = 900.0
 AT_ONCE = 2
 NAMES_MAX = 3
-CONTROL = Mutation("decide", "def decide(", "def decide(", "nothing: the control", "", "test_")
+
+
+def _unchanged(node: ast.AST, name: str) -> ast.AST | None:
+    return node if isinstance(node, ast.FunctionDef) and node.name == name else None
+
+
+CONTROL = Mutation("decide.decide", _unchanged, "decide", "nothing: the control", "", "test_")
 
 
 class Outcome(NamedTuple):
@@ -137,11 +147,14 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only those with one of them in what they break")
     parser.add_argument("--scenarios", action="store_true", help="play no promises")
     parser.add_argument("--quick", action="store_true", help="not all promises against what the known one did not find")
+    parser.add_argument("--mend", action="store_true", help="look for the places that have moved, and write them down")
     parser.add_argument("--alone", action="store_true", help="one at a time")
     options = parser.parse_args()
     how = SCENARIOS_ONLY if options.scenarios else QUICKLY if options.quick else THOROUGHLY
     words = options.words
     chosen = [each for each in MUTATIONS if not words or any(word in each.breaks for word in words)]
+    if options.mend:
+        return mend(chosen)
     outcomes = []
     for outcome in play_all([CONTROL, *chosen], how, 1 if options.alone else AT_ONCE):
         if outcome.mutation.breaks == CONTROL.breaks:
@@ -150,7 +163,7 @@ def main() -> int:
             continue
         outcomes.append(outcome)
         names = ", ".join(outcome.told_by[:NAMES_MAX]) + (", ..." if len(outcome.told_by) > NAMES_MAX else "")
-        print(f"{outcome.seconds:5.1f} s  {outcome.mutation.module:10} {outcome.mutation.breaks}")
+        print(f"{outcome.seconds:5.1f} s  {outcome.mutation.where:10} {outcome.mutation.breaks}")
         print(f"         {len(outcome.told_by)} scenarios{': ' if names else ''}{names}")
         if how != SCENARIOS_ONLY:
             print(f"         {outcome.by or 'no promise'}", flush=True)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from tests.core import mutations
 from tests.core.directed import DIRECTED, Directed
 from tests.core.histories import run
+from tests.core.mending import candidates, rewritten, stands
 from tests.core.mistaken import SCENARIOS, apply, mistaken, tells
 from tests.core.mutations import MUTATIONS, Mutation
 from tests.core.promises import assert_kept
@@ -13,9 +18,9 @@ from tests.core.promises import assert_kept
 BY_NAME = {each.breaks: each for each in MUTATIONS}
 
 
-def test_each_mutation_still_stands_in_the_code_once_and_is_python():
+def test_each_mutation_has_its_place_in_the_code():
     for mutation in MUTATIONS:
-        compile(apply(mutation), mutation.module, "exec")
+        apply(mutation)
 
     assert len(BY_NAME) == len(MUTATIONS)
 
@@ -30,6 +35,20 @@ def test_a_scenario_tells_of_each_mistake(mutation: Mutation):
 
     assert told, "no line of it is another one: `python -m tests.core.mutating --scenarios` names those that tell it"
     assert not tells(mutation.told_by)  # the rules are right again
+
+
+def test_a_place_that_has_moved_is_found_again_and_written_down():
+    moved = BY_NAME["a save ends before Slurm does"]
+    before = moved._replace(where="phases.is_gone", nth=7)
+    assert not stands(before)
+
+    assert candidates(before) == [moved]
+    text = rewritten(Path(mutations.__file__).read_text(), before)
+    there: dict[str, Any] = {"__name__": mutations.__name__}
+    exec(text, there)  # noqa: S102 - our own
+    assert [each._replace(operator=None) for each in there["MUTATIONS"]] == [
+        (before if each is moved else each)._replace(operator=None) for each in MUTATIONS
+    ]
 
 
 @pytest.mark.parametrize("directed", DIRECTED, ids=lambda each: each.finds)

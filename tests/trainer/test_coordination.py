@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer.formats import outcome
+from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
 from stepkeeper_trainer.save.replicas import IN_PLACE_BYTES
 from tests.trainer.forked import POINTS, POINTS_OF_RANK_0, Ended, Story, play
@@ -95,7 +95,7 @@ def test_a_rank_that_stands_still_for_too_long_costs_one_save(tmp_path: Path, ra
     assert "step_00000003" not in committed(ended)
     assert check_disk(story, ended) == "step_00000030"
     assert len(committed(ended)) >= 2
-    said = outcome.read(Path(story.run_dir))
+    said = records.read_outcome(Path(story.run_dir))
     assert said is not None
     assert (said.outcome, said.step) == ("finished", 30)
 

@@ -16,23 +16,21 @@ from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
 from stepkeeper_trainer.coordinate.between import BetweenSteps
 from stepkeeper_trainer.coordinate.boundary import Boundary
 from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
-from stepkeeper_trainer.coordinate.periodic import Periodic
-from stepkeeper_trainer.coordinate.requests import Requests
+from stepkeeper_trainer.coordinate.ending import install_excepthook
+from stepkeeper_trainer.coordinate.requests import Periodic, Requests
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError, check_seconds
-from stepkeeper_trainer.leave import install_excepthook
-from stepkeeper_trainer.link import Link
+from stepkeeper_trainer.link import Link, Reporter
 from stepkeeper_trainer.load import resume as resuming
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.observe import stacks
+from stepkeeper_trainer.observe import collectives
 from stepkeeper_trainer.observe.exactness import Exactness
 from stepkeeper_trainer.observe.metrics import Records, begin_records, whole
 from stepkeeper_trainer.observe.replay import begin_replay
-from stepkeeper_trainer.observe.reporter import Reporter
-from stepkeeper_trainer.observe.skipping import Skipping
 from stepkeeper_trainer.observe.straggler_probe import StragglerProbe
 from stepkeeper_trainer.observe.trackers import Tracker, keep_mlflow_run, keep_wandb_run
-from stepkeeper_trainer.save.listeners import Listeners
+from stepkeeper_trainer.sampler import Skipping
+from stepkeeper_trainer.save.commit import Listeners
 from stepkeeper_trainer.save.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState, random_state
 from stepkeeper_trainer.state.last_step import LastStep
@@ -44,7 +42,7 @@ from stepkeeper_trainer.tiers.tiering import find_tiers
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from stepkeeper_trainer.tiers.config import Tiers
+    from stepkeeper_trainer.tiers.tier import Tiers
 
 
 SAVE_WITHIN_S = 600.0
@@ -148,7 +146,7 @@ class CheckpointManager:
         )
         self._commits = run_lock.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
         self.run_dir, self._environment = self._commits.run_directory, self._commits.environment
-        stacks.listen(self._environment, self.run_dir, self.rank)
+        collectives.listen(self._environment, self.run_dir, self.rank)
         self._link = Link(self._environment.socket, self._environment.launch_name)
         self._requests = Requests(self._link, signals=attach_signals)
         self.listeners = Listeners()  # told of each commit

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stepkeeper_trainer.coordinate import objects
+from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import LateError, UsageError
 
 if TYPE_CHECKING:
@@ -167,14 +167,14 @@ class Agreement:
         if self.group is None:
             return [value]
         self.settle(Call.START, [])
-        return objects.all_gather(value, self.group)
+        return groups.all_gather(value, self.group)
 
     def share(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank (at start-up)."""
         if self.group is None:
             return value
         self.settle(Call.START, [])
-        return objects.broadcast(value, self.group)
+        return groups.broadcast(value, self.group)
 
     def _send(self, call: Call, values: Sequence[int]) -> tuple[Call, torch.Tensor, Any]:
         """Begin to reduce a message: for each method the highest and the lowest rank that is in it, then the values."""

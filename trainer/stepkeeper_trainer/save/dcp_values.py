@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from stepkeeper_trainer.formats.collecting import paused
+from stepkeeper_trainer.formats.decoding import collection_paused
 from stepkeeper_trainer.save.report import Item, encode_items
 from stepkeeper_trainer.state.tree import from_blob, join
 from stepkeeper_trainer.state.variants import TREE_PREFIX
@@ -54,7 +54,7 @@ class Encoder:
                     data += archive
                 names.append((places[archive], name))
         if self._items is None or self._made_from != names:
-            with paused():
+            with collection_paused():
                 self._items = encode_items(tuple(_items(names)))
             self._made_from = names
         return Values(bytes(data), self._items)

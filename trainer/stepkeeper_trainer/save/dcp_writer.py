@@ -33,7 +33,7 @@ from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.load.dcp_reader import check_inert
 from stepkeeper_trainer.save.commit import CHECKPOINTS_NAME, Commits
 from stepkeeper_trainer.save.complete import Completer
-from stepkeeper_trainer.save.files import split_evenly
+from stepkeeper_trainer.save.persist import split_evenly
 from stepkeeper_trainer.save.planner import Share
 from stepkeeper_trainer.save.replicas import Replicas
 from stepkeeper_trainer.save.report import Item, RankReport, encode_items, publish
@@ -41,7 +41,7 @@ from stepkeeper_trainer.save.save import Save, Summary
 from stepkeeper_trainer.save.serialise import frame
 from stepkeeper_trainer.save.writer import HashingFile, in_threads
 from stepkeeper_trainer.store import run_lock
-from stepkeeper_trainer.store.history import record_start
+from stepkeeper_trainer.store.housekeeping import record_start
 from stepkeeper_trainer.store.run_lock import lives
 from stepkeeper_trainer.tiers.uploader import Upload
 

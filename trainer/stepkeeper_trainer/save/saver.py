@@ -24,7 +24,7 @@ from stepkeeper_trainer.errors import DividedError, DriftError, SaveError
 from stepkeeper_trainer.formats.messages import SaveFailed, SaveStarted, shorten
 from stepkeeper_trainer.load.reader import root_cause
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.save.listeners import CommittedStep, Listeners
+from stepkeeper_trainer.save.commit import CommittedStep, Listeners
 from stepkeeper_trainer.save.persist import Persister
 from stepkeeper_trainer.save.planner import Planner
 from stepkeeper_trainer.save.report import RankReport, publish_failure

@@ -18,8 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.errors import ResumeError, StateError
-from stepkeeper_trainer.state.stateful import tensor_names
-from stepkeeper_trainer.state.tree import is_plain, join, local, split
+from stepkeeper_trainer.state.tree import is_plain, join, local, split, tensor_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

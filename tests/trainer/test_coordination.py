@@ -115,6 +115,8 @@ def test_a_bit_that_differs_between_copies_is_said_with_the_name_of_the_tensor(t
         assert re.findall(r"replicas_differ step=(\d+) tensors=(\S+) ranks=(\S+)", ended.said) == [
             ("4", "model.1.weight", "0,1")
         ]
+        assert "save_taken_again" in ended.said
+        assert "save_failed" not in ended.said
     assert "replicas_differ" not in equal.said
     steps = {Path(story.run_dir).name: list_steps(Path(story.run_dir) / "checkpoints")[0] for story in stories}
     assert steps["checked"].manifest is not None

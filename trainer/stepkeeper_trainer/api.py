@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from stepkeeper_trainer.coordinate import ending, groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
-from stepkeeper_trainer.coordinate.between import BetweenSteps
+from stepkeeper_trainer.coordinate.between import BetweenSteps, end_notices
 from stepkeeper_trainer.coordinate.boundary import Boundary
 from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
 from stepkeeper_trainer.coordinate.ending import install_excepthook
@@ -135,7 +135,7 @@ class CheckpointManager:
         self._group = groups.new_group(save_within_s)
         agree_within_s = max(save_within_s, groups.hang_limit_s())
         self._agreement = Agreement(groups.new_group(agree_within_s + save_within_s), within_s=agree_within_s)
-        self._check_alike(
+        self._agreement.check_alike(
             hooks=self._hooks, every=str(self._rule), total_steps=total_steps, overlap_copies=overlap_copies
         )
         self._notices = groups.new_group(agree_within_s) if self._hooks else None
@@ -343,7 +343,8 @@ class CheckpointManager:
         saver = self._ready()
         self._begin_change()
         self._listen()
-        talked = self._end_notices()
+        limit_at = self._requests.limit_at(self._save_within_s)
+        talked = end_notices(self._between, self._agreement, max(limit_at, time.time()) + ending.TOGETHER_WITHIN_S)
         stopping = self._requests.stop_agreed and not self._work_done
         self._settle_records()
         if self._tiering is not None:
@@ -460,48 +461,13 @@ class CheckpointManager:
         self._begin_change()
         self.wait_staged()
 
-    def _check_alike(self, **settings: object) -> None:
-        """Refuse what ranks must have alike, and have not.
-
-        Raises:
-            UsageError: which setting, and on which ranks.
-        """
-        every_rank = self._agreement.gather(settings)
-        for name in settings:
-            others = [rank for rank, each in enumerate(every_rank) if each[name] != every_rank[0][name]]
-            if others:
-                raise UsageError(
-                    f"{name} is {every_rank[0][name]} on rank 0 and {every_rank[others[0]][name]} on rank {others[0]}: "
-                    "give all ranks the same, by arguments and environment"
-                )
-
     def _begin_change(self) -> None:
-        """Say that the state is going to change, and wait while another thread copies it."""
         if self._between is not None:
-            self._between.gate.enter()
-            self._last_step.forget()
+            self._between.begin_change()
 
     def _end_change(self) -> None:
-        """Say that the state is that of a whole step, which another thread may copy."""
         if self._between is not None:
-            if self._requests.stop_agreed:
-                self._between.serve()
-            self._last_step.mark()
-            self._between.gate.leave()
-
-    def _end_notices(self) -> Any | None:
-        """End what answers notices between steps, on all ranks; return its group, where that can be closed.
-
-        Ranks that go on with their steps get an error here, before anybody waits for a save.
-        """
-        between = self._between
-        limit_s = max(0.0, self._requests.limit_at(self._save_within_s) - time.time()) + ending.TOGETHER_WITHIN_S
-        begun = between is not None and between.begun
-        try:
-            begun = bool(self._agreement.settle(Call.FINISH, [int(begun)], within_s=limit_s)[0])
-        except RuntimeError as error:
-            warn("rank_lost", why=str(error).splitlines()[0])
-        return between.group if between is not None and between.end(begun=begun) else None
+            self._between.end_change()
 
     def _listen(self) -> Wish:
         self._link.flush()

@@ -119,7 +119,7 @@ def _leaves(part: str, skeleton: Any) -> Iterator[tuple[_Name | _Option, Any]]:
                     if key == "params":
                         yield _Name(f"{part}.param_groups.{number}.params"), members
                     elif _is_plain(value):
-                        yield _Option(f"{part}.param_groups", number, key, members), join(value, {})
+                        yield _Option(f"{part}.param_groups", number, key, members), join(value, {}, named=False)
             yield from _flatten(f"{part}.state", rest)
         case {"names": str(), "extra": dict(extra)}:  # of a module
             for name, value in extra.items():
@@ -134,7 +134,7 @@ def _flatten(name: str, skeleton: Any) -> Iterator[tuple[_Name, Any]]:
         case {"$items": list(items)}:
             for key, value in items:
                 if _is_plain(key):
-                    yield from _flatten(f"{name}.{join(key, {})}", value)
+                    yield from _flatten(f"{name}.{join(key, {}, named=False)}", value)
         case dict() if not any(key.startswith("$") for key in skeleton):
             for key, value in skeleton.items():
                 yield from _flatten(f"{name}.{key}", value)
@@ -142,7 +142,7 @@ def _flatten(name: str, skeleton: Any) -> Iterator[tuple[_Name, Any]]:
             for number, value in enumerate(skeleton):
                 yield from _flatten(f"{name}.{number}", value)
         case _ if _is_plain(skeleton):
-            yield _Name(name), join(skeleton, {})
+            yield _Name(name), join(skeleton, {}, named=False)
 
 
 def _is_terminal(skeleton: list[Any]) -> bool:

@@ -20,7 +20,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.store import journal, tenure
 from stepkeeper.store import status as status_file
-from stepkeeper_trainer.formats import lease, outcome, steps
+from stepkeeper_trainer.formats import lease, records, steps
 from tests.lab import Lab
 from tests.training import Training
 
@@ -72,7 +72,7 @@ def test_every_line_and_file_of_an_earlier_release_is_read(old: Path) -> None:
     assert carried.attempt == 2
     assert carried.ended
     assert status_file.read(old / "status.json") is not None
-    held, said = lease.read(old), outcome.read(old)
+    held, said = lease.read(old), records.read_outcome(old)
     assert held is not None
     assert held.attempt == 1
     assert said is None or said.outcome == "stopped"

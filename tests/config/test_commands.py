@@ -16,7 +16,7 @@ import pytest
 from stepkeeper.config import files
 from stepkeeper.config.settings import SETTINGS
 from stepkeeper.core.exits import ExitCode
-from stepkeeper_trainer.formats import outcome
+from stepkeeper_trainer.formats import records
 from tests.reading import build
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -189,7 +189,9 @@ def test_a_dry_run_says_from_what_it_would_resume(stepkeeper: Run, tmp_path: Pat
 
 def test_a_dry_run_of_a_finished_run_would_start_nothing(stepkeeper: Run, tmp_path: Path) -> None:
     run = build.make_run(tmp_path / "run")
-    outcome.write(run.path, outcome.Outcome(outcome="finished", step=60, tokens=1, save_id=None, launch="0.0", at=1.0))
+    records.write_outcome(
+        run.path, records.Outcome(outcome="finished", step=60, tokens=1, save_id=None, launch="0.0", at=1.0)
+    )
 
     done = stepkeeper("--dry-run", "--run-dir", str(run.path), "--", "t.py")
 

@@ -7,8 +7,7 @@ import pytest
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.config.tiers import tiers_of, variables
 from stepkeeper.errors import StepkeeperError
-from stepkeeper_trainer.tiers.config import Tiers, from_environment
-from stepkeeper_trainer.tiers.tier import TierError
+from stepkeeper_trainer.tiers.tier import TierError, Tiers, from_environment
 
 
 def test_ranks_read_what_the_run_was_given() -> None:

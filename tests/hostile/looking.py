@@ -23,7 +23,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.store import asks, code, journal, known, metrics, rescues, tenure
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.environment import read_environment
-from stepkeeper_trainer.formats import keeping, lease, lineage, outcome, steps, trackers
+from stepkeeper_trainer.formats import lease, lineage, records, steps
 from stepkeeper_trainer.formats.decoding import DecodeError
 from stepkeeper_trainer.observe.replay import recorded_losses
 from stepkeeper_trainer.save.commit import Commits
@@ -85,9 +85,9 @@ def readers(run: Path) -> dict[str, tuple[Callable[[], object], tuple[type[Excep
     return {
         "lease": (lambda: lease.read(run), (OSError, lease.LeaseError)),
         "lineage": (lambda: lineage.read(checkpoints), (OSError,)),
-        "outcome": (lambda: outcome.read(run), (OSError, outcome.OutcomeError)),
-        "keeping": (lambda: keeping.read(run), (OSError, keeping.KeepingError)),
-        "trackers": (lambda: trackers.read_known(run), ()),
+        "outcome": (lambda: records.read_outcome(run), (OSError, records.OutcomeError)),
+        "keeping": (lambda: records.read_keeping(run), (OSError, records.KeepingError)),
+        "trackers": (lambda: records.read_tracker_ids(run), ()),
         "reconstruct": (lambda: journal.reconstruct(found.journal), (OSError,)),
         "rescues": (lambda: list(rescues.read(run)), (OSError,)),
         "ended_at": (lambda: metrics.ended_at(run, 1, 0), (OSError,)),

@@ -9,7 +9,7 @@ import pytest
 
 from stepkeeper.commands.checkpoints_prune import words
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper_trainer.formats import keeping
+from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.store.retention import Policy, parse_policy
 from tests.reading import build
 from tests.reading.conftest import Command
@@ -22,8 +22,8 @@ def record(
 ) -> None:
     """Record as a launch does."""
     launch, at = f"{attempt}.0", build.START + attempt
-    found = [keeping.Place(kind=kind, where=where, launch=launch, at=at) for kind, where in places.items()]  # type: ignore[arg-type]
-    keeping.write(run, keeping.Keeping(launch=launch, at=at, retention=retention, places=tuple(found)))
+    found = [records.Place(kind=kind, where=where, launch=launch, at=at) for kind, where in places.items()]  # type: ignore[arg-type]
+    records.write_keeping(run, records.Keeping(launch=launch, at=at, retention=retention, places=tuple(found)))
 
 
 def test_places_of_earlier_launches_stay_and_the_newest_of_a_kind_counts(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_places_of_earlier_launches_stay_and_the_newest_of_a_kind_counts(tmp_pat
     record(tmp_path, attempt=1, cold="/new")
     record(tmp_path, attempt=2)
 
-    found = keeping.read(tmp_path)
+    found = records.read_keeping(tmp_path)
 
     assert found is not None
     assert found.launch == "2.0"
@@ -44,28 +44,28 @@ def test_places_of_earlier_launches_stay_and_the_newest_of_a_kind_counts(tmp_pat
 
 
 def test_places_do_not_add_up_for_ever_and_hold_no_secret(tmp_path: Path) -> None:
-    for attempt in range(keeping.PLACES_MAX + 5):
+    for attempt in range(records.PLACES_MAX + 5):
         record(tmp_path, attempt=attempt, cold=f"s3://me:hidden{attempt}@bucket/{attempt}?token=hidden")
 
-    found = keeping.read(tmp_path)
+    found = records.read_keeping(tmp_path)
 
     assert found is not None
-    assert len(found.places) == keeping.PLACES_MAX
-    assert found.places[0].where == f"s3://bucket/{keeping.PLACES_MAX + 4}"
-    assert "hidden" not in (tmp_path / keeping.KEEPING_NAME).read_text()
+    assert len(found.places) == records.PLACES_MAX
+    assert found.places[0].where == f"s3://bucket/{records.PLACES_MAX + 4}"
+    assert "hidden" not in (tmp_path / records.KEEPING_NAME).read_text()
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 99}'])
 def test_a_record_that_cannot_be_read_is_an_error_and_the_next_launch_writes_a_new_one(
     tmp_path: Path, data: bytes
 ) -> None:
-    (tmp_path / keeping.KEEPING_NAME).write_bytes(data)
+    (tmp_path / records.KEEPING_NAME).write_bytes(data)
 
-    with pytest.raises(keeping.KeepingError, match=keeping.KEEPING_NAME):
-        keeping.read(tmp_path)
+    with pytest.raises(records.KeepingError, match=records.KEEPING_NAME):
+        records.read_keeping(tmp_path)
     record(tmp_path, cold="/cold")
 
-    found = keeping.read(tmp_path)
+    found = records.read_keeping(tmp_path)
     assert found is not None
     assert [place.where for place in found.places] == ["/cold"]
 
@@ -99,7 +99,7 @@ def test_prune_removes_nothing_by_rules_that_it_does_not_know(
 ) -> None:
     steps = build.make_steps(run, 5)
     if isinstance(data, bytes):
-        (run.path / keeping.KEEPING_NAME).write_bytes(data)
+        (run.path / records.KEEPING_NAME).write_bytes(data)
     elif data is not None:
         record(run.path, retention=None if isinstance(data, str) else {**data})
 

@@ -13,7 +13,7 @@ from stepkeeper.cli import main
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import asks, journal, tenure
-from stepkeeper_trainer.formats import lease, lineage, outcome
+from stepkeeper_trainer.formats import lease, lineage, records
 from stepkeeper_trainer.formats import metadata as metadata_format
 from stepkeeper_trainer.formats.lease import Lease
 from stepkeeper_trainer.formats.plain import open_plain, read_plain
@@ -23,7 +23,7 @@ from tests.reading import build
 OURS = Lease(job_id=1, restart_count=0, attempt=0, node="n1", pid=1, taken_at=0.0)
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "lease": (lease.LEASE_NAME, lease.read),
-    "outcome": (outcome.OUTCOME_NAME, outcome.read),
+    "outcome": (records.OUTCOME_NAME, records.read_outcome),
     "lineage": (lineage.LINEAGE_NAME, lineage.read),
     "journal": ("journal.jsonl", lambda run: list(journal.read(run / "journal.jsonl"))),
 }

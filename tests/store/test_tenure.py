@@ -13,8 +13,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import tenure
 from stepkeeper_trainer.formats import lease as leases
-from stepkeeper_trainer.formats.lease import Lease
-from stepkeeper_trainer.formats.processes import Birth, birth
+from stepkeeper_trainer.formats.lease import Birth, Lease, birth
 
 
 def lease(job: int = 7, restarts: int = 0, *, attempt: int = 0, pid: int = 100) -> Lease:

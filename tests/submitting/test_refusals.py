@@ -10,7 +10,7 @@ import pytest
 
 from stepkeeper import cli
 from stepkeeper.core.exits import ExitCode
-from stepkeeper_trainer.formats import outcome
+from stepkeeper_trainer.formats import records
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_a_script_of_ones_own_is_looked_into(capsys: pytest.CaptureFixture[str],
 def test_a_run_that_is_over_or_not_ones_own_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
-    over = outcome.Outcome(outcome="finished", step=60, tokens=1, save_id=None, launch="0.0", at=1.0)
-    outcome.write(run, over)
+    over = records.Outcome(outcome="finished", step=60, tokens=1, save_id=None, launch="0.0", at=1.0)
+    records.write_outcome(run, over)
     assert cli.main(["submit", "--dry-run", "--run-dir=run", "--", "x"]) == ExitCode.RUN_DIRECTORY
     assert "this run has finished, at step 60" in capsys.readouterr().err

@@ -12,22 +12,24 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.submitting import standing
-from stepkeeper_trainer.formats import lease, outcome
+from stepkeeper_trainer.formats import lease, records
 from tests.submitting.clusters import Answering
 
 OURS = lease.Lease(job_id=7, restart_count=0, attempt=0, node="n1", pid=1, taken_at=0.0)
 
 
 def finished(run: Path) -> None:
-    outcome.write(run, outcome.Outcome(outcome="finished", step=60, tokens=1, save_id=None, launch="0.0", at=1.0))
+    records.write_outcome(
+        run, records.Outcome(outcome="finished", step=60, tokens=1, save_id=None, launch="0.0", at=1.0)
+    )
 
 
 def test_a_place_where_nothing_is_and_a_run_that_may_go_on_are_open(tmp_path: Path) -> None:
     standing.require_open(tmp_path / "run")
     (tmp_path / "run").mkdir(mode=0o700)
     standing.require_open(tmp_path / "run")
-    outcome.write(
-        tmp_path / "run", outcome.Outcome(outcome="stopped", step=6, tokens=1, save_id=None, launch="0.0", at=1.0)
+    records.write_outcome(
+        tmp_path / "run", records.Outcome(outcome="stopped", step=6, tokens=1, save_id=None, launch="0.0", at=1.0)
     )
     standing.require_open(tmp_path / "run")
 
@@ -79,7 +81,7 @@ def test_a_slurm_that_does_not_answer_is_no_answer(tmp_path: Path) -> None:
 
 
 def test_an_outcome_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / outcome.OUTCOME_NAME).write_text('{"torn')
+    (tmp_path / records.OUTCOME_NAME).write_text('{"torn')
     for command in ("run", "submit"):
         code = cli.main([command, "--dry-run", "--run-dir", str(tmp_path), "--", "x"])
         assert code == ExitCode.RUN_DIRECTORY

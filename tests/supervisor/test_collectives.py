@@ -24,7 +24,7 @@ from stepkeeper.verdict.collectives import compare, find_suspect, in_words
 from stepkeeper.verdict.joining import judge
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.accounts import Asked
-from stepkeeper_trainer.formats import collectives, nccl_dumps
+from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.collectives import Account, Place, trim
 from stepkeeper_trainer.formats.decoding import DecodeError
 
@@ -232,7 +232,7 @@ def test_a_pickled_dump_says_the_same() -> None:
     data = pickled(*many)
 
     assert pickle.LONG_BINPUT in data
-    assert collectives.reduce_parsed(nccl_dumps.parse(data)) == collectives.reduce([(dumped(*many), True)])
+    assert collectives.reduce_parsed(collectives.parse_nccl_dump(data)) == collectives.reduce([(dumped(*many), True)])
 
 
 class Evil:
@@ -256,13 +256,13 @@ HUGE_PLACE = pickle.PROTO + b"\2" + pickle.EMPTY_LIST + pickle.LONG_BINPUT + b"\
 )
 def test_a_pickle_that_does_more_than_hold_data_is_not_loaded(data: bytes, why: str) -> None:
     with pytest.raises(DecodeError, match=why):
-        nccl_dumps.parse(data)
+        collectives.parse_nccl_dump(data)
 
 
 @pytest.mark.parametrize("dump", [[], {"entries": 7}, {"entries": [{"process_group": [1, 2]}]}])
 def test_data_of_another_shape_is_refused(dump: object) -> None:
     with pytest.raises(DecodeError):
-        collectives.reduce_parsed(nccl_dumps.parse(pickle.dumps(dump, protocol=2)))
+        collectives.reduce_parsed(collectives.parse_nccl_dump(pickle.dumps(dump, protocol=2)))
 
 
 def test_a_timeout_of_nccl_is_explained_by_what_the_ranks_recorded(tmp_path: Path) -> None:
@@ -271,8 +271,8 @@ def test_a_timeout_of_nccl_is_explained_by_what_the_ranks_recorded(tmp_path: Pat
     place.mkdir()
     open_one, before = entry(6, "started", retired=True), entry(5, "completed", retired=True)
     for rank, entries in {0: (before, open_one), 1: (before,), 2: (before, open_one)}.items():
-        nccl_dumps.file(place, rank).write_bytes(pickled(*entries))
-    nccl_dumps.file(place, 3).write_bytes(pickled(before)[:-20])
+        collectives.nccl_dump_file(place, rank).write_bytes(pickled(*entries))
+    collectives.nccl_dump_file(place, 3).write_bytes(pickled(before)[:-20])
     (tmp_path / "n1.log").write_text(
         "0: [rank0]:[E1121 10:00:00.000000000 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation "
         "timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE, NumelIn=8192, NumelOut=8192, Timeout(ms)=600000) ran for 600010 "

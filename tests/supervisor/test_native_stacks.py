@@ -23,7 +23,7 @@ from stepkeeper.watcher import stacks as taking
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.frames import Below, Frame, below, describe, of_py_spy
 from stepkeeper.watcher.stacks import NATIVE_WITHIN_S, StackTaker, in_words
-from stepkeeper_trainer.formats import stacks
+from stepkeeper_trainer.formats import collectives
 
 WITHIN_S = 60.0
 RANK = """
@@ -78,7 +78,7 @@ def rank(tmp_path: Path):
     running: list[subprocess.Popen[str]] = []
 
     def start(function: str, *arguments: str | Path) -> int:
-        path = stacks.file(tmp_path, 0, 3, 0)
+        path = collectives.stacks_file(tmp_path, 0, 3, 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         process = subprocess.Popen(
             [sys.executable, "-c", RANK, path, function, *arguments],
@@ -175,7 +175,7 @@ def test_a_rank_that_is_stuck_in_native_code_is_told_by_its_call(rank, tmp_path:
     assert stood.where.startswith("is in pauses (")
     assert deeper.where == "in pause"
     assert summary_of(words) == f"rank 0 {stood.where}, in pause"
-    kept = stacks.file(tmp_path, 0, 3, 0)
+    kept = collectives.stacks_file(tmp_path, 0, 3, 0)
     until(lambda: "libc" in kept.read_text(), "the native frames are not written")
     assert "pauses (" in kept.read_text()
     assert f"What the kernel says of process {pid}" in kept.read_text()
@@ -292,7 +292,7 @@ def test_ranks_whose_turn_does_not_come_are_left_out() -> None:
 def test_storage_that_does_not_take_the_stacks_costs_no_word(rank, tmp_path: Path) -> None:
     """The run directory may be what the ranks wait for: its files are written beside."""
     pid = rank("pauses")
-    file = stacks.file(tmp_path, 0, 3, 0)
+    file = collectives.stacks_file(tmp_path, 0, 3, 0)
     file.unlink()
     os.mkfifo(file)  # to open it is to wait for a reader
 

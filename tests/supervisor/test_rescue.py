@@ -12,7 +12,7 @@ from stepkeeper.slurm.client import Resubmitted, SlurmError
 from stepkeeper.store import journal
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.rescue import RESCUES_MAX, SILENT_S, rescue
-from stepkeeper_trainer.formats import lease, lineage, outcome
+from stepkeeper_trainer.formats import lease, lineage, records
 
 FAILED = on.JobFacts(state=on.JobState.COMPLETING, slurm_state="COMPLETING", restarts=0, reason="JobLaunchFailure")
 RUNNING = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, reason="None")
@@ -125,7 +125,9 @@ def test_a_running_job_is_left_alone_until_the_lease_has_run_out(assignment):
 
 def test_a_finished_run_is_ended_not_requeued(assignment, tmp_path):
     """With the batch node lost, `--no-kill` would leave it RUNNING for ever."""
-    outcome.write(tmp_path, outcome.Outcome(outcome="finished", step=9, tokens=9, save_id=None, launch="0.0", at=1.0))
+    records.write_outcome(
+        tmp_path, records.Outcome(outcome="finished", step=9, tokens=9, save_id=None, launch="0.0", at=1.0)
+    )
     slurm = Slurm(RUNNING)
 
     assert play(assignment, slurm, lease_ran_out=True).done

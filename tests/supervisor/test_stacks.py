@@ -23,7 +23,7 @@ from stepkeeper.watcher import stacks as taking
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.frames import Frame, describe, of_faulthandler, of_py_spy
 from stepkeeper.watcher.stacks import StackTaker
-from stepkeeper_trainer.formats import stacks
+from stepkeeper_trainer.formats import collectives
 
 RANK = """
 import faulthandler, sys, threading, time
@@ -62,7 +62,7 @@ def rank(tmp_path: Path):
     running: list[subprocess.Popen[str]] = []
 
     def start(number: int, function: str) -> int:
-        path = stacks.file(tmp_path, 0, 3, number)
+        path = collectives.stacks_file(tmp_path, 0, 3, number)
         path.parent.mkdir(parents=True, exist_ok=True)
         process = subprocess.Popen([sys.executable, "-c", RANK, str(path), function], stdout=subprocess.PIPE, text=True)
         running.append(process)
@@ -104,7 +104,7 @@ def stop_after_a_stack(pid: int, file: Path) -> None:
 def test_a_rank_that_is_stuck_one_that_works_and_one_that_was_stopped(rank, tmp_path: Path) -> None:
     pids = {0: rank(0, "stuck"), 1: rank(1, "busy"), 2: rank(2, "stuck"), 3: rank(3, "stuck")}
     os.kill(pids[2], signal.SIGSTOP)
-    stops = threading.Thread(target=stop_after_a_stack, args=(pids[3], stacks.file(tmp_path, 0, 3, 3)))
+    stops = threading.Thread(target=stop_after_a_stack, args=(pids[3], collectives.stacks_file(tmp_path, 0, 3, 3)))
     stops.start()
 
     stood = taken(tmp_path, pids, apart_s=3.0)  # in which one is stopped
@@ -117,7 +117,7 @@ def test_a_rank_that_is_stuck_one_that_works_and_one_that_was_stopped(rank, tmp_
     assert stood[1].moved
     assert stood[2].where == "was stopped by a signal"
     assert [stood[rank].halted for rank in (0, 1, 2, 3)] == [False, False, True, True]
-    assert "in stuck" in stacks.file(tmp_path, 0, 3, 0).read_text()
+    assert "in stuck" in collectives.stacks_file(tmp_path, 0, 3, 0).read_text()
 
 
 def test_a_process_that_would_die_of_the_signal_gets_none(tmp_path: Path) -> None:

@@ -6,17 +6,17 @@ import os
 from pathlib import Path
 
 from stepkeeper.actions import trackers
-from stepkeeper_trainer.formats.trackers import TRACKERS_NAME, Known, write_known
+from stepkeeper_trainer.formats.records import TRACKERS_NAME, TrackerIds, write_tracker_ids
 
 
 def test_a_launch_goes_on_in_the_run_of_those_before(tmp_path: Path) -> None:
     assert trackers.tell(tmp_path, {}) == {}
-    write_known(tmp_path, Known(mlflow_run_id="0a1b"))
+    write_tracker_ids(tmp_path, TrackerIds(mlflow_run_id="0a1b"))
     assert trackers.tell(tmp_path, {"HOME": "/"}) == {"MLFLOW_RUN_ID": "0a1b"}
 
 
 def test_a_run_that_the_user_has_named_stays(tmp_path: Path) -> None:
-    write_known(tmp_path, Known(mlflow_run_id="0a1b"))
+    write_tracker_ids(tmp_path, TrackerIds(mlflow_run_id="0a1b"))
     assert trackers.tell(tmp_path, {"MLFLOW_RUN_ID": "chosen"}) == {}
     assert trackers.tell(tmp_path, {"MLFLOW_RUN_ID": ""}) == {}, "none is a choice too"
 

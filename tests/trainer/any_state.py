@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -121,6 +122,7 @@ def _be_rank(each: Play, rank: int, scratch: Path) -> None:
     log = os.open(scratch / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr, force=True)
     code = 1
     try:
         code = _train(each, rank, scratch)

@@ -14,7 +14,7 @@ from stepkeeper_trainer import CheckpointManager, StepkeeperError
 from stepkeeper_trainer.coordinate import ending as outcomes
 from stepkeeper_trainer.coordinate import ending as rollcall
 from stepkeeper_trainer.coordinate import groups as connections
-from stepkeeper_trainer.tiers.config import Tiers
+from stepkeeper_trainer.tiers.tier import Tiers
 from tests.trainer.scenes import loopback
 
 SAVE_WITHIN_S = 600.0  # far beyond the limit of a scene

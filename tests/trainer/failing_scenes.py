@@ -23,7 +23,7 @@ from stepkeeper_trainer.save import commit
 from stepkeeper_trainer.save.save import Save
 from stepkeeper_trainer.store.guard import Backoff
 from stepkeeper_trainer.tiers import TierError, uploader
-from stepkeeper_trainer.tiers.config import Tiers
+from stepkeeper_trainer.tiers.tier import Tiers
 
 LIMIT_S = 60.0
 

@@ -284,10 +284,10 @@ def _fill(full: Callable[[], bool]) -> None:
 
 def _arm(point: str, how: str) -> None:
     """Have this process killed or stopped where its first save comes to a point."""
-    from stepkeeper_trainer.save import commit, complete, copying, persist, planner, saver, writer  # noqa: PLC0415
+    from stepkeeper_trainer.save import arena, commit, complete, persist, planner, saver, writer  # noqa: PLC0415
 
     places = {
-        "staged": (copying.Copier, "copy", True),
+        "staged": (arena.Copier, "copy", True),
         "made": (saver.Saver, "_make_directory", True),
         "planned": (planner.Planner, "agree", True),
         "written": (writer.HashingFile, "close", True),

@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from stepkeeper_trainer.coordinate.ending import leave
 from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats.manifest import read_manifest
-from stepkeeper_trainer.leave import leave
 from stepkeeper_trainer.load.reader import CheckedReader, load
 from tests.trainer.steps_by_dcp import commit
 

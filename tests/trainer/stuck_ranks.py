@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stepkeeper_trainer.formats import nccl_dumps, stacks
+from stepkeeper_trainer.formats import collectives as accounts
 from stepkeeper_trainer.observe import collectives
 
 WORLD = 3
@@ -41,7 +41,7 @@ def ahead(rank: int) -> None:
     """Two ranks have begun three collectives at once, of which the late one has entered the first."""
     works = [dist.all_reduce(torch.ones(7), async_op=True) for _ in range(1 if rank == LATE else 3)]
     works[0].wait()
-    path = nccl_dumps.file(Path(sys.argv[1]) / "ahead", rank)
+    path = accounts.nccl_dump_file(Path(sys.argv[1]) / "ahead", rank)
     path.with_suffix(".part").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
     path.with_suffix(".part").rename(path)
     time.sleep(FOREVER_S) if rank == LATE else works[-1].wait()
@@ -89,7 +89,7 @@ def play(directory: Path, scene: str, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{place}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=FOREVER_S)
     )
-    faulthandler.register(stacks.SIGNAL, file=(place / f"{rank}.txt").open("w"), chain=False)
+    faulthandler.register(accounts.STACKS_SIGNAL, file=(place / f"{rank}.txt").open("w"), chain=False)
     collectives.listen(place, rank)
     SCENES[scene](rank)
 
@@ -99,7 +99,7 @@ def main() -> None:
     pids: dict[str, dict[int, int]] = {}
     try:
         for scene in scenes:
-            (directory / scene / stacks.DIRECTORY).mkdir(parents=True)
+            (directory / scene / accounts.STACKS_DIRECTORY).mkdir(parents=True)
             pids[scene] = {}
             for rank in range(WORLD):
                 pid = os.fork()

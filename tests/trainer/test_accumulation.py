@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stepkeeper_trainer import GlobalSampler
 from stepkeeper_trainer.errors import UsageError
-from stepkeeper_trainer.prefetch import accumulation_steps
+from stepkeeper_trainer.sampler import accumulation_steps
 
 
 @settings(max_examples=50, deadline=None, phases=(Phase.explicit, Phase.generate))

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from stepkeeper_trainer import GlobalSampler
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats.lineage import LeftOut
-from stepkeeper_trainer.observe.skipping import Skipping
+from stepkeeper_trainer.sampler import Skipping
 
 BATCH, MICRO = 8, 2
 AHEAD = 5  # micro-batches that a loader has asked for beyond those that were trained on

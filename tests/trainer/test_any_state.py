@@ -73,6 +73,18 @@ def test_each_value_is_written_once_for_those_who_hold_it_alike(played: Of) -> N
     assert verify(newest.path).problems == ()
 
 
+def test_a_save_that_finds_unequal_values_is_taken_again_and_is_no_failure(played: Of) -> None:
+    """The ranks and names are told with it; each name costs one save."""
+    first = played("local_experts")[1]
+
+    said = [line for line in first.said.splitlines() if re.search("save_taken_again|kept_for_each_rank", line)]
+    again = [line for line in said if "save_taken_again" in line]
+    assert "expert.0.weight" in again[0]
+    assert re.search(r"kept_for_each_rank .*expert.0.weight.* ranks=", first.said), first.said
+    assert len({line for line in again if "expert.0.weight" in line}) == 1, again
+    assert "save_failed" not in first.said
+
+
 def test_a_replica_that_differs_is_told_with_its_rank_and_both_are_kept(tmp_path: Path) -> None:
     """Of three ranks: where two agree, the third one is named."""
     [first] = play([Play(scene="a_replica_that_drifts", run_dir=str(tmp_path / "run"), steps=STOP, world_size=3)])

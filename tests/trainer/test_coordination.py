@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer.formats import outcome
+from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
 from stepkeeper_trainer.save.replicas import IN_PLACE_BYTES
 from tests.trainer.forked import POINTS, POINTS_OF_RANK_0, Ended, Story, play
@@ -95,7 +95,7 @@ def test_a_rank_that_stands_still_for_too_long_costs_one_save(tmp_path: Path, ra
     assert "step_00000003" not in committed(ended)
     assert check_disk(story, ended) == "step_00000030"
     assert len(committed(ended)) >= 2
-    said = outcome.read(Path(story.run_dir))
+    said = records.read_outcome(Path(story.run_dir))
     assert said is not None
     assert (said.outcome, said.step) == ("finished", 30)
 
@@ -115,6 +115,8 @@ def test_a_bit_that_differs_between_copies_is_said_with_the_name_of_the_tensor(t
         assert re.findall(r"replicas_differ step=(\d+) tensors=(\S+) ranks=(\S+)", ended.said) == [
             ("4", "model.1.weight", "0,1")
         ]
+        assert "save_taken_again" in ended.said
+        assert "save_failed" not in ended.said
     assert "replicas_differ" not in equal.said
     steps = {Path(story.run_dir).name: list_steps(Path(story.run_dir) / "checkpoints")[0] for story in stories}
     assert steps["checked"].manifest is not None

@@ -6,9 +6,11 @@ import errno
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from stepkeeper_trainer import CheckpointManager, StepkeeperReader, StepkeeperWr
 from stepkeeper_trainer.errors import DamagedError, ResumeError, RunDirectoryError, SupersededError, UsageError
 from stepkeeper_trainer.formats import lease, lineage
 from stepkeeper_trainer.formats.manifest import read_manifest
+from stepkeeper_trainer.formats.messages import Committed, decode_from_rank
 from stepkeeper_trainer.formats.steps import newest_verified, verify
 from tests.trainer import steps_by_dcp
 from tests.trainer.forked import ROOT
@@ -273,6 +276,25 @@ def test_the_step_that_a_supervisor_resumes_from_is_the_parent(tmp_path: Path) -
     subprocess.run([sys.executable, "-c", code, run_dir], env=environment, check=True, timeout=120)
 
     assert read_manifest(run_dir / "checkpoints/step_00000009").parent == read_manifest(first).save_id
+
+
+def test_a_supervisor_hears_of_each_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as watcher:
+        watcher.bind("")
+        watcher.settimeout(0.0)
+        monkeypatch.setenv("STEPKEEPER_SOCKET", "@" + watcher.getsockname()[1:].decode())
+        monkeypatch.setenv("STEPKEEPER_ATTEMPT", "2")
+        monkeypatch.setenv("STEPKEEPER_LAUNCH", "3")
+
+        directory = save(tmp_path / "run", 5)
+
+        said = decode_from_rank(watcher.recv(65536))
+        assert isinstance(said, Committed)
+        manifest = read_manifest(directory)
+        assert (said.step, said.save_id, said.directory) == (5, manifest.save_id, directory.name)
+        assert (said.launch, said.bytes) == ("2.3", sum(each.bytes for each in manifest.files.values()))
+        with pytest.raises(BlockingIOError):  # a script that says nothing else is not taken to be silent
+            watcher.recv(65536)
 
 
 def test_an_attempt_that_a_newer_one_has_replaced_commits_nothing(

@@ -55,7 +55,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.tiers import uploader
-from stepkeeper_trainer.tiers.config import Tiers
+from stepkeeper_trainer.tiers.tier import Tiers
 root, left_out = Path(sys.argv[1]), sys.argv[2]
 if left_out:
     uploader.fsync_directory = lambda _path: None

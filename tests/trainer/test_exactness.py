@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.observe.exactness import EVALUATIONS
-from stepkeeper_trainer.observe.redrawn import BYTES_MAX, NAME
+from stepkeeper_trainer.observe.replay import RANDOM_BYTES_MAX, RANDOM_NAME
 
 pytestmark = pytest.mark.usefixtures("one_process")
 Act = Callable[["Loop"], object]
@@ -237,7 +237,7 @@ def test_other_hardware_may_draw_otherwise(tmp_path: Path, said: Said) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b'{"saves": 3}', b'{"format": 1, "saves": [{"step": "x"}]}'])
 def test_a_record_that_is_none_is_not_compared_with(tmp_path: Path, said: Said, content: bytes) -> None:
     go_back(tmp_path / "run", _drawing_in_python)
-    (tmp_path / "run" / NAME).write_bytes(content)
+    (tmp_path / "run" / RANDOM_NAME).write_bytes(content)
 
     _not_at_all(Loop(tmp_path / "run", resume_from=step_directory(tmp_path / "run")))
 
@@ -263,7 +263,7 @@ def _nested_too_deep(path: Path) -> None:
 
 
 def _huge(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b" " * BYTES_MAX)
+    path.write_bytes(path.read_bytes() + b" " * RANDOM_BYTES_MAX)
 
 
 def _of_a_newer_format(path: Path) -> None:
@@ -278,7 +278,7 @@ def _of_a_newer_format(path: Path) -> None:
 def test_a_record_that_somebody_planted_is_left_out(tmp_path: Path, said: Said, plant: Plant, compared: int) -> None:
     """The first resume has compared, and so does the second where nothing was planted."""
     go_back(tmp_path / "run", _drawing_in_python)
-    plant(tmp_path / "run" / NAME)
+    plant(tmp_path / "run" / RANDOM_NAME)
 
     _not_at_all(Loop(tmp_path / "run", resume_from=step_directory(tmp_path / "run")))
 
@@ -300,7 +300,7 @@ def go_back(run_dir: Path, turn: Act, *, began: Act = lambda _: None) -> None:
         assert first.manager._saver is not None
         assert first.manager._saver.wait(time.time() + 60)
     limit_at = time.monotonic() + 60
-    while not (run_dir / NAME).exists() or f'"step":{GOES_BACK_TO},' not in (run_dir / NAME).read_text():
+    while not (run_dir / RANDOM_NAME).exists() or f'"step":{GOES_BACK_TO},' not in (run_dir / RANDOM_NAME).read_text():
         assert time.monotonic() < limit_at, "the generators were not recorded"
         time.sleep(0.01)  # a thread writes it
 

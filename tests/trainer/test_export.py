@@ -23,15 +23,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from stepkeeper.cli import main
+from stepkeeper_trainer.coordinate.ending import leave
 from stepkeeper_trainer.errors import DamagedError, ResumeError
-from stepkeeper_trainer.formats import numbers
 from stepkeeper_trainer.formats import safetensors as format_
 from stepkeeper_trainer.formats.assemble import tensor_blocks
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest, seal
 from stepkeeper_trainer.formats.metadata import Extent, Piece, TensorEntry
 from stepkeeper_trainer.formats.steps import step_name
 from stepkeeper_trainer.formats.stored import StepBytes, StoredError
-from stepkeeper_trainer.leave import leave
 from stepkeeper_trainer.load.safetensors import load_model
 from stepkeeper_trainer.save.writer import HashingFile
 from stepkeeper_trainer.store import export
@@ -576,7 +575,7 @@ def test_numbers_are_rounded_as_torch_rounds_them(source: str, target: str) -> N
     singles = torch.cat([random, edges]).view(torch.float32)
     values = singles.to(getattr(torch, source))
     expected = values.to(getattr(torch, target))
-    converters = [lambda data: numbers.convert(data, source, target), export._converter(source, target)]
+    converters = [lambda data: format_.convert(data, source, target), export._converter(source, target)]
     for convert in converters:
         found = torch.frombuffer(bytearray(convert(bytearray(bytes_of(values)))), dtype=expected.dtype)
         nothing = expected.isnan()

@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepkeeper_trainer.formats import durable, lease, lineage, messages, outcome
+from stepkeeper_trainer.formats import durable, lease, lineage, messages, records
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestError, read_manifest, seal, unseal
 from stepkeeper_trainer.formats.steps import current_lineage, list_steps, newest_verified, verify
 from tests import dcp_files
@@ -371,15 +371,15 @@ def test_a_shallow_look_reads_no_data(tmp_path: Path) -> None:
 
 def test_lease_and_outcome_read_back(tmp_path: Path) -> None:
     assert lease.read(tmp_path) is None
-    assert outcome.read(tmp_path) is None
+    assert records.read_outcome(tmp_path) is None
     held = lease.Lease(job_id=7, restart_count=2, attempt=2, node="n1", pid=3, taken_at=1.0)
-    said = outcome.Outcome(outcome="stopped", step=3, tokens=4, save_id=None, launch="2.0", at=1.0)
+    said = records.Outcome(outcome="stopped", step=3, tokens=4, save_id=None, launch="2.0", at=1.0)
     lease.write(tmp_path, held)
-    outcome.write(tmp_path, said)
+    records.write_outcome(tmp_path, said)
 
     assert lease.read(tmp_path) == held
     assert held.epoch == (7, 2)
-    assert outcome.read(tmp_path) == said
+    assert records.read_outcome(tmp_path) == said
     (tmp_path / "lease.json").write_text("{}")
     with pytest.raises(lease.LeaseError, match="remove the file"):
         lease.read(tmp_path)
@@ -397,8 +397,8 @@ def test_bytes_that_are_no_text_are_refused_like_any_other_damage(tmp_path: Path
     with pytest.raises(lease.LeaseError, match="not a lease"):
         lease.read(tmp_path)
     (tmp_path / "outcome.json").write_bytes(b'{"outcome":"stopped","step":1,"tokens":1,"save_id":%b}' % bad)
-    with pytest.raises(outcome.OutcomeError, match="not an outcome") as caught:
-        outcome.read(tmp_path)
+    with pytest.raises(records.OutcomeError, match="not an outcome") as caught:
+        records.read_outcome(tmp_path)
     assert isinstance(caught.value, msgspec.MsgspecError), "what the supervisor catches"
     for read in (messages.decode_from_rank, messages.decode_to_rank):
         with pytest.raises(msgspec.MsgspecError):
@@ -434,8 +434,8 @@ def test_a_newer_format_is_named_whatever_else_has_changed(tmp_path: Path) -> No
 
     with pytest.raises(lease.LeaseError, match=r"lease.json: format 2 is newer .* upgrade Stepkeeper$"):
         lease.read(tmp_path)
-    with pytest.raises(outcome.OutcomeError, match=r"outcome.json: format 2 is newer .* upgrade Stepkeeper$"):
-        outcome.read(tmp_path)
+    with pytest.raises(records.OutcomeError, match=r"outcome.json: format 2 is newer .* upgrade Stepkeeper$"):
+        records.read_outcome(tmp_path)
     with pytest.raises(ManifestError, match=r"x: format 2 is newer .* upgrade Stepkeeper$"):
         unseal(newer, source="x")
     sealed = seal(Manifest(format=2, step=2, tokens=0, world_size=1, created_at="", save_id="b" * 32, files={}))
@@ -455,7 +455,7 @@ def test_a_format_that_never_was_is_damage(tmp_path: Path, format_: bytes) -> No
 
     with pytest.raises(lease.LeaseError, match="not a lease"):
         lease.read(tmp_path)
-    with pytest.raises(outcome.OutcomeError, match="not an outcome"):
-        outcome.read(tmp_path)
+    with pytest.raises(records.OutcomeError, match="not an outcome"):
+        records.read_outcome(tmp_path)
     with pytest.raises(ManifestError, match="format"):
         unseal(_sealed_again(sealed.replace(b'"format":1', b'"format":%b' % format_)), source="x")

@@ -14,7 +14,7 @@ from stepkeeper_trainer.coordinate.agreement import Agreement
 from stepkeeper_trainer.environment import Environment, read_environment
 from stepkeeper_trainer.errors import RunDirectoryError, SupersededError
 from stepkeeper_trainer.formats import lease
-from stepkeeper_trainer.formats.processes import Birth, birth
+from stepkeeper_trainer.formats.lease import Birth, birth
 from stepkeeper_trainer.store.run_lock import open_run_directory
 
 BY_HAND = replace(read_environment({}), node="here")
@@ -98,9 +98,7 @@ def test_each_holder_says_when_it_was_born(tmp_path: Path) -> None:
 
 def test_a_time_namespace_sees_the_same_birth() -> None:
     """A container may have clocks of its own, which the kernel adds to what it tells of starts."""
-    program = (
-        f"from stepkeeper_trainer.formats.processes import birth; b = birth({os.getpid()}); print(b.boot, b.ticks)"
-    )
+    program = f"from stepkeeper_trainer.formats.lease import birth; b = birth({os.getpid()}); print(b.boot, b.ticks)"
     away = ["unshare", "--user", "--time", "--boottime", "86400", "--fork", "--", sys.executable, "-c", program]
     done = subprocess.run(away, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode and "unshare" in done.stderr:

@@ -12,8 +12,7 @@ from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.formats import cache
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.verify import join_shares, verify_share
-from stepkeeper_trainer.save.commit import Commits
-from stepkeeper_trainer.save.listeners import CommittedStep
+from stepkeeper_trainer.save.commit import Commits, CommittedStep
 from stepkeeper_trainer.store import retention
 from stepkeeper_trainer.store.housekeeping import BEHIND_STEPS, Retention
 from stepkeeper_trainer.store.retention import Policy, prune

@@ -33,8 +33,9 @@ from stepkeeper_trainer.errors import (
     SupersededError,
     UsageError,
 )
-from stepkeeper_trainer.formats import lease, lineage, messages, outcome
+from stepkeeper_trainer.formats import lease, lineage, messages
 from stepkeeper_trainer.formats.manifest import seal
+from stepkeeper_trainer.formats.records import read_outcome
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, open_step, read_manifest, verify
 from stepkeeper_trainer.observe import metrics as records
 from stepkeeper_trainer.observe.metrics import Later, Number
@@ -363,7 +364,7 @@ def test_a_newer_attempt_fences_off_the_commit(tmp_path: Path, monkeypatch: pyte
         loop.manager.finish()
 
     assert names(run_dir) == []
-    assert outcome.read(run_dir) is None
+    assert read_outcome(run_dir) is None
     with pytest.raises(SupersededError):
         Loop(run_dir)
 
@@ -499,7 +500,7 @@ def test_a_stop_ends_at_its_deadline_though_the_disk_hangs(tmp_path: Path, monke
 
     assert code == 1, "75 means that the state is saved"
     assert -1.0 < time.time() - deadline_at < 30.0, "not when the disk answers"
-    said = outcome.read(tmp_path / "run")
+    said = read_outcome(tmp_path / "run")
     assert said is not None
     assert (said.outcome, said.save_id) == ("stopped", None)
     hangs.set()
@@ -608,7 +609,7 @@ def test_a_failed_save_is_made_up_for_at_the_end(tmp_path: Path, monkeypatch: py
     assert loop.manager.finish() == 0
 
     assert names(tmp_path / "run") == ["step_00000002"]
-    said = outcome.read(tmp_path / "run")
+    said = read_outcome(tmp_path / "run")
     assert said is not None
     assert (said.outcome, said.step) == ("finished", 2)
     assert said.save_id == read_manifest(tmp_path / "run/checkpoints/step_00000002").save_id
@@ -644,7 +645,7 @@ def test_a_signal_in_evaluation_ends_in_a_saved_stop(tmp_path: Path) -> None:
     assert loop.manager.finished
     assert loop.manager.finish() == 75
 
-    said = outcome.read(tmp_path / "run")
+    said = read_outcome(tmp_path / "run")
     assert said is not None
     assert (said.outcome, said.step, said.save_id is not None) == ("stopped", 3, True)
 

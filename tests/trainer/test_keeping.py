@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.cli import main
-from stepkeeper_trainer.formats import keeping
-from stepkeeper_trainer.tiers.config import Tiers
+from stepkeeper_trainer.formats import records
+from stepkeeper_trainer.tiers.tier import Tiers
 from tests.trainer.test_keeper import Loop
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -43,7 +43,7 @@ def test_what_only_the_script_says_is_known_to_the_commands(tmp_path: Path, caps
 def test_a_run_directory_that_does_not_take_the_record_harms_no_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "run" / keeping.KEEPING_NAME).mkdir(parents=True)  # no file can take its place
+    (tmp_path / "run" / records.KEEPING_NAME).mkdir(parents=True)  # no file can take its place
     loop = Loop(tmp_path / "run")
 
     with caplog.at_level("WARNING"):

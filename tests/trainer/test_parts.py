@@ -17,7 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from stepkeeper_trainer.coordinate.agreement import Agreement, Want, Wish
 from stepkeeper_trainer.coordinate.requests import ALONE_AFTER_S, SIGNAL_COUNTS_S, Requests
 from stepkeeper_trainer.environment import Environment, find_place, read_environment
-from stepkeeper_trainer.errors import DamagedError, SaveError, StateError, SupersededError, UsageError
+from stepkeeper_trainer.errors import DamagedError, ResumeError, SaveError, StateError, SupersededError, UsageError
 from stepkeeper_trainer.formats import lease, messages
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest
 from stepkeeper_trainer.link import Link
@@ -39,7 +39,7 @@ from stepkeeper_trainer.save.commit import Commits
 from stepkeeper_trainer.save.report import RankReport, gather, publish, publish_failure
 from stepkeeper_trainer.save.writer import HashingFile
 from stepkeeper_trainer.state import random_state
-from stepkeeper_trainer.state.tree import from_blob, join, split, to_blob
+from stepkeeper_trainer.state.tree import StatefulPart, from_blob, join, split, to_blob
 from tests.trainer.ranks import losses, watcher_socket
 
 HUNG_S = 60.0  # what hangs; nobody waits so long
@@ -80,6 +80,51 @@ def test_tensors_are_taken_out_and_put_back() -> None:
     assert back["a"][0] is tensors["x.a.0"]
     assert back["a"][1][1] == 1
     assert torch.equal(back[7], torch.zeros(1))
+
+
+class Point(NamedTuple):
+    x: float
+    y: torch.Tensor
+
+
+class Loader:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_named_tuple_comes_back_as_one() -> None:
+    value = {"at": [Point(0.5, torch.ones(2)), (1, 2)]}
+    tensors: dict[str, torch.Tensor] = {}
+
+    skeleton = from_blob(to_blob(split(value, "x", tensors)), name="x")
+    back = join(skeleton, tensors)
+
+    [point, pair] = back["at"]
+    assert type(point) is Point
+    assert (point.x, point.y.tolist()) == (0.5, [1.0, 1.0])
+    assert type(pair) is tuple
+    assert type(join(skeleton, tensors, named=False)["at"][0]) is tuple
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("gone.Point", "gone.Point, which the script has not imported"),
+        (f"{__name__}.Point", "of 1 fields"),
+        ("os.system", "has not imported"),
+    ],
+)
+def test_a_named_tuple_that_the_script_lacks_is_named_before_anything_is_loaded(kind: str, told: str) -> None:
+    part = StatefulPart("loader", Loader({"at": (1,)}))
+
+    with pytest.raises(ResumeError, match=told):
+        part.targets({"at": {"$tuple": [1], "$of": kind}}, {})
 
 
 def test_keys_that_make_one_name_keep_their_values() -> None:

@@ -14,12 +14,13 @@ import pytest
 
 from stepkeeper_trainer.tiers import Held, Pace
 from stepkeeper_trainer.tiers.local import LocalTier
-from stepkeeper_trainer.tiers.peer_keeping import STRANGERS_MAX, Keeping
 from stepkeeper_trainer.tiers.peers import (
     CHALLENGE_BYTES,
     PROVED_WITHIN_S,
+    STRANGERS_MAX,
     WITHIN_S,
     Address,
+    Keeping,
     PeerCopies,
     own_host,
     proof_of,

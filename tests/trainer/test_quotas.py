@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer.store import quotas
-from stepkeeper_trainer.store.quotas import Account, Room
-from stepkeeper_trainer.store.space import Needs, lacking, room
+from stepkeeper_trainer.store import space
+from stepkeeper_trainer.store.space import Account, Needs, Room, lacking, room
 from tests.trainer.crash.disks import unmount
 
 MIB = 1024 * 1024
@@ -28,17 +27,17 @@ def answer(hard: int, soft: int, used: int, files_hard: int, files: int, *, vali
 
 
 def test_quotas_of_the_kernel_are_read() -> None:
-    assert quotas.decode_quota(answer(1000, 500, 24 * 1024, 10, 4), "me") == Room("me", 976 * 1024, 6)
-    assert quotas.decode_quota(answer(0, 500, 600 * 1024, 0, 4), "me") == Room("me", 0, None)
-    assert quotas.decode_quota(answer(0, 0, 5, 0, 4), "me") is None
-    assert quotas.decode_quota(answer(1000, 0, 5, 10, 4, valid=0), "me") is None
+    assert space.decode_quota(answer(1000, 500, 24 * 1024, 10, 4), "me") == Room("me", 976 * 1024, 6)
+    assert space.decode_quota(answer(0, 500, 600 * 1024, 0, 4), "me") == Room("me", 0, None)
+    assert space.decode_quota(answer(0, 0, 5, 0, 4), "me") is None
+    assert space.decode_quota(answer(1000, 0, 5, 10, 4, valid=0), "me") is None
 
 
 def test_quotas_of_lustre_are_read() -> None:
-    assert quotas.parse_lfs_quota("", "me") is None
-    assert quotas.parse_lfs_quota("Permission denied.", "me") is None
-    assert quotas.parse_lfs_quota("/lustre 0 0 0 - 0 0 0 -", "me") == Room("me", None, None)
-    assert quotas.parse_lfs_quota("  /lustre/a\n  1200* 1000 1100 6d23h 7 0 10 -", "me") == Room("me", 0, 3)
+    assert space.parse_lfs_quota("", "me") is None
+    assert space.parse_lfs_quota("Permission denied.", "me") is None
+    assert space.parse_lfs_quota("/lustre 0 0 0 - 0 0 0 -", "me") == Room("me", None, None)
+    assert space.parse_lfs_quota("  /lustre/a\n  1200* 1000 1100 6d23h 7 0 10 -", "me") == Room("me", 0, 3)
 
 
 def test_a_directory_on_a_file_system_without_projects_has_none(tmp_path: Path) -> None:
@@ -52,21 +51,21 @@ def test_files_of_a_directory_that_hands_its_group_on_count_by_that_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Account] = []
-    monkeypatch.setattr(quotas, "_ask_kernel", lambda _, account: asked.append(account))
+    monkeypatch.setattr(space, "_ask_kernel", lambda _, account: asked.append(account))
     monkeypatch.setattr(os, "getegid", lambda: 12345)
     own = tmp_path.stat().st_gid
 
-    quotas.ask(tmp_path)
+    space.ask(tmp_path)
     tmp_path.chmod(0o2755)
-    quotas.ask(tmp_path)
+    space.ask(tmp_path)
 
     assert [each.number for each in asked if each.kind == 1] == [12345, own]
 
 
 def test_the_quota_of_the_directorys_project_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotas, "_project", lambda _: PROJECT)
+    monkeypatch.setattr(space, "_project", lambda _: PROJECT)
     full = {Account(2, PROJECT): answer(1000, 0, 999 * 1024, 10, 4)}
-    monkeypatch.setattr(quotas, "_ask_kernel", lambda _, account: full.get(account))
+    monkeypatch.setattr(space, "_ask_kernel", lambda _, account: full.get(account))
 
     assert f"the quota of project {PROJECT}: 1024 bytes left" in str(lacking(tmp_path, Needs(2000, 1)))
 
@@ -78,9 +77,9 @@ def test_lustre_is_asked_for_the_quota_of_the_project_too(tmp_path: Path, monkey
     )
     lfs.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(quotas, "_kind_of", lambda _: "lustre")
-    monkeypatch.setattr(quotas, "_project", lambda _: PROJECT)
-    monkeypatch.setattr(quotas, "LUSTRE_WITHIN_S", 30.0)
+    monkeypatch.setattr(space, "_kind_of", lambda _: "lustre")
+    monkeypatch.setattr(space, "_project", lambda _: PROJECT)
+    monkeypatch.setattr(space, "LUSTRE_WITHIN_S", 30.0)
 
     assert f"the quota of project {PROJECT}: 102400 bytes left" in str(lacking(tmp_path, Needs(200_000, 1)))
 
@@ -121,7 +120,7 @@ def limit(directory: Path, account: Account, *, mib: int) -> None:
 def test_a_real_quota_of_a_user_is_seen(ext4: Path) -> None:
     limit(ext4, Account(0, os.geteuid()), mib=8)
 
-    [found] = quotas.ask(ext4)
+    [found] = space.ask(ext4)
 
     assert found.account == f"the quota of user {os.geteuid()}"
     assert found.bytes_left is not None
@@ -136,12 +135,12 @@ def test_a_real_quota_of_a_project_is_seen(ext4: Path) -> None:
     (own / "step").write_bytes(bytes(4 * MIB))
     os.sync()
 
-    [found] = quotas.ask(own)
+    [found] = space.ask(own)
 
     assert found.account == f"the quota of project {PROJECT}"
     assert found.bytes_left is not None
     assert 3 * MIB < found.bytes_left <= 4 * MIB
-    assert quotas.ask(ext4) == [], "the directory above is of no project"
+    assert space.ask(ext4) == [], "the directory above is of no project"
     [disk] = [one for one in room(own) if one.account == "the file system"]
     assert disk.bytes_left is not None
     assert disk.bytes_left <= 4 * MIB, "which those are told who may not ask for the quota"

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper_trainer.formats import messages, outcome
+from stepkeeper_trainer.formats import messages, records
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
 from tests.trainer.ranks import LIMIT_S, Ranks, finish, losses, steps_of, tokens, watcher_socket
 
@@ -84,7 +84,7 @@ def test_sigterm_to_one_rank_alone_stops_both_and_the_run_goes_on_later(
         ranks.until_step(5)
         ranks.processes[1].send_signal(signal.SIGTERM)
         assert ranks.wait() == [75, 75], ranks.output()
-    said = outcome.read(run_dir)
+    said = records.read_outcome(run_dir)
     assert said is not None
     assert (said.outcome, said.step) == ("stopped", max(losses(run_dir)))
     choice = newest_verified(run_dir / "checkpoints")
@@ -127,7 +127,7 @@ def test_a_stop_request_over_the_socket_is_obeyed_by_all_ranks_at_one_step(tmp_p
     assert (last.step, last.save_id) == (stopped.step, stopped.save_id)
     assert stopped.launch == "3.1"
     assert steps_of(run_dir) == [first.directory, last.directory]
-    assert outcome.read(run_dir).save_id == stopped.save_id  # type: ignore[union-attr]
+    assert records.read_outcome(run_dir).save_id == stopped.save_id  # type: ignore[union-attr]
 
 
 def test_sigterm_is_obeyed_where_the_watcher_is_dead(tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from stepkeeper_trainer.coordinate.boundary import take_over
 from stepkeeper_trainer.errors import ResumeError, UsageError
 from stepkeeper_trainer.formats.messages import SaveRequest, encode
 from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
-from stepkeeper_trainer.save import files as dividing
-from stepkeeper_trainer.save import planner, saver
+from stepkeeper_trainer.save import persist, planner, saver
 from stepkeeper_trainer.save import save as saves
 from stepkeeper_trainer.state import Counters, TrainingState, old
 from tests.trainer.ranks import watcher_socket
@@ -106,7 +105,7 @@ def test_an_error_of_any_thread_is_an_error_of_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Stock DCP with several threads reports success and leaves a step that lacks the file."""
-    monkeypatch.setattr(dividing, "FILE_BYTES_MIN", 1000)
+    monkeypatch.setattr(persist, "FILE_BYTES_MIN", 1000)
     loop = Loop(tmp_path / "run", size=4096)
     loop.step(2)
     assert loop.save() is None
@@ -128,15 +127,15 @@ def test_an_error_of_any_thread_is_an_error_of_the_save(
 def test_a_large_share_is_split_so_that_no_file_is_too_large_to_be_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dividing, "FILE_BYTES_MIN", 1000)
-    monkeypatch.setattr(dividing, "FILE_BYTES_MAX", 20_000)
+    monkeypatch.setattr(persist, "FILE_BYTES_MIN", 1000)
+    monkeypatch.setattr(persist, "FILE_BYTES_MAX", 20_000)
     loop = Loop(tmp_path / "run", size=4096)
     loop.step(2)
     assert loop.save() is None
 
     whole = read_manifest(tmp_path / "run/checkpoints/step_00000002")
     files = {name: entry.bytes for name, entry in whole.files.items() if name.endswith(".distcp")}
-    assert len(files) > dividing.FILES_MAX
+    assert len(files) > persist.FILES_MAX
     assert max(files.values()) < 3 * 20_000, "a tensor is not cut"
     assert verify(tmp_path / "run/checkpoints/step_00000002").ok
 

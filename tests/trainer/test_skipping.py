@@ -10,8 +10,7 @@ from stepkeeper_trainer import GlobalSampler
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats.lineage import LeftOut
-from stepkeeper_trainer.observe.skipping import Skipping
-from stepkeeper_trainer.sampler import SKIPPED_MAX
+from stepkeeper_trainer.sampler import SKIPPED_MAX, Skipping
 from tests.trainer.ranks import Ranks, finish, losses
 
 SIZE = 4

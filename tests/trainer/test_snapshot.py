@@ -11,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from stepkeeper_trainer.save.devices import Devices
 from stepkeeper_trainer.save.replicas import InPlace
-from stepkeeper_trainer.save.snapshot import CHUNK_BYTES, GRAIN_BYTES, PIECE_BYTES, Chunk, Snapshot, choose, divide
+from stepkeeper_trainer.save.snapshot import (
+    CHUNK_BYTES,
+    GRAIN_BYTES,
+    PIECE_BYTES,
+    Chunk,
+    Devices,
+    Snapshot,
+    choose,
+    divide,
+)
 from stepkeeper_trainer.save.streams import MARGIN_BYTES, allowed_during_capture, spare
 from stepkeeper_trainer.state import random_state
 from tests.trainer.host_lane import HostLane

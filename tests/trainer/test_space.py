@@ -14,7 +14,7 @@ import pytest
 
 from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.steps import newest_verified
-from stepkeeper_trainer.store import quotas, space
+from stepkeeper_trainer.store import space
 from stepkeeper_trainer.store.space import MARGIN_BYTES, Needs, estimate, lacking, storage_test
 from tests.trainer.crash.disks import unmount
 from tests.trainer.test_formats import make_step
@@ -88,7 +88,7 @@ def test_a_file_system_that_does_not_answer_is_not_waited_for(tmp_path: Path, mo
 
 
 def test_a_quota_counts_as_the_disk_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotas, "ask", lambda _: [quotas.Room("the quota of user 7", 1000, 5)])
+    monkeypatch.setattr(space, "ask", lambda _: [space.Room("the quota of user 7", 1000, 5)])
 
     assert "the quota of user 7: 1000 bytes left" in str(lacking(tmp_path, Needs(2000, 1)))
     assert "room for 5 more files" in str(lacking(tmp_path, Needs(10, 6)))

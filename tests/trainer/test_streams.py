@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from stepkeeper_trainer.save import streams
-from stepkeeper_trainer.save.devices import Devices
 from stepkeeper_trainer.save.replicas import InPlace
-from stepkeeper_trainer.save.snapshot import GRAIN_BYTES
+from stepkeeper_trainer.save.snapshot import GRAIN_BYTES, Devices
 from stepkeeper_trainer.save.streams import CudaLane, cuda_lane
 
 MIB, GIB = 1024**2, 1024**3

@@ -14,7 +14,7 @@ import pytest
 
 from stepkeeper.verdict.collectives import compare, find_suspect, in_words
 from stepkeeper.watcher.accounts import Asked, catches
-from stepkeeper_trainer.formats import nccl_dumps, stacks
+from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.collectives import raw_file, reduce_parsed
 from tests.trainer.stuck_ranks import LATE, SCENES, WORLD
 
@@ -53,7 +53,7 @@ def told(ranks: tuple[Path, dict[str, dict[int, int]]]) -> Callable[[str, Callab
         while True:
             for pid in pids[scene].values():
                 # as a watcher does: the kernel gives the second of two signals to another thread, torch's or gloo's
-                os.kill(pid, stacks.SIGNAL) if catches(pid, stacks.SIGNAL) else None
+                os.kill(pid, collectives.STACKS_SIGNAL) if catches(pid, collectives.STACKS_SIGNAL) else None
             places = Asked(directory / scene, pids[scene]).take()
             found = compare(places, pids[scene])
             text = in_words(found, places)
@@ -100,11 +100,11 @@ def test_the_recorders_other_form_says_the_same(told, ranks: tuple[Path, dict[st
     """NCCL writes this one by itself, by the same writer; here it was asked of the recorder of CPU groups."""
     text, _, _ = told("ahead", _at_the_second)
 
-    files = {rank: nccl_dumps.file(ranks[0] / "ahead", rank) for rank in range(WORLD)}
+    files = {rank: collectives.nccl_dump_file(ranks[0] / "ahead", rank) for rank in range(WORLD)}
     give_up_at = time.monotonic() + LIMIT_S
     while not all(path.exists() for path in files.values()) and time.monotonic() < give_up_at:
         time.sleep(0.1)
-    parsed = {rank: nccl_dumps.parse(path.read_bytes()) for rank, path in files.items()}
+    parsed = {rank: collectives.parse_nccl_dump(path.read_bytes()) for rank, path in files.items()}
     places = {rank: reduce_parsed(dump, of_gpu=False) for rank, dump in parsed.items()}
     assert in_words(compare(places), places) == text
     assert any("stuck_ranks.py" in frame["filename"] for frame in parsed[0]["entries"][0]["frames"])

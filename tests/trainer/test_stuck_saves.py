@@ -25,7 +25,7 @@ from stepkeeper_trainer.formats.messages import SaveFailed, decode_from_rank
 from stepkeeper_trainer.formats.steps import list_steps
 from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.save import persist, planner, saver
-from stepkeeper_trainer.save import saver as failing
+from stepkeeper_trainer.save import save as failing
 from stepkeeper_trainer.store import space
 from stepkeeper_trainer.store.guard import Backoff
 from tests.trainer.crash.disks import Gone, NotHereError

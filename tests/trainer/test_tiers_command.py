@@ -11,8 +11,8 @@ import pytest
 from stepkeeper.cli import main
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.verify import verify
-from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers
 from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.tier import IDENTITY_NAME, Tiers
 from tests.trainer.s3_server import s3_server, variables
 from tests.trainer.test_tiers import make_step, make_steps
 

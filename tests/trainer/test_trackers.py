@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stepkeeper_trainer.formats.trackers import TRACKERS_NAME, Known, read_known
+from stepkeeper_trainer.formats.records import TRACKERS_NAME, TrackerIds, read_tracker_ids
 from stepkeeper_trainer.observe.trackers import (
     MlflowTracker,
     Row,
@@ -46,10 +46,10 @@ class _Server:
         self.ends: list[bool] = []
         self.began: list[str | None] = []
 
-    def begin(self, known: Known) -> Known:
+    def begin(self, known: TrackerIds) -> TrackerIds:
         self._answer()
         self.began.append(known.mlflow_run_id)
-        return Known(mlflow_run_id=known.mlflow_run_id or "made-here")
+        return TrackerIds(mlflow_run_id=known.mlflow_run_id or "made-here")
 
     def log(self, rows: list[Row]) -> None:
         self._answer()
@@ -109,7 +109,7 @@ def test_a_tracker_that_is_not_installed_or_never_answers_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Missing(_Server):
-        def begin(self, known: Known) -> Known:
+        def begin(self, known: TrackerIds) -> TrackerIds:
             raise ModuleNotFoundError(f"No module named 'mlflow', for {known}")
 
     loop = Loop(tmp_path / "run", tracker=Missing(), total_steps=3)
@@ -143,7 +143,7 @@ def test_mlflow_itself_has_one_run_with_all_rows(tmp_path: Path, monkeypatch: py
             loop.manager._last_seconds()
         else:
             assert loop.manager.finish() == 0
-        known = read_known(tmp_path / "run").mlflow_run_id
+        known = read_tracker_ids(tmp_path / "run").mlflow_run_id
         assert known is not None
         client = mlflow.MlflowClient(tracking_uri=uri)
         assert client.get_run(known).info.status == status
@@ -178,7 +178,7 @@ def test_a_run_that_the_script_opens_itself_is_gone_on_with(tmp_path: Path) -> N
     assert not (tmp_path / TRACKERS_NAME).exists(), "a script that only imports MLflow has no run"
     first.start_run()
     note_mlflow_run(tmp_path, {"mlflow": first})
-    until(lambda: read_known(tmp_path).mlflow_run_id == "of-the-server")
+    until(lambda: read_tracker_ids(tmp_path).mlflow_run_id == "of-the-server")
 
     keep_mlflow_run(tmp_path, environ)
     second = _Mlflow(environ)
@@ -200,7 +200,7 @@ def test_the_manager_notes_the_run_of_the_script_with_its_first_step(
     loop.manager.resume()
     loop.run(2)
     assert loop.manager.finish() == 0
-    until(lambda: read_known(tmp_path / "run").mlflow_run_id == "of-the-server")
+    until(lambda: read_tracker_ids(tmp_path / "run").mlflow_run_id == "of-the-server")
 
 
 def test_mlflow_itself_goes_on_in_a_run_that_a_script_has_opened(
@@ -212,7 +212,7 @@ def test_mlflow_itself_goes_on_in_a_run_that_a_script_has_opened(
     mlflow.set_tracking_uri((tmp_path / "store").as_uri())
     with mlflow.start_run() as first:
         note_mlflow_run(tmp_path)
-        until(lambda: read_known(tmp_path).mlflow_run_id == first.info.run_id)
+        until(lambda: read_tracker_ids(tmp_path).mlflow_run_id == first.info.run_id)
     keep_mlflow_run(tmp_path)
     with mlflow.start_run() as second:
         assert second.info.run_id == first.info.run_id
@@ -222,7 +222,7 @@ def test_mlflow_itself_goes_on_in_a_run_that_a_script_has_opened(
 @pytest.mark.parametrize("damaged", [b"{", b'{"mlflow_run_id": 7}', b'{"mlflow_run_id": "../x\\ny"}', b"\xff"])
 def test_a_damaged_name_is_no_name(tmp_path: Path, damaged: bytes) -> None:
     (tmp_path / TRACKERS_NAME).write_bytes(damaged)
-    assert read_known(tmp_path) == Known()
+    assert read_tracker_ids(tmp_path) == TrackerIds()
 
 
 def test_wandb_goes_on_in_one_run_unless_somebody_chose_otherwise(

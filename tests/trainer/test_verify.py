@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import xxhash
 
-from stepkeeper_trainer.formats import looking
 from stepkeeper_trainer.formats import reading as reading_module
+from stepkeeper_trainer.formats import verify as verifying
 from stepkeeper_trainer.formats.cache import CACHE_NAME, Cache
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, read_manifest, seal
 from stepkeeper_trainer.formats.reading import Reading
@@ -402,8 +402,8 @@ def test_a_plan_that_does_not_cover_is_never_remembered_as_right(tmp_path: Path)
 def test_a_plan_that_was_checked_is_not_parsed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_big(tmp_path)
     parsed: list[int] = []
-    real = looking.parse_of
-    monkeypatch.setattr(looking, "parse_of", lambda *given: (parsed.append(1), real(*given))[1])
+    real = verifying.parse_of
+    monkeypatch.setattr(verifying, "parse_of", lambda *given: (parsed.append(1), real(*given))[1])
 
     assert verify(step, cache=Cache(tmp_path)).ok
     assert verify(step, deep=False, cache=Cache(tmp_path)).ok

@@ -18,11 +18,11 @@ import pytest
 
 from stepkeeper_trainer.coordinate.agreement import Want, Wish
 from stepkeeper_trainer.coordinate.cadence import parse_rule
-from stepkeeper_trainer.coordinate.periodic import Periodic, Toll
+from stepkeeper_trainer.coordinate.requests import Periodic, Toll
 from stepkeeper_trainer.errors import NoRoomError, SaveError, UsageError
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
-from stepkeeper_trainer.save.listeners import CommittedStep
+from stepkeeper_trainer.save.commit import CommittedStep
 from stepkeeper_trainer.store import guard as storage
 from stepkeeper_trainer.store import retention, space
 from stepkeeper_trainer.store.guard import Backoff

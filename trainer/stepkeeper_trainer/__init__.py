@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.api import CheckpointManager
-    from stepkeeper_trainer.distributed import start_distributed
+    from stepkeeper_trainer.coordinate.groups import start_distributed
     from stepkeeper_trainer.errors import StepkeeperError
     from stepkeeper_trainer.load.dcp_reader import StepkeeperReader
     from stepkeeper_trainer.observe.trackers import MlflowTracker
-    from stepkeeper_trainer.prefetch import accumulation_steps
-    from stepkeeper_trainer.sampler import GlobalSampler
+    from stepkeeper_trainer.sampler import GlobalSampler, accumulation_steps
     from stepkeeper_trainer.save.dcp_writer import StepkeeperWriter
-    from stepkeeper_trainer.tiers.config import Tiers
+    from stepkeeper_trainer.tiers.tier import Tiers
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,9 +41,9 @@ _HOME = {
     "MlflowTracker": "stepkeeper_trainer.observe.trackers",
     "StepkeeperReader": "stepkeeper_trainer.load.dcp_reader",
     "StepkeeperWriter": "stepkeeper_trainer.save.dcp_writer",
-    "Tiers": "stepkeeper_trainer.tiers.config",
-    "accumulation_steps": "stepkeeper_trainer.prefetch",
-    "start_distributed": "stepkeeper_trainer.distributed",
+    "Tiers": "stepkeeper_trainer.tiers.tier",
+    "accumulation_steps": "stepkeeper_trainer.sampler",
+    "start_distributed": "stepkeeper_trainer.coordinate.groups",
 }
 
 

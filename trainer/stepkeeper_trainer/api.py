@@ -7,32 +7,30 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from stepkeeper_trainer.coordinate import ending, groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
-from stepkeeper_trainer.coordinate.between import BetweenSteps
+from stepkeeper_trainer.coordinate.between import BetweenSteps, end_notices
 from stepkeeper_trainer.coordinate.boundary import Boundary
 from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
-from stepkeeper_trainer.coordinate.periodic import Periodic
-from stepkeeper_trainer.coordinate.requests import Requests
+from stepkeeper_trainer.coordinate.ending import install_excepthook
+from stepkeeper_trainer.coordinate.requests import Periodic, Requests
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError, check_seconds
-from stepkeeper_trainer.leave import install_excepthook
-from stepkeeper_trainer.link import Link
+from stepkeeper_trainer.link import Link, Reporter
 from stepkeeper_trainer.load import resume as resuming
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.observe import stacks
+from stepkeeper_trainer.observe import collectives
 from stepkeeper_trainer.observe.exactness import Exactness
 from stepkeeper_trainer.observe.metrics import Records, begin_records, whole
 from stepkeeper_trainer.observe.replay import begin_replay
-from stepkeeper_trainer.observe.reporter import Reporter
-from stepkeeper_trainer.observe.skipping import Skipping
 from stepkeeper_trainer.observe.straggler_probe import StragglerProbe
 from stepkeeper_trainer.observe.trackers import Tracker, keep_mlflow_run, keep_wandb_run
-from stepkeeper_trainer.save.listeners import Listeners
+from stepkeeper_trainer.sampler import Skipping
+from stepkeeper_trainer.save.commit import Listeners
 from stepkeeper_trainer.save.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState, random_state
 from stepkeeper_trainer.state.last_step import LastStep
@@ -44,7 +42,7 @@ from stepkeeper_trainer.tiers.tiering import find_tiers
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from stepkeeper_trainer.tiers.config import Tiers
+    from stepkeeper_trainer.tiers.tier import Tiers
 
 
 SAVE_WITHIN_S = 600.0
@@ -137,7 +135,7 @@ class CheckpointManager:
         self._group = groups.new_group(save_within_s)
         agree_within_s = max(save_within_s, groups.hang_limit_s())
         self._agreement = Agreement(groups.new_group(agree_within_s + save_within_s), within_s=agree_within_s)
-        self._check_alike(
+        self._agreement.check_alike(
             hooks=self._hooks, every=str(self._rule), total_steps=total_steps, overlap_copies=overlap_copies
         )
         self._notices = groups.new_group(agree_within_s) if self._hooks else None
@@ -148,7 +146,7 @@ class CheckpointManager:
         )
         self._commits = run_lock.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
         self.run_dir, self._environment = self._commits.run_directory, self._commits.environment
-        stacks.listen(self._environment, self.run_dir, self.rank)
+        collectives.listen(self._environment, self.run_dir, self.rank)
         self._link = Link(self._environment.socket, self._environment.launch_name)
         self._requests = Requests(self._link, signals=attach_signals)
         self.listeners = Listeners()  # told of each commit
@@ -345,7 +343,8 @@ class CheckpointManager:
         saver = self._ready()
         self._begin_change()
         self._listen()
-        talked = self._end_notices()
+        limit_at = self._requests.limit_at(self._save_within_s)
+        talked = end_notices(self._between, self._agreement, max(limit_at, time.time()) + ending.TOGETHER_WITHIN_S)
         stopping = self._requests.stop_agreed and not self._work_done
         self._settle_records()
         if self._tiering is not None:
@@ -462,48 +461,13 @@ class CheckpointManager:
         self._begin_change()
         self.wait_staged()
 
-    def _check_alike(self, **settings: object) -> None:
-        """Refuse what ranks must have alike, and have not.
-
-        Raises:
-            UsageError: which setting, and on which ranks.
-        """
-        every_rank = self._agreement.gather(settings)
-        for name in settings:
-            others = [rank for rank, each in enumerate(every_rank) if each[name] != every_rank[0][name]]
-            if others:
-                raise UsageError(
-                    f"{name} is {every_rank[0][name]} on rank 0 and {every_rank[others[0]][name]} on rank {others[0]}: "
-                    "give all ranks the same, by arguments and environment"
-                )
-
     def _begin_change(self) -> None:
-        """Say that the state is going to change, and wait while another thread copies it."""
         if self._between is not None:
-            self._between.gate.enter()
-            self._last_step.forget()
+            self._between.begin_change()
 
     def _end_change(self) -> None:
-        """Say that the state is that of a whole step, which another thread may copy."""
         if self._between is not None:
-            if self._requests.stop_agreed:
-                self._between.serve()
-            self._last_step.mark()
-            self._between.gate.leave()
-
-    def _end_notices(self) -> Any | None:
-        """End what answers notices between steps, on all ranks; return its group, where that can be closed.
-
-        Ranks that go on with their steps get an error here, before anybody waits for a save.
-        """
-        between = self._between
-        limit_s = max(0.0, self._requests.limit_at(self._save_within_s) - time.time()) + ending.TOGETHER_WITHIN_S
-        begun = between is not None and between.begun
-        try:
-            begun = bool(self._agreement.settle(Call.FINISH, [int(begun)], within_s=limit_s)[0])
-        except RuntimeError as error:
-            warn("rank_lost", why=str(error).splitlines()[0])
-        return between.group if between is not None and between.end(begun=begun) else None
+            self._between.end_change()
 
     def _listen(self) -> Wish:
         self._link.flush()

@@ -58,12 +58,16 @@ class SaveError(StepkeeperError):
     """A save came to nothing; older step directories are untouched."""
 
 
-class DriftError(SaveError):
-    """Ranks hold different values under one name, of which only one was written: the save is taken again."""
+class UnequalError(SaveError):
+    """Ranks hold different values under one name: nothing has failed, and the save is taken again with each value."""
 
 
-class DividedError(SaveError):
-    """The ranks have found out that names have several values: they are saved by other names from now on."""
+class DriftError(UnequalError):
+    """Only one of the values was written; which rank holds which is found out next."""
+
+
+class DividedError(UnequalError):
+    """The ranks have found out which rank holds which value: these are saved by other names from now on."""
 
 
 class NoRoomError(SaveError):

@@ -4,17 +4,143 @@ Each epoch is a permutation of the data set, computed one index at a time (a Fei
 walking), so the state is a few integers and resuming is free.
 
 How one optimizer step is shared by the ranks that there are: the same step on any world that divides it.
+
+The micro-batches of one rank can be read ahead of training, as the `batch_sampler` of a DataLoader with workers.  A
+loader asks for samples long before they are trained on, and what was read ahead and not used must count in no
+checkpoint.  So reading ahead moves a copy of the sampler; its own position moves with `advance` alone.
+
+Data is left out where a loss went wrong on it: training went back, and the run does not take it again.  The supervisor
+says which steps' data; the sampler moves on past it right before the first of them, on all ranks alike, and keeps that
+in its state, so that a resume from behind does not leave out twice.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from stepkeeper_trainer.errors import ResumeError, UsageError
-from stepkeeper_trainer.prefetch import MicroBatches
+from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from stepkeeper_trainer.formats.lineage import LeftOut
+
+
+@runtime_checkable
+class Skips(Protocol):
+    """A sampler that can leave out data, as `GlobalSampler` does."""
+
+    def skip(self, step: int, steps: int) -> int:
+        """Move past the data of `steps` steps from `step` on; return the samples, 0 where that is not known yet."""
+        ...
+
+    def skipped_at(self, step: int) -> int:
+        """Return how often data was left out at a step."""
+        ...
+
+
+@runtime_checkable
+class Expects(Protocol):
+    """A sampler that is read ahead of training, and has to know beforehand."""
+
+    def expect(self, windows: tuple[LeftOut, ...], done: int) -> None:
+        """Take in what will be left out from `done` completed steps on."""
+        ...
+
+
+class Skipping:
+    """Of one rank."""
+
+    def __init__(self, sampler: object, windows: tuple[LeftOut, ...], done: int, *, quiet: bool = False) -> None:
+        """Prepare at `done` completed steps; what begins at or before them is in the state already.
+
+        Args:
+            sampler: of the state, or a copy of it that is read ahead.
+            windows: whose data is left out.
+            done: completed steps.
+            quiet: log nothing.
+        """
+        self._windows = [window for window in windows if window.step > done]
+        self._sampler = sampler if isinstance(sampler, Skips) else None
+        self._quiet = quiet
+        if self._windows and self._sampler is None:
+            warn("data_not_skipped", why="the sampler has no `skip`: give the CheckpointManager a GlobalSampler")
+        if isinstance(sampler, Expects):
+            sampler.expect(tuple(self._windows), done)
+        self.at(done)
+
+    def at(self, done: int) -> None:
+        """Leave out what is due when so many steps are completed."""
+        if not self._windows or self._sampler is None:
+            return
+        for window in [each for each in self._windows if each.step <= done + 1]:
+            same = [each for each in self._windows if each.step == window.step]
+            if self._sampler.skipped_at(window.step) >= len(same):
+                self._windows = [each for each in self._windows if each.step != window.step]
+                continue
+            samples = self._sampler.skip(window.step, window.steps)
+            if not samples:
+                return  # how many a step takes is known after the first one
+            if not self._quiet:
+                say("data_skipped", step=window.step, steps=window.steps, samples=samples)
+
+
+WORLDS_NAMED_MAX = 12  # worlds in a message
+
+
+def accumulation_steps(batch: int, micro_batch: int, world_size: int) -> int:
+    """Return how many micro-batches each rank takes in an optimizer step of `batch` samples of all ranks together.
+
+    So tokens per step stay the same when the world shrinks or grows: fewer ranks accumulate more.  With a
+    `GlobalSampler`, rank R of W takes the micro-batches R, R + W, R + 2 W, ... of the step, and the order stays too.
+
+    >>> accumulation_steps(batch=64, micro_batch=4, world_size=8)
+    2
+
+    Raises:
+        UsageError: the ranks cannot share it evenly; says which numbers of ranks could.
+    """
+    if min(batch, micro_batch, world_size) < 1:
+        raise UsageError(f"batch {batch}, micro-batch {micro_batch}, {world_size} ranks: each is at least 1")
+    if batch % micro_batch:
+        raise UsageError(f"a batch of {batch} is no whole number of micro-batches of {micro_batch}: choose a multiple")
+    micro_batches = batch // micro_batch
+    if micro_batches % world_size == 0:
+        return micro_batches // world_size
+    worlds = [ranks for ranks in range(1, micro_batches + 1) if micro_batches % ranks == 0]
+    nearest = sorted(worlds, key=lambda ranks: abs(ranks - world_size))[:WORLDS_NAMED_MAX]
+    raise UsageError(
+        f"a batch of {batch} cannot be shared by {world_size} ranks in micro-batches of {micro_batch}; these numbers "
+        f"of ranks could: {', '.join(map(str, sorted(nearest)))} (`--micro-batches {micro_batches}` has Stepkeeper "
+        "start no other)"
+    )
+
+
+class MicroBatches:
+    """Yields indices for ever, from where training is when the iterator is made; data to be left out is left out."""
+
+    def __init__(self, sampler: GlobalSampler, *, batch: int, micro_batch: int, rank: int, world_size: int) -> None:
+        """Share the batch of all ranks.
+
+        Raises:
+            UsageError: the ranks cannot share it evenly.
+        """
+        accumulation_steps(batch, micro_batch, world_size)
+        self._sampler = sampler
+        self._batch, self._micro_batch = batch, micro_batch
+        self._rank, self._world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Begin where training is."""
+        ahead = copy.copy(self._sampler)  # what it holds is replaced, never changed in place
+        skipping = Skipping(ahead, ahead.windows, ahead.steps_done, quiet=True)
+        while True:
+            for index in range(self._rank, self._batch // self._micro_batch, self._world_size):
+                yield ahead.micro_batch(index, self._micro_batch)
+            ahead.advance(self._batch)
+            skipping.at(ahead.steps_done)
 
 
 _MASK = (1 << 64) - 1

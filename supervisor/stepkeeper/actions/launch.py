@@ -25,7 +25,7 @@ from stepkeeper.slurm.environment import scrub_geometry
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import logs
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper_trainer.formats import outcome
+from stepkeeper_trainer.formats import records
 
 ERROR_CHARACTERS_MAX = 300
 UNREACHABLE = "unable to contact slurm controller"
@@ -328,7 +328,7 @@ def deaths(text: str) -> list[tuple[int, int | None, int | None]]:
         return []
     code = int(match["code"]) if match["code"] else None
     number = None if code is not None else _SIGNALS.get(match["words"].removesuffix(" (core dumped)").strip())
-    if code in (outcome.EXIT_FINISHED, outcome.EXIT_STOPPED) or (code is None and number is None):
+    if code in (records.EXIT_FINISHED, records.EXIT_STOPPED) or (code is None and number is None):
         return []
     ranks: list[int] = []
     for part in match["tasks"].split(","):
@@ -345,7 +345,7 @@ def _node(text: str) -> str:
 def _outcome(job: Job, launch: int) -> str:
     """Return what rank 0 wrote about the end of this very launch."""
     try:
-        found = outcome.read(job.run_directory)
+        found = records.read_outcome(job.run_directory)
     except (OSError, ValueError):
         return ""  # as if it had not been written: the launch counts as failed, and is repeated
     if found is None or found.launch != f"{job.attempt}.{launch}":

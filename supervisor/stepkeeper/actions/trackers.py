@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from stepkeeper_trainer.formats.trackers import MLFLOW_VARIABLE, Known, read_known
+from stepkeeper_trainer.formats.records import MLFLOW_VARIABLE, TrackerIds, read_tracker_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,8 +25,10 @@ def tell(run_directory: Path, environment: Mapping[str, str], *, within_s: float
     """
     if MLFLOW_VARIABLE in environment:
         return {}
-    found: list[Known] = []
-    reader = threading.Thread(target=lambda: found.append(read_known(run_directory)), name="trackers", daemon=True)
+    found: list[TrackerIds] = []
+    reader = threading.Thread(
+        target=lambda: found.append(read_tracker_ids(run_directory)), name="trackers", daemon=True
+    )
     reader.start()
     reader.join(within_s)
     named = found[0].mlflow_run_id if found else None

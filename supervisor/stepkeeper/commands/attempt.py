@@ -15,7 +15,7 @@ from stepkeeper.slurm.allocation import Allocation
 from stepkeeper.slurm.argv import Geometry
 from stepkeeper.store import journal, rundir, submission
 from stepkeeper.submitting import own_script
-from stepkeeper_trainer.formats import lease, outcome
+from stepkeeper_trainer.formats import lease, records
 
 
 def carried(directory: rundir.RunDirectory) -> journal.Carried:
@@ -55,10 +55,10 @@ def standby_imports(settings: RunSettings) -> tuple[str, ...] | None:
 def finished_step(path: Path) -> int | None:
     """Return the last step of a finished run, else None.  Raises `StepkeeperError`."""
     try:
-        said = outcome.read(path)
+        said = records.read_outcome(path)
     except (OSError, ValueError) as error:
         raise StepkeeperError(
-            f"{path / outcome.OUTCOME_NAME}: cannot be read: {error}", ExitCode.RUN_DIRECTORY
+            f"{path / records.OUTCOME_NAME}: cannot be read: {error}", ExitCode.RUN_DIRECTORY
         ) from error
     return said.step if said is not None and said.outcome == "finished" else None
 

@@ -10,7 +10,7 @@ from stepkeeper import printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
-from stepkeeper_trainer.formats import keeping
+from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.store import retention
 
 
@@ -96,7 +96,7 @@ def _policy(arguments: argparse.Namespace, checkpoints: Path) -> tuple[retention
         if not arguments.dry_run:
             raise StepkeeperError(
                 "say what to keep, such as --keep-last 3 --every 1000: no launch of this run has recorded its rules "
-                f"({checkpoints.parent / keeping.KEEPING_NAME}); --dry-run shows what would go",
+                f"({checkpoints.parent / records.KEEPING_NAME}); --dry-run shows what would go",
                 ExitCode.USAGE,
             )
     try:
@@ -116,9 +116,9 @@ def _policy(arguments: argparse.Namespace, checkpoints: Path) -> tuple[retention
 
 def _recorded(run: Path) -> tuple[retention.Policy, str] | None:
     """Return the rules of the run's newest launch."""
-    path = run / keeping.KEEPING_NAME
+    path = run / records.KEEPING_NAME
     try:
-        kept = keeping.read(run)
+        kept = records.read_keeping(run)
         if kept is None:
             return None
         if kept.retention is None:
@@ -127,7 +127,7 @@ def _recorded(run: Path) -> tuple[retention.Policy, str] | None:
                 ExitCode.USAGE,
             )
         return retention.Policy(**kept.retention), f"of the run's script, launch {kept.launch}"  # type: ignore[arg-type]
-    except (OSError, keeping.KeepingError, TypeError, ValueError) as error:
+    except (OSError, records.KeepingError, TypeError, ValueError) as error:
         raise StepkeeperError(
             f"{path}: the rules of the run's script cannot be read: {error}; name rules, such as --keep-last 3",
             ExitCode.USAGE,

@@ -16,18 +16,16 @@ from stepkeeper.config import record
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.store import find
-from stepkeeper_trainer.formats import keeping
 from stepkeeper_trainer.formats import lineage as lineages
+from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.formats.steps import COMMITTED
-from stepkeeper_trainer.tiers.config import Tiers, check_place, read_identity
 from stepkeeper_trainer.tiers.copying import Pace, copy_step
-from stepkeeper_trainer.tiers.directory import DirectoryTier
-from stepkeeper_trainer.tiers.opening import open_tier
+from stepkeeper_trainer.tiers.directory import DirectoryTier, open_tier
 from stepkeeper_trainer.tiers.search import counts
 from stepkeeper_trainer.tiers.survey import Surveyed, newest_anywhere, on_the_way, survey
-from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError
+from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError, Tiers, check_place, read_identity
 
 _STATES = {"complete": COMMITTED}  # what JSON calls it, and what people read
 
@@ -241,15 +239,15 @@ def _open(where: str, zstd: int | None = None) -> Tier:
         raise StepkeeperError(str(error), ExitCode.USAGE) from error
 
 
-def _tiers_of(run: Path) -> tuple[Tiers, list[keeping.Place]]:
+def _tiers_of(run: Path) -> tuple[Tiers, list[records.Place]]:
     """Return the tiers in use, and those that launches have used earlier.
 
     What the settings of the newest attempt name counts, as it does for the ranks; else what the ranks have recorded.
     """
     told = _settings_of(run)
     try:
-        kept = keeping.read(run)
-    except (OSError, keeping.KeepingError) as error:
+        kept = records.read_keeping(run)
+    except (OSError, records.KeepingError) as error:
         printing.warn(f"what the ranks have recorded cannot be read: {error}")
         kept = None
     places = kept.places if kept is not None else ()

@@ -40,8 +40,7 @@ from stepkeeper.supervise import Setting, Supervisor
 from stepkeeper.telemetry.starting import exported
 from stepkeeper.telemetry.tally import TalliedJournal, Tally
 from stepkeeper.watcher.assignment import Assignment
-from stepkeeper_trainer.formats.lease import Lease
-from stepkeeper_trainer.formats.processes import birth
+from stepkeeper_trainer.formats.lease import Lease, birth
 
 T = TypeVar("T")
 SLURM_WITHIN_S = 300.0

@@ -36,8 +36,7 @@ def check_cold_tier(text: str) -> None:
 
 
 def _check_tier(kind: str, text: str) -> None:
-    from stepkeeper_trainer.tiers.config import Tiers  # noqa: PLC0415
-    from stepkeeper_trainer.tiers.tier import TierError  # noqa: PLC0415
+    from stepkeeper_trainer.tiers.tier import TierError, Tiers  # noqa: PLC0415
 
     try:
         (Tiers(local=text) if kind == "local" else Tiers(cold=text)).check()

@@ -7,8 +7,7 @@ import msgspec
 from stepkeeper.config.settings import SETTINGS, RunSettings
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper_trainer.tiers.config import Tiers
-from stepkeeper_trainer.tiers.tier import TierError
+from stepkeeper_trainer.tiers.tier import TierError, Tiers
 
 _FIELDS = {  # of `Tiers`, by the setting's key
     "local_tier": "local",

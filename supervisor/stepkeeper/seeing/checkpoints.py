@@ -8,7 +8,7 @@ from typing import NamedTuple
 from stepkeeper.seeing.history import Told
 from stepkeeper.seeing.model import Checkpoint, Saved, micro
 from stepkeeper_trainer.formats.lineage import PINNED, PRUNED, SUSPECT, Lineage
-from stepkeeper_trainer.formats.names import parse_step_name
+from stepkeeper_trainer.formats.manifest import parse_step_name
 from stepkeeper_trainer.formats.steps import COMMITTED, DAMAGED, VERIFIED
 
 CLOCKS_DIFFER_S = 5.0  # at most, those of the storage and of the supervisor's host

@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 from typing import TextIO
 
-from stepkeeper_trainer.formats import stacks
+from stepkeeper_trainer.formats import collectives
 
 FAILED_NAME = "failed"
 ERRORS_NAME = "errors"  # directory: torch's error files, one a rank
-STACKS_NAME = stacks.DIRECTORY  # of ranks that stood still
+STACKS_NAME = collectives.STACKS_DIRECTORY  # of ranks that stood still
 KEPT_MAX = 20
 SUPERVISOR_NAME = "supervisor.jsonl"
 

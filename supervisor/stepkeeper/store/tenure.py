@@ -8,8 +8,7 @@ from pathlib import Path
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper_trainer.formats import lease as leases
-from stepkeeper_trainer.formats.lease import Lease
-from stepkeeper_trainer.formats.processes import birth
+from stepkeeper_trainer.formats.lease import Lease, birth
 
 
 def take(run_directory: Path, wanted: Lease, *, job_runs: Callable[[int], bool]) -> Lease:

@@ -11,7 +11,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.selftest.jobs import Slurm
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.store import rundir
-from stepkeeper_trainer.formats import lease, outcome
+from stepkeeper_trainer.formats import lease, records
 
 
 def require_open(directory: Path) -> None:
@@ -25,10 +25,10 @@ def require_open(directory: Path) -> None:
         return
     rundir.require_ours(directory)
     try:
-        said = outcome.read(directory)
+        said = records.read_outcome(directory)
     except ValueError as error:
         raise StepkeeperError(
-            f"{directory / outcome.OUTCOME_NAME}: cannot be read: {error}", ExitCode.RUN_DIRECTORY
+            f"{directory / records.OUTCOME_NAME}: cannot be read: {error}", ExitCode.RUN_DIRECTORY
         ) from error
     if said is not None and said.outcome == "finished":
         raise StepkeeperError(

@@ -9,8 +9,14 @@ from pathlib import Path
 from stepkeeper.store.logs import STACKS_NAME
 from stepkeeper.verdict import collectives
 from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
-from stepkeeper_trainer.formats import nccl_dumps
-from stepkeeper_trainer.formats.collectives import Place, reduce_parsed
+from stepkeeper_trainer.formats.collectives import (
+    NCCL_DUMP_BYTES_MAX,
+    NCCL_DUMP_NAME,
+    Place,
+    nccl_dump_file,
+    parse_nccl_dump,
+    reduce_parsed,
+)
 from stepkeeper_trainer.formats.decoding import DecodeError
 from stepkeeper_trainer.formats.plain import open_plain
 
@@ -34,9 +40,9 @@ def sight(directory: Path, enough: Callable[[], bool]) -> list[Evidence]:
         if enough():
             break
         with open_plain(path, within=directory) as file:
-            data = file.read(nccl_dumps.BYTES_MAX + 1)
+            data = file.read(NCCL_DUMP_BYTES_MAX + 1)
         try:
-            places[rank] = reduce_parsed(nccl_dumps.parse(data))
+            places[rank] = reduce_parsed(parse_nccl_dump(data))
         except DecodeError:
             continue  # a rank that was killed while it wrote, or what is no dump
     standstills = collectives.compare(places)
@@ -62,6 +68,6 @@ def _files(directory: Path) -> Iterator[tuple[int, Path]]:
             names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     except FileNotFoundError:
         return
-    ranks = [name.removeprefix(nccl_dumps.NAME) for name in names if name.startswith(nccl_dumps.NAME)]
+    ranks = [name.removeprefix(NCCL_DUMP_NAME) for name in names if name.startswith(NCCL_DUMP_NAME)]
     for rank in sorted(int(each) for each in ranks if each.isdecimal())[:FILES_MAX]:
-        yield rank, nccl_dumps.file(directory, rank)
+        yield rank, nccl_dump_file(directory, rank)

@@ -19,7 +19,7 @@ from stepkeeper.slurm.client import SlurmClient, SlurmError
 from stepkeeper.slurm.commands import PATIENT_S, SlurmCommands
 from stepkeeper.store import journal, rescues
 from stepkeeper.watcher.assignment import Assignment
-from stepkeeper_trainer.formats import lease, lineage, outcome
+from stepkeeper_trainer.formats import lease, lineage, records
 from stepkeeper_trainer.formats.durable import append_line
 
 CALL_WITHIN_S = 5.0
@@ -122,7 +122,7 @@ def _settled(run_directory: Path, assignment: Assignment, carried: journal.Carri
     held = lease.read(run_directory)
     if held is not None and held.epoch > (assignment.job_id, assignment.restart_count):
         return f"job {held.job_id} (restart {held.restart_count}) goes on with this run"
-    said = outcome.read(run_directory)
+    said = records.read_outcome(run_directory)
     if said is not None and said.outcome == "finished":
         return f"the training finished at step {said.step}"
     if carried.attempt > assignment.attempt and carried.ended:

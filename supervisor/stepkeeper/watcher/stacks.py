@@ -22,7 +22,7 @@ from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.accounts import Asked, catches
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.frames import Below, Doing, Frame, below, describe, of_faulthandler, of_py_spy, says_it_all
-from stepkeeper_trainer.formats import stacks
+from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.messages import shorten
 
 APART_S = 3.0  # between the two
@@ -171,7 +171,9 @@ class StackTaker:
                 found[rank] = of_py_spy(each.text, pids[rank])
         begun = {rank: _size(path) for rank, path in files.items()}
         asked = {
-            rank for rank, pid in pids.items() if not found.get(rank) and catches(pid, stacks.SIGNAL) and _signal(pid)
+            rank
+            for rank, pid in pids.items()
+            if not found.get(rank) and catches(pid, collectives.STACKS_SIGNAL) and _signal(pid)
         }
         give_up_at = time.monotonic() + DUMP_WITHIN_S
         sizes = dict(begun)
@@ -237,7 +239,7 @@ class StackTaker:
         return spied
 
     def _file(self, launch: int, rank: int) -> Path:
-        return stacks.file(Path(self._assignment.run_directory), self._assignment.attempt, launch, rank)
+        return collectives.stacks_file(Path(self._assignment.run_directory), self._assignment.attempt, launch, rank)
 
 
 def put_together(frames: tuple[Frame, ...], seen: Doing, *, stuck: bool) -> Doing:
@@ -275,7 +277,7 @@ def _numbers(ranks: list[int]) -> str:
 
 def _signal(pid: int) -> bool:
     try:
-        os.kill(pid, stacks.SIGNAL)
+        os.kill(pid, collectives.STACKS_SIGNAL)
     except OSError:
         return False
     return True

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from stepkeeper_trainer.examples.corpus import Corpus
-from stepkeeper_trainer.examples.transformer import ModelSize, Transformer
+from stepkeeper_trainer.examples.transformer import Corpus, ModelSize, Transformer
 from stepkeeper_trainer.sampler import GlobalSampler
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -16,7 +16,7 @@ from stepkeeper_trainer.formats.steps import list_steps, newest_verified
 from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.store import export
 from stepkeeper_trainer.store.retention import Policy, empty_trash, prune
-from stepkeeper_trainer.tiers.config import IDENTITY_NAME
+from stepkeeper_trainer.tiers.tier import IDENTITY_NAME
 from tests.trainer.crash.playing import Tell
 from tests.trainer.crash.training import train
 

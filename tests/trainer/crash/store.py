@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME
-from stepkeeper_trainer.tiers.config import Tiers
+from stepkeeper_trainer.tiers.tier import Tiers
 from tests.trainer.crash.between import AFTER, BEFORE, HALF, arm, between, seen
 from tests.trainer.crash.campaign import STEPS, Report, place, warm_up
 from tests.trainer.crash.gates import steady_names

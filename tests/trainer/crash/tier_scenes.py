@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stepkeeper_trainer.formats.steps import list_steps
 from stepkeeper_trainer.tiers import DirectoryTier, copy_step, newest_anywhere
-from stepkeeper_trainer.tiers.config import Tiers
+from stepkeeper_trainer.tiers.tier import Tiers
 from tests.trainer.crash import objects
 from tests.trainer.crash.playing import Tell
 from tests.trainer.crash.scenes import Save, Scene, Words, age, latest_step, leftovers, wrong_next, wrong_steps

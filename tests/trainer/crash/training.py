@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.observe import metrics
-from stepkeeper_trainer.save import files, writer
+from stepkeeper_trainer.save import persist, writer
 from stepkeeper_trainer.store import space
 from tests.trainer.crash.playing import Tell
 
@@ -76,7 +76,7 @@ def digests(count: int, rows: int = 0) -> dict[int, str]:
 def keep(training: Training, run_dir: Path, *, rank: int = 0, **options: Any) -> CheckpointManager:
     """Return a manager of small files; nothing beside its saves changes the directory."""
     logging.basicConfig(format=f"[{rank}] %(message)s", level=logging.INFO, stream=sys.stderr, force=True)
-    files.FILE_BYTES_MIN = 1 << 30 if training.rows else 20_000  # one file that is large, or several small ones
+    persist.FILE_BYTES_MIN = 1 << 30 if training.rows else 20_000  # one file that is large, or several small ones
     writer.WRITE_BYTES = 1 << 20  # of a large one at once: several calls
     space.MARGIN_BYTES = 0  # a disk is as small as can be
     usual = {"resume_from": "latest", "save_within_s": SAVED_WITHIN_S, "retention": "all", "storage_test": "off"}

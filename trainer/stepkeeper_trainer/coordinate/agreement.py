@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stepkeeper_trainer.coordinate import objects
+from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import LateError, UsageError
 
 if TYPE_CHECKING:
@@ -162,19 +162,34 @@ class Agreement:
         received = self._receive(*self._send(call, values), self.within_s if within_s is None else within_s)
         return received[: len(values)]
 
+    def check_alike(self, **settings: object) -> None:
+        """Refuse what ranks must have alike, and have not; all ranks call it.
+
+        Raises:
+            UsageError: which setting, and on which ranks.
+        """
+        every_rank = self.gather(settings)
+        for name in settings:
+            others = [rank for rank, each in enumerate(every_rank) if each[name] != every_rank[0][name]]
+            if others:
+                raise UsageError(
+                    f"{name} is {every_rank[0][name]} on rank 0 and {every_rank[others[0]][name]} on rank {others[0]}: "
+                    "give all ranks the same, by arguments and environment"
+                )
+
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` on every rank (at start-up)."""
         if self.group is None:
             return [value]
         self.settle(Call.START, [])
-        return objects.all_gather(value, self.group)
+        return groups.all_gather(value, self.group)
 
     def share(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank (at start-up)."""
         if self.group is None:
             return value
         self.settle(Call.START, [])
-        return objects.broadcast(value, self.group)
+        return groups.broadcast(value, self.group)
 
     def _send(self, call: Call, values: Sequence[int]) -> tuple[Call, torch.Tensor, Any]:
         """Begin to reduce a message: for each method the highest and the lowest rank that is in it, then the values."""

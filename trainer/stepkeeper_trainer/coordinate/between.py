@@ -119,6 +119,18 @@ class BetweenSteps:
         """Say in the main thread that all ranks' main threads have agreed to stop."""
         self._served.set()
 
+    def begin_change(self) -> None:
+        """Say in the main thread that the state is going to change; wait while another thread copies it."""
+        self.gate.enter()
+        self._last_step.forget()
+
+    def end_change(self) -> None:
+        """Say in the main thread that the state is that of a whole step, which another thread may copy."""
+        if self._requests.stop_agreed:
+            self.serve()
+        self._last_step.mark()
+        self.gate.leave()
+
     def end(self, *, begun: bool) -> bool:
         """Wait for the end of all ranks' threads, where any of them has `begun` to talk; false if that is late."""
         self.begun = self.begun or begun
@@ -241,3 +253,16 @@ class BetweenSteps:
 
     def _any(self, own: bool) -> bool:  # noqa: FBT001
         return bool(self._agreement.settle(Call.NOTICE, [int(own)])[0])
+
+
+def end_notices(between: BetweenSteps | None, agreement: Agreement, limit_at: float) -> Any | None:
+    """End what answers notices between steps, on all ranks; return its group, where that can be closed.
+
+    Ranks that go on with their steps get an error here, before anybody waits for a save.
+    """
+    begun = between is not None and between.begun
+    try:
+        begun = bool(agreement.settle(Call.FINISH, [int(begun)], within_s=max(0.0, limit_at - time.time()))[0])
+    except RuntimeError as error:
+        warn("rank_lost", why=str(error).splitlines()[0])
+    return between.group if between is not None and between.end(begun=begun) else None

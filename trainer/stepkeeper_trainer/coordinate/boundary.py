@@ -14,7 +14,7 @@ import torch
 from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
 from stepkeeper_trainer.coordinate.ending import TOGETHER_WITHIN_S
-from stepkeeper_trainer.formats.collecting import paused
+from stepkeeper_trainer.formats.decoding import collection_paused
 from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.save import Summary
@@ -23,8 +23,7 @@ from stepkeeper_trainer.save.saver import Saver
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from stepkeeper_trainer.coordinate.periodic import Periodic
-    from stepkeeper_trainer.coordinate.requests import Requests
+    from stepkeeper_trainer.coordinate.requests import Periodic, Requests
     from stepkeeper_trainer.save.planner import Divided
     from stepkeeper_trainer.state import TrainingState
 
@@ -246,7 +245,9 @@ class Boundary:
     def _begin(
         self, collect: Callable[[], dict[str, torch.Tensor]], *, sequence: int, ask_room: bool, emergency: bool = False
     ) -> None:
-        with paused():  # Python must not look for cycles among all objects of the script while training waits
+        with (
+            collection_paused()
+        ):  # Python must not look for cycles among all objects of the script while training waits
             self._settle()  # the state and the manifest tell of this step's loss
             counters = self._state.counters
             loss = counters.last_loss

@@ -1,14 +1,19 @@
-"""Process groups of the library itself, and connections that end when the node at their other end is gone.
+"""Process groups: those of the library itself, objects sent over them, and the start of torch.distributed.
 
-The kernel closes what a dead process had open.  A node without power, or without a network, closes nothing, and
-whoever waits for its word waits for good.  `probe` has our kernel ask for an answer from each peer's kernel, which also
-answers for a process that stands still: what stays silent for `LOST_AFTER_S` is closed, and who waits on it is told.
+Connections end when the node at their other end is gone.  The kernel closes what a dead process had open.  A node
+without power, or without a network, closes nothing, and whoever waits for its word waits for good.  `probe` has our
+kernel ask for an answer from each peer's kernel, which also answers for a process that stands still: what stays silent
+for `LOST_AFTER_S` is closed, and who waits on it is told.
+
+Torch's own `*_object` collectives turn the bytes that they receive into an object by way of a NumPy array, and fail
+without NumPy ("Numpy is not available"): see `buffers`.  Objects are pickled here too, as torch does it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import socket
 import threading
 from contextlib import contextmanager, suppress
@@ -19,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from stepkeeper_trainer.environment import find_place
+from stepkeeper_trainer.buffers import view_bytes
+from stepkeeper_trainer.environment import Place, find_place
 from stepkeeper_trainer.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 IDLE_S = 20  # without a word, then the other end is asked
@@ -130,3 +136,107 @@ def new_group(within_s: float) -> Any | None:
         return None
     with noted():
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=max(within_s, CONNECT_WITHIN_S)))
+
+
+def all_gather(value: Any, group: Any) -> list[Any]:
+    """Return every rank's `value`, on every rank."""
+    own = _packed(value)
+    sizes = _sizes(own, group)
+    received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(received, _padded(own, max(sizes)), group=group)
+    return [_unpacked(data[:size]) for data, size in zip(received, sizes, strict=True)]
+
+
+def gather(value: Any, group: Any) -> list[Any] | None:
+    """Return every rank's `value` on rank 0; None on the others."""
+    own = _packed(value)
+    sizes = _sizes(own, group)
+    first = dist.get_rank(group) == 0
+    received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if first else None
+    dist.gather(_padded(own, max(sizes)), received, dst=0, group=group)
+    if received is None:
+        return None
+    return [_unpacked(data[:size]) for data, size in zip(received, sizes, strict=True)]
+
+
+def scatter(values: Sequence[Any] | None, group: Any) -> Any:
+    """Return this rank's one of the `values` that rank 0 has, one a rank; the others give None."""
+    packed = [_packed(value) for value in values] if values is not None else None
+    size = torch.zeros(1, dtype=torch.int64)
+    sizes = [torch.tensor([len(data)]) for data in packed] if packed is not None else None
+    dist.scatter(size, sizes, src=0, group=group)
+    largest = torch.tensor([max((len(data) for data in packed), default=0) if packed is not None else 0])
+    dist.broadcast(largest, src=0, group=group)
+    received = torch.empty(int(largest), dtype=torch.uint8)
+    padded = [_padded(data, int(largest)) for data in packed] if packed is not None else None
+    dist.scatter(received, padded, src=0, group=group)
+    return _unpacked(received[: int(size)])
+
+
+def broadcast(value: Any, group: Any) -> Any:
+    """Return the `value` of rank 0, on every rank."""
+    first = dist.get_rank(group) == 0
+    data = _packed(value) if first else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, src=0, group=group)
+    if not first:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, src=0, group=group)
+    return value if first else _unpacked(data)
+
+
+def _sizes(own: torch.Tensor, group: Any) -> list[int]:
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    sizes[dist.get_rank(group)] = len(own)
+    dist.all_reduce(sizes, group=group)
+    return [int(size) for size in sizes.tolist()]
+
+
+def _packed(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
+    if len(data) == size:
+        return data
+    padded = torch.zeros(size, dtype=torch.uint8)
+    padded[: len(data)] = data
+    return padded
+
+
+def _unpacked(data: torch.Tensor) -> Any:
+    return pickle.loads(view_bytes(data))  # noqa: S301  # of our own ranks
+
+
+START_WITHIN_S = 300.0
+
+
+def start_distributed() -> Place:
+    """Join the other ranks (torchrun's variables, else Slurm's) and say which rank this is.
+
+    A process alone stays alone: no process group is made.  CPU ranks use gloo; GPU ranks NCCL, with gloo
+    beside it for what lives on the CPU.
+
+    Raises:
+        UsageError: the variables contradict each other.
+        torch.distributed.DistError: the other ranks were not met within `START_WITHIN_S`.
+    """
+    place = find_place()
+    if place is None or (place.world_size == 1):
+        if torch.cuda.is_available() and place is not None:
+            torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        return place or Place()
+    if torch.cuda.is_available():
+        # Slurm may show each task one GPU only, or all of the node's.
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        backend = "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{place.master_address}:{place.master_port}",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=START_WITHIN_S),
+    )
+    return place

@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from stepkeeper_trainer import CheckpointManager, GlobalSampler, StepkeeperError, accumulation_steps, start_distributed
 from stepkeeper_trainer.environment import Place
 from stepkeeper_trainer.errors import UsageError
-from stepkeeper_trainer.examples.corpus import Corpus
-from stepkeeper_trainer.examples.transformer import ModelSize, Transformer
+from stepkeeper_trainer.examples.transformer import Corpus, ModelSize, Transformer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,43 @@
-"""Where a rank is in its collectives, by torch's flight recorder: the newest that it entered, and what is open.
+"""Where a rank stands: its stacks, and its collectives by torch's flight recorder.
 
-The rank reduces the recorder's own JSON (thousands of entries) to one `Place` a group, for its node's watcher.  What
-NCCL writes by itself when a collective times out is a pickle of the same (`nccl_dumps`).  Needs no torch.
+The stacks go to a file of the rank: `faulthandler` writes them in the signal's own handler, in whatever system call the
+rank waits, and no Python code runs.
+
+Of the flight recorder (thousands of entries in JSON) the rank makes one `Place` a group, for its node's watcher: the
+newest collective that it entered, and what is open.
+
+What NCCL writes by itself when a collective times out is a pickle of the same, read as data.  Only opcodes that make
+dictionaries, lists, texts and numbers are let through to the unpickler, and it finds no names: nothing is called,
+whatever the bytes are.  Needs no torch.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
+import re
 import signal
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import MismatchError, decode
-from stepkeeper_trainer.formats.stacks import DIRECTORY
+from stepkeeper_trainer.formats.decoding import DecodeError, MismatchError, decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+
+STACKS_DIRECTORY = "stacks"  # below the logs of a launch
+STACKS_SIGNAL = signal.SIGRTMIN + 9  # of the real-time signals nobody's own: Slurm, CUDA and NCCL use none of them
+
+
+def stacks_file(run_directory: Path, attempt: int, launch: int, rank: int) -> Path:
+    """Return the file of a rank."""
+    logs = run_directory / "logs" / f"attempt-{attempt:03d}" / f"launch-{launch:03d}"
+    return logs / STACKS_DIRECTORY / f"rank-{rank}.txt"
+
 
 SIGNAL = signal.SIGRTMIN + 10  # beside that of the stacks: has a rank write where it is
 GROUPS_MAX = 6  # of a rank: those with something open first, then those used last
@@ -82,12 +102,12 @@ _account: msgspec.json.Decoder[Account] = msgspec.json.Decoder(Account)
 
 def file(directory: Path, rank: int) -> Path:
     """Return the file of a rank's account, in the logs of its launch."""
-    return directory / DIRECTORY / f"collectives-rank-{rank}.json"
+    return directory / STACKS_DIRECTORY / f"collectives-rank-{rank}.json"
 
 
 def raw_file(directory: Path, rank: int, recorder: str) -> Path:
     """Return the file of what the recorder itself said, for people."""
-    return directory / DIRECTORY / f"flight-recorder-{recorder}-rank-{rank}.json"
+    return directory / STACKS_DIRECTORY / f"flight-recorder-{recorder}-rank-{rank}.json"
 
 
 def decode_account(data: bytes) -> Account:
@@ -140,7 +160,7 @@ def reduce(dumps: Iterable[tuple[bytes, bool]], members: Mapping[str, str] | Non
 
 
 def reduce_parsed(dump: object, *, of_gpu: bool = True) -> tuple[Place, ...]:
-    """Return the same of what `nccl_dumps.parse` returned.
+    """Return the same of what `parse_nccl_dump` returned.
 
     Raises:
         DecodeError: it is not what torch writes.
@@ -241,3 +261,78 @@ def expand(members: str) -> frozenset[int]:
         return frozenset()
     words = members.split(",")
     return frozenset(map(int, words)) if all(word.isdecimal() for word in words) else frozenset()
+
+
+NCCL_DUMP_NAME = "nccl-of-rank-"  # with the rank, in the directory of the stacks
+NCCL_DUMP_BYTES_MAX = 64 * 1024 * 1024
+
+_FIXED_OPCODES = {  # the bytes that each takes -> opcodes
+    1: (
+        *(pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.EMPTY_DICT, pickle.EMPTY_LIST),
+        *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+        *(pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS),
+    ),
+    2: (pickle.PROTO, pickle.BININT1, pickle.BINPUT, pickle.BINGET),
+    3: (pickle.BININT2,),
+    5: (pickle.BININT, pickle.LONG_BINGET),
+    9: (pickle.BINFLOAT,),
+}
+_PLACE_IN_MEMO = re.escape(pickle.LONG_BINPUT) + rb"..[\x00-\x0f]\x00"  # the reader makes room up to the place
+_RUN = re.compile(
+    b"(?s:"
+    + b"|".join(
+        b"[" + b"".join(map(re.escape, codes)) + b"].{%d}" % (width - 1) for width, codes in _FIXED_OPCODES.items()
+    )
+    + b"|"
+    + _PLACE_IN_MEMO
+    + b"){0,1000}"  # bounded as in pickles.py
+)
+_COUNTED_OPCODES = {
+    pickle.SHORT_BINUNICODE[0]: 1,
+    pickle.LONG1[0]: 1,
+    pickle.BINUNICODE[0]: 4,
+}  # with the bytes of their length
+
+
+class _Nameless(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise DecodeError(f"names {module}.{name}"[:200])
+
+
+def nccl_dump_file(directory: Path, rank: int) -> Path:
+    """Return the file of a rank in the directory of the stacks."""
+    return directory / f"{NCCL_DUMP_NAME}{rank}"
+
+
+def parse_nccl_dump(data: bytes) -> Any:
+    """Return what a dump holds: dictionaries, lists, texts, numbers.
+
+    Raises:
+        DecodeError: it is torn, or something else than such a dump.
+    """
+    _check(data)
+    try:
+        return _Nameless(io.BytesIO(data)).load()
+    except DecodeError:
+        raise
+    except Exception as error:  # damaged bytes can raise anything
+        raise DecodeError(f"torn or damaged: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _check(data: bytes) -> None:
+    """Raise DecodeError where a pickle does more than hold data."""
+    at, end = 0, len(data)
+    while at < end:
+        found = _RUN.match(data, at)
+        assert found is not None, "it matches nothing at least"
+        at = found.end()
+        if at >= end:
+            break
+        width = _COUNTED_OPCODES.get(data[at])
+        if width is not None:
+            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        elif data[at] == pickle.STOP[0]:
+            return
+        elif found.end() == found.start():  # else there may be more than one call passes over
+            raise DecodeError(f"does at byte {at} what no dump of a flight recorder does ({data[at : at + 1]!r})")
+    raise DecodeError("is torn: it has no end")

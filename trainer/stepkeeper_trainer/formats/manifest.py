@@ -1,6 +1,6 @@
-"""`MANIFEST.json`: what a committed step directory holds, byte for byte.
+"""How step directories are called, and `MANIFEST.json`: what a committed one holds, byte for byte.
 
-It is written last and then the directory is renamed: a step directory with a manifest is complete, and
+The manifest is written last and then the directory is renamed: a step directory with a manifest is complete, and
 one without is not.  Format 1 stays readable for ever; a newer format is refused.
 """
 
@@ -15,6 +15,30 @@ import xxhash
 
 from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, check_format, decode
 from stepkeeper_trainer.formats.plain import read_plain
+
+_STEP_NAME = re.compile(r"step_([0-9]{8,})(?:\.([0-9a-f]{8}))?")
+
+
+def step_name(step: int) -> str:
+    """Return the name of the directory of a step, as long as it is not taken.
+
+    >>> step_name(100)
+    'step_00000100'
+    """
+    return f"step_{step:08d}"
+
+
+def parse_step_name(name: str) -> int | None:
+    """Return the step number of a directory name; None if it is no step directory's.
+
+    >>> parse_step_name("step_00000100"), parse_step_name("step_00000100.0a1b2c3d")
+    (100, 100)
+    >>> parse_step_name(".tmp-step_00000100") is None
+    True
+    """
+    match = _STEP_NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
 
 FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepkeeper_trainer.formats.collecting import paused
-from stepkeeper_trainer.formats.pickles import OpcodeError, find_end
+from stepkeeper_trainer.formats.decoding import collection_paused
+from stepkeeper_trainer.formats.items import OpcodeError, find_end
 from stepkeeper_trainer.formats.plain import comes_to_an_end
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def parse(data: bytes) -> Contents:
         MetadataError: why it cannot be used.
     """
     try:
-        with paused():
+        with collection_paused():
             find_end(data)
             return _contents(_Restricted(io.BytesIO(data)).load())
     except MetadataError:

@@ -1,16 +1,28 @@
-"""Small files of the run directory that hold one record with a `format`."""
+"""Small files of the run directory that hold one record with a `format`.
+
+`outcome.json`: what the ranks say of how they ended; it counts more than any exit code.
+
+`keeping.json`: by what rules the newest launch keeps its steps, and in which places.  The ranks alone know what their
+script asks for (`CheckpointManager(retention=..., tiers=...)`).  A person who looks later finds it here, by
+`stepkeeper checkpoints tiers` or `prune`.  Places of earlier launches stay listed: copies may be there.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import re
+from typing import TYPE_CHECKING, Literal, TypeVar
+from urllib.parse import urlsplit
 
-from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, decode_format
+import msgspec
+
+from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, decode, decode_format
+from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.plain import read_plain
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
-    import msgspec
 
 T = TypeVar("T")
 
@@ -47,3 +59,164 @@ def read_record(
         raise error(f"{path}: {why}") from why
     except DecodeError as why:
         raise error(f"{path}: {otherwise}: {why}{remedy}") from why
+
+
+OUTCOME_FORMAT = 1
+OUTCOME_NAME = "outcome.json"
+EXIT_FINISHED = 0
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request, state saved
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0 writes it as the last act of a launch that ended as intended."""
+
+    format: int = OUTCOME_FORMAT
+    outcome: Literal["finished", "stopped"]
+    step: int
+    tokens: int
+    save_id: str | None
+    launch: str  # "ATTEMPT.LAUNCH": an older launch's word is not taken for this one's
+    at: float  # Unix seconds
+
+
+class OutcomeError(msgspec.MsgspecError, ValueError):
+    """The outcome file does not parse, or a newer Stepkeeper wrote it."""
+
+
+_outcome_decoder = msgspec.json.Decoder(Outcome)
+
+
+def read_outcome(run_directory: Path) -> Outcome | None:
+    """Return what the newest launch that ended as intended said; None where none did.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+        OutcomeError: it is no outcome, or one of a newer format.
+    """
+    return read_record(
+        run_directory / OUTCOME_NAME,
+        _outcome_decoder,
+        newest=OUTCOME_FORMAT,
+        error=OutcomeError,
+        otherwise="not an outcome",
+    )
+
+
+def write_outcome(run_directory: Path, outcome: Outcome) -> None:
+    """Record the outcome durably.  Raises OSError."""
+    write_atomically(run_directory / OUTCOME_NAME, msgspec.json.encode(outcome), mode=0o644)
+
+
+KEEPING_FORMAT = 1
+KEEPING_NAME = "keeping.json"
+PLACES_MAX = 16  # the oldest are forgotten
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A place besides the run directory that steps were kept in."""
+
+    kind: Literal["local", "cold"]
+    where: str  # a path (`%N` in it is the node), or the URL of an object store, without credentials
+    launch: str  # "ATTEMPT.LAUNCH", the newest that used it
+    at: float  # Unix seconds, of its start
+
+
+class Keeping(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0 writes it when a launch has resumed."""
+
+    format: int = KEEPING_FORMAT
+    launch: str  # "ATTEMPT.LAUNCH"
+    at: float  # Unix seconds
+    retention: dict[str, int | float | str | bool | None] | None  # fields of a policy; None: no step is removed
+    places: tuple[Place, ...] = ()  # newest first
+
+    def now(self, kind: str) -> Place | None:
+        """Return the place of a kind that the newest launch uses, else the last one that any did."""
+        return next((place for place in self.places if place.kind == kind), None)
+
+
+class KeepingError(msgspec.MsgspecError):
+    """The file does not parse, or a newer Stepkeeper wrote it."""
+
+
+_keeping_decoder = msgspec.json.Decoder(Keeping)
+
+
+def read_keeping(run_directory: Path) -> Keeping | None:
+    """Return what the newest launch recorded; None where none did.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+        KeepingError: it is no such record, or one of a newer format.
+    """
+    return read_record(
+        run_directory / KEEPING_NAME,
+        _keeping_decoder,
+        newest=KEEPING_FORMAT,
+        error=KeepingError,
+        otherwise="not a record of what is kept",
+    )
+
+
+def write_keeping(run_directory: Path, keeping: Keeping) -> None:
+    """Record it durably; places of earlier launches stay.
+
+    Raises:
+        OSError: it was not written, or what was there cannot be read.
+    """
+    try:
+        before = read_keeping(run_directory)
+    except KeepingError:  # torn, or newer: what this launch does is what counts now
+        before = None
+    own = [msgspec.structs.replace(place, where=without_secrets(place.where)) for place in keeping.places]
+    places = _merge(own, before.places if before is not None else ())
+    whole = msgspec.structs.replace(keeping, places=places)
+    write_atomically(run_directory / KEEPING_NAME, msgspec.json.encode(whole), mode=0o644)
+
+
+def without_secrets(where: str) -> str:
+    """Return a place without what may be secret in a URL: user, password, query, fragment.
+
+    >>> without_secrets("s3://me:secret@bucket/run?key=x")
+    's3://bucket/run'
+    >>> without_secrets("/disk/%N")
+    '/disk/%N'
+    """
+    if "://" not in where:
+        return where
+    parts = urlsplit(where)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _merge(own: Iterable[Place], before: Iterable[Place]) -> tuple[Place, ...]:
+    known = {(place.kind, place.where): place for place in [*before, *own]}  # the newer one of a place counts
+    return tuple(sorted(known.values(), key=lambda place: -place.at)[:PLACES_MAX])
+
+
+TRACKERS_NAME = "trackers.json"
+MLFLOW_VARIABLE = "MLFLOW_RUN_ID"  # MLflow's own: `mlflow.start_run()` goes on in the run that it names
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+class TrackerIds(msgspec.Struct, frozen=True, kw_only=True):
+    """What trackers call this run."""
+
+    mlflow_run_id: str | None = None
+
+
+_tracker_decoder = msgspec.json.Decoder(TrackerIds)
+
+
+def read_tracker_ids(run_directory: Path) -> TrackerIds:
+    """Return what trackers call the run; nothing where the file is missing, damaged or not plain."""
+    try:
+        known = decode(_tracker_decoder, read_plain(run_directory / TRACKERS_NAME, within=run_directory))
+    except (OSError, DecodeError):
+        return TrackerIds()
+    named = known.mlflow_run_id
+    return known if named is None or _ID.fullmatch(named) else TrackerIds()
+
+
+def write_tracker_ids(run_directory: Path, known: TrackerIds) -> None:
+    """Record it durably.  Raises OSError."""
+    write_atomically(run_directory / TRACKERS_NAME, msgspec.json.encode(known))

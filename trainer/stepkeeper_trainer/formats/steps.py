@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats.cache import Cache
-from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
-from stepkeeper_trainer.formats.names import parse_step_name, step_name
+from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, parse_step_name, read_manifest, step_name
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.verify import Verdict, look_again, verify
 

@@ -1,7 +1,7 @@
 """Filling tensors from a step directory: on threads, each chunk checked before a byte of it is copied.
 
-    what is wanted (wanted) -> tasks, a chunk each (planning) -> threads (filling) -> read and check a chunk (sources)
-    -> its bytes to their places (working, tensors)
+    what is wanted -> tasks, a chunk each (plan) -> threads (worker) -> read and check a chunk (plan)
+    -> its bytes to their places (worker)
 
 Chunks of which nothing is needed are not read.  Nothing is unpickled into code, and memory beyond the tensors is
 bounded.
@@ -9,7 +9,7 @@ bounded.
 
 from __future__ import annotations
 
-from stepkeeper_trainer.load.fill import Limits, fill
 from stepkeeper_trainer.load.plan import Wanted
+from stepkeeper_trainer.load.worker import Limits, fill
 
 __all__ = ["Limits", "Wanted", "fill"]

@@ -1,15 +1,15 @@
 """Initial weights: a run that has no step of its own begins with the weights of another program.
 
 From a directory of plain `torch.distributed.checkpoint` (torchtitan's, for one), or from safetensors files.  Modules
-are filled, each rank's own shards, and optimizers where it is asked for; schedule and data begin anew.  Nothing of
-these files is unpickled into code.  A directory with a manifest of ours is verified; others have no
-digests, and the log says so.
+are filled, each rank's own shards, and optimizers where it is asked for, by their tensors under DCP's names; options
+such as the learning rate stay those of the script, schedule and data begin anew.  Nothing of these files is unpickled
+into code.  A directory with a manifest of ours is verified; others have no digests, and the log says so.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from stepkeeper_trainer.errors import DamagedError, ResumeError, StepkeeperError
 from stepkeeper_trainer.formats import safetensors
@@ -33,7 +33,6 @@ from stepkeeper_trainer.formats.metadata import (
 )
 from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.load import safetensors as safetensors_io
-from stepkeeper_trainer.load.initial_optimizer import Moments, match_moments
 from stepkeeper_trainer.load.reader import CheckedReader, describe, load, root_cause
 from stepkeeper_trainer.load.safetensors import some
 from stepkeeper_trainer.log import say, warn
@@ -42,7 +41,7 @@ from stepkeeper_trainer.state.training import COUNTERS_KEY
 from stepkeeper_trainer.state.tree import is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -51,6 +50,78 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.load import Limits
     from stepkeeper_trainer.state import TrainingState
     from stepkeeper_trainer.state.module import ModulePart
+    from stepkeeper_trainer.state.optimizer import OptimizerPart
+
+
+@dataclass(slots=True)
+class Moments:
+    """What a checkpoint holds of an optimizer."""
+
+    part: OptimizerPart
+    skeleton: dict[str, Any]
+    targets: dict[str, torch.Tensor] = field(default_factory=dict)  # by our names
+    homes: dict[str, str] = field(default_factory=dict)  # our names to those of the checkpoint
+    missing: list[str] = field(default_factory=list)  # parameters without a state
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Where each stored tensor goes to."""
+        return {home: self.targets[name] for name, home in self.homes.items()}
+
+    def apply(self) -> None:
+        """Give the optimizer what was loaded.  Raises ResumeError."""
+        self.part.apply(self.skeleton, self.targets)
+
+
+def match_moments(part: OptimizerPart, stored: Mapping[str, Any]) -> Moments:
+    """Find the states of an optimizer among stored tensors.
+
+    Raises:
+        ResumeError: there are none, or several places hold as many.
+    """
+    groups = part.collect({})["param_groups"]
+    parameters = [name for group in groups for name in group["params"]]
+    tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+    prefix = _find_optimizer_prefix(part.name, parameters, tensors)
+    known = set(parameters)
+    own: dict[str, TensorStorageMetadata] = {}
+    columns: dict[str, list[str]] = {}
+    homes: dict[str, str] = {}
+    for home, entry in tensors.items():
+        parameter, _, key = home.removeprefix(prefix).rpartition(".")
+        if home.startswith(prefix) and parameter in known:
+            name = f"{part.name}.state.{parameter}.{key}"
+            own[name], homes[name] = entry, home
+            columns.setdefault(key, []).append(parameter)
+    skeleton = {"columns": columns, "rest": {}, "param_groups": groups, "outside": []}
+    found = Moments(part, skeleton, part.targets(skeleton, own), homes)
+    trained = [n for g, m in zip(groups, part.optimizer.param_groups, strict=True) for n in _trained(g, m)]
+    filled = {name for names in columns.values() for name in names}
+    found.missing = [f"{part.name}.state.{name}" for name in trained if name not in filled]
+    return found
+
+
+def _trained(group: Mapping[str, Any], members: Mapping[str, Any]) -> list[str]:
+    return [n for n, p in zip(group["params"], members["params"], strict=True) if p.requires_grad]
+
+
+def _find_optimizer_prefix(part: str, parameters: Sequence[str], stored: Mapping[str, Any]) -> str:
+    """Return what stands before the names of parameters in the optimizer's states."""
+    count: Counter[str] = Counter()
+    known = set(parameters)
+    for name in stored:
+        before, mark, rest = f".{name}".partition(".state.")
+        if mark and rest.rpartition(".")[0] in known:
+            count[f"{before}{mark}"[1:]] += 1
+    most = max(count.values(), default=0)
+    best = sorted(prefix for prefix, number in count.items() if number == most)
+    if f"{part}.state." in best:
+        return f"{part}.state."
+    if len(best) != 1:
+        found = f"in several places: {best}" if best else "nowhere"
+        raise ResumeError(f"the initial weights hold states of {part} {found}; leave out with_optimizer")
+    return best[0]
+
 
 NAMES_SHOWN = 5
 PROBED = 32  # names of a module by which its place in a checkpoint is found

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from stepkeeper_trainer.coordinate import objects
+from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import DamagedError
-from stepkeeper_trainer.formats.collecting import paused
+from stepkeeper_trainer.formats.decoding import collection_paused
 from stepkeeper_trainer.formats.metadata import (
     METADATA_NAME,
     Contents,
@@ -169,7 +169,7 @@ class CheckedReader:
         Raises:
             DamagedError: some byte is not what the manifest says, or cannot be read.
         """
-        with paused():
+        with collection_paused():
             wanted = self._plan(tensors)
         return fill(self._directory, self._manifest, wanted, limits=limits, turn=turn)
 
@@ -252,7 +252,7 @@ class CheckedReader:
 
 def describe(contents: Contents) -> Metadata:
     """Return what a directory holds, in torch's words.  Raises DamagedError."""
-    with paused():
+    with collection_paused():
         return Metadata(dict(_entries(contents)))
 
 
@@ -298,7 +298,7 @@ def _all_failures(own: str | None, group: Any | None) -> dict[int, str]:
     dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=group)
     if not int(any_failed):
         return {}
-    return {rank: text for rank, text in enumerate(objects.all_gather(own, group)) if text is not None}
+    return {rank: text for rank, text in enumerate(groups.all_gather(own, group)) if text is not None}
 
 
 def _dtype(name: str, tensor: TensorEntry) -> torch.dtype:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepkeeper_trainer.coordinate import objects
+from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import DamagedError, ResumeError, StepkeeperError, UsageError
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.cache import Cache
@@ -26,9 +26,9 @@ from stepkeeper_trainer.load import Limits
 from stepkeeper_trainer.load.initial import is_initial, is_training_step, load_initial
 from stepkeeper_trainer.load.reader import CheckedReader, load
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.save.conditions import warn_of_changes
+from stepkeeper_trainer.save.save import warn_of_changes
 from stepkeeper_trainer.store import space
-from stepkeeper_trainer.store.history import record_left_out, record_start
+from stepkeeper_trainer.store.housekeeping import record_left_out, record_start
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.coordinate.agreement import Agreement
@@ -223,7 +223,7 @@ def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_s
         wrong: tuple[str, ...] = ()
         if needs_reading:
             own = verify_share(path, rank, world_size)
-            shares = objects.gather(own, agreement.group)
+            shares = groups.gather(own, agreement.group)
             if shares is not None:
                 wrong = join_shares(path, shares, cache=cache).problems
         if step is not None and wrong:

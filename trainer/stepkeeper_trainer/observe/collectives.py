@@ -1,4 +1,4 @@
-"""Have a rank tell where it is in its collectives, while its main thread is stuck in one.
+"""Have a rank tell where it is: Python writes all threads' stacks, and a thread where its collectives are.
 
 The watcher's signal writes into a pipe (Python's faulthandler does, in the signal's handler: no Python code runs), and
 that wakes a thread here.  A main thread that waits in a collective or for a GPU has given up the interpreter's lock, so
@@ -12,7 +12,7 @@ import faulthandler
 import os
 import select
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import torch.distributed as dist
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from stepkeeper_trainer.environment import Environment
+
 
 GATHER_S = 0.05  # one request comes in several writes
 _PIPE_BYTES = 64 * 1024
@@ -33,7 +35,7 @@ _RECORDERS = {"nccl": "_dump_nccl_trace_json", "cpu": "_dump_fr_trace_json"}  # 
 _opened: list[int] = []  # faulthandler keeps a number only
 
 
-def listen(directory: Path, rank: int) -> None:
+def listen_for_collectives(directory: Path, rank: int) -> None:
     """Answer the watcher's signal from now on, into the logs of the launch.
 
     Torch's recorders write nothing down where `TORCH_FR_BUFFER_SIZE` is 0 (before 2.6 that was usual): then the
@@ -116,3 +118,21 @@ def _replace(path: Path, data: bytes) -> None:
         part.unlink()
     part.write_bytes(data)
     part.replace(path)
+
+
+_stacks_files: list[IO[str]] = []  # faulthandler keeps the descriptor only
+
+
+def listen(environment: Environment, run_directory: Path, rank: int) -> None:
+    """Answer the watcher's signal from now on; where the logs cannot be written, /proc is left to it."""
+    if environment.socket is None:
+        return
+    path = collectives.stacks_file(run_directory, environment.attempt, environment.launch, rank)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+    except OSError:
+        return  # the run goes on without: the watcher sees that the signal is not caught
+    _stacks_files.append(file)
+    faulthandler.register(collectives.STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+    listen_for_collectives(path.parent.parent, rank)

@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stepkeeper_trainer.buffers import view_bytes
 from stepkeeper_trainer.log import warn
-from stepkeeper_trainer.observe.redrawn import Redrawn
+from stepkeeper_trainer.observe.replay import Redrawn
 from stepkeeper_trainer.sampler import GlobalSampler
 from stepkeeper_trainer.state import random_state
 

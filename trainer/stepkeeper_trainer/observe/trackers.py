@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from stepkeeper_trainer.formats.messages import shorten
-from stepkeeper_trainer.formats.trackers import MLFLOW_VARIABLE, Known, read_known, write_known
+from stepkeeper_trainer.formats.records import MLFLOW_VARIABLE, TrackerIds, read_tracker_ids, write_tracker_ids
 from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Row:
 class Tracker(Protocol):
     """Where rows go; every method may raise, and is called from one thread."""
 
-    def begin(self, known: Known) -> Known:
+    def begin(self, known: TrackerIds) -> TrackerIds:
         """Open the run that is known, or a new one; return what is known now."""
         ...
 
@@ -75,7 +75,7 @@ def keep_mlflow_run(run_directory: Path, environ: MutableMapping[str, str] = os.
 
     For rank 0, where no supervisor has said so already.  MLflow itself is not touched.
     """
-    known = read_known(run_directory).mlflow_run_id
+    known = read_tracker_ids(run_directory).mlflow_run_id
     if known is not None:
         environ.setdefault(MLFLOW_VARIABLE, known)
 
@@ -100,11 +100,11 @@ def note_mlflow_run(run_directory: Path, modules: Mapping[str, Any] = sys.module
 
 def _keep(run_directory: Path, named: str) -> None:
     """Write it, on a thread: storage that hangs costs no step."""
-    known = read_known(run_directory)
+    known = read_tracker_ids(run_directory)
     if known.mlflow_run_id == named:
         return
     try:
-        write_known(run_directory, msgspec.structs.replace(known, mlflow_run_id=named))
+        write_tracker_ids(run_directory, msgspec.structs.replace(known, mlflow_run_id=named))
     except OSError as error:
         warn("tracker_failed", why=shorten(f"the run's name at MLflow was not kept: {error}"))
 
@@ -119,7 +119,7 @@ class MlflowTracker:
         self._entities: Any = None
         self._run_id = ""
 
-    def begin(self, known: Known) -> Known:
+    def begin(self, known: TrackerIds) -> TrackerIds:
         """Open the run.  Raises ImportError without MLflow, and whatever the server answers."""
         import mlflow  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  # only where it is used: it is no dependency
         from mlflow import entities  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
@@ -211,10 +211,10 @@ class Trackers:
             warn("tracker_failed", why=shorten(f"{type(error).__name__}: {error}"))
 
     def _begin(self) -> None:
-        known = read_known(self._run_directory)
+        known = read_tracker_ids(self._run_directory)
         now = self._tracker.begin(known)
         if now != known:
-            write_known(self._run_directory, now)
+            write_tracker_ids(self._run_directory, now)
         say("tracker_began", mlflow_run_id=now.mlflow_run_id)
 
     def _take(self) -> tuple[list[Row], bool]:

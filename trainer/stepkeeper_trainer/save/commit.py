@@ -2,6 +2,10 @@
 
 Until the rename nothing counts; after it everything does.  A step directory is never overwritten, and an
 attempt that a newer one has fenced off commits nothing.
+
+Listeners hear of each commit: retention, tiers, trackers.  What goes wrong there is said, and harms no training.  On
+rank 0 a listener is called right after the commit, on the saves' thread; on the other ranks when they hear of it at a
+later boundary, on their saves' thread too.  It must return soon: what takes time belongs on a thread of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -21,10 +25,10 @@ from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries, fsync_directory, naming, write_all
-from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, PENDING_NAME, Manifest, seal
+from stepkeeper_trainer.formats.lease import birth
+from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, PENDING_NAME, Manifest, seal, step_name
+from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.formats.plain import read_plain
-from stepkeeper_trainer.formats.processes import birth
-from stepkeeper_trainer.formats.steps import step_name
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.report import report_name
 from stepkeeper_trainer.tiers.directory import TRASH, staging_directory
@@ -33,6 +37,75 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stepkeeper_trainer.environment import Environment
+    from stepkeeper_trainer.formats.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedStep:
+    """A step directory that is complete and durable."""
+
+    step: int
+    save_id: str
+    checkpoints: Path
+    emergency: bool
+    epoch_end: bool  # the script said that an epoch ended with it
+    requested_at: float  # Unix seconds
+    blocked_s: float  # this rank's training stood still for
+    persist_s: float | None = None  # from the request to durable; rank 0 knows it
+    manifest: Manifest | None = None  # rank 0 has it at hand; the others read it where they need it
+    name: str | None = None  # of the directory, where it is known
+
+    @property
+    def directory(self) -> Path:
+        """Where it is.  Looks at the file system, on a rank that has only heard of the commit."""
+        if self.name is not None:
+            return self.checkpoints / self.name
+        replayed = self.checkpoints / f"{step_name(self.step)}.{self.save_id[:8]}"
+        return replayed if replayed.is_dir() else self.checkpoints / step_name(self.step)
+
+
+class Listener(Protocol):
+    """Whoever wants to know."""
+
+    def committed(self, step: CommittedStep, /) -> object:
+        """Take note of a commit.  Returns soon."""
+        ...
+
+    def close(self, limit_at: float, /) -> object:
+        """Come to an end before the process leaves, by `limit_at` (Unix seconds)."""
+        ...
+
+
+class Listeners:
+    """Those of this rank, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        """Nobody listens."""
+        self._all: list[Listener] = []
+
+    def add(self, *listeners: Listener | None) -> None:
+        """Have them called from the next commit on; None is nobody."""
+        self._all += [listener for listener in listeners if listener is not None]
+
+    def tell(self, step: CommittedStep) -> None:
+        """Tell all; never raises."""
+        for listener in self._all:
+            try:
+                listener.committed(step)
+            except Exception as error:  # noqa: BLE001  # the step is committed: a listener's trouble is its own
+                _said(listener, "committed", error)
+
+    def close(self, limit_at: float) -> None:
+        """Have all come to an end, together by `limit_at` (Unix seconds); never raises."""
+        for listener in self._all:
+            try:
+                listener.close(max(limit_at, time.time()))
+            except Exception as error:  # noqa: BLE001  # the process leaves: nobody could handle it
+                _said(listener, "close", error)
+
+
+def _said(listener: Listener, act: str, error: Exception) -> None:
+    warn("listener_failed", who=type(listener).__name__, act=act, why=shorten(f"{type(error).__name__}: {error}"))
 
 
 CHECKPOINTS_NAME = "checkpoints"

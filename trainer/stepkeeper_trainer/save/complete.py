@@ -20,15 +20,15 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, StorageMeta
 
 from stepkeeper_trainer.errors import DriftError, SaveError
-from stepkeeper_trainer.formats.collecting import paused
+from stepkeeper_trainer.formats.decoding import collection_paused
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, seal
 from stepkeeper_trainer.formats.messages import Committed, SaveFailed, shorten
 from stepkeeper_trainer.formats.metadata import METADATA_NAME
 from stepkeeper_trainer.log import say
-from stepkeeper_trainer.save.conditions import conditions, versions
 from stepkeeper_trainer.save.dcp_values import VALUES_NAME, Values
 from stepkeeper_trainer.save.replicas import compare
 from stepkeeper_trainer.save.report import GivenUp, RankReport, decode_items, gather
+from stepkeeper_trainer.save.save import conditions, versions
 from stepkeeper_trainer.save.writer import HashingFile, read_back
 from stepkeeper_trainer.tiers.search import ANCESTORS, ANCESTORS_MAX
 
@@ -212,7 +212,7 @@ class Description:
         """
         made_from = (share, *(xxhash.xxh3_128_digest(bytes(report.items)) for report in reports))
         if self._made_from is None or self._made_from[0] is not share or self._made_from != made_from:
-            with paused():
+            with collection_paused():
                 self._data = _encode(share, reports)
             self._made_from = made_from
         return self._data.replace(_NO_SAVE_ID.encode(), save_id.encode())

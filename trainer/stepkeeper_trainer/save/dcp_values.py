@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from stepkeeper_trainer.formats.collecting import paused
+from stepkeeper_trainer.formats.decoding import collection_paused
 from stepkeeper_trainer.save.report import Item, encode_items
 from stepkeeper_trainer.state.tree import from_blob, join
 from stepkeeper_trainer.state.variants import TREE_PREFIX
@@ -54,7 +54,7 @@ class Encoder:
                     data += archive
                 names.append((places[archive], name))
         if self._items is None or self._made_from != names:
-            with paused():
+            with collection_paused():
                 self._items = encode_items(tuple(_items(names)))
             self._made_from = names
         return Values(bytes(data), self._items)
@@ -119,7 +119,7 @@ def _leaves(part: str, skeleton: Any) -> Iterator[tuple[_Name | _Option, Any]]:
                     if key == "params":
                         yield _Name(f"{part}.param_groups.{number}.params"), members
                     elif _is_plain(value):
-                        yield _Option(f"{part}.param_groups", number, key, members), join(value, {})
+                        yield _Option(f"{part}.param_groups", number, key, members), join(value, {}, named=False)
             yield from _flatten(f"{part}.state", rest)
         case {"names": str(), "extra": dict(extra)}:  # of a module
             for name, value in extra.items():
@@ -134,7 +134,7 @@ def _flatten(name: str, skeleton: Any) -> Iterator[tuple[_Name, Any]]:
         case {"$items": list(items)}:
             for key, value in items:
                 if _is_plain(key):
-                    yield from _flatten(f"{name}.{join(key, {})}", value)
+                    yield from _flatten(f"{name}.{join(key, {}, named=False)}", value)
         case dict() if not any(key.startswith("$") for key in skeleton):
             for key, value in skeleton.items():
                 yield from _flatten(f"{name}.{key}", value)
@@ -142,7 +142,7 @@ def _flatten(name: str, skeleton: Any) -> Iterator[tuple[_Name, Any]]:
             for number, value in enumerate(skeleton):
                 yield from _flatten(f"{name}.{number}", value)
         case _ if _is_plain(skeleton):
-            yield _Name(name), join(skeleton, {})
+            yield _Name(name), join(skeleton, {}, named=False)
 
 
 def _is_terminal(skeleton: list[Any]) -> bool:

@@ -33,7 +33,7 @@ from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.load.dcp_reader import check_inert
 from stepkeeper_trainer.save.commit import CHECKPOINTS_NAME, Commits
 from stepkeeper_trainer.save.complete import Completer
-from stepkeeper_trainer.save.files import split_evenly
+from stepkeeper_trainer.save.persist import split_evenly
 from stepkeeper_trainer.save.planner import Share
 from stepkeeper_trainer.save.replicas import Replicas
 from stepkeeper_trainer.save.report import Item, RankReport, encode_items, publish
@@ -41,7 +41,7 @@ from stepkeeper_trainer.save.save import Save, Summary
 from stepkeeper_trainer.save.serialise import frame
 from stepkeeper_trainer.save.writer import HashingFile, in_threads
 from stepkeeper_trainer.store import run_lock
-from stepkeeper_trainer.store.history import record_start
+from stepkeeper_trainer.store.housekeeping import record_start
 from stepkeeper_trainer.store.run_lock import lives
 from stepkeeper_trainer.tiers.uploader import Upload
 
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.environment import Environment
     from stepkeeper_trainer.formats.manifest import FileEntry
 
+TOLD_WITHIN_S = 1.0  # that a commit may take to go out to the watcher
 COMPLETE_WITHIN_S = 600.0  # from the last rank's word to the commit: shared storage may show reports late
 PARTS_MAX = 100  # names in a manifest
 
@@ -103,6 +104,7 @@ class StepkeeperWriter(StorageWriter):
         self._environment = read_environment()
         self._commits = self._hold() if groups.find_rank()[0] == 0 else None
         self._place: _Place | None = None
+        self._began_at = time.time()  # of the save
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Refuse another place than the one that the writer was made for.  Raises UsageError."""
@@ -127,6 +129,7 @@ class StepkeeperWriter(StorageWriter):
             raise UsageError("use_collectives=False makes no whole step directory: leave it out")
         if self._place is not None:
             raise UsageError("a StepkeeperWriter saves once: make one for each save, with its step")
+        self._began_at = time.time()
         if is_coordinator and self._commits is None:
             self._commits = self._hold()
 
@@ -190,7 +193,7 @@ class StepkeeperWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit, on the coordinator, once all ranks have reported.
+        """Commit, on the coordinator, once all ranks have reported; the supervisor hears of it, if there is one.
 
         Raises:
             SaveError: what was written is not what was planned.
@@ -201,6 +204,7 @@ class StepkeeperWriter(StorageWriter):
         assert commits is not None
         assert place is not None, "the coordinator has written its own share"
         now = time.time()
+        link = Link(self._environment.socket, self._environment.launch_name)
         save = Save(
             sequence=1,
             save_id=place.save_id,
@@ -214,7 +218,7 @@ class StepkeeperWriter(StorageWriter):
                 metrics=self._metrics,
             ),
             emergency=False,
-            requested_at=now,
+            requested_at=self._began_at,
             limit_at=now + COMPLETE_WITHIN_S,
             directory=place.directory,
         )
@@ -222,7 +226,7 @@ class StepkeeperWriter(StorageWriter):
         completer = Completer(
             commits=commits,
             world_size=len(results),
-            link=Link(None, ""),
+            link=link,
             parent=before.manifest.save_id if before is not None and before.manifest is not None else None,
             before_commit=lambda _limit_at: None,
             on_committed=lambda _save: None,
@@ -231,6 +235,7 @@ class StepkeeperWriter(StorageWriter):
         )
         upload = Upload(step=self._step, save_id=place.save_id, directory=place.directory, files={}, is_local=False)
         completer.complete(save, Share((), Replicas(()), metadata), lambda _ranks: None, upload)
+        link.flush(TOLD_WITHIN_S)
 
     def _hold(self) -> Commits:
         """Make and hold the run directory: once a process, however many writers it makes."""

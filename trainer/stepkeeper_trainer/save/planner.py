@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from stepkeeper_trainer.coordinate import objects
+from stepkeeper_trainer.coordinate.groups import gather, scatter
 from stepkeeper_trainer.errors import DividedError, SaveError
-from stepkeeper_trainer.formats.collecting import paused
+from stepkeeper_trainer.formats.decoding import collection_paused
 from stepkeeper_trainer.save.replicas import Replicas, find_replicas, hash_tensor, minority
 from stepkeeper_trainer.state import variants
 from stepkeeper_trainer.state.variants import TREE_PREFIX, is_sharded, kind_of
@@ -160,14 +160,14 @@ class Planner:
         return bool(flags[0])
 
     def _plan_together(self, tensors: Mapping[str, torch.Tensor], contents: Mapping[str, Hash | None]) -> Share:
-        with paused():
+        with collection_paused():
             own = create_default_local_save_plan(cast("dict[str, Any]", dict(tensors)), self._rank == 0)
         for item in own.items:
             if item.tensor_data is None:
                 raise SaveError(f"{item.index.fqn} is no tensor")
         if self._group is None:
             return _divide([own])[0]
-        gathered = objects.gather((own, _looks(own, tensors, contents), self.private), self._group)
+        gathered = gather((own, _looks(own, tensors, contents), self.private), self._group)
         answers: list[Any] | None = None
         whole: Share | None = None
         divided: Divided | None = None
@@ -182,7 +182,7 @@ class Planner:
                     answers = [_Sent.of(share, plan) for share, plan in zip(found, plans, strict=True)]
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
                 answers = [f"planning failed: {error}"] * self._world_size
-        mine = objects.scatter(answers, self._group)
+        mine = scatter(answers, self._group)
         if isinstance(mine, str):
             raise SaveError(mine)
         if isinstance(mine, Divided):
@@ -243,7 +243,7 @@ def _looks(
 
 def _divide(plans: list[SavePlan]) -> list[Share]:
     """Give every chunk to one rank, and say which chunks several ranks hold."""
-    with paused():
+    with collection_paused():
         return _divide_all(plans)
 
 

@@ -1,11 +1,17 @@
 """One save: what it is of, where it goes, and how it ended.
 
 The thread of the saves: one job after the other, in the order in which they were given.
+
+Saves that come to nothing, or to no end: who is told, and what is given back.
+
+What the losses depend on besides the state: recorded in the manifest, compared at resume.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import platform
 import threading
 import time
 from contextlib import contextmanager
@@ -14,11 +20,23 @@ from enum import Enum
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from stepkeeper_trainer import __version__
 from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.formats.messages import SaveFailed, shorten
+from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.save.report import RankReport, publish_failure
+from stepkeeper_trainer.tiers.directory import give_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from stepkeeper_trainer.formats.manifest import Manifest
+    from stepkeeper_trainer.link import Link
+    from stepkeeper_trainer.store.guard import Guard
+    from stepkeeper_trainer.tiers.uploader import Uploader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,3 +177,97 @@ class Worker:
         """Let the job at hand end, up to a limit, and no other begin."""
         self._leaving = True
         self._at_work.acquire(timeout=LEAVE_WITHIN_S)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that wrote a checkpoint."""
+    return {
+        "torch": str(torch.__version__),
+        "stepkeeper_trainer": __version__,
+        "python": platform.python_version(),
+    }
+
+
+def conditions() -> dict[str, Any]:
+    """Return what must be the same for losses to be the same bit for bit."""
+    return {
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def warn_of_changes(manifest: Manifest, world_size: int) -> dict[str, tuple[Any, Any]]:
+    """Log what differs from the checkpoint's conditions, and return it: name to (then, now)."""
+    then = {
+        **manifest.conditions,
+        "world_size": manifest.world_size,
+        "torch": manifest.versions.get("torch"),
+    }
+    now = {**conditions(), "world_size": world_size, "torch": str(torch.__version__)}
+    changes = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
+    for name, (before, after) in changes.items():
+        warn("condition_changed", name=name, then=before, now=after, why="losses may differ in their last bits")
+    return changes
+
+
+STUCK_AFTER_S = 15.0  # beyond its limit: between two pieces a save would have ended
+
+
+class Failing:
+    """Of one rank."""
+
+    def __init__(self, *, rank: int, link: Link, guard: Guard, uploader: Uploader | None) -> None:
+        """Prepare; rank 0 tells the supervisor."""
+        self._rank, self._link, self._guard, self._uploader = rank, link, guard, uploader
+
+    def failed(self, save: Save, why: str) -> None:
+        """Tell that a save has failed, and give the disks back what this rank can."""
+        warn("save_failed", step=save.summary.step, save_id=save.save_id, rank=self._rank, why=why)
+        if not save.told_stuck:
+            self._tell_supervisor(save, why)
+        self._give_back(save, why)
+
+    def taken_again(self, save: Save, why: str) -> None:
+        """Give back what a save wrote that is taken again: the supervisor hears of the next one only."""
+        if self._rank == 0:
+            say("save_taken_again", step=save.summary.step, save_id=save.save_id, why=why)
+        self._give_back(save, why)
+
+    def _give_back(self, save: Save, why: str) -> None:
+        if self._uploader is not None and save.local is not None:
+            self._uploader.forget(save.summary.step, save.save_id)
+        if self._rank == 0:
+            give_up(save.directory)  # nothing of it counts
+            return
+        with contextlib.suppress(OSError):  # rank 0 hears of it at the next boundary
+            publish_failure(save.directory, RankReport(rank=self._rank, save_id=save.save_id, error=why))
+
+    def if_stuck(self, save: Save | None) -> None:
+        """Tell once of a save that hangs in the storage: it heeds no limit there, and no other begins beside it.
+
+        Nothing can end its thread, which still reads what the next save would write: training goes on without saves
+        until the storage answers.
+        """
+        if save is None or save.over or save.told_stuck or time.time() < save.limit_at + STUCK_AFTER_S:
+            return
+        save.told_stuck = True
+        why = shorten(f"the storage does not answer: {save.at}")
+        warn(
+            "save_stuck",
+            step=save.summary.step,
+            save_id=save.save_id,
+            rank=self._rank,
+            why=why,
+            to_do="look at the storage and this node's mount of it: no step is saved until it answers",
+        )
+        self._tell_supervisor(save, f"stuck: {why}")
+        self._guard.trouble(why)
+
+    def _tell_supervisor(self, save: Save, why: str) -> None:
+        if self._rank == 0:
+            failed = SaveFailed(
+                step=save.summary.step, save_id=save.save_id, error=shorten(why), emergency=save.emergency
+            )
+            self._link.send(failed, keep=True)

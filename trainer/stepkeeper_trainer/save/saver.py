@@ -1,13 +1,10 @@
 """One save at a time: staged at a step boundary, then written and committed by a thread beside training.
 
 Never two in flight; a failure is said and leaves training alone.
-
-Saves that come to nothing, or to no end: who is told, and what is given back.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import threading
@@ -20,18 +17,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from stepkeeper_trainer.coordinate.agreement import Wish
 from stepkeeper_trainer.coordinate.ending import Ended
-from stepkeeper_trainer.errors import DividedError, DriftError, SaveError
-from stepkeeper_trainer.formats.messages import SaveFailed, SaveStarted, shorten
+from stepkeeper_trainer.errors import DividedError, DriftError, SaveError, UnequalError
+from stepkeeper_trainer.formats.messages import SaveStarted, shorten
 from stepkeeper_trainer.load.reader import root_cause
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.save.listeners import CommittedStep, Listeners
+from stepkeeper_trainer.save.commit import CommittedStep, Listeners
 from stepkeeper_trainer.save.persist import Persister
 from stepkeeper_trainer.save.planner import Planner
-from stepkeeper_trainer.save.report import RankReport, publish_failure
-from stepkeeper_trainer.save.save import Phase, Save, Summary, Worker
+from stepkeeper_trainer.save.save import Failing, Phase, Save, Summary, Worker
 from stepkeeper_trainer.save.staging import Staging
 from stepkeeper_trainer.store.housekeeping import mark_epoch_end
-from stepkeeper_trainer.tiers.directory import give_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -424,60 +419,11 @@ class Saver:
                 save.error = shorten(root_cause(error))
                 save.advance(Phase.FAILED)
                 self._drifted = self._drifted or isinstance(error, DriftError)
+                if isinstance(error, UnequalError):
+                    self._failing.taken_again(save, save.error)
+                    return
                 self._failing.failed(save, save.error)
-                if save.cancelled is None and not isinstance(error, (DriftError, DividedError)):
+                if save.cancelled is None:
                     self._guard.failed(error)
         finally:
             save.settled.set()
-
-
-STUCK_AFTER_S = 15.0  # beyond its limit: between two pieces a save would have ended
-
-
-class Failing:
-    """Of one rank."""
-
-    def __init__(self, *, rank: int, link: Link, guard: Guard, uploader: Uploader | None) -> None:
-        """Prepare; rank 0 tells the supervisor."""
-        self._rank, self._link, self._guard, self._uploader = rank, link, guard, uploader
-
-    def failed(self, save: Save, why: str) -> None:
-        """Tell that a save came to nothing, and give the disks back what this rank can."""
-        warn("save_failed", step=save.summary.step, save_id=save.save_id, rank=self._rank, why=why)
-        if not save.told_stuck:
-            self._tell_supervisor(save, why)
-        if self._uploader is not None and save.local is not None:
-            self._uploader.forget(save.summary.step, save.save_id)
-        if self._rank == 0:
-            give_up(save.directory)  # nothing of it counts
-            return
-        with contextlib.suppress(OSError):  # rank 0 hears of it at the next boundary
-            publish_failure(save.directory, RankReport(rank=self._rank, save_id=save.save_id, error=why))
-
-    def if_stuck(self, save: Save | None) -> None:
-        """Tell once of a save that hangs in the storage: it heeds no limit there, and no other begins beside it.
-
-        Nothing can end its thread, which still reads what the next save would write: training goes on without saves
-        until the storage answers.
-        """
-        if save is None or save.over or save.told_stuck or time.time() < save.limit_at + STUCK_AFTER_S:
-            return
-        save.told_stuck = True
-        why = shorten(f"the storage does not answer: {save.at}")
-        warn(
-            "save_stuck",
-            step=save.summary.step,
-            save_id=save.save_id,
-            rank=self._rank,
-            why=why,
-            to_do="look at the storage and this node's mount of it: no step is saved until it answers",
-        )
-        self._tell_supervisor(save, f"stuck: {why}")
-        self._guard.trouble(why)
-
-    def _tell_supervisor(self, save: Save, why: str) -> None:
-        if self._rank == 0:
-            failed = SaveFailed(
-                step=save.summary.step, save_id=save.save_id, error=shorten(why), emergency=save.emergency
-            )
-            self._link.send(failed, keep=True)

@@ -17,12 +17,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.errors import StateError
-from stepkeeper_trainer.formats.collecting import paused
-from stepkeeper_trainer.save.arena import PAGE_BYTES, Arena
-from stepkeeper_trainer.save.copying import Copier
-from stepkeeper_trainer.save.devices import Devices
+from stepkeeper_trainer.formats.decoding import collection_paused
+from stepkeeper_trainer.save.arena import PAGE_BYTES, Arena, Copier
 from stepkeeper_trainer.save.replicas import IN_PLACE_BYTES, Hash, InPlace, hash_bytes
 from stepkeeper_trainer.save.serialise import ALIGNMENT, Frame, frame
+from stepkeeper_trainer.save.snapshot import Devices
 from stepkeeper_trainer.save.streams import cuda_lane
 from stepkeeper_trainer.state.tree import is_plain, local
 
@@ -47,7 +46,7 @@ class Signature:
     def of(tensors: Mapping[str, torch.Tensor]) -> Signature:
         """Return the signature of a state."""
         seen: dict[Any, Any] = {}  # few kinds: each is kept once, and not a shape of its own for each tensor
-        with paused():
+        with collection_paused():
             kinds = [seen.setdefault(kind, kind) for kind in map(_look, tensors.values())]
             return Signature(list(tensors), kinds, _specs(tensors))
 

@@ -5,9 +5,8 @@ variants     a name whose value is not equal on all ranks: which rank has which 
 training     all parts together, the counters and the random generators
 """
 
-from stepkeeper_trainer.state.module import tied_names
-from stepkeeper_trainer.state.names import plain_name
-from stepkeeper_trainer.state.stateful import Stateful
+from stepkeeper_trainer.state.module import plain_name, tied_names
 from stepkeeper_trainer.state.training import HISTORY_STEPS, Counters, TrainingState
+from stepkeeper_trainer.state.tree import Stateful
 
 __all__ = ["HISTORY_STEPS", "Counters", "Stateful", "TrainingState", "plain_name", "tied_names"]

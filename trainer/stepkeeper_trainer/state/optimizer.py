@@ -18,8 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.errors import ResumeError, StateError
-from stepkeeper_trainer.state.stateful import tensor_names
-from stepkeeper_trainer.state.tree import is_plain, join, local, split
+from stepkeeper_trainer.state.tree import check_types, is_plain, join, local, split, tensor_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -200,6 +199,7 @@ class OptimizerPart:
         self._names, _ = self._find_names()
         members = self._members()
         self._check_groups(skeleton["param_groups"], members)
+        check_types([skeleton["rest"], skeleton["param_groups"]])
         own = {
             name: parameter
             for named, group in zip(members, self.optimizer.param_groups, strict=True)

@@ -22,8 +22,7 @@ from stepkeeper_trainer.sampler import GlobalSampler
 from stepkeeper_trainer.state import old, random_state, variants
 from stepkeeper_trainer.state.module import ModulePart, tied_names
 from stepkeeper_trainer.state.optimizer import OptimizerPart
-from stepkeeper_trainer.state.stateful import Stateful, StatefulPart
-from stepkeeper_trainer.state.tree import from_blob, local, to_blob
+from stepkeeper_trainer.state.tree import Stateful, StatefulPart, from_blob, local, to_blob
 from stepkeeper_trainer.state.variants import TREE_PREFIX
 
 if TYPE_CHECKING:

@@ -1,7 +1,10 @@
 """Python state as tensors and JSON: nothing in a step directory needs unpickling of code.
 
-A tree of dicts, lists, numbers and tensors is split into named tensors and a JSON skeleton that says
-where each belongs.  Floats keep every bit; tuples and keys that are no strings come back as they were.
+A tree of dicts, lists, numbers and tensors is split into named tensors and a JSON skeleton that says where each
+belongs.  Floats keep every bit; tuples (named ones too) and keys that are no strings come back as they were.
+
+A part of the state that is anything with `state_dict` and `load_state_dict` (a scheduler, a loader, an average) is such
+a tree.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,6 +22,8 @@ from stepkeeper_trainer.errors import DamagedError, ResumeError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 PAD_BYTES = 4096  # and its doubles: a blob keeps its size while its content grows, so the save plan stays the same
@@ -40,14 +45,15 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         case torch.Tensor():
             return _split_tensor(value, name, tensors)
         case tuple() if type(value) is not torch.Size:
-            return {"$tuple": [split(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
+            items = [split(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+            return {"$tuple": items} | ({"$of": _name_of(type(value))} if hasattr(value, "_fields") else {})
         case list():
             return [split(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
         case dict():
             if all(isinstance(key, str) and not key.startswith("$") for key in value):
                 return {key: split(item, f"{name}.{key}", tensors) for key, item in value.items()}
-            items = [[split(k, f"{name}.key", tensors), split(v, f"{name}.{k}", tensors)] for k, v in value.items()]
-            return {"$items": items}
+            pairs = [[split(k, f"{name}.key", tensors), split(v, f"{name}.{k}", tensors)] for k, v in value.items()]
+            return {"$items": pairs}
         case bytes() | io.BytesIO() | torch.Size() | torch.dtype() | torch.device():
             return _split_leaf(value)
     if is_array(value):
@@ -62,12 +68,38 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def join(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Undo `split`.
+def join(skeleton: Any, tensors: Mapping[str, torch.Tensor], *, named: bool = True) -> Any:
+    """Undo `split`; without `named`, named tuples are plain ones.
 
     Raises:
-        ResumeError: an array of NumPy was saved, and NumPy is not there.
+        ResumeError: an array of NumPy was saved, and NumPy is not there; or the script has no such type.
     """
+    if not named:
+        return _join(skeleton, tensors, lambda _kind, items: tuple(items))
+    return _join(skeleton, tensors, _named)
+
+
+def check_types(skeleton: Any) -> None:
+    """Look for the types that a skeleton names.
+
+    Raises:
+        ResumeError: the script does not have one.
+    """
+    match skeleton:
+        case {"$tuple": list(items), "$of": str(kind)}:
+            _named(kind, items)
+            check_types(items)
+        case {"$subclass": str(kind), **rest}:
+            _subclass(kind)
+            check_types(list(rest.values()))
+        case dict():
+            check_types(list(skeleton.values()))
+        case list():
+            for item in skeleton:
+                check_types(item)
+
+
+def _join(skeleton: Any, tensors: Mapping[str, torch.Tensor], named: Callable[[str, list[Any]], Any]) -> Any:
     match skeleton:
         case {"$tensor": str(name)}:
             return tensors[name]
@@ -75,16 +107,18 @@ def join(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return _array(name, tensors[name])
         case {"$subclass": str(name), "inner": dict(), "context": _, "size": list(), "stride": list()}:
             return _join_subclass(name, skeleton, tensors)
+        case {"$tuple": list(items), "$of": str(kind)}:
+            return named(kind, [_join(item, tensors, named) for item in items])
         case {"$tuple": list(items)}:
-            return tuple(join(item, tensors) for item in items)
+            return tuple(_join(item, tensors, named) for item in items)
         case {"$items": list(items)}:
-            return {join(k, tensors): join(v, tensors) for k, v in items}
+            return {_join(k, tensors, named): _join(v, tensors, named) for k, v in items}
         case dict():
             if len(skeleton) == 1 and (leaf := _LEAVES.get(next(iter(skeleton)))) is not None:
                 return leaf(next(iter(skeleton.values())))
-            return {key: join(item, tensors) for key, item in skeleton.items()}
+            return {key: _join(item, tensors, named) for key, item in skeleton.items()}
         case list():
-            return [join(item, tensors) for item in skeleton]
+            return [_join(item, tensors, named) for item in skeleton]
     return skeleton
 
 
@@ -143,7 +177,7 @@ def _split_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
         return {"$tensor": name}
     attributes, context = value.__tensor_flatten__()
     return {
-        "$subclass": f"{kind.__module__}.{kind.__qualname__}",
+        "$subclass": _name_of(kind),
         "inner": {key: split(getattr(value, key), f"{name}.{key}", tensors) for key in attributes},
         "context": split(context, f"{name}.context", tensors),
         "size": list(value.size()),
@@ -157,14 +191,26 @@ def _join_subclass(name: str, skeleton: dict[str, Any], tensors: Mapping[str, to
     return _subclass(name).__tensor_unflatten__(inner, context, torch.Size(skeleton["size"]), tuple(skeleton["stride"]))
 
 
-def _subclass(name: str) -> Any:
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _named(name: str, items: list[Any]) -> Any:
+    """Return a named tuple; no code of its class runs."""
+    kind = _subclass(name, tuple)
+    if len(getattr(kind, "_fields", ())) != len(items):
+        raise ResumeError(f"the checkpoint holds a {name} of {len(items)} fields, and the script's has others")
+    return tuple.__new__(kind, items)
+
+
+def _subclass(name: str, of: type = torch.Tensor) -> Any:
     """Return the class of this name among those that the script has imported: nothing is imported for a checkpoint."""
-    waiting: list[type] = [torch.Tensor]
+    waiting: list[type] = [of]
     while waiting:
         kind = waiting.pop()
-        if f"{kind.__module__}.{kind.__qualname__}" == name:
+        if _name_of(kind) == name:
             return kind
-        waiting += kind.__subclasses__()
+        waiting += type.__subclasses__(kind)
     raise ResumeError(f"the checkpoint holds a {name}, which the script has not imported: import it before resume()")
 
 
@@ -195,3 +241,72 @@ def from_blob(blob: torch.Tensor, *, name: str) -> Any:
         return json.loads(bytes(view_bytes(blob.contiguous())) or b"null")
     except ValueError as error:
         raise DamagedError(f"{name} in the checkpoint is not JSON: {error}") from error
+
+
+class Stateful(Protocol):
+    """What a scheduler, a sampler or anything else needs to be saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and JSON."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Take back what `state_dict` returned."""
+        ...
+
+
+class StatefulPart:
+    """Saved and loaded by its own two methods."""
+
+    def __init__(self, name: str, value: Stateful) -> None:
+        """Take an object; `name` begins the names of its tensors."""
+        self.name, self.value = name, value
+
+    @property
+    def of_one_rank(self) -> bool:
+        """Whether its state has a meaning on as many ranks only, also where it is equal on all of them.
+
+        A loader of torchdata counts batches of its own rank: on more ranks that count is another place in the data.
+        """
+        kinds = type(self.value).__mro__
+        return bool(getattr(self.value, "per_rank", False)) or any(
+            kind.__module__.partition(".")[0] == "torchdata" for kind in kinds
+        )
+
+    def collect(self, tensors: dict[str, torch.Tensor]) -> Any:
+        """Put its tensors into `tensors`, and return the rest as JSON.
+
+        Raises:
+            StateError: something is neither a tensor nor JSON.
+        """
+        return split(self.value.state_dict(), self.name, tensors)
+
+    def targets(self, skeleton: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
+        """Return tensors to load into, like those that it has now where they fit."""
+        check_types(skeleton)
+        here: dict[str, torch.Tensor] = {}
+        split(self.value.state_dict(), self.name, here)
+        found: dict[str, torch.Tensor] = {}
+        for name in tensor_names(skeleton):
+            entry, like = saved[name], here.get(name)
+            if like is not None and like.size() == entry.size:
+                found[name] = torch.zeros_like(like, dtype=entry.properties.dtype, requires_grad=False)
+            else:
+                found[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        return found
+
+    def apply(self, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take back what was saved."""
+        self.value.load_state_dict(join(skeleton, tensors))
+
+
+def tensor_names(skeleton: Any) -> list[str]:
+    """Return the names of all tensors that a skeleton of `split` refers to."""
+    match skeleton:
+        case {"$tensor": str(name)} | {"$ndarray": str(name)}:
+            return [name]
+        case dict():
+            return [name for item in skeleton.values() for name in tensor_names(item)]
+        case list():
+            return [name for item in skeleton for name in tensor_names(item)]
+    return []

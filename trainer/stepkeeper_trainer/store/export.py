@@ -23,7 +23,7 @@ from pathlib import Path
 
 import xxhash
 
-from stepkeeper_trainer.formats import numbers, safetensors
+from stepkeeper_trainer.formats import safetensors
 from stepkeeper_trainer.formats.assemble import tensor_blocks
 from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
@@ -134,7 +134,7 @@ def plan_export(
     for name, entry in chosen.items():
         if entry.dtype not in safetensors.KIND_OF:
             raise ExportError(f"{directory}: {name} is {entry.dtype}, for which safetensors has no name")
-        becomes = target if target is not None and entry.dtype in numbers.FLOATS else entry.dtype
+        becomes = target if target is not None and entry.dtype in safetensors.FLOATS else entry.dtype
         items.append(Item(name.removeprefix(prefix), entry, becomes))
     return Plan(directory, manifest, tuple(_shards(items, shard_bytes_max)), tied)
 
@@ -332,7 +332,7 @@ def _converter(source: str, target: str) -> Callable[[bytearray], bytes | bytear
         return lambda block: block
     if (source, target) == ("float32", "bfloat16") and importlib.util.find_spec("numpy") is not None:
         return _bfloat16_by_numpy
-    return lambda block: numbers.convert(block, source, target)
+    return lambda block: safetensors.convert(block, source, target)
 
 
 def _bfloat16_by_numpy(block: bytearray) -> bytearray:

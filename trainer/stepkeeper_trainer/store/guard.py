@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from stepkeeper_trainer.formats.manifest import Manifest
-    from stepkeeper_trainer.save.commit import Commits
-    from stepkeeper_trainer.save.listeners import CommittedStep
+    from stepkeeper_trainer.save.commit import Commits, CommittedStep
 
 
 HOLD_S, HOLD_MAX_S = 30.0, 900.0  # periodic saves wait so long after the first failure, and at most

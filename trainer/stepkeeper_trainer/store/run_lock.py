@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from stepkeeper_trainer.environment import Environment
 from stepkeeper_trainer.errors import RunDirectoryError, StepkeeperError
 from stepkeeper_trainer.formats import lease as leases
-from stepkeeper_trainer.formats import processes
 from stepkeeper_trainer.formats.durable import make_directories
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.save.commit import Commits
@@ -158,13 +157,13 @@ def lives(held: Lease) -> bool:
     Raises:
         OSError: the kernel does not tell.
     """
-    found = processes.birth(held.pid)
+    found = leases.birth(held.pid)
     if found is None:
         return False
     return _began_before(found, held.taken_at) if held.birth is None else found.is_that_of(held.birth)
 
 
-def _began_before(found: processes.Birth, instant: float) -> bool:
+def _began_before(found: leases.Birth, instant: float) -> bool:
     """Tell whether a process is older than a lease of 0.1, which has no birth: by a clock that may have been set."""
     uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     age_s = uptime_s - found.ticks / os.sysconf("SC_CLK_TCK")

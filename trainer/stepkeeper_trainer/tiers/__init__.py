@@ -7,10 +7,8 @@ Needs no torch; the object store needs the extra `object`.
 
 from __future__ import annotations
 
-from stepkeeper_trainer.tiers.copying import Pace, Pushed, copy_step, push_files
-from stepkeeper_trainer.tiers.directory import DirectoryTier
-from stepkeeper_trainer.tiers.mover import Mover, Outcome
-from stepkeeper_trainer.tiers.opening import open_tier
+from stepkeeper_trainer.tiers.copying import Mover, Outcome, Pace, Pushed, copy_step, push_files
+from stepkeeper_trainer.tiers.directory import DirectoryTier, open_tier
 from stepkeeper_trainer.tiers.survey import Newest, newest_anywhere
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError
 

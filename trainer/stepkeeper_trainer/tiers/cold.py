@@ -17,8 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepkeeper_trainer.formats.manifest import ManifestError
-from stepkeeper_trainer.formats.names import step_name
+from stepkeeper_trainer.formats.manifest import ManifestError, step_name
 from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.copying import CopyStoppedError, Pace, push

@@ -1,4 +1,4 @@
-"""A tier that is a directory: a node's own disk, or shared storage."""
+"""A tier that is a directory: a node's own disk, or shared storage.  `open_tier` opens any tier by its name."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
-from stepkeeper_trainer.formats.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, FileEntry, ManifestError
-from stepkeeper_trainer.formats.names import parse_step_name, step_name
+from stepkeeper_trainer.formats.manifest import (
+    MANIFEST_BYTES_MAX,
+    MANIFEST_NAME,
+    FileEntry,
+    ManifestError,
+    parse_step_name,
+    step_name,
+)
 from stepkeeper_trainer.formats.plain import open_descriptor, read_plain
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.verify import verify
-from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, check_file, is_right
+from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, Tier, TierError, check_file, is_right
 
 PARTIAL = ".part"
 _STAGING = ".copy-"
@@ -314,3 +321,18 @@ def _read_chunks(path: Path, entry: FileEntry, first: int) -> Iterator[bytes]:
             if not chunk:
                 return
             yield chunk
+
+
+def open_tier(where: str, **config: Any) -> Tier:
+    """Return the tier at a path or URL; `config` is for `DirectoryTier` or `ObjectTier`.
+
+    Raises:
+        TierError: the URL makes no sense, or the library for object stores is missing.
+    """
+    if "://" not in where:
+        return DirectoryTier(Path(where), **config)
+    try:
+        from stepkeeper_trainer.tiers.objects import ObjectTier  # noqa: PLC0415 - for those who have one
+    except ImportError as error:
+        raise TierError(f"{where}: an object store needs a library: pip install 'stepkeeper[object]'") from error
+    return ObjectTier(where, **config)

@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
-from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, ManifestError
-from stepkeeper_trainer.formats.names import parse_step_name, step_name
+from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, ManifestError, parse_step_name, step_name
 from stepkeeper_trainer.tiers.directory import TRASH, DirectoryTier, write_file
 from stepkeeper_trainer.tiers.tier import Held, writer_of
 

@@ -17,8 +17,7 @@ import obstore
 from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import from_url
 
-from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, ManifestError
-from stepkeeper_trainer.formats.names import parse_step_name, step_name
+from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, ManifestError, parse_step_name, step_name
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, check_chunk, check_file
 
 PART_BYTES = 16 * 1024 * 1024  # of a large object: sent, and sent again after an error, on its own

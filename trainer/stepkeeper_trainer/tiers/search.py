@@ -14,8 +14,7 @@ from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from stepkeeper_trainer.formats import lineage as lineages
-from stepkeeper_trainer.formats.manifest import Manifest
-from stepkeeper_trainer.formats.names import step_name
+from stepkeeper_trainer.formats.manifest import Manifest, step_name
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.copying import Pace, push
 from stepkeeper_trainer.tiers.directory import DirectoryTier

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from stepkeeper_trainer.formats.cache import Cache
-from stepkeeper_trainer.formats.manifest import PENDING_NAME, ManifestError
-from stepkeeper_trainer.formats.names import parse_step_name
+from stepkeeper_trainer.formats.manifest import PENDING_NAME, ManifestError, parse_step_name
 from stepkeeper_trainer.formats.verify import known_right, verify
 from stepkeeper_trainer.tiers.cold import BOARD
 from stepkeeper_trainer.tiers.copying import Pace, copy_step

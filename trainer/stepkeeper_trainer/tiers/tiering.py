@@ -15,22 +15,18 @@ from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.manifest import Manifest
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.cold import ColdCopies, Going, forget_given_up
-from stepkeeper_trainer.tiers.config import IDENTITY_NAME, Tiers, from_environment, read_identity
 from stepkeeper_trainer.tiers.copying import Pace
-from stepkeeper_trainer.tiers.directory import DirectoryTier
+from stepkeeper_trainer.tiers.directory import DirectoryTier, open_tier
 from stepkeeper_trainer.tiers.local import LocalTier
-from stepkeeper_trainer.tiers.opening import open_tier
-from stepkeeper_trainer.tiers.peer_keeping import Keeping
-from stepkeeper_trainer.tiers.peers import PeerCopies, next_node, own_host
+from stepkeeper_trainer.tiers.peers import Keeping, PeerCopies, next_node, own_host
 from stepkeeper_trainer.tiers.search import Gatherer, Place, find_place
 from stepkeeper_trainer.tiers.survey import prune
-from stepkeeper_trainer.tiers.tier import Tier, TierError
+from stepkeeper_trainer.tiers.tier import IDENTITY_NAME, Tier, TierError, Tiers, from_environment, read_identity
 from stepkeeper_trainer.tiers.uploader import Uploader
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.coordinate.agreement import Agreement
-    from stepkeeper_trainer.save.commit import Commits
-    from stepkeeper_trainer.save.listeners import CommittedStep
+    from stepkeeper_trainer.save.commit import Commits, CommittedStep
 
 
 @dataclass(slots=True)

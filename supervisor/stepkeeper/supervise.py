@@ -31,6 +31,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import Phase, State
 from stepkeeper.isolation import flags
 from stepkeeper.slurm.argv import watcher_argv
@@ -236,7 +237,7 @@ class Supervisor:
                 self._kill(effect)
             case do.Look():
                 if self.bus is not None:
-                    self.bus.say(lines.Look(node=effect.node, why=shorten(effect.why)))
+                    self.bus.say(lines.Look(node=effect.node, why=shorten(text(effect.reasons))))
             case do.CollectStacks():
                 self._collect_stacks(effect)
             case do.JudgeLaunch():
@@ -365,7 +366,7 @@ class Supervisor:
                     launch=self.state.launch,
                     request_id=self.requests,
                     stop=effect.stop,
-                    why=shorten(effect.why),
+                    why=shorten(text(effect.reasons)),
                     deadline_at=self.inbox.clock.to_wall(effect.deadline_at),
                     signal=name if effect.stop and not has_it else "",
                     heard=self.state.heard,

@@ -87,8 +87,8 @@ MUTATIONS = (
     ),
     Mutation(
         "notices",
-        'Plan(next=Next.END, why=f"{how}: {state.plan.why}{besides}")',
-        'Plan(next=Next.REQUEUE, why=f"{how}: {state.plan.why}{besides}")',
+        "Plan(next=Next.END, why=(requeued, *state.plan.why))",
+        "Plan(next=Next.REQUEUE, why=(requeued, *state.plan.why))",
         "a requeue that was accepted is the end",
         "preempted_with_grace",
         "promises",
@@ -171,8 +171,8 @@ MUTATIONS = (
     # --- time ---------------------------------------------------------------------------------------
     Mutation(
         "deadlines",
-        "            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, late)",
-        "            return Decision(replace(state, deadline_at=event.at + 10.0), (), late)",
+        "            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, (because.SaveLate(),))",
+        "            return Decision(replace(state, deadline_at=event.at + 10.0), (), (because.SaveLate(),))",
         "ranks are killed at the deadline of a save",
         "bus_restarts_run_out_in_saving",
     ),
@@ -247,8 +247,8 @@ MUTATIONS = (
     ),
     Mutation(
         "silence",
-        '    return _look(state, at, policy, f"{what} since {_since(state)}: the ranks\' stacks are looked at")',
-        '    return _stands_still(state, at, "silent", None, policy)',
+        "    return _look(state, at, policy, (because.Silent(step=state.step, starting=not state.heard),))",
+        "    return _stands_still(state, at, None, policy)",
         "silence alone ends nothing",
         "hang_is_ended",
         "promises",
@@ -288,7 +288,7 @@ MUTATIONS = (
     ),
     Mutation(
         "deadlines",
-        '    if not state.killed:\n        return kill(state, at, policy, "the ranks did not leave in time")\n',
+        "    if not state.killed:\n        return kill(state, at, policy, (because.RanksLate(),))\n",
         "",
         "ranks that do not leave are killed",
         "finished_ranks_linger",
@@ -498,8 +498,8 @@ MUTATIONS = (
     ),
     Mutation(
         "starting",
-        "    faulty = [each for each in event.excluded if each.until > event.at and each.why != LOST]",
-        "    faulty = [each for each in event.excluded if each.until < event.at and each.why != LOST]",
+        "    faulty = [each for each in event.excluded if each.until > event.at and not was_lost(each)]",
+        "    faulty = [each for each in event.excluded if each.until < event.at and not was_lost(each)]",
         "a node with a fault is not used when Slurm gives it again",
         "known_bad_node_given_again",
         "nodes_that_fail",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.reason_text import text
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.store import tenure
 from stepkeeper_trainer.formats import lineage, steps
@@ -49,7 +50,7 @@ def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) 
     chosen = steps.newest_verified(checkpoints, below_step=effect.below_step).chosen
     if chosen is None or chosen.manifest is None:
         raise LookupError(f"no verified step directory is older than step {effect.below_step}")
-    why = effect.why[:WHY_CHARACTERS_MAX]
+    why = text(effect.reasons)[:WHY_CHARACTERS_MAX]
     left_out = tuple(lineage.LeftOut(step=each.step, steps=each.steps) for each in effect.left_out)
     if effect.suspect:
         counted = steps.current_lineage(steps.list_steps(checkpoints), lineage.read(checkpoints))

@@ -32,15 +32,16 @@ class Cause(StrEnum):
     UNKNOWN = "unknown"
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the rules themselves saw of a launch, as evidence beside logs and exits: a hang, a loss that went wrong."""
+class Notice(StrEnum):
+    """Why Slurm told us."""
 
-    cause: Cause
-    rule: str
-    text: str
-    node: str = ""
-    rank: int | None = None
-    step: int | None = None  # where it began
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time_limit"
+    REQUEUED = "requeued"
+    CANCELLED = "cancelled"
+    ASKED_TO_SAVE = "asked_to_save"
+    NOT_FOR_US = "not_for_us"
+    UNKNOWN = "unknown"  # Slurm could not be asked
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):

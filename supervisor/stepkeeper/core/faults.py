@@ -16,7 +16,7 @@ from stepkeeper.core import reasons as because
 from stepkeeper.core.bus import restart_bus
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.growing import give_up, may_rest, rest
-from stepkeeper.core.phases import Decision, all_ready, go_on_starting, kept, release, stop
+from stepkeeper.core.phases import Decision, all_ready, go_on_starting, kept, release, repeats, stop
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
@@ -184,7 +184,8 @@ def _not_charged(state: State, left: Mapping[str, Why]) -> State:
         return state
     if state.failure is None and state.tried:  # it is settled: take that back too
         last = state.tried[-1]
-        fewer = (replace(last, count=last.count - 1),) if last.count > 1 else ()
+        times = repeats(last) - 1
+        fewer = (replace(last, count=max(0, last.count - 1), repeats=times),) if times else ()
         state = replace(state, tried=(*state.tried[:-1], *fewer))
     return replace(not_charged(state), failure=None)
 

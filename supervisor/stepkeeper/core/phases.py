@@ -10,6 +10,7 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import reasons as because
+from stepkeeper.core.causes import Tried
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
@@ -134,8 +135,9 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
         return close(state, at, Plan(next=Next.REQUEUE, why=(*why, room(state)), blame=Blame.NODE), policy)
     charged = state.plan is None or state.plan.blame is Blame.TRAINING
     unseen = not state.heard and state.launched_at is not None and at - state.launched_at >= policy.unseen_progress_s
-    if unseen:  # unknown progress is not none
-        state = replace(state, failures=0, tried=())
+    if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`settling`)
+        tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.tried)
+        state = replace(state, failures=0, tried=tried)
     judged = charged and (state.begun or not state.wrapped)  # else it says nothing of the training
     failure = Failure(launch=state.launch, step=state.step, judge_by=at + policy.judge_within_s) if judged else None
     judge = (do.JudgeLaunch(launch=state.launch, found=state.found),) if judged else ()
@@ -157,6 +159,11 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
         deadline_at=at + wait,
     )
     return Decision(state, (*released.effects, do.ChooseCheckpoint(), *judge), (because.Relaunch(), *why))
+
+
+def repeats(tried: Tried) -> int:
+    """Return how often a launch failed in this way without a newly verified step."""
+    return max(tried.repeats, tried.count)
 
 
 def wait_for_slurm(state: State, at: float, why: Why, policy: Policy) -> Decision:

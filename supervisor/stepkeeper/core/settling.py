@@ -2,7 +2,8 @@
 
 Failures in the same way (the same cause at the same place) go along the cause's row of `Policy`, until a step is
 verified that lies beyond the one at which they happened.  Besides: `failures_max` launches without a newly verified
-step end the run, whatever their causes; and what a checkpoint's state can cause, where it happens at the same step
+step end the run, whatever their causes; so do as many failures in one way where launches may have progressed unseen,
+since nothing verified says so; and what a checkpoint's state can cause, where it happens at the same step
 twice, is tried once from the step before (which may be poisoned: `RollBack`), then ends the run.
 """
 
@@ -19,7 +20,7 @@ from stepkeeper.core.causes import Cause, LeftOut, Tried
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
 from stepkeeper.core.ladder import IN_A_STATE, OF_NODE, UNCHARGED, Rung, Try
-from stepkeeper.core.phases import Decision, go_on_starting, stop
+from stepkeeper.core.phases import Decision, go_on_starting, repeats, stop
 from stepkeeper.core.places import places
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
@@ -107,6 +108,12 @@ def settle(state: State, at: float, why: Why, policy: Policy) -> Decision:
         why = (*state.first_failure, because.FailuresMax(failures=state.failures))
         plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
         return stop(state, at, plan, policy)
+    times = 1 + (repeats(before) if before is not None else 0)
+    unseen = times > count + 1  # launches between may have progressed, and nothing verified says so
+    if unseen and cause not in UNCHARGED and times >= policy.failures_max:
+        why = (*state.first_failure, because.SameFailures(failures=times))
+        plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
+        return stop(state, at, plan, policy)
     index, word = _word(state, said.node, row, count)
     again = before is not None and _same(before.step, step)
     back = before is not None and before.stepped_back
@@ -115,7 +122,7 @@ def settle(state: State, at: float, why: Why, policy: Policy) -> Decision:
     if again and (cause in IN_A_STATE or poisoned) and state.resume_from:
         word = Try(Rung.STOP) if back else Try(Rung.ROLLBACK)
         back = True
-    tried = Tried(cause=cause, place=place, count=max(count, index) + 1, step=step, stepped_back=back)
+    tried = Tried(cause=cause, place=place, count=max(count, index) + 1, repeats=times, step=step, stepped_back=back)
     others = tuple(each for each in state.tried if each is not before)
     state = replace(state, tried=(*others, tried)[-TRIED_MAX:])
     case = _Case(cause=cause, step=step, node=said.node, why=why, poisoned=poisoned)

@@ -67,6 +67,9 @@ class Telling:
         self._fenced = self._fenced or isinstance(event, on.Superseded)
         if not self._fenced:  # else the file is the newer attempt's
             self._status_writer.show(self.status)
+
+    def journal(self, before: State, event: on.Event, decision: Decision) -> None:
+        """Keep what the next attempt and the report need to know of one event."""
         record = self._recorder.record(before, event, decision)
         if record is not None:
             self._journal.append(record)

@@ -62,6 +62,7 @@ _damaged = tuple(on.Skipped(directory=name, problem="wrong", damaged=True) for n
 skipped = st.sampled_from(((), (), _damaged[:1], _damaged))
 FIELDS = {
     on.Tick: {},
+    on.PartFailed: {"part": st.just("diagnosis"), "error": st.just("ValueError: x")},
     on.StoodStill: {"seconds": st.sampled_from((6.0, 300.0))},
     on.SignalReceived: {"signal": st.sampled_from(("TERM", "INT", "USR1", "USR2"))},
     on.NodeSignaled: {"node": _nodes, "signal": st.just("TERM")},

@@ -97,7 +97,7 @@ class World:
                         step=self.step,
                         node="b",
                         location=self.places[effect.launch % len(self.places)],
-                    )  # fmt: skip
+                    )
                 ]
             case do.AskSlurm():
                 job = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, end_at=1e9)

@@ -1,7 +1,7 @@
 """Reasons are types: each has its sentence, and no sentence decides anything.
 
-After a change of wording, `STEPKEEPER_REWRITE=1 pytest tests/core/test_reasons.py` writes `reasons.txt`; the diff is what
-to review.
+After a change of wording, `STEPKEEPER_REWRITE=1 pytest tests/core/test_reasons.py` writes `reasons.txt`; the diff is
+what to review.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepkeeper.core import effects as do
 from stepkeeper.core.reason_text import text
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import asks
 
 
@@ -21,4 +21,4 @@ def answer(run_directory: Path, effect: do.AnswerAsk, *, inbox: Inbox, on_error:
         except OSError as error:
             on_error(error)  # the asker waits in vain, and says so
 
-    inbox.run_thread("answer", work)
+    inbox.run(Part.ANSWER, work)

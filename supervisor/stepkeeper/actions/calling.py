@@ -19,7 +19,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.reason_text import text
 from stepkeeper.redaction import redact
 from stepkeeper.slurm.client import SlurmClient, SlurmError
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 
 OUTPUT_BYTES_MAX = 2000  # of the command's, in the log
 
@@ -54,7 +54,7 @@ def call_person(
         if command is not None:
             _wait(*command, until=began + call.within_s, log=log)
 
-    return inbox.run_thread("call-person", work)
+    return inbox.run(Part.NOTIFY, work)
 
 
 def comment(effect: do.CallPerson) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.reason_text import text
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import tenure
 from stepkeeper_trainer.formats import lineage, steps
 from stepkeeper_trainer.formats.lease import Lease, LeaseError
@@ -37,7 +37,11 @@ def roll_back(checkpoints: Path, effect: do.RollBack, ours: Lease, *, inbox: Inb
             on.RolledBack(at=inbox.clock.now(), launch=effect.launch, directory=str(chosen.path), step=chosen.step)
         )
 
-    inbox.run_thread("roll-back", work)
+    inbox.run(
+        Part.ROLL_BACK,
+        work,
+        answer=lambda error: on.RolledBack(at=inbox.clock.now(), launch=effect.launch, error=error),
+    )
 
 
 def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) -> steps.StepDirectory:

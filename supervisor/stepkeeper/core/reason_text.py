@@ -352,6 +352,8 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"the ranks may still be at work: {stacks}"
         case r.SilentStart(stacks=stacks):
             return f"before the first word of the trainer library, {stacks}"
+        case r.PartFailed(part=part, error=error):
+            return f"a mistake in Stepkeeper stopped {part}, and the training goes on (please report it): {error}"
         case r.Suspended(seconds=seconds):
             return f"the supervisor did not run for {seconds:.0f} s, by which deadlines are put off"
         case r.LossWrong():

@@ -822,6 +822,13 @@ class SilentStart(_Reason, frozen=True, kw_only=True):
     stacks: str
 
 
+class PartFailed(_Reason, frozen=True, kw_only=True):
+    """A part of the supervisor failed that training can do without."""
+
+    part: str
+    error: str
+
+
 class Suspended(_Reason, frozen=True, kw_only=True):
     """The supervisor did not run for a while: what was waited for has so much longer."""
 
@@ -1054,6 +1061,7 @@ Reason = (
     | StillMoves
     | PerhapsAtWork
     | SilentStart
+    | PartFailed
     | Suspended
     | LossWrong
     | NodeSlow

@@ -91,6 +91,7 @@ def _samples() -> dict[str, on.Event]:
     ending = replace(job, state=on.JobState.COMPLETING, slurm_state="COMPLETING")
     return {
         "Tick, the deadline has passed": on.Tick(at=LATE),
+        "PartFailed": on.PartFailed(at=AT, part="diagnosis", error="ValueError: x"),
         "StoodStill": on.StoodStill(at=AT, seconds=300.0),
         "SignalReceived TERM": on.SignalReceived(at=AT, signal="TERM"),
         "NodeSignaled": on.NodeSignaled(at=AT, node="a", signal="TERM"),

@@ -42,7 +42,7 @@ class Incidents(msgspec.Struct, kw_only=True):
             )
 
 
-def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noqa: C901 - one case an event
+def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noqa: C901, PLR0912 - one case an event
     """Yield (kind, what, node)."""
     event = record.event
     match event:
@@ -65,6 +65,8 @@ def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noq
             yield "rolled back", event.error or f"to step {event.step or 0}", ""
         case on.ChoiceFailed():
             yield "storage", event.error, ""
+        case on.PartFailed():
+            yield "part failed", f"{event.part}: {event.error}", ""
         case on.Superseded():
             yield "superseded", f"job {event.by_job_id}, restart {event.by_restart_count}, holds the lease", ""
         case _ if lost:

@@ -36,6 +36,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "batch_node": "a",
         "kill_wait_s": 30.0,
     },
+    "PartFailed": {"part": "diagnosis", "error": "ValueError: not a number"},
     "StoodStill": {"seconds": 300.0},
     "SignalReceived": {"signal": "TERM"},
     "NodeSignaled": {"node": "a", "signal": "TERM"},

@@ -150,5 +150,5 @@ class TalliedJournal(JournalWriter):
 
     def append(self, record: Record) -> None:
         """Count a record, and hand it over; returns at once."""
-        self._tally.take(record)
         super().append(record)
+        self._tally.take(record)

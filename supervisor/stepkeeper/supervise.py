@@ -31,13 +31,14 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import Phase, State
 from stepkeeper.isolation import flags
 from stepkeeper.slurm.argv import watcher_argv
 from stepkeeper.slurm.client import SlurmClient
 from stepkeeper.slurm.environment import kept, scrub_geometry, without_python
 from stepkeeper.sources.bus import LEASE_EVERY_S, Bus
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.stalls import Stalls
 from stepkeeper.store import status as status_file
 from stepkeeper.store.journal import JournalWriter
@@ -52,6 +53,17 @@ from stepkeeper_trainer.formats.messages import shorten
 LEASE_SECONDS = 30.0
 STORAGE_WITHIN_S = 2.0
 PROGRESS_LOG_EVERY_S = 10.0
+OPTIONAL: dict[type, Part] = {  # effects that training can do without
+    do.Look: Part.DIAGNOSIS,
+    do.CollectStacks: Part.STACKS,
+    do.JudgeLaunch: Part.DIAGNOSIS,
+    do.TellSlowNode: Part.LOG,
+    do.TellSlowLaunch: Part.LOG,
+    do.TellReplay: Part.LOG,
+    do.CallPerson: Part.NOTIFY,
+    do.AskIdleNodes: Part.ASK_IDLE_NODES,
+    do.AnswerAsk: Part.ANSWER,
+}
 CALL_ENDS_WITHIN_S = 5.0  # after its time limit
 
 
@@ -112,6 +124,8 @@ class Supervisor:
         self.signaled = -1  # the newest launch whose ranks got the stop signal
         self.exit_code: int | None = None
         self.next_at: dict[str, float] = {}  # what is done every few seconds, and when next
+        inbox.report = self._part_failed
+        inbox.watch_threads()
         now = inbox.clock.now()
         self.stalls = Stalls(now)
         self.resumed_at = 0.0  # what was put into the inbox before it counts as of then
@@ -198,12 +212,17 @@ class Supervisor:
         before = self.state
         decision = decide(before, event, self.setting.policy)
         self.state = decision.state
-        self.witness.hear(event, decision.effects)
-        self.telling.decided(before, event, decision)
+        self.inbox.guard(Part.EVIDENCE, self.witness.hear)(event, decision.effects)
+        self.inbox.guard(Part.JOURNAL, self.telling.journal)(before, event, decision)
+        self.inbox.guard(Part.LOG, self.telling.decided)(before, event, decision)
         for effect in decision.effects:
-            self._perform(effect)
+            part = OPTIONAL.get(type(effect))
+            if part is None:
+                self._perform(effect)
+            else:
+                self.inbox.guard(part, self._perform)(effect)
         if self.standbys is not None:
-            self.standbys.look(event, self.state)
+            self.inbox.guard(Part.STANDBYS, self.standbys.look)(event, self.state)
 
     def _perform(self, effect: do.Effect) -> None:  # noqa: C901, PLR0912, PLR0915 - one case an effect
         setting = self.setting
@@ -236,7 +255,7 @@ class Supervisor:
                 self._kill(effect)
             case do.Look():
                 if self.bus is not None:
-                    self.bus.say(lines.Look(node=effect.node, why=shorten(effect.why)))
+                    self.bus.say(lines.Look(node=effect.node, why=shorten(text(effect.reasons))))
             case do.CollectStacks():
                 self._collect_stacks(effect)
             case do.JudgeLaunch():
@@ -267,6 +286,9 @@ class Supervisor:
             case _:
                 assert_never(effect)
 
+    def _part_failed(self, part: Part, error: BaseException, trace: str) -> None:
+        self.log.error("part_failed", part=part.value, error=repr(error), traceback=trace)
+
     def _not_answered(self, error: OSError) -> None:
         self.log.warning("ask_not_answered", error=f"{error.filename}: {error.strerror}")
 
@@ -286,8 +308,8 @@ class Supervisor:
             inbox=self.inbox,
             attempt=self.setting.lease.attempt,
             note=self._note_node,
-            on_share=self.crew.heard,
-            on_stack=self.standing.heard,
+            on_share=self.inbox.guard(Part.READERS, self.crew.heard),
+            on_stack=self.inbox.guard(Part.STACKS, self.standing.heard),
             on_told=self._note_told,
             after_s=effect.after_s,
             size=len(effect.nodes),
@@ -365,7 +387,7 @@ class Supervisor:
                     launch=self.state.launch,
                     request_id=self.requests,
                     stop=effect.stop,
-                    why=shorten(effect.why),
+                    why=shorten(text(effect.reasons)),
                     deadline_at=self.inbox.clock.to_wall(effect.deadline_at),
                     signal=name if effect.stop and not has_it else "",
                     heard=self.state.heard,

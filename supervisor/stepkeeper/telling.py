@@ -11,6 +11,7 @@ import structlog
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.phases import Decision
+from stepkeeper.core.reason_text import tag, text
 from stepkeeper.core.state import State
 from stepkeeper.store import status as status_file
 from stepkeeper.store.journal import JournalWriter
@@ -55,16 +56,20 @@ class Telling:
             self._progress_at = event.at + self._progress_every_s
             self._log.info("progress", step=event.step, loss=event.loss, step_seconds=event.step_seconds)
         if decision.why:
-            changes["why"] = decision.why
+            why = text(decision.why)
+            changes |= {"why": why, "reason": tag(decision.why)}
             phase = {"phase": state.phase.value}
             if state.phase is not before.phase:
                 phase = {"phase": f"{before.phase.value} -> {state.phase.value}"}
             effects = [effect.__struct_config__.tag for effect in decision.effects]
-            self._log.info("decision", why=decision.why, **phase, effects=effects)
+            self._log.info("decision", why=why, reason=tag(decision.why), **phase, effects=effects)
         self.status = msgspec.structs.replace(self.status, **changes, updated_at=event.at)
         self._fenced = self._fenced or isinstance(event, on.Superseded)
         if not self._fenced:  # else the file is the newer attempt's
             self._status_writer.show(self.status)
+
+    def journal(self, before: State, event: on.Event, decision: Decision) -> None:
+        """Keep what the next attempt and the report need to know of one event."""
         record = self._recorder.record(before, event, decision)
         if record is not None:
             self._journal.append(record)
@@ -99,7 +104,7 @@ class Telling:
     def ended(self, effect: do.Exit) -> None:
         """Tell how the supervisor ends."""
         self.status = msgspec.structs.replace(self.status, exit_code=effect.code)
-        self._log.info("exit", code=effect.code, reason=effect.reason)
+        self._log.info("exit", code=effect.code, reason=text(effect.reasons))
 
     def look_at_journal(self) -> None:
         """Tell where the run directory does not take the journal, and when it does again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Cause, Tried
 
 NODES = ("a", "b", "c")
@@ -177,8 +178,16 @@ BUS_RESTARTED = _trained(
         )
     ],
 )
+_FAULT = because.NodeFault(node="x", name="XID 79", text="off the bus")
 LOST_BESIDE_A_FAULT = (  # and preempted soon after, with a faulty node of an attempt before
-    msgspec.structs.replace(STARTS[4], excluded=(on.Exclusion(node="x", why="XID 79", until=300.0),)),
+    msgspec.structs.replace(
+        STARTS[4],
+        excluded=(
+            on.Exclusion(
+                node="x", reasons=(because.NodeFault(node="x", name="XID 79", text="off the bus"),), until=300.0
+            ),
+        ),
+    ),
     *TRAINING[4][1:],
     on.WatcherLost(at=1.0, node="b", bus=1, why="silent"),
     on.Tick(at=40.0),

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
-from stepkeeper.core.faults import LOST
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
@@ -62,6 +62,7 @@ _damaged = tuple(on.Skipped(directory=name, problem="wrong", damaged=True) for n
 skipped = st.sampled_from(((), (), _damaged[:1], _damaged))
 FIELDS = {
     on.Tick: {},
+    on.PartFailed: {"part": st.just("diagnosis"), "error": st.just("ValueError: x")},
     on.StoodStill: {"seconds": st.sampled_from((6.0, 300.0))},
     on.SignalReceived: {"signal": st.sampled_from(("TERM", "INT", "USR1", "USR2"))},
     on.NodeSignaled: {"node": _nodes, "signal": st.just("TERM")},
@@ -185,11 +186,12 @@ any_event = st.one_of([_event(kind) for kind in FIELDS])
 pauses = st.sampled_from((0.0, 0.0, 0.01, 1.0, 5.0, 20.0, 200.0))
 
 
+_FAULT = because.NodeFault(node="x", name="XID 79", text="off the bus")
 _excluded = st.sampled_from(  # in attempts before
     [
         tuple(
-            on.Exclusion(node=node, why=why, until=300.0 + number)
-            for why, nodes in ((LOST, lost), ("XID 79", faulty))
+            on.Exclusion(node=node, reasons=(why,), until=300.0 + number)
+            for why, nodes in ((because.LostRecently(), lost), (_FAULT, faulty))
             for number, node in enumerate(nodes)
         )
         for lost, faulty in (

@@ -5,22 +5,25 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from stepkeeper.core import reasons as because
 from stepkeeper.core.events import Exclusion
-from stepkeeper.core.faults import LOST, exclude, without_lost
+from stepkeeper.core.faults import exclude, without_lost
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 
 AT = 1000.0
+FAULT = because.NodeFault(node="x", name="XID 79", text="off the bus")
+WORSE = because.NodeFault(node="x", name="XID 48", text="an uncorrectable error")
 EIGHT, TWO, NO_LIMIT = Policy(), Policy(excluded_max=2), Policy(excluded_max=0)
 LEFT = State(nodes=("a", "d"), allocated=("a", "b", "c", "d"), batch_node="a", lost=(("c", 900.0), ("b", 950.0)))
 
 
 def lost(node: str, until: float) -> Exclusion:
-    return Exclusion(node=node, why=LOST, until=until)
+    return Exclusion(node=node, reasons=(because.LostRecently(),), until=until)
 
 
 def faulty(node: str, until: float = 90_000.0) -> Exclusion:
-    return Exclusion(node=node, why="XID 79", until=until)
+    return Exclusion(node=node, reasons=(FAULT,), until=until)
 
 
 def excluding(*excluded: Exclusion) -> State:
@@ -64,16 +67,16 @@ def test_where_there_are_too_many_lost_nodes_make_room_for_faulty_ones(policy, l
     ids=["eight", "two", "no limit"],
 )
 def test_a_new_fault_takes_the_place_of_the_weakest_reasons(policy, left, again):
-    state = exclude(excluding(lost("c", 1800.0), faulty("x"), faulty("y")), AT, "z", "XID 48", policy)
+    state = exclude(excluding(lost("c", 1800.0), faulty("x"), faulty("y")), AT, "z", (WORSE,), policy)
 
     assert tuple(each.node for each in state.excluded) == tuple(left)
     assert state.readmit == again
 
 
 def test_the_second_fault_of_a_node_is_the_newest():
-    state = exclude(excluding(faulty("x"), faulty("y")), AT, "x", "XID 48", TWO)
+    state = exclude(excluding(faulty("x"), faulty("y")), AT, "x", (WORSE,), TWO)
 
-    assert [(each.node, each.why) for each in state.excluded] == [("y", "XID 79"), ("x", "XID 48")]
+    assert [(each.node, each.reasons) for each in state.excluded] == [("y", (FAULT,)), ("x", (WORSE,))]
     assert state.readmit == ()
 
 

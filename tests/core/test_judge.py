@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobFacts, JobState
-from stepkeeper.core.judge import Judgement, Notice, judge
+from stepkeeper.core.judge import Judgement, judge
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 

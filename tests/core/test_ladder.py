@@ -22,6 +22,9 @@ ROWS = [cause for cause in Cause if hasattr(POLICY, f"on_{cause.value}")]
 class World:
     """A run whose launches all fail in the same way; a requeued job comes back as the next attempt."""
 
+    unseen_s = 0.0  # how long a launch without the trainer library runs; 0: it has it, and fails at once
+    places = ("",)  # the failures, in turn
+
     def __init__(self, cause: Cause, *, step: int | None, checkpoint: int | None, policy: Policy = POLICY) -> None:
         self.cause, self.step, self.checkpoint, self.policy = cause, step, checkpoint, policy
         self.orders: list[do.Effect] = []
@@ -56,7 +59,10 @@ class World:
                 assert deadline is not None, f"{self.state.phase}: it waits for ever"
                 self.at = max(self.at, deadline)
                 due = [on.Tick(at=self.at)]
-            decision = decide(self.state, msgspec.structs.replace(due.pop(0), at=self.at), self.policy)
+            event = due.pop(0)
+            if isinstance(event, on.LaunchEnded):
+                self.at += self.unseen_s
+            decision = decide(self.state, msgspec.structs.replace(event, at=self.at), self.policy)
             self.state = decision.state
             self.orders += decision.effects
             for effect in decision.effects:
@@ -76,12 +82,21 @@ class World:
             case do.ClearNodes():
                 return [on.NodesCleared(at=0, launch=launch, address="a", port=1)]
             case do.StartLaunch():
-                hello = on.RankHello(at=0, launch=launch, rank=0, node="a")
+                hello: on.Event = on.RankHello(at=0, launch=launch, rank=0, node="a")
+                if self.unseen_s:
+                    hello = on.LaunchBegan(at=0, launch=launch)
                 return [hello, on.LaunchEnded(at=0, launch=launch, code=1)]
             case do.JudgeLaunch():
                 return [
                     on.Judged(
-                        at=0, launch=effect.launch, cause=self.cause, rule="r", confidence=0.9, step=self.step, node="b"
+                        at=0,
+                        launch=effect.launch,
+                        cause=self.cause,
+                        rule="r",
+                        confidence=0.9,
+                        step=self.step,
+                        node="b",
+                        location=self.places[effect.launch % len(self.places)],
                     )
                 ]
             case do.AskSlurm():
@@ -106,6 +121,29 @@ def test_whatever_fails_for_ever_ends_and_calls_a_person_once(cause: Cause, step
     assert world.code in (ExitCode.CAUSE_STAYS, ExitCode.TRAINING_FAILED, ExitCode.NODES_LOST)
     assert world.count(do.CallPerson) == 1
     assert world.count(do.StartLaunch) <= POLICY.node_losses_max + 2
+
+
+@pytest.mark.parametrize("checkpoint", [None, 800])
+@pytest.mark.parametrize("cause", [Cause.EXCEPTION, Cause.UNKNOWN, Cause.GPU_MEMORY, Cause.SEGFAULT])
+def test_the_same_failure_after_an_hour_unseen_ends_the_run_at_the_third_launch(cause: Cause, checkpoint: int | None):
+    """A script without the trainer library, whose launches run for more than an hour: nothing is ever verified."""
+    world = World(cause, step=None, checkpoint=checkpoint)
+    world.unseen_s = POLICY.unseen_progress_s + 60.0
+
+    world.play()
+
+    assert (world.code, world.count(do.StartLaunch)) == (ExitCode.TRAINING_FAILED, POLICY.failures_max)
+    assert world.count(do.CallPerson) == 1
+
+
+def test_other_failures_after_an_hour_unseen_are_no_lack_of_progress():
+    """Two ways to fail, in turn: each ends the run at its own third time."""
+    world = World(Cause.EXCEPTION, step=None, checkpoint=None)
+    world.unseen_s, world.places = POLICY.unseen_progress_s + 60.0, ("a.py:1", "b.py:2")
+
+    world.play()
+
+    assert (world.code, world.count(do.StartLaunch)) == (ExitCode.TRAINING_FAILED, 2 * POLICY.failures_max - 1)
 
 
 @pytest.mark.parametrize("cause", ROWS)

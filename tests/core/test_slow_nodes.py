@@ -12,6 +12,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core import usual
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
 from stepkeeper.core.stragglers import Slow, Stragglers, Verdict, heard, launched
 from stepkeeper.core.usual import LaunchPace, Usual
@@ -109,7 +110,7 @@ def train(state: State, seconds: float) -> tuple[State, list[do.TellSlowLaunch],
         decision = decide(state, event, POLICY)
         state = decision.state
         told += [effect for effect in decision.effects if isinstance(effect, do.TellSlowLaunch)]
-        words += [decision.why] if decision.why else []
+        words += [text(decision.why)] if decision.why else []
     return state, told, words
 
 
@@ -137,7 +138,7 @@ def test_a_slow_launch_is_told_with_the_node_that_may_be_why(
     state, (told,), (why,) = train(state, 1.4)
 
     assert told.nodes == suspects
-    assert why == told.why
+    assert why == text(told.reasons)
     assert why == f"this launch steps slower than those before it: 1.4 s a step, and 1 s in 1 of them; {said}"
     assert state.usual.paces[-1] == LaunchPace(nodes=2, seconds=1.4)
 
@@ -194,19 +195,21 @@ def test_a_slow_data_loader_is_told_by_its_rank_and_its_node_is_not_replaced() -
     state, (told,) = slow_windows(own=1.0, loads=0.55, policy=policy)
 
     assert (told.node, told.rank, told.loading) == ("b", 3, True)
-    assert told.why == (
-        "the data loader of rank 3 on b is slow, and not the node: it takes 0.55 s for a step, and 0.1 s elsewhere; "
+    assert text(told.reasons) == (
+        "the data loader of rank 3 on b is slow, not the node: it takes 0.55 s for a step, and 0.1 s elsewhere; "
         "the node is not replaced for it"
     )
     assert state.to_replace == ""
-    assert slow_windows(own=1.0, loads=0.55)[1][0].why.endswith(" elsewhere")
+    assert slow_windows(own=1.0, loads=0.55)[1][0].reasons == told.reasons[:1]
 
 
 def test_a_node_that_computes_slowly_is_replaced_and_its_slowest_rank_named() -> None:
     state, (told,) = slow_windows(own=1.0, loads=0.2, policy=Policy(slow_node="replace"))
 
     assert (told.rank, told.loading) == (3, False)
-    assert told.why.startswith("b is slow: rank 3 works 2.00 times as long for a step as the others; a spare takes")
+    assert text(told.reasons).startswith(
+        "b is slow: rank 3 works 2.00 times as long for a step as the others; a spare takes"
+    )
     assert state.to_replace == "b"
 
 
@@ -214,4 +217,4 @@ def test_watchers_of_a_version_that_names_no_rank_are_understood() -> None:
     _, (told,) = slow_windows(own=1.0, loads=0.9, rank=None)
 
     assert (told.rank, told.loading) == (None, False)
-    assert told.why == "b is slow: its ranks work 2.00 times as long for a step as the others"
+    assert text(told.reasons) == "b is slow: its ranks work 2.00 times as long for a step as the others"

@@ -18,6 +18,7 @@ from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, seal
 from tests import dcp_files
+from tests.reasons import in_words
 
 CHUNK = 64
 START = 1_790_000_000.0
@@ -128,14 +129,14 @@ def story(run: RunDirectory) -> list[Record]:
             on.SignalReceived(at=START + 5, signal="TERM"),
             attempt=0,
             why="got SIGTERM",
-            effects=(do.AskSlurm(why="got SIGTERM"),),
+            effects=(do.AskSlurm(reasons=in_words("got SIGTERM")),),
         ),
         record(
             on.RequeueAnswered(at=START + 9, ok=True),
             phase=Phase.DONE,
             attempt=0,
             why="preempted",
-            effects=(do.Exit(code=10, reason="preempted"),),
+            effects=(do.Exit(code=10, reasons=in_words("preempted")),),
         ),
         record(
             on.CheckpointChosen(

@@ -10,6 +10,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
 from stepkeeper.seeing.rows import Rows
 from stepkeeper.store.journal import VERSION, Record
+from tests.reasons import in_words
 
 START = 1_790_000_000.0
 DAY_S = 86_400.0
@@ -66,7 +67,7 @@ class Big:
             yield self.record(ended, Phase.STARTING, "relaunch: XID 79", (do.ChooseCheckpoint(),))
             at = end + 2
             if index % 20 == 19:
-                over = do.Exit(code=10, reason="requeued")
+                over = do.Exit(code=10, reasons=in_words("requeued"))
                 yield self.record(on.RequeueAnswered(at=at, ok=True), Phase.DONE, "requeued", (over,))
                 at += 900
 

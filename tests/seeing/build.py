@@ -9,6 +9,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
 from stepkeeper.seeing import history, timeline
 from stepkeeper.seeing.rows import Key, Rows
@@ -49,7 +50,8 @@ class Journal:
                     launch=state.launch,
                     phase=state.phase,
                     event=event,
-                    why=decision.why,
+                    why=text(decision.why),
+                    reasons=decision.why,
                     effects=decision.effects,
                     failures=state.failures,
                     node_losses=state.node_losses,

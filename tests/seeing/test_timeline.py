@@ -12,6 +12,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reason_text import text
 from stepkeeper.seeing import history, timeline
 from stepkeeper.seeing import rows as row_files
 from stepkeeper.seeing.model import SECOND, Ending, Use
@@ -385,7 +386,8 @@ def runs(draw: st.DrawFn) -> tuple[list[Record], dict[tuple[int, int], Rows]]:
             records.append(
                 Record(
                     v=VERSION, job_id=7, restart_count=attempt, attempt=attempt, launch=state.launch,
-                    phase=state.phase, event=event, why=turn.decision.why, effects=turn.decision.effects,
+                    phase=state.phase, event=event, why=text(turn.decision.why),
+                    reasons=turn.decision.why, effects=turn.decision.effects,
                     node_losses=state.node_losses, nodes=state.nodes,
                 )
             )  # fmt: skip

@@ -19,6 +19,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
 from stepkeeper.store import journal, lines
+from tests.reasons import in_words
 
 WITHIN_S = 60.0
 
@@ -43,7 +44,10 @@ def spool_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
 
 def test_records_read_back_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    first = record(effects=(do.AskSlurm(why="x"), do.Requeue(), do.Exit(code=10, reason="r")), why="because")
+    first = record(
+        effects=(do.AskSlurm(reasons=in_words("x")), do.Requeue(), do.Exit(code=10, reasons=in_words("r"))),
+        why="because",
+    )
     records = [first, *(record(at=float(i)) for i in range(1000))]
 
     write(path, *records)

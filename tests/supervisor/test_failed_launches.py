@@ -23,6 +23,7 @@ from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lineage, steps
 from stepkeeper_trainer.formats.lease import Lease, write
 from tests.reading import build
+from tests.reasons import in_words
 
 WITHIN_S = 90.0
 LEASE = Lease(job_id=7, restart_count=0, attempt=1, node="n1", pid=1, taken_at=0.0)
@@ -83,7 +84,7 @@ def test_the_first_rank_that_failed_and_its_log_tell_why(run: RunDirectory, inbo
 def test_a_rank_that_we_killed_ourselves_is_no_evidence(run: RunDirectory, inbox: Inbox) -> None:
     """Else every end of ours would look like a lack of memory."""
     ours, others = judging.Witness(1, 1), judging.Witness(1, 1)
-    for heard, kill in ((ours, [do.KillRanks(launch=0, why="late")]), (others, [])):
+    for heard, kill in ((ours, [do.KillRanks(launch=0, reasons=in_words("late"))]), (others, [])):
         heard.hear(on.Tick(at=4.0), kill)
         heard.hear(exited(1, 5.0, signal=9), [])
 
@@ -192,7 +193,7 @@ def test_of_a_long_runs_metrics_only_the_end_is_read(tmp_path: Path) -> None:
 
 
 def rolled(run: RunDirectory, inbox: Inbox, below: int, *, suspect: bool = False) -> on.Event | None:
-    effect = do.RollBack(launch=3, below_step=below, why="cause segfault at step 350", suspect=suspect)
+    effect = do.RollBack(launch=3, below_step=below, reasons=in_words("cause segfault at step 350"), suspect=suspect)
     rollback.roll_back(run.checkpoints, effect, LEASE, inbox=inbox)
     return inbox.get(WITHIN_S)
 
@@ -269,7 +270,7 @@ def called(slurm: Slurm, inbox: Inbox, command: str | None, within_s: float = WI
         raise structlog.DropEvent
 
     thread = calling.call_person(
-        do.CallPerson(code=29, reason="ValueError: token=abcdefghijklmnop", cause=Cause.EXCEPTION),
+        do.CallPerson(code=29, reasons=in_words("ValueError: token=abcdefghijklmnop"), cause=Cause.EXCEPTION),
         calling.Call(job="7", run_directory="/r", command=command, within_s=within_s),
         client=slurm,
         environment={"PATH": "/usr/bin:/bin"},

@@ -19,6 +19,7 @@ from stepkeeper.store.recorder import Recorder
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.lease import Lease
 from tests.reading import build
+from tests.reasons import in_words
 
 WITHIN_S = 90.0
 LEASE = Lease(job_id=7, restart_count=0, attempt=1, node="n1", pid=1, taken_at=0.0)
@@ -29,7 +30,7 @@ def rolled(tmp_path: Path, *windows: LeftOut) -> lineage.Lineage:
     run = build.make_run(tmp_path / "run")
     build.make_steps(run)
     inbox = Inbox(Clock())
-    effect = do.RollBack(launch=3, below_step=250, why="cause numerical at step 250", left_out=windows)
+    effect = do.RollBack(launch=3, below_step=250, reasons=in_words("cause numerical at step 250"), left_out=windows)
     rollback.roll_back(run.checkpoints, effect, LEASE, inbox=inbox)
     assert isinstance(inbox.get(WITHIN_S), on.RolledBack)
     told = lineage.read(run.checkpoints)

@@ -13,6 +13,7 @@ from stepkeeper.store import journal
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.rescue import RESCUES_MAX, SILENT_S, rescue
 from stepkeeper_trainer.formats import lease, lineage, records
+from tests.reasons import in_words
 
 FAILED = on.JobFacts(state=on.JobState.COMPLETING, slurm_state="COMPLETING", restarts=0, reason="JobLaunchFailure")
 RUNNING = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, reason="None")
@@ -145,7 +146,8 @@ def test_a_run_that_went_on_elsewhere_is_left_to_its_new_job(assignment, tmp_pat
 def test_an_attempt_that_ended_with_a_word_is_not_revived(assignment, tmp_path):
     record = journal.Record(
         v=journal.VERSION, job_id=7, restart_count=0, attempt=0, launch=0, phase=Phase.DONE,
-        event=on.BusEnded(at=1.0, bus=1, code=0), why="cancelled", effects=(do.Exit(code=11, reason="cancelled"),),
+        event=on.BusEnded(at=1.0, bus=1, code=0), why="cancelled",
+        effects=(do.Exit(code=11, reasons=in_words("cancelled")),),
     )  # fmt: skip
     (tmp_path / "journal.jsonl").write_bytes(msgspec.json.encode(record) + b"\n")
     slurm = Slurm()

@@ -18,6 +18,7 @@ from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.verdict import rules
 from tests.reading import build
 from tests.reading.conftest import Command, command, run
+from tests.reasons import in_words
 from tests.verdict.test_logs import OOM, STACK
 
 __all__ = ["command", "run"]  # fixtures of the reading commands
@@ -133,7 +134,7 @@ def test_a_rank_that_somebody_killed_is_a_guess_to_be_confirmed(command: Command
         run,
         [
             build.record(on.LaunchBegan(at=START + 1, launch=0), attempt=0),
-            build.record(killed, attempt=0, effects=(do.KillRanks(launch=0, why="rank 1 ended"),)),
+            build.record(killed, attempt=0, effects=(do.KillRanks(launch=0, reasons=in_words("rank 1 ended")),)),
             build.record(on.RankExited(at=START + 9.5, launch=0, rank=0, node="n1", signal=9), attempt=0),
             build.record(on.LaunchEnded(at=START + 10, launch=0, code=137), attempt=0, phase=Phase.STARTING),
         ],
@@ -286,7 +287,7 @@ def test_what_the_supervisor_saw_of_a_hang_is_explained(command: Command, run: R
         build.record(
             on.StacksCollected(at=START + 9, launch=0, moved=False, summary="rank 1 is in load"),
             attempt=0,
-            effects=(do.KillRanks(launch=0, why="stands still"),),
+            effects=(do.KillRanks(launch=0, reasons=in_words("stands still")),),
         ),
         build.record(on.RankExited(at=START + 10, launch=0, rank=0, node="n1", signal=9), attempt=0),
         build.record(
@@ -303,7 +304,7 @@ def test_what_the_supervisor_saw_of_a_hang_is_explained(command: Command, run: R
 
 def stopping(event: on.Event, why: str, *answers: do.Effect) -> list[journal.Record]:
     """A launch that saves and leaves because of an event; its ranks do as they are asked."""
-    save = do.RequestSave(stop=True, why=why, deadline_at=START + 900)
+    save = do.RequestSave(stop=True, reasons=in_words(why), deadline_at=START + 900)
     saving = {"phase": Phase.SAVING, "attempt": 0}
     return [
         build.record(on.LaunchBegan(at=START + 1, launch=0), attempt=0),
@@ -317,13 +318,15 @@ def stopping(event: on.Event, why: str, *answers: do.Effect) -> list[journal.Rec
 
 def over(code: int, reason: str) -> journal.Record:
     end = on.BusEnded(at=START + 14, bus=1, code=0)
-    return build.record(end, phase=Phase.DONE, attempt=0, why=reason, effects=(do.Exit(code=code, reason=reason),))
+    return build.record(
+        end, phase=Phase.DONE, attempt=0, why=reason, effects=(do.Exit(code=code, reasons=in_words(reason)),)
+    )
 
 
 def test_a_run_that_somebody_had_stopped_names_him_and_when(command: Command, run: RunDirectory) -> None:
     why = "ada asks to save and end"
     ask = on.Asked(at=START + 9, name="stop-1", kind="stop", by="ada")
-    build.write_journal(run, [*stopping(ask, why, do.AnswerAsk(name="stop-1", said=why)), over(27, why)])
+    build.write_journal(run, [*stopping(ask, why, do.AnswerAsk(name="stop-1", reasons=in_words(why))), over(27, why)])
 
     said = command("explain", run.path).out
     document = explained(command, run.path)
@@ -339,7 +342,7 @@ def test_a_run_that_somebody_had_stopped_names_him_and_when(command: Command, ru
 
 def test_an_ask_that_was_refused_is_no_reason(command: Command, run: RunDirectory) -> None:
     ask = on.Asked(at=START + 5, name="stop-1", kind="stop", by="ada")
-    refused = do.AnswerAsk(name="stop-1", said="refused: no rank", ok=False)
+    refused = do.AnswerAsk(name="stop-1", reasons=in_words("refused: no rank"), ok=False)
     build.write_journal(run, [build.record(ask, phase=Phase.SAVING, attempt=0, why="refused", effects=(refused,))])
     failing(run)
     build.write_log(run, "n2", labelled(1, STACK))
@@ -355,7 +358,7 @@ def test_a_rank_that_fails_in_the_save_that_somebody_asked_for_is_the_cause(
 ) -> None:
     why = "ada asks to save and end"
     ask = on.Asked(at=START + 5, name="stop-1", kind="stop", by="ada")
-    build.write_journal(run, stopping(ask, why, do.AnswerAsk(name="stop-1", said=why))[:2])
+    build.write_journal(run, stopping(ask, why, do.AnswerAsk(name="stop-1", reasons=in_words(why)))[:2])
     failing(run)
     build.write_log(run, "n2", labelled(1, STACK))
 

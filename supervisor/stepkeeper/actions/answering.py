@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stepkeeper.core import effects as do
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.core.reason_text import text
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import asks
 
 
@@ -14,10 +15,10 @@ def answer(run_directory: Path, effect: do.AnswerAsk, *, inbox: Inbox, on_error:
     """Write the answer beside the ask."""
 
     def work() -> None:
-        answered = asks.Answer(said=effect.said, ok=effect.ok, at=inbox.clock.now())
+        answered = asks.Answer(said=text(effect.reasons), ok=effect.ok, at=inbox.clock.now())
         try:
             asks.answer(run_directory, effect.name, answered)
         except OSError as error:
             on_error(error)  # the asker waits in vain, and says so
 
-    inbox.run_thread("answer", work)
+    inbox.run(Part.ANSWER, work)

@@ -16,9 +16,10 @@ import structlog
 
 from stepkeeper.core import effects as do
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.reason_text import text
 from stepkeeper.redaction import redact
 from stepkeeper.slurm.client import SlurmClient, SlurmError
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 
 OUTPUT_BYTES_MAX = 2000  # of the command's, in the log
 
@@ -53,13 +54,13 @@ def call_person(
         if command is not None:
             _wait(*command, until=began + call.within_s, log=log)
 
-    return inbox.run_thread("call-person", work)
+    return inbox.run(Part.NOTIFY, work)
 
 
 def comment(effect: do.CallPerson) -> str:
     """Return the job's comment: a code only, for everybody can read it.
 
-    >>> comment(do.CallPerson(code=20, reason="ValueError: secret"))
+    >>> comment(do.CallPerson(code=20))
     'stepkeeper:20:TRAINING_FAILED'
     """
     cause = f":{effect.cause.value}" if effect.cause is not None else ""
@@ -71,7 +72,7 @@ def _start(
     effect: do.CallPerson, call: Call, environment: Mapping[str, str], log: structlog.typing.FilteringBoundLogger
 ) -> tuple[subprocess.Popen[bytes], tempfile.SpooledTemporaryFile[bytes]] | None:
     told = {
-        "STEPKEEPER_REASON": redact(effect.reason),
+        "STEPKEEPER_REASON": redact(text(effect.reasons)),
         "STEPKEEPER_EXIT_CODE": str(effect.code),
         "STEPKEEPER_CAUSE": effect.cause.value if effect.cause is not None else "",
         "STEPKEEPER_RUN_DIR": call.run_directory,

@@ -12,7 +12,7 @@ from pathlib import Path
 from stepkeeper.actions.crew import Crew, Read, Wanted
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper_trainer.formats import cache as caching
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.cache import Cache
@@ -137,7 +137,7 @@ def choose(checkpoints: Path, *, crew: Crew, inbox: Inbox, after: threading.Thre
             )
         )
 
-    inbox.run_thread("choose-checkpoint", work)
+    inbox.run(Part.CHOOSE_CHECKPOINT, work, answer=lambda error: on.ChoiceFailed(at=inbox.clock.now(), error=error))
 
 
 def verify_back(
@@ -183,7 +183,11 @@ def verify_back(
             )
         )
 
-    inbox.run_thread("verify-checkpoint", work)
+    inbox.run(
+        Part.VERIFY_CHECKPOINT,
+        work,
+        answer=lambda error: on.CheckpointVerified(at=inbox.clock.now(), directory=name, ok=False, problem=error),
+    )
 
 
 def _let_settle(directory: Path, should_stop: Callable[[], bool]) -> None:

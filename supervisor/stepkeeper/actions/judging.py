@@ -10,7 +10,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.redaction import redact
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import metrics
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.verdict import gathering, reading
@@ -114,4 +114,15 @@ def judge(run: RunDirectory, launch: gathering.Launch, *, within_s: float, inbox
             )
         )
 
-    inbox.run_thread("judge-launch", work)
+    inbox.run(
+        Part.DIAGNOSIS,
+        work,
+        answer=lambda error: on.Judged(
+            at=inbox.clock.now(),
+            launch=launch.launch,
+            cause=Cause.UNKNOWN,
+            rule="diagnosis-failed",
+            confidence=0.0,
+            text=redact(error),
+        ),
+    )

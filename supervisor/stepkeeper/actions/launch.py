@@ -22,7 +22,7 @@ from stepkeeper.redaction import redact
 from stepkeeper.slurm import argv as lines
 from stepkeeper.slurm import chatter, cmd, shepherd
 from stepkeeper.slurm.environment import scrub_geometry
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import logs
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import records
@@ -212,7 +212,7 @@ class Launch:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
         self._killed = False
-        inbox.run_thread(f"launch-{meeting.launch}", lambda: self._run(dict(environment)))
+        inbox.run(Part.LAUNCH, lambda: self._run(dict(environment)), name=f"launch-{meeting.launch}")
 
     def kill(self) -> None:
         """See to it that the step ends, also where a watcher that should kill its ranks is gone.
@@ -222,7 +222,7 @@ class Launch:
         """
         if not self._killed:
             self._killed = True
-            self._inbox.run_thread(f"kill-{self._meeting.launch}", self._kill)
+            self._inbox.run(Part.KILL, self._kill, name=f"kill-{self._meeting.launch}")
 
     def _kill(self) -> None:
         for patience_s, number in (
@@ -255,7 +255,7 @@ class Launch:
             self._inbox.put(on.LaunchRefused(at=self._inbox.clock.now(), launch=launch, error=why))
             return
         srun = self._process.pid
-        self._inbox.run_thread(f"launch-{launch}-shepherd", lambda: shepherd.dismiss(srun))
+        self._inbox.run(Part.SHEPHERD, lambda: shepherd.dismiss(srun), name=f"launch-{launch}-shepherd")
         error = self._listen(self._process)
         code = self._process.wait()
         self._ended.set()

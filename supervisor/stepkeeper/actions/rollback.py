@@ -6,7 +6,8 @@ from pathlib import Path
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.core.reason_text import text
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import tenure
 from stepkeeper_trainer.formats import lineage, steps
 from stepkeeper_trainer.formats.lease import Lease, LeaseError
@@ -36,7 +37,11 @@ def roll_back(checkpoints: Path, effect: do.RollBack, ours: Lease, *, inbox: Inb
             on.RolledBack(at=inbox.clock.now(), launch=effect.launch, directory=str(chosen.path), step=chosen.step)
         )
 
-    inbox.run_thread("roll-back", work)
+    inbox.run(
+        Part.ROLL_BACK,
+        work,
+        answer=lambda error: on.RolledBack(at=inbox.clock.now(), launch=effect.launch, error=error),
+    )
 
 
 def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) -> steps.StepDirectory:
@@ -49,7 +54,7 @@ def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) 
     chosen = steps.newest_verified(checkpoints, below_step=effect.below_step).chosen
     if chosen is None or chosen.manifest is None:
         raise LookupError(f"no verified step directory is older than step {effect.below_step}")
-    why = effect.why[:WHY_CHARACTERS_MAX]
+    why = text(effect.reasons)[:WHY_CHARACTERS_MAX]
     left_out = tuple(lineage.LeftOut(step=each.step, steps=each.steps) for each in effect.left_out)
     if effect.suspect:
         counted = steps.current_lineage(steps.list_steps(checkpoints), lineage.read(checkpoints))

@@ -8,7 +8,7 @@ from stepkeeper import requeueing
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.slurm.client import SlurmClient, SlurmError
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import tenure
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.lease import Lease, LeaseError
@@ -24,7 +24,7 @@ def ask(client: SlurmClient, job: str, *, inbox: Inbox) -> None:
             facts, error = None, str(failure)
         inbox.put(on.SlurmAnswered(at=inbox.clock.now(), job=facts, error=error))
 
-    inbox.run_thread("ask-slurm", work)
+    inbox.run(Part.ASK_SLURM, work, answer=lambda error: on.SlurmAnswered(at=inbox.clock.now(), job=None, error=error))
 
 
 def release(client: SlurmClient, job: str, keep: tuple[str, ...], *, inbox: Inbox) -> None:
@@ -38,7 +38,9 @@ def release(client: SlurmClient, job: str, keep: tuple[str, ...], *, inbox: Inbo
         else:
             inbox.put(on.NodesReleased(at=inbox.clock.now(), ok=True))
 
-    inbox.run_thread("release-nodes", work)
+    inbox.run(
+        Part.RELEASE_NODES, work, answer=lambda error: on.NodesReleased(at=inbox.clock.now(), ok=False, error=error)
+    )
 
 
 def ask_idle(client: SlurmClient, job: str, effect: do.AskIdleNodes, *, inbox: Inbox) -> None:
@@ -51,7 +53,7 @@ def ask_idle(client: SlurmClient, job: str, effect: do.AskIdleNodes, *, inbox: I
             nodes, error = (), str(failure)
         inbox.put(on.IdleNodes(at=inbox.clock.now(), nodes=nodes, error=error))
 
-    inbox.run_thread("ask-idle-nodes", work)
+    inbox.run(Part.ASK_IDLE_NODES, work, answer=lambda error: on.IdleNodes(at=inbox.clock.now(), error=error))
 
 
 def requeue(client: SlurmClient, assignment: Assignment, ours: Lease, effect: do.Requeue, *, inbox: Inbox) -> None:
@@ -84,4 +86,4 @@ def requeue(client: SlurmClient, assignment: Assignment, ours: Lease, effect: do
             error = "; ".join(filter(None, (still, outcome)))
             inbox.put(on.RequeueAnswered(at=inbox.clock.now(), ok=True, error=error, job_id=job_id))
 
-    inbox.run_thread("requeue", work)
+    inbox.run(Part.REQUEUE, work, answer=lambda error: on.RequeueAnswered(at=inbox.clock.now(), ok=False, error=error))

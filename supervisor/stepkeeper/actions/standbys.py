@@ -27,7 +27,7 @@ from stepkeeper.redaction import redact
 from stepkeeper.slurm import shepherd
 from stepkeeper.slurm import standby as lines
 from stepkeeper.slurm.argv import standby_argv
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store.rundir import RunDirectory
 
 LEAVE_WITHIN_S = 3.0
@@ -173,7 +173,7 @@ class _Step:
         meeting = Meeting(launch=launch, nodes=nodes, address="", port=0, resume_from=None)
         variables = launch_environment(job, meeting, environment) | {VARIABLE: self.address}
         variables.pop("SLURMD_NODENAME", None)  # each task has its own; by the batch host's, watchers would end srun
-        inbox.run_thread("standby", lambda: self._run(argv, variables))
+        inbox.run(Part.STANDBYS, lambda: self._run(argv, variables), name="standby")
 
     @property
     def runs(self) -> bool:
@@ -198,7 +198,7 @@ class _Step:
             self._closed = True
             self.leave()
             self._output.put(None)
-            self._inbox.run_thread("standby-end", self._end)
+            self._inbox.run(Part.STANDBYS, self._end, name="standby-end")
 
     def _end(self) -> None:
         for patience_s, number in ((LEAVE_WITHIN_S, signal.SIGTERM), (KILL_BY_SLURM_WITHIN_S, signal.SIGKILL)):
@@ -224,9 +224,9 @@ class _Step:
             self._log.warning("standby_ended", why=f"srun: {failure.strerror}")
             return
         # the ranks among them outlive us, to be saved
-        self._inbox.run_thread("standby-shepherd", lambda: shepherd.dismiss(process.pid))
-        self._inbox.run_thread("standby-write", lambda: self._write(process))
-        errors = self._inbox.run_thread("standby-error", lambda: self._read_errors(process))
+        self._inbox.run(Part.SHEPHERD, lambda: shepherd.dismiss(process.pid), name="standby-shepherd")
+        self._inbox.run(Part.STANDBYS, lambda: self._write(process), name="standby-write")
+        errors = self._inbox.run(Part.STANDBYS, lambda: self._read_errors(process), name="standby-error")
         assert process.stdout is not None, "Popen was given a pipe"
         for line in process.stdout:
             self._hear(line)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper_trainer.store import space
 
 QUICK_BYTES = 4 * 1024 * 1024
@@ -34,4 +34,8 @@ def test(directory: Path, effect: do.TestStorage, *, within_s: float, inbox: Inb
             )
         )
 
-    return inbox.run_thread("test-storage", work)
+    return inbox.run(
+        Part.TEST_STORAGE,
+        work,
+        answer=lambda error: on.StorageTested(at=inbox.clock.now(), ok=False, problem=error, thorough=effect.thorough),
+    )

@@ -11,6 +11,7 @@ import msgspec
 
 from stepkeeper import printing
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.reason_text import text
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import instant
 from stepkeeper.store import find, journal
@@ -85,6 +86,8 @@ def _show(line: Line) -> None:
         printing.say(f"{margin}why: {record.why}")
     for effect in record.effects:
         ordered = msgspec.to_builtins(effect)
+        if reasons := getattr(effect, "reasons", ()):
+            ordered["reasons"] = text(reasons)
         words = [f"{key}={_word(value)}" for key, value in ordered.items() if key != "effect" and value is not None]
         printing.say(f"{margin}-> {ordered['effect']} {' '.join(words)}".rstrip())
 

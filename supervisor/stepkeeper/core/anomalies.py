@@ -7,10 +7,11 @@ import math
 import msgspec
 
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause, Finding
+from stepkeeper.core.causes import Cause
 from stepkeeper.core.losses import NOT_FINITE, heard
 from stepkeeper.core.phases import Decision, kill
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Finding
 from stepkeeper.core.state import Next, Phase, Plan, State
 
 OFF, TELL, ROLLBACK = WATCH = ("off", "tell", "rollback")
@@ -28,8 +29,8 @@ def watch_loss(state: State, event: on.Progressed, policy: Policy) -> Decision:
     if anomaly is None or wanted == OFF:
         return Decision(state)
     if wanted == TELL or state.phase is not Phase.TRAINING:
-        return Decision(state, (), anomaly.text)
-    found = Finding(cause=Cause.NUMERICAL, rule=anomaly.rule, text=anomaly.text, step=anomaly.step)
-    plan = Plan(next=Next.RELAUNCH, why=anomaly.text)
-    state = replace(state, phase=Phase.STOPPING, plan=plan, first_failure=anomaly.text, found=found)
-    return kill(state, event.at, policy, anomaly.text)
+        return Decision(state, (), (anomaly,))
+    found = Finding(cause=Cause.NUMERICAL, rule=anomaly.rule, reasons=(anomaly,), step=anomaly.step)
+    plan = Plan(next=Next.RELAUNCH, why=(anomaly,))
+    state = replace(state, phase=Phase.STOPPING, plan=plan, first_failure=(anomaly,), found=found)
+    return kill(state, event.at, policy, (anomaly,))

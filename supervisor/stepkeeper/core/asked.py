@@ -10,6 +10,7 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.phases import Decision, can_save, close, closed, save, stop, take
 from stepkeeper.core.policy import Policy
@@ -25,32 +26,29 @@ def on_asked(state: State, event: on.Asked, policy: Policy) -> Decision:
     decision = _save(state, event) if event.kind == "save" else _stop(state, event, policy)
     if decision is None:
         return Decision(state)
-    answer, ok = decision.why, not decision.why.startswith(REFUSED)
+    ok = not any(isinstance(reason, because.SaveRefused) for reason in decision.why)
     told = replace(decision.state, answered=(*decision.state.answered, event.name)[-ANSWERED_MAX:])
-    effects = (do.AnswerAsk(name=event.name, said=answer, ok=ok), *decision.effects)
+    effects = (do.AnswerAsk(name=event.name, reasons=decision.why, ok=ok), *decision.effects)
     return Decision(told, effects, decision.why)
 
 
-REFUSED = "refused"
 ANSWERED_MAX = 16
 
 
 def _save(state: State, event: on.Asked) -> Decision | None:
     """Ask the ranks; without any that could, it is refused at once: the asker waits for an answer."""
-    why = f"{event.by} asks for a checkpoint"
+    why = (because.SaveAsked(by=event.by),)
     if state.phase is Phase.SAVING or (state.phase is Phase.TRAINING and state.saving is not None):
         return None  # one is under way; the next one can be asked for then
     if state.phase is not Phase.TRAINING:
-        return Decision(state, (), f"{REFUSED}: no rank trains (the run is {state.phase.value})")
+        return Decision(state, (), (because.SaveRefused(phase=state.phase.value),))
     if not state.heard:
-        return Decision(
-            state, (), f"{REFUSED}: no rank has the trainer library (or none has spoken yet): none can save"
-        )
-    return Decision(state, (do.RequestSave(stop=False, why=why),), why)
+        return Decision(state, (), (because.SaveRefused(),))
+    return Decision(state, (do.RequestSave(stop=False, reasons=why),), why)
 
 
 def _stop(state: State, event: on.Asked, policy: Policy) -> Decision | None:
-    why = f"{event.by} asks to save and end"
+    why = (because.StopAsked(by=event.by),)
     plan = Plan(next=Next.END, why=why, code=ExitCode.STOPPED)
     match state.phase:
         case Phase.TRAINING if can_save(state):

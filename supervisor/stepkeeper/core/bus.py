@@ -6,10 +6,12 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.growing import dismiss, give_up
 from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, closed, release, stop
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import NO_SIGNAL, Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
@@ -20,9 +22,9 @@ def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Deci
     if event.bus != state.bus or not state.bus_open or state.phase in (Phase.CLOSING, Phase.REQUEUEING):
         return Decision(state)
     if event.node not in state.nodes:  # it was left: Slurm ends what runs there
-        return give_up(state, event.node, f"the watcher of {event.node} is gone: {event.why}")
+        return give_up(state, event.node, (because.WatcherGone(node=event.node, text=event.why),))
     state = replace(state, silent=state.silent | {event.node})
-    return restart_bus(state, event.at, f"the watcher of {event.node} is gone: {event.why}", policy)
+    return restart_bus(state, event.at, (because.WatcherGone(node=event.node, text=event.why),), policy)
 
 
 def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
@@ -32,15 +34,15 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
     if state.phase in (Phase.CLOSING, Phase.REQUEUEING):
         state = replace(state, bus_open=False, ready=frozenset())
         if state.phase is Phase.CLOSING:
-            return closed(state, event.at, policy, "the watchers left")
-        return Decision(state, (), "the watchers left")
-    why = f"the watchers' Slurm step ended with {event.code} {event.error}".rstrip()
+            return closed(state, event.at, policy, (because.WatchersLeft(),))
+        return Decision(state, (), (because.WatchersLeft(),))
+    why = (because.BusEnded(code=event.code, error=event.error),)
     state = replace(state, bus_open=False, bus_error=event.error)
     return restart_bus(state, event.at, why, policy)
 
 
 def restart_bus(
-    state: State, at: float, why: str, policy: Policy, *, without: frozenset[str] = frozenset()
+    state: State, at: float, why: Why, policy: Policy, *, without: frozenset[str] = frozenset()
 ) -> Decision:
     """Start a new bus beside the training; a node that does not come back is lost."""
     # beside training, a bus on which nobody answered is in no budget: its deadline asks Slurm first
@@ -48,13 +50,13 @@ def restart_bus(
     restarts = state.bus_restarts + (not unheard)
     tries = state.bus_tries + unheard
     if restarts > policy.bus_restarts_max:
-        why = f"{why}; {restarts - 1} restarts of the bus"
+        why = (*why, because.BusRestarts(restarts=restarts - 1))
         if state.plan is not None:  # we leave already: a save may still come to its end
             return _without_bus(state, why)
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.START_FAILED), policy)
     nodes = tuple(node for node in state.nodes if node not in without)
     if not nodes:
-        return _without_bus(state, f"{why}; no node is left that could be watched")
+        return _without_bus(state, (*why, because.NothingToWatch()))
     deadline = state.deadline_at
     if state.phase in (Phase.STARTING, Phase.TRAINING):
         back = at + policy.watcher_back_within_s
@@ -83,7 +85,7 @@ def restart_bus(
     return Decision(state, (*given_back, do.StartBus(bus=state.bus, nodes=nodes, after_s=after_s)), why)
 
 
-def _without_bus(state: State, why: str) -> Decision:
+def _without_bus(state: State, why: Why) -> Decision:
     return Decision(replace(state, bus_open=False, ready=frozenset()), (), why)
 
 
@@ -91,25 +93,21 @@ def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:
     """Beside training, no watcher at all came back in time: are the nodes lost, or is only Slurm away?"""
     if state.doubt is Doubt.ASKED and state.asking and state.signal == NO_SIGNAL:
         state = replace(state, asking=False, again=False, signal="")
-        return try_bus_again(state, at, f"no answer in {policy.ask_within_s:g} s", policy, answered=False)
+        return try_bus_again(state, at, policy, answered=False, error=f"no answer in {policy.ask_within_s:g} s")
     state = replace(state, doubt=Doubt.ASKED, deadline_at=at + policy.ask_within_s)
-    why = "no watcher answers on any node"
-    if state.asking:
-        return Decision(state, (), f"{why}: wait for what Slurm says")
-    return ask_unprompted(state, f"{why}: is Slurm there?")
+    why = (because.NoWatcher(),)
+    return Decision(state, (), why) if state.asking else ask_unprompted(state, why)
 
 
-def try_bus_again(state: State, at: float, said: str, policy: Policy, *, answered: bool) -> Decision:
+def try_bus_again(
+    state: State, at: float, policy: Policy, *, answered: bool, slurm_state: str = "", error: str = ""
+) -> Decision:
     """Training goes on; without Slurm for as long as it takes, with it for one more time."""
-    if answered:
-        why = f"Slurm answers ({said}): the watchers are tried once more"
-    else:
-        why = f"Slurm does not answer either ({said}): training goes on, the watchers are tried again"
     deadline = at + policy.watcher_back_within_s
     state = replace(state, doubt=Doubt.LAST if answered else Doubt.AWAY, deadline_at=deadline)
     if answered:
         state = replace(state, bus_tries=0)  # the time is short: almost at once
     suspects = state.silent if answered and state.silent < set(state.nodes) else frozenset[str]()
-    if suspects:
-        why += f", without {', '.join(sorted(suspects))}"
-    return restart_bus(state, at, why, policy, without=suspects)
+    without = tuple(sorted(suspects))
+    why = because.BusTriedAgain(answered=answered, slurm_state=slurm_state, error=error, without=without)
+    return restart_bus(state, at, (why,), policy, without=suspects)

@@ -32,15 +32,16 @@ class Cause(StrEnum):
     UNKNOWN = "unknown"
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the rules themselves saw of a launch, as evidence beside logs and exits: a hang, a loss that went wrong."""
+class Notice(StrEnum):
+    """Why Slurm told us."""
 
-    cause: Cause
-    rule: str
-    text: str
-    node: str = ""
-    rank: int | None = None
-    step: int | None = None  # where it began
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time_limit"
+    REQUEUED = "requeued"
+    CANCELLED = "cancelled"
+    ASKED_TO_SAVE = "asked_to_save"
+    NOT_FOR_US = "not_for_us"
+    UNKNOWN = "unknown"  # Slurm could not be asked
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +52,11 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How often a launch failed in the same way since training last got past the place."""
+    """How often a launch failed in the same way since a verified step last lay beyond the place."""
 
     cause: Cause
     place: str  # an exception and its line, a node, or the rule
-    count: int = 1
+    count: int = 1  # the place in the cause's row; 0 again after a launch that may have progressed unseen
     step: int | None = None  # at which it failed last
+    repeats: int = 0  # in all, whatever launches may have done unseen; 0: of a version that did not count
     stepped_back: bool = False  # one checkpoint, because it failed at the same step twice

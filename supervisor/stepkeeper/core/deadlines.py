@@ -8,9 +8,10 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.bus import on_no_watcher
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.faults import lose_nodes, lost_in_words
+from stepkeeper.core.faults import are_lost, lose_nodes
 from stepkeeper.core.growing import on_due
 from stepkeeper.core.limit import on_limit_near
 from stepkeeper.core.notices import retry_requeue
@@ -33,10 +34,6 @@ from stepkeeper.core.state import Blame, Doubt, Next, Phase, Plan, State
 from stepkeeper.core.storage import on_storage_late
 
 replace = msgspec.structs.replace
-NOT_ANNOUNCED = (
-    "no rank has the trainer library: a notice reaches this script as the stop signal, its steps and checkpoints are "
-    "not known, and it must resume by itself; see `Adopting the trainer library` in the README"
-)
 
 
 def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
@@ -49,8 +46,7 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
         case Phase.STARTING | Phase.TRAINING:
             return _on_start_or_bus_late(state, event.at, policy)
         case Phase.SAVING:
-            late = "the deadline of the save has passed"
-            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, late)
+            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, (because.SaveLate(),))
         case Phase.STOPPING:
             return _on_ranks_late(state, event.at, policy)
         case Phase.CLOSING:
@@ -61,7 +57,7 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
                 late = f"Slurm did not answer in {within_s:g} s"
                 return retry_requeue(state, event.at, late, ExitCode.UNDECIDED, policy)
             state = replace(state, deadline_at=event.at + policy.ask_within_s)
-            return ask(state, "try the requeue again")
+            return ask(state, (because.RequeueAsked(),))
         case _:
             assert_never(state.phase)
 
@@ -79,7 +75,7 @@ def _on_closing_late(state: State, at: float, policy: Policy) -> Decision:
         state = replace(state, verifying=None, deadline_at=at + policy.hurry_within_s)
     else:
         state = replace(state, bus_open=False)
-    return closed(state, at, policy, "the watchers or the verification took too long")
+    return closed(state, at, policy, (because.ClosingLate(),))
 
 
 def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
@@ -90,10 +86,10 @@ def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
     if not state.running and plan.next is Next.END:
         return close(state, at, plan, policy)
     if not state.running:
-        return relaunch(state, at, f"{plan.why}; Slurm did not say why in time", policy)
+        return relaunch(state, at, (*plan.why, because.SlurmLate(within_s=policy.ask_within_s)), policy)
     if not state.killed:
-        return kill(state, at, policy, "the ranks did not leave in time")
-    why = f"{plan.why}; the training step did not end in time after SIGKILL"
+        return kill(state, at, policy, (because.RanksLate(),))
+    why = (*plan.why, because.StepSurvivesKill())
     if plan.next is Next.RELAUNCH:  # nothing can be started beside ranks that do not die
         plan = Plan(next=Next.REQUEUE, why=why)
     return close(replace(state, running=False), at, plan, policy)
@@ -103,19 +99,19 @@ def _on_slurm_still_away(state: State, at: float, plan: Plan, policy: Policy) ->
     """Ask whether a launch could begin now; in the end try it, on the training's account."""
     assert state.slurm_away_since is not None, "the caller looks"
     if state.asking:
-        return wait_for_slurm(state, at, f"Slurm did not answer in {policy.ask_within_s:g} s", policy)
+        return wait_for_slurm(state, at, (because.SlurmLate(within_s=policy.ask_within_s),), policy)
     if at - state.slurm_away_since < policy.slurm_away_for_s:
         state = replace(state, deadline_at=at + policy.ask_within_s)
-        return ask_unprompted(state, "is Slurm there again?")
+        return ask_unprompted(state, (because.SlurmAsked(),))
     state = replace(state, plan=replace(plan, blame=Blame.TRAINING))
-    return relaunch(state, at, f"{plan.why}; Slurm has been away for {policy.slurm_away_for_s:g} s", policy)
+    return relaunch(state, at, (*plan.why, because.SlurmAway(for_s=policy.slurm_away_for_s)), policy)
 
 
 def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
     """Not every task has started, or no rank has the trainer library."""
     if state.begun or not state.wrapped or state.bus_restarted_in_launch:  # an older bus may have heard of it
-        return look_at_start(replace(state, deadline_at=None), at, policy, NOT_ANNOUNCED)
-    why = f"the launch did not begin in {policy.begin_within_s:g} s: not every task of the training step started"
+        return look_at_start(replace(state, deadline_at=None), at, policy, (because.NoLibrary(),))
+    why = (because.LaunchNeverBegan(within_s=policy.begin_within_s),)
     state = replace(state, phase=Phase.STOPPING, first_failure=why, plan=Plan(next=Next.RELAUNCH, why=why))
     return kill(state, at, policy, why)
 
@@ -129,19 +125,19 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
     if not missing and state.chosen and state.failure is not None:
         return on_judge_late(state, at, policy)
     if not missing and state.wait_until is not None:
-        return go_on_starting(state, at, policy, "the wait is over")
+        return go_on_starting(state, at, policy, (because.WaitOver(),))
     if not missing and state.unfit_since is not None and not state.clearing:
-        return go_on_starting(state, at, policy, "look again whether the nodes are fit")
+        return go_on_starting(state, at, policy, (because.CheckAgain(),))
     if not missing and state.clearing and not state.asked_uncleared:
         state = replace(state, asked_uncleared=True, deadline_at=at + policy.ask_within_s)
-        return Decision(state, (do.AskUncleared(launch=state.launch),), "clearing the nodes took too long")
+        return Decision(state, (do.AskUncleared(launch=state.launch),), (because.ClearingLate(),))
     if not missing and state.clearing:
-        return stop(state, at, Plan(next=Next.REQUEUE, why="clearing the nodes took too long"), policy)
+        return stop(state, at, Plan(next=Next.REQUEUE, why=(because.ClearingLate(),)), policy)
     if not missing:
-        plan = Plan(next=Next.END, why="choosing the checkpoint took too long", code=ExitCode.STORAGE)
+        plan = Plan(next=Next.END, why=(because.ChoosingLate(),), code=ExitCode.STORAGE)
         return stop(state, at, plan, policy)
     if state.phase is Phase.TRAINING and not state.ready and state.doubt is not Doubt.LAST:
         return on_no_watcher(state, at, policy)
     # one lost node keeps the whole bus from starting: name that one, if its watcher fell silent first
     lost = tuple([node for node in missing if node in state.silent] or missing)
-    return lose_nodes(state, at, lost, lost_in_words(state, lost), policy)
+    return lose_nodes(state, at, lost, (are_lost(state, lost),), policy)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.asked import on_asked
 from stepkeeper.core.bus import on_watcher_lost
 from stepkeeper.core.deadlines import on_tick
@@ -64,6 +65,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_attempt_started(state, event, policy)
         case on.Tick():
             return on_tick(state, event, policy)
+        case on.PartFailed():
+            return Decision(state, (), (because.PartFailed(part=event.part, error=event.error),))
         case on.StoodStill():
             return on_stood_still(state, event)
         case on.SignalReceived():

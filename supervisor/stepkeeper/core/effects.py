@@ -1,13 +1,15 @@
 """What to do: the only output of `decide` besides the next state.  Imperative; each is one act.
 
 They stand in the journal, so a field is only ever added, with a default: older records must stay readable.
+There `store.journal` adds the words of `reasons`, as `why`, `reason` or `said`.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from stepkeeper.core.causes import Cause, Finding, LeftOut
+from stepkeeper.core.causes import Cause, LeftOut
+from stepkeeper.core.reasons import Finding, Why
 
 
 class _Effect(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="effect"):
@@ -79,7 +81,7 @@ class RequestSave(_Effect, frozen=True, kw_only=True, tag="request_save"):
     """
 
     stop: bool
-    why: str
+    reasons: Why = ()
     deadline_at: float | None = None
     slurm_sent: str | None = None  # a signal that the ranks have from Slurm itself: they do not get it twice
 
@@ -88,14 +90,14 @@ class KillRanks(_Effect, frozen=True, kw_only=True, tag="kill_ranks"):
     """SIGKILL what runs of a launch, through the watchers, and through Slurm where they are gone."""
 
     launch: int
-    why: str
+    reasons: Why = ()
 
 
 class Look(_Effect, frozen=True, kw_only=True, tag="look"):
     """Have the node's agent look at its hardware: a rank failed there.  It believes only what it then sees."""
 
     node: str
-    why: str
+    reasons: Why = ()
 
 
 class CollectStacks(_Effect, frozen=True, kw_only=True, tag="collect_stacks"):
@@ -121,7 +123,7 @@ class RollBack(_Effect, frozen=True, kw_only=True, tag="roll_back"):
 
     launch: int
     below_step: int
-    why: str
+    reasons: Why = ()
     suspect: bool = False  # mark the commits that are left behind: a loss had gone wrong
     left_out: tuple[LeftOut, ...] = ()  # all data that the ranks do not take from then on, for the lineage
 
@@ -135,7 +137,7 @@ class TellSlowNode(_Effect, frozen=True, kw_only=True, tag="tell_slow_node"):
     over: bool = False  # it keeps up again
     rank: int | None = None  # the slowest there
     loading: bool = False  # its data loader is slow, and not the node
-    why: str = ""
+    reasons: Why = ()
 
 
 class TellSlowLaunch(_Effect, frozen=True, kw_only=True, tag="tell_slow_launch"):
@@ -144,7 +146,7 @@ class TellSlowLaunch(_Effect, frozen=True, kw_only=True, tag="tell_slow_launch")
     seconds: float  # its median step
     usual: float  # the median of theirs
     nodes: tuple[str, ...] = ()  # that may be why
-    why: str = ""
+    reasons: Why = ()
 
 
 class TellReplay(_Effect, frozen=True, kw_only=True, tag="tell_replay"):
@@ -156,14 +158,14 @@ class TellReplay(_Effect, frozen=True, kw_only=True, tag="tell_replay"):
     then: float | None = None
     now: float | None = None
     nodes: tuple[str, ...] = ()  # that are new in this launch
-    why: str = ""
+    reasons: Why = ()
 
 
 class CallPerson(_Effect, frozen=True, kw_only=True, tag="call_person"):
     """The run stops and a person is needed: Slurm's job comment, and the user's notify command.  Never fatal."""
 
     code: int
-    reason: str
+    reasons: Why = ()
     cause: Cause | None = None
 
 
@@ -192,7 +194,7 @@ class AskSlurm(_Effect, frozen=True, kw_only=True, tag="ask_slurm"):
     deadline for it: an action that could end without an answer would leave every later signal unasked.
     """
 
-    why: str
+    reasons: Why = ()
 
 
 class Requeue(_Effect, frozen=True, kw_only=True, tag="requeue"):
@@ -208,7 +210,7 @@ class AnswerAsk(_Effect, frozen=True, kw_only=True, tag="answer_ask"):
     """Tell a person what becomes of what was asked."""
 
     name: str
-    said: str
+    reasons: Why = ()
     ok: bool = True  # false: it cannot be done
 
 
@@ -216,7 +218,7 @@ class Exit(_Effect, frozen=True, kw_only=True, tag="exit"):
     """End the supervisor."""
 
     code: int
-    reason: str
+    reasons: Why = ()
 
 
 Effect = (

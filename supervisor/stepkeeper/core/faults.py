@@ -12,15 +12,16 @@ import msgspec
 
 from stepkeeper.core import bus
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.bus import restart_bus
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.growing import give_up, may_rest, rest
-from stepkeeper.core.phases import Decision, all_ready, go_on_starting, kept, release, stop
+from stepkeeper.core.phases import Decision, all_ready, go_on_starting, kept, release, repeats, stop
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Blame, Next, Phase, Plan, State
 
-LOST = "it was lost"
 SLURM_MISSES_A_NODE = (  # srun's last words, where it cannot start a step on every node: it kills what it has started
     "requested node configuration is not available",
     "node failure on",
@@ -32,12 +33,12 @@ replace = msgspec.structs.replace
 
 def on_node_faulted(state: State, event: on.NodeFaulted, policy: Policy) -> Decision:
     """A fault of a node's hardware: leave the node where the fault says so; else keep it as a hint."""
-    what = f"{event.name} on {event.node}{f' ({event.gpu})' if event.gpu else ''}: {event.why}"
+    what: Why = (because.NodeFault(node=event.node, name=event.name, text=event.why, gpu=event.gpu),)
     if not event.leave:
         hint = (event.node, f"{event.name}, {event.action}")
         if event.node not in state.nodes or hint in state.hints:
             return Decision(state)
-        return Decision(replace(state, hints=(*state.hints, hint)), (), f"{what}; no reason to leave the node")
+        return Decision(replace(state, hints=(*state.hints, hint)), (), (*what, because.NodeStays()))
     if event.node not in state.nodes:
         given_up = give_up(state, event.node, what)
         drained = _drained_later(given_up.state, event)
@@ -50,14 +51,14 @@ def _drained_later(state: State, event: on.NodeFaulted) -> Decision:
     if not event.drained or all(exclusion.node != event.node for exclusion in state.excluded):
         return Decision(state)
     others = tuple(exclusion for exclusion in state.excluded if exclusion.node != event.node)
-    return Decision(replace(state, excluded=others), (), f"{event.node} is drained: the job need not exclude it")
+    return Decision(replace(state, excluded=others), (), (because.NodeDrained(node=event.node),))
 
 
 def on_nodes_released(state: State, event: on.NodesReleased) -> Decision:
     """The nodes that were left are given back; or stay in the allocation, unused: the next relaunch tries again."""
     if event.ok:
-        return Decision(state, (), "the node is given back")
-    return Decision(replace(state, releasing=True), (), f"the node stays in the job: {event.error}")
+        return Decision(state, (), (because.NodesReleased(),))
+    return Decision(replace(state, releasing=True), (), (because.NodesNotReleased(error=event.error),))
 
 
 def on_nodes_not_cleared(state: State, event: on.NodesNotCleared, policy: Policy) -> Decision:
@@ -67,8 +68,8 @@ def on_nodes_not_cleared(state: State, event: on.NodesNotCleared, policy: Policy
     left = [node for node in event.nodes if node in state.nodes]
     if not left or len(left) == len(state.nodes):
         return Decision(replace(state, deadline_at=event.at))  # then the next rougher means: a requeue
-    why = "does not get clear of the launch before: a process there does not die"
-    return _leave(state, event.at, {node: f"{node} {why}" for node in left}, policy, exclude=True)
+    why = {node: (because.NodeNotClear(node=node),) for node in left}
+    return _leave(state, event.at, why, policy, exclude=True)
 
 
 def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
@@ -83,39 +84,42 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
         return bus.on_bus_ended(state, event, policy)
     # the others get their full time on the next bus
     state = replace(state, bus_open=False, bus_error=event.error, ready=frozenset(), deadline_at=None)
-    return lose_nodes(state, event.at, silent, lost_in_words(state, silent), policy)
+    return lose_nodes(state, event.at, silent, (are_lost(state, silent),), policy)
 
 
 def on_unfit(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
     """Some nodes failed the checks before a launch: leave them, unless the storage of most did, which is not theirs."""
     found = {unfit.node: unfit.why for unfit in event.unfit if unfit.node in state.nodes}
-    said = "; ".join(f"{node}: {why}" for node, why in found.items())
+    left: dict[str, Why] = {node: (because.NodeUnfit(node=node, text=said),) for node, said in found.items()}
     shared = all(unfit.shared for unfit in event.unfit if unfit.node in state.nodes)
     if found and shared and 2 * len(found) > len(state.nodes):
-        return _wait_for_common_cause(state, event.at, said, policy)
+        return _wait_for_common_cause(state, event.at, sum(left.values(), ()), policy)
     if not found:
-        return go_on_starting(state, event.at, policy, "the node that is not fit was left")
-    left = {node: f"{node} is not fit: {why}" for node, why in found.items()}
+        return go_on_starting(state, event.at, policy, (because.UnfitNodesLeft(),))
     rests = may_rest(state, left, policy)
     return _leave(state, event.at, left, policy, exclude=True, rests=rests)
 
 
-def _wait_for_common_cause(state: State, at: float, said: str, policy: Policy) -> Decision:
+def _wait_for_common_cause(state: State, at: float, said: Why, policy: Policy) -> Decision:
     since = state.unfit_since if state.unfit_since is not None else at
-    why = f"most nodes are not fit, so the cause is not theirs: {said}"
+    why = (because.MostNodesUnfit(), *said)
     if at - since >= policy.unfit_wait_s:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_UNFIT), policy)
     state = replace(state, clearing=False, unfit_since=since, deadline_at=at + policy.unfit_retry_s)
-    return Decision(state, (), f"{why}; looking again in {policy.unfit_retry_s:g} s")
+    return Decision(state, (), (*why, because.CheckAgain(after_s=policy.unfit_retry_s)))
 
 
-def lost_in_words(state: State, lost: tuple[str, ...]) -> str:
-    """Say which nodes are lost, and what the newest bus ended with."""
-    error = f" ({state.bus_error})" if state.bus_error else ""
-    return f"no watcher answers on {', '.join(lost)}: taken for lost{error}"
+def are_lost(state: State, lost: tuple[str, ...]) -> because.NodesLost:
+    """Tell which nodes are lost, and what the newest bus ended with."""
+    return because.NodesLost(nodes=lost, error=state.bus_error)
 
 
-def lose_nodes(state: State, at: float, lost: tuple[str, ...], why: str, policy: Policy) -> Decision:
+def was_lost(exclusion: on.Exclusion) -> bool:
+    """Tell a node that is excluded because it was lost a moment ago from a faulty one."""
+    return any(isinstance(reason, because.LostRecently) for reason in exclusion.reasons)
+
+
+def lose_nodes(state: State, at: float, lost: tuple[str, ...], why: Why, policy: Policy) -> Decision:
     """Nodes whose watcher does not come back: Slurm marks them DOWN, so they need no exclusion for long."""
     return _leave(state, at, dict.fromkeys(lost, why), policy, exclude=False, lost=True)
 
@@ -123,7 +127,7 @@ def lose_nodes(state: State, at: float, lost: tuple[str, ...], why: str, policy:
 def _leave(
     state: State,
     at: float,
-    left: Mapping[str, str],
+    left: Mapping[str, Why],
     policy: Policy,
     *,
     exclude: bool,
@@ -131,7 +135,7 @@ def _leave(
     rests: bool = False,
 ) -> Decision:
     """Use some nodes no more, and do what follows from that."""
-    why = "; ".join(dict.fromkeys(left.values()))
+    why: Why = tuple(dict.fromkeys(reason for reasons in left.values() for reason in reasons))
     hit = state.running and bool(set(left) & set(state.launched))
     nodes = tuple(node for node in state.nodes if node not in left)
     state = replace(
@@ -160,10 +164,10 @@ def _leave(
             return Decision(_blame_node(state, why, hit=hit), (), why)
 
 
-def _with_exclusions(state: State, at: float, left: Mapping[str, str], policy: Policy) -> State:
+def _with_exclusions(state: State, at: float, left: Mapping[str, Why], policy: Policy) -> State:
     """Exclude nodes from the next attempts."""
     until = at + policy.exclude_for_s
-    new = tuple(on.Exclusion(node=node, why=why, until=until) for node, why in left.items())
+    new = tuple(on.Exclusion(node=node, reasons=why, until=until) for node, why in left.items())
     return _at_most((*(each for each in state.excluded if each.node not in left), *new), state, policy)
 
 
@@ -174,13 +178,14 @@ def _at_most(excluded: tuple[on.Exclusion, ...], state: State, policy: Policy) -
     return replace(state, excluded=excluded[len(dropped) :], readmit=(*state.readmit, *dropped))
 
 
-def _not_charged(state: State, left: Mapping[str, str]) -> State:
+def _not_charged(state: State, left: Mapping[str, Why]) -> State:
     """The launch before failed on such a node: that was no failure of the training."""
     if not state.charged or not set(left) & set(state.launched):
         return state
     if state.failure is None and state.tried:  # it is settled: take that back too
         last = state.tried[-1]
-        fewer = (replace(last, count=last.count - 1),) if last.count > 1 else ()
+        times = repeats(last) - 1
+        fewer = (replace(last, count=max(0, last.count - 1), repeats=times),) if times else ()
         state = replace(state, tried=(*state.tried[:-1], *fewer))
     return replace(not_charged(state), failure=None)
 
@@ -190,12 +195,12 @@ def not_charged(state: State) -> State:
     return replace(state, charged=False, failures=max(0, state.failures - state.charged))
 
 
-def leave_on_suspicion(state: State, at: float, node: str, why: str, policy: Policy) -> Decision:
+def leave_on_suspicion(state: State, at: float, node: str, why: Why, policy: Policy) -> Decision:
     """The launch before failed on this node, and again: the next one runs without it."""
     return _leave(replace(state, charged=False), at, {node: why}, policy, exclude=True)
 
 
-def exclude(state: State, at: float, node: str, why: str, policy: Policy) -> State:
+def exclude(state: State, at: float, node: str, why: Why, policy: Policy) -> State:
     """Keep the next attempts away from a node."""
     return _with_exclusions(state, at, {node: why}, policy)
 
@@ -211,14 +216,15 @@ def without_lost(state: State, at: float, policy: Policy) -> tuple[State, tuple[
     lost = [node for node in until if until[node] > at]
     if not lost or not state.nodes:  # where no node is left, it is not the nodes that are lost
         return state, ()
-    faulty = tuple(each for each in state.excluded if each.why != LOST)
-    before = tuple(each for each in state.excluded if each.why == LOST and each.node not in lost)
+    faulty = tuple(each for each in state.excluded if not was_lost(each))
+    before = tuple(each for each in state.excluded if was_lost(each) and each.node not in lost)
     known = {each.node for each in faulty}
-    new = tuple(on.Exclusion(node=node, why=LOST, until=until[node]) for node in lost if node not in known)
+    why = (because.LostRecently(),)
+    new = tuple(on.Exclusion(node=node, reasons=why, until=until[node]) for node in lost if node not in known)
     return _at_most((*before, *new, *faulty), state, policy), kept(state)
 
 
-def _start_without(state: State, at: float, why: str, policy: Policy, *, lost: bool) -> Decision:
+def _start_without(state: State, at: float, why: Why, policy: Policy, *, lost: bool) -> Decision:
     if not places(state):
         return stop(state, at, _requeue(state, why), policy)
     released = release(state)
@@ -232,15 +238,15 @@ def _start_without(state: State, at: float, why: str, policy: Policy, *, lost: b
     return Decision(decision.state, (*released.effects, *decision.effects), why)
 
 
-def _train_without(state: State, at: float, why: str, policy: Policy, *, hit: bool, lost: bool) -> Decision:
+def _train_without(state: State, at: float, why: Why, policy: Policy, *, hit: bool, lost: bool) -> Decision:
     if not hit:
-        return _without_a_spare(state, at, f"{why}; it was a spare: training goes on", policy)
+        return _without_a_spare(state, at, (*why, because.SpareOnly()), policy)
     enough = bool(places(state))
     plan = Plan(next=Next.RELAUNCH, why=why, blame=Blame.NODE) if enough else _requeue(state, why)
     if state.saving is not None and not lost:  # what the ranks have copied may still be written
         state = replace(state, phase=Phase.STOPPING, plan=plan, first_failure=why)
         state = replace(state, deadline_at=at + policy.commit_grace_s)
-        return Decision(state, (), f"{why}; the commit in flight may still come")
+        return Decision(state, (), (*why, because.CommitInFlight()))
     decision = stop(state, at, plan, policy)
     if enough and not all_ready(decision.state):
         bus = restart_bus(decision.state, at, why, policy)
@@ -248,7 +254,7 @@ def _train_without(state: State, at: float, why: str, policy: Policy, *, hit: bo
     return decision
 
 
-def _without_a_spare(state: State, at: float, why: str, policy: Policy) -> Decision:
+def _without_a_spare(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """Training goes on; a watcher that is away keeps its deadline."""
     released = release(state)
     state = released.state
@@ -266,13 +272,13 @@ def _without_a_spare(state: State, at: float, why: str, policy: Policy) -> Decis
     return Decision(state, released.effects, why)
 
 
-def _blame_node(state: State, why: str, *, hit: bool) -> State:
+def _blame_node(state: State, why: Why, *, hit: bool) -> State:
     """The ranks are leaving: if they were to be launched again, it is the node's fault now."""
     plan = state.plan
     if plan is None or plan.next is not Next.RELAUNCH or not hit:
         return state
-    return replace(state, plan=replace(plan, why=f"{plan.why} ({why})", blame=Blame.NODE))
+    return replace(state, plan=replace(plan, why=(*plan.why, *why), blame=Blame.NODE))
 
 
-def _requeue(state: State, why: str) -> Plan:
-    return Plan(next=Next.REQUEUE, why=f"{why}; {room(state)}", blame=Blame.NODE)
+def _requeue(state: State, why: Why) -> Plan:
+    return Plan(next=Next.REQUEUE, why=(*why, room(state)), blame=Blame.NODE)

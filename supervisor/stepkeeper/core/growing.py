@@ -8,15 +8,17 @@ so that no step is done twice; and only where `grow_back` says so.  While no nod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.phases import Decision, release, save
 from stepkeeper.core.places import places
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Blame, Growth, Next, Phase, Plan, Resting, State
 
 OFF, LAUNCH, CHECKPOINT = GROW_BACK = ("off", "launch", "checkpoint")
@@ -33,7 +35,7 @@ def missing(state: State) -> int:
 # --- nodes that failed their check ----------------------------------------------------------------
 
 
-def may_rest(state: State, left: Mapping[str, str], policy: Policy) -> bool:
+def may_rest(state: State, left: Iterable[str], policy: Policy) -> bool:
     """Tell whether unfit nodes are kept: where no spare takes their place, and the launch can do without them."""
     others = replace(state, nodes=tuple(node for node in state.nodes if node not in left))
     failed = dict(state.growth.failed)
@@ -41,14 +43,14 @@ def may_rest(state: State, left: Mapping[str, str], policy: Policy) -> bool:
     return policy.grow_back != OFF and again and len(others.nodes) < state.nodes_wanted and bool(places(others))
 
 
-def rest(state: State, at: float, nodes: Mapping[str, str], policy: Policy) -> State:
+def rest(state: State, at: float, nodes: Iterable[str], policy: Policy) -> State:
     """Keep nodes in the allocation that failed their check; the watchers there stay."""
     growth = _failed(state.growth, nodes)
     new = tuple(_again(growth, node, at, policy) for node in nodes)
     return replace(state, growth=replace(growth, resting=(*growth.resting, *new)))
 
 
-def _failed(growth: Growth, nodes: Mapping[str, str]) -> Growth:
+def _failed(growth: Growth, nodes: Iterable[str]) -> Growth:
     counts = dict(growth.failed)
     counts |= {node: counts.get(node, 0) + 1 for node in nodes}
     return replace(growth, failed=tuple(counts.items()))
@@ -67,12 +69,12 @@ def dismiss(state: State, nodes: frozenset[str]) -> State:
     return replace(state, growth=growth, ready=state.ready - nodes, releasing=True)
 
 
-def give_up(state: State, node: str, why: str) -> Decision:
+def give_up(state: State, node: str, why: Why) -> Decision:
     """A node that takes no part will not come back: if it rests, it is given back; training goes on."""
     if all(each.node != node for each in state.growth.resting):
         return Decision(state)
     released = release(dismiss(state, frozenset((node,))))
-    return Decision(released.state, released.effects, f"{why}; it took no part, and is given back")
+    return Decision(released.state, released.effects, (*why, because.NodeGivenBack()))
 
 
 def on_nodes_checked(state: State, event: on.NodesChecked, policy: Policy) -> Decision:
@@ -82,10 +84,10 @@ def on_nodes_checked(state: State, event: on.NodesChecked, policy: Policy) -> De
         return Decision(state)
     unfit = {each.node: each.why for each in event.unfit if each.node in looked_at}
     fit = [node for node in looked_at if node not in unfit]
-    words = [f"{node} is still not fit: {why}" for node, why in unfit.items()]
+    why: Why = tuple(because.StillUnfit(node=node, text=said) for node, said in unfit.items())
     if fit:
-        words.append(f"{', '.join(fit)} is fit again, and waits for the next launch")
-    return _looked(replace(state, growth=_fit(state.growth, fit)), event.at, unfit, "; ".join(words), policy)
+        why += (because.FitAgain(nodes=tuple(fit)),)
+    return _looked(replace(state, growth=_fit(state.growth, fit)), event.at, unfit, why, policy)
 
 
 def _fit(growth: Growth, nodes: list[str]) -> Growth:
@@ -98,7 +100,7 @@ def _answered(growth: Growth, nodes: Iterable[str]) -> Growth:
     return replace(growth, looked_at=looked_at, look_until=growth.look_until if looked_at else None)
 
 
-def _looked(state: State, at: float, unfit: Mapping[str, str], why: str, policy: Policy) -> Decision:
+def _looked(state: State, at: float, unfit: Iterable[str], why: Why, policy: Policy) -> Decision:
     """Some were not fit, as often before perhaps; a fit one need not be excluded from later attempts."""
     growth = _answered(_failed(state.growth, unfit), unfit)
     resting = tuple(_again(growth, each.node, at, policy) if each.node in unfit else each for each in growth.resting)
@@ -111,10 +113,10 @@ def _looked(state: State, at: float, unfit: Mapping[str, str], why: str, policy:
     if not over:
         return Decision(state, (), why)
     released = release(dismiss(state, over))
-    return Decision(released.state, released.effects, f"{why}; given back: {', '.join(sorted(over))}")
+    return Decision(released.state, released.effects, (*why, because.RestingGivenBack(nodes=tuple(sorted(over)))))
 
 
-def take_back(state: State, at: float) -> tuple[State, str]:
+def take_back(state: State, at: float) -> tuple[State, Why]:
     """For the next launch: the nodes that rest and are fit, or whose time has come; its own checks judge them."""
     back = [
         each.node
@@ -122,12 +124,12 @@ def take_back(state: State, at: float) -> tuple[State, str]:
         if each.node in state.ready and (each.look_at is None or each.look_at <= at)
     ]
     if not back:
-        return state, ""
+        return state, ()
     nodes = tuple(node for node in state.allocated if node in state.nodes or node in back)
     resting = tuple(each for each in state.growth.resting if each.node not in back)
     growth = replace(state.growth, resting=resting, looked_at=(), look_until=None)
     excluded = tuple(each for each in state.excluded if each.node not in back)
-    return replace(state, nodes=nodes, growth=growth, excluded=excluded), f"; back again: {', '.join(back)}"
+    return replace(state, nodes=nodes, growth=growth, excluded=excluded), (because.NodesTakenBack(nodes=tuple(back)),)
 
 
 # --- beside training ------------------------------------------------------------------------------
@@ -151,13 +153,14 @@ def on_due(state: State, at: float, policy: Policy) -> Decision:
     """Look at nodes that rest; ask for idle ones."""
     growth = state.growth
     if growth.look_until is not None and at >= growth.look_until:
-        late = dict.fromkeys(growth.looked_at, "no answer")
-        why = f"{', '.join(late)} did not answer the check"
-        return _looked(state, at, late, why, policy)
+        why = (because.ChecksUnanswered(nodes=growth.looked_at),)
+        return _looked(state, at, growth.looked_at, why, policy)
     due = tuple(each.node for each in growth.resting if each.look_at is not None and at >= each.look_at)
     if due and not growth.looked_at:
         growth = replace(growth, looked_at=due, look_until=at + policy.clear_within_s)
-        return Decision(replace(state, growth=growth), (do.CheckNodes(nodes=due),), f"is {', '.join(due)} fit again?")
+        return Decision(
+            replace(state, growth=growth), (do.CheckNodes(nodes=due),), (because.RestingChecked(nodes=due),)
+        )
     if growth.ask_at is not None and at >= growth.ask_at:
         growth = replace(growth, asked=True, ask_at=at + _pause_s(state, policy))
         return Decision(replace(state, growth=growth), (do.AskIdleNodes(like=state.launched),))
@@ -174,8 +177,9 @@ def on_idle_nodes(state: State, event: on.IdleNodes) -> Decision:
     state = replace(state, growth=replace(state.growth, asked=False, idle_since=since))
     if (since is None) == (before is None):
         return Decision(state)
-    said = f"{len(event.nodes)} nodes like ours are idle, {missing(state)} are missing"
-    return Decision(state, (), event.error or said)
+    if event.error:
+        return Decision(state, (), (because.IdleUnknown(error=event.error),))
+    return Decision(state, (), (because.IdleNodes(idle=len(event.nodes), missing=missing(state)),))
 
 
 def at_commit(state: State, at: float, policy: Policy) -> Decision | None:
@@ -185,13 +189,12 @@ def at_commit(state: State, at: float, policy: Policy) -> Decision | None:
     grown, _ = take_back(state, at)
     more = len(places(grown)) - len(state.launched)
     if more > 0:
-        why = f"{more} more of the nodes can take part: a launch with them"
-        plan = Plan(next=Next.RELAUNCH, why=why, blame=Blame.NODE, to_grow=True)
+        plan = Plan(next=Next.RELAUNCH, why=(because.GrowInPlace(nodes=more),), blame=Blame.NODE, to_grow=True)
         return save(state, at + policy.stop_within_s, plan)
     since = state.growth.idle_since
     if since is None or at - since < policy.grow_idle_s:
         return None
     # Slurm 22.05 asks for the nodes of the submission again at a requeue, whatever was given back before: of `-N 3` it
     # waits for three, of `-N 2-4` it takes up to four, though `scontrol` shows NumNodes as it was reduced
-    why = f"{missing(state)} nodes are missing, and as many like ours are idle: the job is requeued to get them"
+    why = (because.GrowByRequeue(missing=missing(state)),)
     return save(state, at + policy.stop_within_s, Plan(next=Next.REQUEUE, why=why, to_grow=True))

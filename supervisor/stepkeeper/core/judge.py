@@ -7,26 +7,13 @@ them apart.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
+from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.core.limit import margin_s
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import LIMIT, NO_SIGNAL, NODE_TERM, State
-
-
-class Notice(StrEnum):
-    """Why Slurm told us."""
-
-    PREEMPTED = "preempted"
-    TIME_LIMIT = "time limit"
-    REQUEUED = "requeued by Slurm or an admin"
-    CANCELLED = "cancelled"
-    ASKED_TO_SAVE = "asked to save"
-    NOT_FOR_US = "nothing that ends the job"
-    UNKNOWN = "Slurm could not be asked"
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import LossWrong
 from stepkeeper.core.robust import middle
 
 KEPT_MAX = 128  # words
@@ -33,14 +34,6 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     told: bool = False  # of these
 
 
-class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
-    """A loss that went wrong and stayed so."""
-
-    rule: str
-    step: int  # the first
-    text: str
-
-
 def carried(known: Sequence[tuple[int, float]]) -> Losses:
     """Begin an attempt with (step, loss) of those before, oldest first."""
     logs = tuple((step, math.log(loss)) for step, loss in known if 0 < loss < math.inf)
@@ -53,7 +46,7 @@ def launched(losses: Losses, resume_step: int | None) -> Losses:
     return Losses(recent=kept, resumed=bool(kept))
 
 
-def heard(losses: Losses, step: int, loss: float | None, policy: Policy) -> tuple[Losses, Anomaly | None]:
+def heard(losses: Losses, step: int, loss: float | None, policy: Policy) -> tuple[Losses, LossWrong | None]:
     """Take in a loss; tell of an anomaly once it has lasted.
 
     Args:
@@ -65,26 +58,16 @@ def heard(losses: Losses, step: int, loss: float | None, policy: Policy) -> tupl
     if loss is None:
         return losses, None
     losses = replace(losses, heard=losses.heard + 1)
-    rule, text = _wrong(losses, loss, policy)
-    if not rule:
+    wrong = _wrong(losses, step, loss, policy)
+    if wrong is None:
         return _usual(losses, step, loss), None
     since = losses.wrong_since if losses.wrong_since is not None else step
     losses = replace(losses, wrong_words=losses.wrong_words + 1, wrong_since=since)
     if losses.wrong_words < policy.loss_words:
         return losses, None
     if losses.told:  # a level that stays becomes the usual one
-        return (losses if rule == NOT_FINITE else _kept(losses, step, loss)), None
-    return replace(losses, told=True), Anomaly(rule=rule, step=since, text=f"{text} since step {since}")
-
-
-def rule_told(why: str) -> tuple[str, str] | None:
-    """Return the rule and the words of an anomaly that a decision tells of; None where it tells of none."""
-    text = next((part for part in why.split("; ") if part.startswith("the loss is ") and " since step " in part), None)
-    if text is None:
-        return None
-    if text.startswith("the loss is no finite number"):
-        return NOT_FINITE, text
-    return DISCONTINUITY if " after the resume" in text else SPIKE, text
+        return (losses if wrong.rule == NOT_FINITE else _kept(losses, step, loss)), None
+    return replace(losses, told=True), replace(wrong, step=since)
 
 
 def _usual(losses: Losses, step: int, loss: float) -> Losses:
@@ -96,18 +79,16 @@ def _kept(losses: Losses, step: int, loss: float) -> Losses:
     return replace(losses, recent=(*losses.recent, (step, math.log(loss)))[-KEPT_MAX:])
 
 
-def _wrong(losses: Losses, loss: float, policy: Policy) -> tuple[str, str]:
-    """Return the rule that a loss breaks, and how, in words; nothing for a usual one."""
+def _wrong(losses: Losses, step: int, loss: float, policy: Policy) -> LossWrong | None:
+    """Return the rule that a loss breaks, and how; None for a usual one."""
     if not math.isfinite(loss):
-        return NOT_FINITE, "the loss is no finite number"
+        return LossWrong(rule=NOT_FINITE, step=step)
     if loss <= 0 or len(losses.recent) < ENOUGH:
-        return "", ""
+        return None
     logs = [log for _, log in losses.recent]
     median, sigma = middle(logs)
     above = math.log(loss) - median
     if above <= max(policy.loss_sigmas * sigma, math.log(policy.loss_times)):
-        return "", ""
-    usual = math.exp(median)
-    if losses.resumed and losses.heard <= JUST_RESUMED + losses.wrong_words:
-        return DISCONTINUITY, f"the loss is {loss:.4g} after the resume, and was {usual:.4g} before it,"
-    return SPIKE, f"the loss is {loss:.4g}, and was {usual:.4g},"
+        return None
+    just_resumed = losses.resumed and losses.heard <= JUST_RESUMED + losses.wrong_words
+    return LossWrong(rule=DISCONTINUITY if just_resumed else SPIKE, step=step, loss=loss, usual=math.exp(median))

@@ -12,11 +12,13 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.bus import try_bus_again
+from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import not_charged, without_lost
-from stepkeeper.core.judge import Judgement, Notice, judge
+from stepkeeper.core.judge import Judgement, judge
 from stepkeeper.core.limit import expecting
 from stepkeeper.core.pace import least_save_s
 from stepkeeper.core.phases import (
@@ -33,6 +35,7 @@ from stepkeeper.core.phases import (
     wait_for_slurm,
 )
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Doubt, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
@@ -42,7 +45,7 @@ def on_signal(state: State, event: on.SignalReceived, policy: Policy) -> Decisio
     """The batch process got a signal: ask Slurm what it means before deciding."""
     if event.signal in ("TERM", "INT") and state.term_at is None:
         state = replace(state, term_at=event.at)
-    return _ask_about(replace(state, signal=event.signal), event.at, f"got SIG{event.signal}", policy)
+    return _ask_about(replace(state, signal=event.signal), event.at, (because.GotSignal(signal=event.signal),), policy)
 
 
 def on_node_signaled(state: State, event: on.NodeSignaled, policy: Policy) -> Decision:
@@ -54,7 +57,7 @@ def on_node_signaled(state: State, event: on.NodeSignaled, policy: Policy) -> De
     if state.asking and state.signal in (NODE_TERM, "TERM", "INT"):
         return Decision(state)
     state = replace(state, signal=NODE_TERM if state.signal in ("", NO_SIGNAL) else state.signal)
-    return _ask_about(state, event.at, f"Slurm sent SIGTERM to the steps on {event.node}", policy)
+    return _ask_about(state, event.at, (because.StepsSignaled(node=event.node),), policy)
 
 
 def _leaves(state: State) -> bool:
@@ -67,7 +70,7 @@ def _leaves(state: State) -> bool:
     return state.phase in (Phase.SAVING, Phase.STOPPING, Phase.CLOSING) and (state.told or state.killed)
 
 
-def _ask_about(state: State, at: float, why: str, policy: Policy) -> Decision:
+def _ask_about(state: State, at: float, why: Why, policy: Policy) -> Decision:
     if state.phase is Phase.CLOSING and state.plan is not None and state.plan.next is Next.END:
         return Decision(state)  # it ends anyway; after a requeue Slurm sends us SIGTERM at once
     if state.phase is Phase.REQUEUEING:
@@ -84,7 +87,7 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
         return Decision(state)  # too late: it was given up
     if state.suspended.asked:
         state = replace(state, asking=False, suspended=replace(state.suspended, asked=False))
-        return ask(state, "the job was suspended after the question")
+        return ask(state, (because.SuspendedSinceAsked(),))
     again = state.again
     state = replace(state, asking=False, again=False)
     if event.job is not None:
@@ -93,14 +96,14 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
             state = replace(state, preempted_at=event.job.preempt_at)
     if state.phase is Phase.REQUEUEING and again:
         state = replace(state, deadline_at=event.at + policy.ask_within_s)
-        return ask(state, "a signal came after the question: ask again before the requeue")
+        return ask(state, (because.SignalSinceAsked(),))
     judgement = judge(state, event.job, event.at, policy)
     if state.phase is Phase.REQUEUEING:
         return _requeue_if_right(state, event, judgement, policy)
     decision = _act(state, event, judgement, policy, final=not again)
     if not again or decision.state.phase is Phase.DONE or decision.state.asking:
         return decision
-    more = ask(decision.state, "a signal came after the question")
+    more = ask(decision.state, (because.SignalSinceAsked(),))
     return Decision(more.state, (*decision.effects, *more.effects), decision.why)
 
 
@@ -112,7 +115,7 @@ def _act(  # noqa: C901, PLR0912 - one case a notice
     nothing_ends = judgement.notice in (Notice.ASKED_TO_SAVE, Notice.NOT_FOR_US)
     if final:
         state = _dealt_with(state, event, nothing_ends=nothing_ends)
-    why = _in_words(event, judgement)
+    why: Why = (_meaning(event, judgement),)
     if nothing_ends and final and state.phase is Phase.STOPPING and not state.running:
         assert state.plan is not None, "STOPPING is entered with a plan"
         if event.job is None and state.slurm_away_since is not None:
@@ -125,8 +128,9 @@ def _act(  # noqa: C901, PLR0912 - one case a notice
         return kill(replace(state, phase=Phase.STOPPING, plan=plan), event.at, policy, plan.why)
     match judgement.notice:
         case Notice.NOT_FOR_US if final and state.phase is Phase.TRAINING and state.doubt is Doubt.ASKED:
-            said = event.job.slurm_state if event.job else event.error
-            return try_bus_again(state, event.at, said, policy, answered=event.job is not None)
+            said = event.job.slurm_state if event.job is not None else ""
+            answered = event.job is not None
+            return try_bus_again(state, event.at, policy, answered=answered, slurm_state=said, error=event.error)
         case Notice.NOT_FOR_US:
             return Decision(state, (), why)
         case Notice.ASKED_TO_SAVE if not state.batch and asked_for in ("INT", "TERM"):
@@ -134,7 +138,7 @@ def _act(  # noqa: C901, PLR0912 - one case a notice
         case Notice.ASKED_TO_SAVE:
             if state.phase is not Phase.TRAINING or not state.heard:
                 return Decision(state, (), why)
-            return Decision(state, (do.RequestSave(stop=False, why=asked_for),), why)
+            return Decision(state, (do.RequestSave(stop=False, reasons=(because.GotSignal(signal=asked_for),)),), why)
         case Notice.CANCELLED:
             plan = Plan(next=Next.END, why=why, code=ExitCode.CANCELLED)
             return stop(state, event.at, plan, policy)
@@ -148,19 +152,19 @@ def _act(  # noqa: C901, PLR0912 - one case a notice
 
 def _end_by_hand(state: State, at: float, signal: str, policy: Policy) -> Decision:
     """Nobody but the person at the terminal sends such a signal: save and end; the second time, end."""
-    plan = Plan(next=Next.END, why=f"SIG{signal} by hand: save and end", code=ExitCode.STOPPED)
+    plan = Plan(next=Next.END, why=(because.EndedByHand(signal=signal, saves=True),), code=ExitCode.STOPPED)
     if state.phase is Phase.TRAINING and can_save(state):
         return save(state, at + policy.stop_within_s, plan)
     by_hand = state.plan is not None and state.plan.code is ExitCode.STOPPED
     if state.phase is Phase.SAVING and not by_hand:
         return Decision(take(state, plan), (), plan.why)
-    return stop(state, at, replace(plan, why=f"SIG{signal} by hand: end"), policy)
+    return stop(state, at, replace(plan, why=(because.EndedByHand(signal=signal, saves=False),)), policy)
 
 
-def _in_words(event: on.SlurmAnswered, judgement: Judgement) -> str:
+def _meaning(event: on.SlurmAnswered, judgement: Judgement) -> Reason:
     if event.job is None:
-        return f"{Notice.UNKNOWN.value} ({event.error})"
-    return f"{judgement.notice.value} (Slurm says {event.job.slurm_state})"
+        return because.SlurmUnreachable(error=event.error)
+    return because.SlurmSaid(notice=judgement.notice, slurm_state=event.job.slurm_state)
 
 
 def _dealt_with(state: State, event: on.SlurmAnswered, *, nothing_ends: bool) -> State:
@@ -209,10 +213,7 @@ def _save_if_it_can(state: State, at: float, deadline: float, plan: Plan, policy
     left_s = max(0.0, deadline - at)
     if not state.heard or state.saving is not None or left_s >= least_s:
         return save(state, deadline, plan)
-    why = (
-        f"{plan.why}; {left_s:.1f} s are left, and no save took less than {state.pace.quickest:.1f} s: none is begun, "
-        "the newest verified step is what remains"
-    )
+    why = (*plan.why, because.NoTimeToSave(left_s=left_s, quickest_s=state.pace.quickest))
     return stop(state, at, replace(plan, why=why), policy)
 
 
@@ -238,14 +239,15 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     if job is None:
         return retry_requeue(state, event.at, event.error, ExitCode.UNDECIDED, policy)
     if judgement.notice is Notice.REQUEUED:
-        return close(state, event.at, Plan(next=Next.END, why=judgement.notice.value), policy)
+        why: Why = (because.SlurmSaid(notice=judgement.notice, slurm_state=job.slurm_state),)
+        return close(state, event.at, Plan(next=Next.END, why=why), policy)
     if judgement.notice is Notice.CANCELLED:
-        plan = Plan(next=Next.END, why=f"cancelled meanwhile ({job.slurm_state})", code=ExitCode.CANCELLED)
+        why = (because.SlurmSaid(notice=judgement.notice, slurm_state=job.slurm_state),)
+        plan = Plan(next=Next.END, why=why, code=ExitCode.CANCELLED)
         return close(state, event.at, plan, policy)
     anew = state.resubmitting or not job.requeue_allowed
     if anew and policy.resubmit == "never":
-        why = "Slurm does not requeue this job (Requeue=0): submit it again: stepkeeper resume RUN"
-        plan = Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED)
+        plan = Plan(next=Next.END, why=(because.RequeueForbidden(),), code=ExitCode.REQUEUE_FAILED)
         return close(state, event.at, plan, policy)
     assert state.plan is not None, "REQUEUEING is entered with a plan"
     why = state.plan.why
@@ -254,13 +256,13 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     over = [exclusion.node for exclusion in state.excluded if exclusion not in now]
     readmit = tuple(dict.fromkeys([*state.readmit, *over]))
     if now:
-        why += f"; without {', '.join(exclusion.node for exclusion in now)}"
+        why += (because.WithoutNodes(nodes=tuple(exclusion.node for exclusion in now)),)
     deadline = event.at + policy.requeue_within_s
     state = replace(state, requesting=True, deadline_at=deadline, excluded=now, readmit=readmit)
     exclude = tuple(exclusion.node for exclusion in now)
     if anew:
         state = replace(state, resubmitting=True)
-        why += "; Slurm may not requeue this job: it is submitted again"
+        why += (because.SubmittedInstead(),)
     return Decision(state, (do.Requeue(keep=keep, exclude=exclude, readmit=readmit, resubmit=anew),), why)
 
 
@@ -270,18 +272,17 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
         return Decision(state)
     if event.ok:
         assert state.plan is not None, "REQUEUEING is entered with a plan"
-        besides = f"; {event.error}" if event.error else ""
-        how = "requeued" if event.job_id is None else f"submitted again as job {event.job_id}"
-        return close(state, event.at, Plan(next=Next.END, why=f"{how}: {state.plan.why}{besides}"), policy)
+        requeued = because.Requeued(job_id=event.job_id, besides=event.error)
+        return close(state, event.at, Plan(next=Next.END, why=(requeued, *state.plan.why)), policy)
     if not state.requesting:
         return Decision(state)  # too late: it was given up, and counted
     if event.forbidden and (state.resubmitting or policy.resubmit == "never"):
-        why = f"Slurm takes this job no more: {event.error}"
+        why = (because.JobRefused(error=event.error),)
         return close(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED), policy)
     if event.forbidden:
         deadline = event.at + policy.ask_within_s
         state = replace(state, requesting=False, resubmitting=True, deadline_at=deadline)
-        return ask(state, f"the requeue is not allowed ({event.error}); may the job be submitted again?")
+        return ask(state, (because.RequeueNotAllowed(error=event.error),))
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
 
 
@@ -289,14 +290,14 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
     """Try again after a pause, as often as the policy allows."""
     tries = state.requeue_tries + 1
     if tries >= policy.requeue_tries_max:
-        why = f"the requeue did not succeed in {tries} tries: {error}"
+        why = (because.RequeueFailed(error=error, tries=tries),)
         return close(state, at, Plan(next=Next.END, why=why, code=code), policy)
     wait = min(policy.requeue_retry_s * 2 ** (tries - 1), policy.requeue_retry_max_s)
     state = replace(state, requeue_tries=tries, asking=False, again=False, requesting=False, deadline_at=at + wait)
-    return Decision(state, (), f"the requeue did not succeed ({error}); again in {wait:g} s")
+    return Decision(state, (), (because.RequeueFailed(error=error, again_s=wait, tries=tries),))
 
 
 def on_superseded(state: State, event: on.Superseded, policy: Policy) -> Decision:
     """A newer attempt holds the lease: leave the run to it."""
-    why = f"job {event.by_job_id} (restart {event.by_restart_count}) holds the lease now"
+    why = (because.Superseded(job_id=event.by_job_id, restart_count=event.by_restart_count),)
     return stop(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.SUPERSEDED), policy)

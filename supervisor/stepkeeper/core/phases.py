@@ -9,26 +9,23 @@ from __future__ import annotations
 import msgspec
 
 from stepkeeper.core import effects as do
+from stepkeeper.core import reasons as because
+from stepkeeper.core.causes import Tried
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import NO_SIGNAL, Blame, Failure, Next, Phase, Plan, State
 
 replace = msgspec.structs.replace
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The next state, a work order, and one clause that says why (empty when nothing changed)."""
+    """The next state, a work order, and why (empty when nothing changed)."""
 
     state: State
     effects: tuple[do.Effect, ...] = ()
-    why: str = ""
-
-
-UNHEARD = (
-    "no rank has the trainer library: the script gets the stop signal, and has until the deadline to save and end "
-    "by itself"
-)
+    why: Why = ()
 
 
 def can_save(state: State) -> bool:
@@ -41,24 +38,25 @@ def can_save(state: State) -> bool:
 def save(state: State, deadline: float, plan: Plan) -> Decision:
     """Ask all ranks for a save, and to leave."""
     state = replace(state, phase=Phase.SAVING, plan=plan, deadline_at=deadline)
-    return Decision(state, (request_save(state),), plan.why if state.heard else f"{plan.why}; {UNHEARD}")
+    why = plan.why if state.heard else (*plan.why, because.StopSignalInstead())
+    return Decision(state, (request_save(state),), why)
 
 
 def request_save(state: State) -> do.RequestSave:
     """Return the word to the ranks that belongs to SAVING."""
     assert state.plan is not None, "SAVING is entered with a plan"
     sent = None if state.wrapped else state.slurm_sent or None  # a wrapper absorbs what Slurm sends
-    return do.RequestSave(stop=True, why=state.plan.why, deadline_at=state.deadline_at, slurm_sent=sent)
+    return do.RequestSave(stop=True, reasons=state.plan.why, deadline_at=state.deadline_at, slurm_sent=sent)
 
 
-def ask(state: State, why: str) -> Decision:
+def ask(state: State, why: Why) -> Decision:
     """Ask Slurm; if a question is under way, ask again when it is answered."""
     if state.asking:
         return Decision(replace(state, again=True), (), why)
-    return Decision(replace(state, asking=True), (do.AskSlurm(why=why),), why)
+    return Decision(replace(state, asking=True), (do.AskSlurm(reasons=why),), why)
 
 
-def ask_unprompted(state: State, why: str) -> Decision:
+def ask_unprompted(state: State, why: Why) -> Decision:
     """Ask Slurm though no signal came: only what ends the job counts."""
     return ask(replace(state, signal=state.signal if state.asking else NO_SIGNAL), why)
 
@@ -88,13 +86,13 @@ def stop(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     return kill(replace(state, phase=Phase.STOPPING), at, policy, why)
 
 
-def kill(state: State, at: float, policy: Policy, why: str) -> Decision:
+def kill(state: State, at: float, policy: Policy, why: Why) -> Decision:
     """SIGKILL the ranks, and wait for the end of their Slurm step: but the requeue must come before Slurm's limit."""
     deadline = at + policy.kill_within_s
     if state.leave_at is not None:
         deadline = min(deadline, max(state.leave_at, at) + policy.hurry_within_s)
     state = replace(state, killed=True, deadline_at=deadline)
-    return Decision(state, (do.KillRanks(launch=state.launch, why=why),), why)
+    return Decision(state, (do.KillRanks(launch=state.launch, reasons=why),), why)
 
 
 def close(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
@@ -106,7 +104,7 @@ def close(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     return closed(state, at, policy, plan.why)
 
 
-def closed(state: State, at: float, policy: Policy, why: str) -> Decision:
+def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
     """Go on to the requeue once nothing is being read back, or to the end once the watchers left as well.
 
     Through the requeue the watchers stay: were the supervisor killed in it, nobody else would save the run.
@@ -114,7 +112,7 @@ def closed(state: State, at: float, policy: Policy, why: str) -> Decision:
     plan = state.plan
     assert plan is not None, "CLOSING is entered with a plan"
     if plan.next is Next.REQUEUE and not state.batch:
-        why = f"{plan.why}; without a batch script nothing can be requeued: run again with the same --run-dir"
+        why = (*plan.why, because.NoBatchScript())
         plan = replace(plan, next=Next.END, why=why, code=ExitCode.NO_BATCH_SCRIPT)
         state = replace(state, plan=plan)
     if plan.next is Next.END and state.bus_open and not state.bus_told:
@@ -124,21 +122,22 @@ def closed(state: State, at: float, policy: Policy, why: str) -> Decision:
     if plan.next is Next.END:
         return finish(state, plan)
     state = replace(state, phase=Phase.REQUEUEING, deadline_at=at + policy.ask_within_s)
-    asked = ask(state, "may the job be requeued?")
+    asked = ask(state, (because.RequeueAsked(),))
     return Decision(asked.state, asked.effects, why)
 
 
-def relaunch(state: State, at: float, why: str, policy: Policy) -> Decision:
+def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """Start again in the same allocation, while it is found out why the launch failed.
 
     What follows from that, and whether the budget lasts, is known with the newest checkpoint: `settling`.
     """
     if not places(state):
-        return close(state, at, Plan(next=Next.REQUEUE, why=f"{why}; {room(state)}", blame=Blame.NODE), policy)
+        return close(state, at, Plan(next=Next.REQUEUE, why=(*why, room(state)), blame=Blame.NODE), policy)
     charged = state.plan is None or state.plan.blame is Blame.TRAINING
     unseen = not state.heard and state.launched_at is not None and at - state.launched_at >= policy.unseen_progress_s
-    if unseen:  # unknown progress is not none
-        state = replace(state, failures=0, tried=())
+    if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`settling`)
+        tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.tried)
+        state = replace(state, failures=0, tried=tried)
     judged = charged and (state.begun or not state.wrapped)  # else it says nothing of the training
     failure = Failure(launch=state.launch, step=state.step, judge_by=at + policy.judge_within_s) if judged else None
     judge = (do.JudgeLaunch(launch=state.launch, found=state.found),) if judged else ()
@@ -159,15 +158,20 @@ def relaunch(state: State, at: float, why: str, policy: Policy) -> Decision:
         clearing=False,
         deadline_at=at + wait,
     )
-    return Decision(state, (*released.effects, do.ChooseCheckpoint(), *judge), f"relaunch: {why}")
+    return Decision(state, (*released.effects, do.ChooseCheckpoint(), *judge), (because.Relaunch(), *why))
 
 
-def wait_for_slurm(state: State, at: float, why: str, policy: Policy) -> Decision:
+def repeats(tried: Tried) -> int:
+    """Return how often a launch failed in this way without a newly verified step."""
+    return max(tried.repeats, tried.count)
+
+
+def wait_for_slurm(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """No launch can begin without Slurm: ask again in a moment.  That it is away is in nobody's budget."""
     assert state.plan is not None, "STOPPING is entered with a plan"
     plan = replace(state.plan, blame=Blame.SLURM)
     state = replace(state, plan=plan, asking=False, again=False, deadline_at=at + policy.slurm_again_s)
-    return Decision(state, (), f"{why}: the launch waits for Slurm")
+    return Decision(state, (), (*why, because.WaitForSlurm()))
 
 
 def release(state: State) -> Decision:
@@ -184,7 +188,7 @@ def kept(state: State) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*own, *state.nodes, *resting]))
 
 
-def go_on_starting(state: State, at: float, policy: Policy, why: str) -> Decision:
+def go_on_starting(state: State, at: float, policy: Policy, why: Why) -> Decision:
     """In STARTING, clear the nodes once watchers answer, the checkpoint is chosen, and no failure is to be settled."""
     if state.phase is not Phase.STARTING:
         return Decision(state)
@@ -206,9 +210,9 @@ def go_on_starting(state: State, at: float, policy: Policy, why: str) -> Decisio
 def finish(state: State, plan: Plan) -> Decision:
     """End the supervisor; where the run needs a person, call one."""
     state = replace(state, phase=Phase.DONE, plan=plan, deadline_at=None)
-    call = do.CallPerson(code=int(plan.code), reason=plan.why, cause=plan.cause)
+    call = do.CallPerson(code=int(plan.code), reasons=plan.why, cause=plan.cause)
     calls = (call,) if plan.code.needs_person else ()
-    return Decision(state, (*calls, do.Exit(code=int(plan.code), reason=plan.why)), plan.why)
+    return Decision(state, (*calls, do.Exit(code=int(plan.code), reasons=plan.why)), plan.why)
 
 
 def all_ready(state: State) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stepkeeper.core.reasons import NodesLeft
 from stepkeeper.core.state import State
 
 
@@ -39,8 +40,7 @@ def largest(counts: Sequence[int], least: int, most: int) -> int:
     return most if not counts else max((each for each in counts if least <= each <= most), default=0)
 
 
-def room(state: State) -> str:
-    """Say how many nodes are left, and how many a launch needs."""
-    least = f", and at least {state.nodes_min}" if state.nodes_min else ""
-    of = f" (one of {', '.join(map(str, state.node_counts))})" if state.node_counts else ""
-    return f"{len(state.nodes)} usable nodes are left of the allocation, a launch wants {state.nodes_wanted}{least}{of}"
+def room(state: State) -> NodesLeft:
+    """Tell how many nodes are left, and how many a launch needs."""
+    counts = state.node_counts
+    return NodesLeft(usable=len(state.nodes), wanted=state.nodes_wanted, least=state.nodes_min, counts=counts)

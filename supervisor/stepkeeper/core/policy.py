@@ -174,7 +174,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A verdict of less confidence (0 to 1) decides as `unknown` does."""
 
     unseen_progress_s: float = 3600.0
-    """A launch without the trainer library that ran so long has progressed, as far as anybody can know."""
+    """A launch without the trainer library that ran so long may have progressed: its failure counts as the first one,
+    but the same failure `failures_max` times ends the run all the same."""
 
     notify_within_s: float = 30.0
     """The notify command and Slurm's job comment together."""

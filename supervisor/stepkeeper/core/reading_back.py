@@ -10,8 +10,10 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Phase, State
 
 NEWEST, ALL = "newest", "all"
@@ -46,15 +48,16 @@ def on_read_back(state: State, event: on.CheckpointVerified) -> Decision:
     effects: tuple[do.Effect, ...] = (_read(waiting[0]),) if waiting else ()
     state = replace(state, reading_back=waiting)
     if event.gone:
-        return Decision(state, effects, f"{event.directory} was removed before it was read back")
+        return Decision(state, effects, (because.CheckpointRemoved(directory=event.directory),))
     if event.ok:
-        return Decision(replace(state, read_back_wrong=0), effects, f"{event.directory} is verified")
+        verified = because.CheckpointVerified(directory=event.directory)
+        return Decision(replace(state, read_back_wrong=0), effects, (verified,))
     state = replace(state, read_back_wrong=state.read_back_wrong + 1)
-    why = f"{event.directory} is damaged: {event.problem}"
+    why: Why = (because.CheckpointDamaged(directory=event.directory, problem=event.problem),)
     if waiting or state.phase is not Phase.TRAINING or not state.running:
         return Decision(state, effects, why)
     if state.read_back_wrong > 1:  # saving again and again onto bad storage helps nobody
-        why += f"; that is {state.read_back_wrong} in a row: the storage is suspect, and is tested"
+        why += (because.DamagedInARow(count=state.read_back_wrong),)
         return Decision(state, (*effects, do.TestStorage(thorough=True)), why)
-    save = do.RequestSave(stop=False, why="the step directory before is damaged")
-    return Decision(state, (*effects, save), f"{why}; the ranks are asked to save once more")
+    again: Why = (because.SaveAgain(),)
+    return Decision(state, (*effects, do.RequestSave(stop=False, reasons=again)), why + again)

@@ -15,17 +15,18 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause, Finding
+from stepkeeper.core import reasons as because
+from stepkeeper.core.causes import Cause
 from stepkeeper.core.losses import ENOUGH, Losses
 from stepkeeper.core.phases import Decision, kill
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.robust import MAD_TO_SIGMA
 from stepkeeper.core.state import Next, Phase, Plan, State
 
 TELL, ROLLBACK = CHOICES = ("tell", "rollback")
 RULE = "replay-differs"
 NOISE_SHARE = 0.5  # of what neighbouring steps differ by: the same step on the same data differs by less
-NAMED_MAX = 4
 
 replace = msgspec.structs.replace
 
@@ -35,48 +36,39 @@ def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
     if event.launch != state.launch or not state.running:
         return Decision(state)
     if event.worst is None:
-        why = f"{event.steps} steps were done again after the resume, and their losses are the same, bit for bit"
-        return Decision(state, (do.TellReplay(equal=True, steps=event.steps, why=why),), why)
+        why: Why = (because.ReplayEqual(steps=event.steps),)
+        return Decision(state, (do.TellReplay(equal=True, steps=event.steps, reasons=why),), why)
     apart = _distance(event.then, event.now)
     tolerance = _tolerance(state.losses, policy)
-    then, now = _shown(event.then), _shown(event.now)
-    seen = f"step {event.worst} was done again after the resume, and its loss is {now}, and was {then} the first time"
     if not event.deterministic and apart <= tolerance:
-        why = f"{event.steps} steps were done again after the resume, and their losses are as before; {seen}"
+        then, now = event.then, event.now
+        why = (because.ReplayEqual(steps=event.steps, exact=False, step=event.worst, then=then, now=now),)
         return Decision(state, (_tell(event, (), why, equal=True),), why)
     new = tuple(node for node in state.launched if state.launched_before and node not in state.launched_before)
-    why = f"{seen}{_hint(event, new)}"
+    why = (
+        because.ReplayDiffers(
+            step=event.worst,
+            then=event.then,
+            now=event.now,
+            deterministic=event.deterministic,
+            new=new,
+            changed=event.changed,
+        ),
+    )
     tell = _tell(event, new, why, equal=False)
     if policy.replay_differs == TELL or state.phase is not Phase.TRAINING:
         return Decision(state, (tell,), why)
-    found = Finding(cause=Cause.NUMERICAL, rule=RULE, text=why, step=event.worst)
+    found = Finding(cause=Cause.NUMERICAL, rule=RULE, reasons=why, step=event.worst)
     plan = Plan(next=Next.RELAUNCH, why=why)
     state = replace(state, phase=Phase.STOPPING, plan=plan, first_failure=why, found=found)
     ended = kill(state, event.at, policy, why)
     return Decision(ended.state, (tell, *ended.effects), why)
 
 
-def _tell(event: on.Replayed, nodes: tuple[str, ...], why: str, *, equal: bool) -> do.TellReplay:
+def _tell(event: on.Replayed, nodes: tuple[str, ...], why: Why, *, equal: bool) -> do.TellReplay:
     return do.TellReplay(
-        equal=equal, steps=event.steps, step=event.worst, then=event.then, now=event.now, nodes=nodes, why=why
+        equal=equal, steps=event.steps, step=event.worst, then=event.then, now=event.now, nodes=nodes, reasons=why
     )
-
-
-def _hint(event: on.Replayed, new: tuple[str, ...]) -> str:
-    """Say what may be why, and what to do."""
-    named = ", ".join(new[:NAMED_MAX]) + (f" and {len(new) - NAMED_MAX} others" if len(new) > NAMED_MAX else "")
-    if event.deterministic and new:
-        return (
-            f"; the run is deterministic and {named} is new in it: a device may compute wrongly, there or on the node "
-            "before; check both (`stepkeeper node check`), and compare a launch without it"
-        )
-    if event.deterministic:
-        return (
-            "; the run is deterministic and its nodes are the same: a device computes wrongly at times, or the state "
-            "does not hold all that the losses depend on"
-        )
-    changed = f"; changed since: {event.changed}" if event.changed else ""
-    return f"{changed}; new nodes: {named}" if new else changed
 
 
 def _tolerance(losses: Losses, policy: Policy) -> float:
@@ -93,7 +85,3 @@ def _distance(then: float | None, now: float | None) -> float:
     if then is None or now is None:
         return math.inf
     return abs(math.log(now / then)) if then > 0 and now > 0 else abs(now - then)
-
-
-def _shown(loss: float | None) -> str:
-    return "no finite number" if loss is None else repr(loss)

@@ -2,7 +2,8 @@
 
 Failures in the same way (the same cause at the same place) go along the cause's row of `Policy`, until a step is
 verified that lies beyond the one at which they happened.  Besides: `failures_max` launches without a newly verified
-step end the run, whatever their causes; and what a checkpoint's state can cause, where it happens at the same step
+step end the run, whatever their causes; so do as many failures in one way where launches may have progressed unseen,
+since nothing verified says so; and what a checkpoint's state can cause, where it happens at the same step
 twice, is tried once from the step before (which may be poisoned: `RollBack`), then ends the run.
 """
 
@@ -14,13 +15,15 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Cause, LeftOut, Tried
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
 from stepkeeper.core.ladder import IN_A_STATE, OF_NODE, UNCHARGED, Rung, Try
-from stepkeeper.core.phases import Decision, go_on_starting, stop
+from stepkeeper.core.phases import Decision, go_on_starting, repeats, stop
 from stepkeeper.core.places import places
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Blame, Next, Phase, Plan, State
 
 TRIED_MAX = 16  # ways to fail that are remembered, the newest
@@ -33,7 +36,7 @@ def on_judged(state: State, event: on.Judged, policy: Policy) -> Decision:
     failure = state.failure
     if state.phase is not Phase.STARTING or failure is None or event.launch != failure.launch or failure.judged:
         return Decision(state)
-    why = in_words(event)
+    why = (found(event),)
     state = replace(state, failure=replace(failure, judged=event))
     return settle(state, event.at, why, policy) if state.chosen else Decision(state, (), why)
 
@@ -41,7 +44,7 @@ def on_judged(state: State, event: on.Judged, policy: Policy) -> Decision:
 def on_judge_late(state: State, at: float, policy: Policy) -> Decision:
     """Nobody can tell in time why it failed: storage that hangs holds its logs."""
     assert state.failure is not None, "the caller looks"
-    why = f"why it failed is not known in {policy.judge_within_s:g} s"
+    why = (because.CauseLate(within_s=policy.judge_within_s),)
     unknown = on.Judged(
         at=at, launch=state.failure.launch, cause=Cause.UNKNOWN, rule="no-verdict-in-time", confidence=0.0
     )
@@ -54,11 +57,11 @@ def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decisi
         return Decision(state)
     state = replace(state, rolling_back=False, deadline_at=event.at + policy.choose_within_s)
     if event.error:
-        why = f"{state.first_failure}; no way back: {event.error}"
+        why = (*state.first_failure, because.NoWayBack(error=event.error))
         plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
         return stop(state, event.at, plan, policy)
     state = replace(state, went_back=True)
-    return Decision(state, (do.ChooseCheckpoint(),), f"rolled back to {event.directory}")
+    return Decision(state, (do.ChooseCheckpoint(),), (because.RolledBack(directory=event.directory),))
 
 
 def _newest(state: State) -> Cause | None:
@@ -71,17 +74,21 @@ def past(tried: tuple[Tried, ...], step: int | None) -> tuple[Tried, ...]:
     return tuple(each for each in tried if each.step is not None and step is not None and each.step >= step)
 
 
-def in_words(said: on.Judged) -> str:
-    """Say why a launch failed, as the log shows it."""
-    rank = f"rank {said.rank}" if said.rank is not None else ""
-    where = ", ".join(part for part in (said.location, rank, said.node) if part)
-    at_step = f" at step {said.step}" if said.step is not None else ""
-    other = said.otherwise not in (said.cause, Cause.UNKNOWN)
-    sure = f"{100 * said.confidence:.0f} %, rule {said.rule}{f', else {said.otherwise.value}' if other else ''}"
-    return f"cause {said.cause.value}{at_step} ({sure}){f': {where}' if where else ''}"
+def found(said: on.Judged) -> because.CauseFound:
+    """Return the verdict as a reason."""
+    return because.CauseFound(
+        cause=said.cause,
+        rule=said.rule,
+        confidence=said.confidence,
+        step=said.step,
+        location=said.location,
+        rank=said.rank,
+        node=said.node,
+        otherwise=said.otherwise,
+    )
 
 
-def settle(state: State, at: float, why: str, policy: Policy) -> Decision:
+def settle(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """Decide what follows; the newest checkpoint is known, and so is the cause, as far as anybody can tell."""
     failure = state.failure
     assert failure is not None and failure.judged is not None, "the callers look"  # noqa: PT018
@@ -94,11 +101,17 @@ def settle(state: State, at: float, why: str, policy: Policy) -> Decision:
     before = next((each for each in state.tried if (each.cause, each.place) == (cause, place)), None)
     count = before.count if before is not None else 0
     row = policy.row(cause)
-    state = replace(state, failure=None, first_failure=f"{state.first_failure}; {in_words(said)}")
+    state = replace(state, failure=None, first_failure=(*state.first_failure, found(said)))
     if cause in UNCHARGED and count < len(row):
         state = not_charged(state)
     if state.failures >= policy.failures_max:
-        why = f"{state.first_failure}; {state.failures} launches without a newly verified step"
+        why = (*state.first_failure, because.FailuresMax(failures=state.failures))
+        plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
+        return stop(state, at, plan, policy)
+    times = 1 + (repeats(before) if before is not None else 0)
+    unseen = times > count + 1  # launches between may have progressed, and nothing verified says so
+    if unseen and cause not in UNCHARGED and times >= policy.failures_max:
+        why = (*state.first_failure, because.SameFailures(failures=times))
         plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
         return stop(state, at, plan, policy)
     index, word = _word(state, said.node, row, count)
@@ -109,10 +122,10 @@ def settle(state: State, at: float, why: str, policy: Policy) -> Decision:
     if again and (cause in IN_A_STATE or poisoned) and state.resume_from:
         word = Try(Rung.STOP) if back else Try(Rung.ROLLBACK)
         back = True
-    tried = Tried(cause=cause, place=place, count=max(count, index) + 1, step=step, stepped_back=back)
+    tried = Tried(cause=cause, place=place, count=max(count, index) + 1, repeats=times, step=step, stepped_back=back)
     others = tuple(each for each in state.tried if each is not before)
     state = replace(state, tried=(*others, tried)[-TRIED_MAX:])
-    case = _Case(cause=cause, step=step, node=said.node, why=f"{why}; {word.rung.value}", poisoned=poisoned)
+    case = _Case(cause=cause, step=step, node=said.node, why=why, poisoned=poisoned)
     return _act(state, at, word, case, policy)
 
 
@@ -132,7 +145,7 @@ class _Case(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause
     step: int | None  # at which it failed
     node: str
-    why: str
+    why: Why
     poisoned: bool = False  # the state that the launch began from is wrong
 
 
@@ -147,10 +160,9 @@ def _word(state: State, node: str, row: tuple[Try, ...], count: int) -> tuple[in
 
 
 def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Decision:
-    why = case.why
+    why = (*case.why, because.Recovery(action=word.rung, after_s=word.after_s))
     if word.after_s:
         state = replace(state, wait_until=at + word.after_s)
-        why += f" after {word.after_s:g} s"
     if case.cause in OF_NODE and word.rung is not Rung.LEAVE:  # leaving counts by itself
         state = replace(state, node_losses=state.node_losses + 1)
         if state.node_losses > policy.node_losses_max:
@@ -159,7 +171,7 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
         case Rung.RELAUNCH:
             return go_on_starting(state, at, policy, why)
         case Rung.LEAVE:
-            return leave_on_suspicion(state, at, case.node, f"{case.node}: {why}", policy)
+            return leave_on_suspicion(state, at, case.node, (because.NodeLeftFor(node=case.node), *why), policy)
         case Rung.ROLLBACK:
             return _roll_back(state, at, case, why, policy)
         case Rung.REQUEUE:
@@ -168,40 +180,40 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
             blame = Blame.NODE if case.cause in OF_NODE else Blame.TRAINING
             return stop(state, at, Plan(next=Next.REQUEUE, why=why, blame=blame, cause=case.cause), policy)
         case Rung.STOP:
-            why = f"{state.first_failure}; another start does not change that"
+            why = (*state.first_failure, because.CauseStays())
             return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=case.cause), policy)
         case _:
             assert_never(word.rung)
 
 
-def _leave_out(state: State, case: _Case, why: str, policy: Policy) -> tuple[State, str]:
+def _leave_out(state: State, case: _Case, why: Why, policy: Policy) -> tuple[State, Why]:
     """Have the data on which a loss went wrong left out, if that is wanted, and not too often."""
     if case.cause is not Cause.NUMERICAL or case.step is None or case.step < 1 or not policy.skip_data_steps:
         return state, why
     if len(state.left_out) >= policy.skip_data_max:
-        return state, f"{why} (data was left out {len(state.left_out)} times already, so none is now)"
+        return state, (*why, because.DataNotLeftOut(times=len(state.left_out)))
     window = LeftOut(step=case.step, steps=policy.skip_data_steps)
-    said = f"leaving out the data of {window.steps} steps from step {window.step} on"
-    return replace(state, left_out=(*state.left_out, window)), f"{why} ({said})"
+    said = because.DataLeftOut(step=window.step, steps=window.steps)
+    return replace(state, left_out=(*state.left_out, window)), (*why, said)
 
 
-def _roll_back(state: State, at: float, case: _Case, why: str, policy: Policy) -> Decision:
+def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -> Decision:
     """Go on from the newest verified step before the one at which it went wrong; else one checkpoint back."""
     state, why = _leave_out(state, case, why, policy)
     wrong_at = case.step if case.cause is Cause.NUMERICAL and not case.poisoned else None
     if wrong_at is not None:
         state = replace(state, went_back=True)  # what a tier has newer may hold the wrong loss, and its data
     if state.resume_step is None:
-        return go_on_starting(state, at, policy, f"{why}: there is no checkpoint, so it starts from the beginning")
+        return go_on_starting(state, at, policy, (*why, because.StartOver()))
     below = wrong_at if wrong_at is not None else state.resume_step
     if state.resume_step < below:
-        return go_on_starting(state, at, policy, f"{why}: the newest verified step lies before it")
+        return go_on_starting(state, at, policy, (*why, because.NewestIsBefore()))
     state = replace(state, chosen=False, rolling_back=True, deadline_at=at + policy.choose_within_s)
     effect = do.RollBack(
         launch=state.launch,
         below_step=below,
-        why=why,
+        reasons=why,
         suspect=case.cause is Cause.NUMERICAL,
         left_out=state.left_out,
     )
-    return Decision(state, (effect,), f"{why} to a step before {below}")
+    return Decision(state, (effect,), (*why, because.GoBackBelow(step=below)))

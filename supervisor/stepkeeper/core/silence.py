@@ -10,10 +10,12 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause, Finding
+from stepkeeper.core import reasons as because
+from stepkeeper.core.causes import Cause
 from stepkeeper.core.pace import silence_s, steady_s
 from stepkeeper.core.phases import Decision, all_ready, kill
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.state import Next, Phase, Plan, State
 
 RULE = "progress-silence"
@@ -48,7 +50,7 @@ def _start_s(state: State, policy: Policy) -> float:
     return min(max(START_TIMES * state.usual.start_s, policy.hang_least_s), policy.hang_most_s)
 
 
-def look_at_start(state: State, at: float, policy: Policy, why: str) -> Decision:
+def look_at_start(state: State, at: float, policy: Policy, why: Why) -> Decision:
     """No word of the trainer library, and none from any launch before: tell what the ranks do, and end nothing."""
     if state.looking or not policy.hang_watch or state.usual.start_s or not all_ready(state):
         return Decision(state, (), why)
@@ -58,16 +60,15 @@ def look_at_start(state: State, at: float, policy: Policy, why: str) -> Decision
 def on_silence(state: State, at: float, policy: Policy) -> Decision:
     """No word for longer than is usual: have the ranks' stacks collected, twice."""
     if state.looking and _only_tells(state):
-        return Decision(replace(state, looking=False, hang_at=None), (), "no stacks came in time")
+        return Decision(replace(state, looking=False, hang_at=None), (), (because.NoStacks(),))
     if state.looking and state.early_s:
-        return Decision(_look_again(state, at), (), "no stacks came in time: they are looked at again")
+        return Decision(_look_again(state, at), (), (because.NoStacks(again=True),))
     if state.looking:
-        return _stands_still(state, at, "no stacks came in time", None, policy)
+        return _stands_still(state, at, None, policy)
     unborn = not state.heard and state.wrapped and not state.begun  # that has a deadline of its own
     if unborn or not all_ready(state):  # words may be lost with the watchers, whose deadline runs
         return Decision(_wait_on(state, at, policy))
-    what = "no step" if state.heard else "no word of the trainer library"
-    return _look(state, at, policy, f"{what} since {_since(state)}: the ranks' stacks are looked at")
+    return _look(state, at, policy, (because.Silent(step=state.step, starting=not state.heard),))
 
 
 def _only_tells(state: State) -> bool:
@@ -75,7 +76,7 @@ def _only_tells(state: State) -> bool:
     return not state.heard and not state.usual.start_s
 
 
-def _look(state: State, at: float, policy: Policy, why: str) -> Decision:
+def _look(state: State, at: float, policy: Policy, why: Why) -> Decision:
     state = replace(state, looking=True, hang_at=at + policy.stacks_within_s)
     effect = do.CollectStacks(launch=state.launch, nodes=state.launched, within_s=0.8 * policy.stacks_within_s)
     return Decision(state, (effect,), why)
@@ -86,24 +87,20 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
     if event.launch != state.launch or not state.looking or state.phase is not Phase.TRAINING:
         return Decision(state)
     if _only_tells(state):
-        why = f"before any word of the trainer library, {event.summary}" if event.summary else ""
+        why: Why = (because.SilentStart(stacks=event.summary),) if event.summary else ()
         return Decision(replace(state, looking=False, hang_at=None), (), why)
     if state.early_s and (event.moved or not event.idle):
-        why = f"the ranks may be at work still: {event.summary}"
+        why = (because.PerhapsAtWork(stacks=event.summary),)
         return Decision(_look_again(state, event.at), (), why)
     if event.moved:
         state = _wait_on(replace(state, looking=False, patience=2 * state.patience), event.at, policy)
-        return Decision(state, (), f"the ranks take long, and still move: {event.summary}")
-    return _stands_still(state, event.at, event.summary, event, policy)
+        return Decision(state, (), (because.StillMoves(stacks=event.summary),))
+    return _stands_still(state, event.at, event, policy)
 
 
 def _look_again(state: State, at: float) -> State:
     """Wait for as long as without the early look."""
     return replace(state, looking=False, early_s=0.0, hang_at=at + state.early_s)
-
-
-def _since(state: State) -> str:
-    return f"step {state.step}" if state.step is not None else "the launch began"
 
 
 def _wait_on(state: State, at: float, policy: Policy) -> State:
@@ -112,12 +109,12 @@ def _wait_on(state: State, at: float, policy: Policy) -> State:
     return replace(state, early_s=0.0, hang_at=at + min(state.patience, PATIENCE_MAX) * allowed)
 
 
-def _stands_still(state: State, at: float, summary: str, said: on.StacksCollected | None, policy: Policy) -> Decision:
-    why = f"the training stands still since {_since(state)}: {summary}"
+def _stands_still(state: State, at: float, said: on.StacksCollected | None, policy: Policy) -> Decision:
+    why = (because.StandsStill(step=state.step, stacks=said.summary if said is not None else ""),)
     found = Finding(
         cause=Cause.HANG,
         rule=RULE,
-        text=why,
+        reasons=why,
         node=said.node if said is not None else "",
         rank=said.rank if said is not None else None,
         step=state.step,

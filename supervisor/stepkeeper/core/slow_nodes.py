@@ -8,16 +8,17 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core import stragglers, usual
 from stepkeeper.core.faults import leave_on_suspicion
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.places import places
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.state import Phase, State
 
 TELL, REPLACE = CHOICES = ("tell", "replace")
 SLOWEST_LEAST = 1.1  # times as long as the others: else no node is the slowest
-NAMED_MAX = 4
 
 replace = msgspec.structs.replace
 
@@ -37,19 +38,20 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
         ranks={node: (rank, seconds) for node, rank, seconds in event.slowest},
     )
     state = replace(state, stragglers=known)
-    effects, words = [], []
+    effects: list[do.Effect] = []
+    why: Why = ()
     for verdict in verdicts:
-        word = _in_words(verdict)
+        said: Why = (_reason(verdict),)
         its_data = verdict.slow and verdict.how.loading_s is not None
         if its_data and policy.slow_node == REPLACE:
-            word += "; the node is not replaced for it"
+            said += (because.SlowNodeStays(its_data=True),)
         elif verdict.slow and policy.slow_node == REPLACE and not verdict.of_its_place:
             state = replace(state, to_replace=verdict.node)
-            spare = "a spare takes its place" if _has_spare(state, verdict.node) else "no spare is there for it"
-            word += f"; {spare}{', at the next checkpoint' if _has_spare(state, verdict.node) else ''}"
+            has_spare = _has_spare(state, verdict.node)
+            said += (because.SpareAtCommit(node=verdict.node) if has_spare else because.SlowNodeStays(its_data=False),)
         elif not verdict.slow and state.to_replace == verdict.node:
             state = replace(state, to_replace="")
-        words.append(word)
+        why += said
         effects.append(
             do.TellSlowNode(
                 node=verdict.node,
@@ -58,26 +60,19 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
                 over=not verdict.slow,
                 rank=verdict.how.rank,
                 loading=its_data,
-                why=word,
+                reasons=said,
             )
         )
-    return Decision(state, tuple(effects), "; ".join(words))
+    return Decision(state, tuple(effects), why)
 
 
-def _in_words(verdict: stragglers.Verdict) -> str:
+def _reason(verdict: stragglers.Verdict) -> Reason:
     if not verdict.slow:
-        return f"{verdict.node} keeps up with the other nodes again"
-    how = verdict.how
+        return because.KeepsUp(node=verdict.node)
+    how, node = verdict.how, verdict.node
     if how.loading_s is not None:
-        return (
-            f"the data loader of rank {how.rank} on {verdict.node} is slow, and not the node: it takes "
-            f"{how.loading_s:.3g} s for a step, and {how.usual_loading_s:.3g} s elsewhere"
-        )
-    who = "its ranks work" if how.rank is None else f"rank {how.rank} works"
-    word = f"{verdict.node} is slow: {who} {how.factor:.2f} times as long for a step as the others"
-    if verdict.of_its_place:
-        word += f"; {verdict.of_its_place} was slow at the same place: it may be the work there, and not the node"
-    return word
+        return because.LoaderSlow(node=node, rank=how.rank, loading_s=how.loading_s, usual_s=how.usual_loading_s)
+    return because.NodeSlow(node=node, factor=how.factor, rank=how.rank, of_its_place=verdict.of_its_place)
 
 
 def _has_spare(state: State, node: str) -> bool:
@@ -91,7 +86,7 @@ def at_commit(state: State, at: float, policy: Policy) -> Decision | None:
     if not node or state.phase is not Phase.TRAINING or node not in state.launched or not _has_spare(state, node):
         return None
     state = replace(state, to_replace="")
-    return leave_on_suspicion(state, at, node, f"{node} is slow: a spare takes its place", policy)
+    return leave_on_suspicion(state, at, node, (because.SpareAtCommit(node=node, now=True),), policy)
 
 
 def watch_pace(state: State, policy: Policy) -> Decision:
@@ -102,26 +97,35 @@ def watch_pace(state: State, policy: Policy) -> Decision:
     known, slower = usual.stepped(state.usual, len(state.launched), seconds, policy)
     if slower is None:
         return Decision(replace(state, usual=known, paced=True))
-    suspects, said = _suspects(state)
+    suspects = _suspects(state)
     if not suspects and not state.stragglers.slowest[0] and len(state.pace.recent) < 2 * usual.WORDS:
         return Decision(state)  # what the nodes take will soon be known, and may name the one that is slow
     state = replace(state, usual=known, paced=True)
-    why = (
-        f"this launch steps slower than those before it: {slower.seconds:.4g} s a step, and {slower.usual:.4g} s in "
-        f"{slower.launches} of them; {said}"
-    )
-    tell = do.TellSlowLaunch(seconds=round(slower.seconds, 6), usual=slower.usual, nodes=suspects, why=why)
+    why = (_slow_launch(state, slower, suspects),)
+    tell = do.TellSlowLaunch(seconds=round(slower.seconds, 6), usual=slower.usual, nodes=suspects, reasons=why)
     return Decision(state, (tell,), why)
 
 
-def _suspects(state: State) -> tuple[tuple[str, ...], str]:
+def _new_nodes(state: State) -> tuple[str, ...]:
+    return tuple(node for node in state.launched if node not in state.launched_before)
+
+
+def _suspects(state: State) -> tuple[str, ...]:
     """Return the nodes that may be why: those that are new in this launch, else the slowest."""
-    new = tuple(node for node in state.launched if node not in state.launched_before)
+    new = _new_nodes(state)
     if new and len(new) < len(state.launched):
-        more = f" and {len(new) - NAMED_MAX} others" if len(new) > NAMED_MAX else ""
-        return new, f"new in it: {', '.join(new[:NAMED_MAX])}{more}"
+        return new
     node, slow = state.stragglers.slowest
-    if node in state.launched and slow.factor >= SLOWEST_LEAST:
-        said = f"the slowest node is {node}: {slow.factor:.2f} times as long as the others"
-        return (node,), said + (f", for the data of rank {slow.rank}" if slow.loading_s is not None else "")
-    return (), "all its nodes are new" if new else "no node of it stands out"
+    return (node,) if node in state.launched and slow.factor >= SLOWEST_LEAST else ()
+
+
+def _slow_launch(state: State, slower: usual.Slower, suspects: tuple[str, ...]) -> because.LaunchSlow:
+    new = _new_nodes(state)
+    said = because.LaunchSlow(seconds=slower.seconds, usual=slower.usual, launches=slower.launches)
+    if not suspects:
+        return replace(said, all_new=bool(new))
+    if suspects == new:
+        return replace(said, new=new)
+    node, slow = state.stragglers.slowest
+    rank = slow.rank if slow.loading_s is not None else None
+    return replace(said, slowest=node, factor=slow.factor, rank=rank)

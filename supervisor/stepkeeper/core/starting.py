@@ -11,13 +11,15 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import losses, pace, stragglers
+from stepkeeper.core import reasons as because
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.faults import LOST, lose_nodes, lost_in_words, on_unfit
+from stepkeeper.core.faults import are_lost, lose_nodes, on_unfit, was_lost
 from stepkeeper.core.growing import launched, take_back
 from stepkeeper.core.limit import expecting
 from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, finish, go_on_starting, request_save, stop
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Why
 from stepkeeper.core.settling import past, settle
 from stepkeeper.core.silence import first_word_by
 from stepkeeper.core.state import Doubt, Next, Phase, Plan, State
@@ -62,27 +64,26 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
     )
     state = expecting(state, policy)
     if event.finished_step is not None:
-        why = f"the training finished at step {event.finished_step} in an earlier attempt"
+        why = (because.FinishedEarlier(step=event.finished_step),)
         return finish(replace(state, bus_open=False), Plan(next=Next.END, why=why, code=ExitCode.FINISHED))
     effects = (do.StartBus(bus=1, nodes=state.nodes), do.TestStorage(), do.ChooseCheckpoint())
-    return Decision(state, effects, f"the attempt starts{known_bad}")
+    return Decision(state, effects, (because.AttemptStarts(), *known_bad))
 
 
-def _without_known_bad(event: on.AttemptStarted) -> tuple[tuple[str, ...], str]:
+def _without_known_bad(event: on.AttemptStarted) -> tuple[tuple[str, ...], Why]:
     """Return the nodes without those that we excluded and Slurm gave us all the same, where enough are left.
 
     One that was lost and is given again may be back: its watcher tells.
     """
-    faulty = [each for each in event.excluded if each.until > event.at and each.why != LOST]
-    bad = {each.node: each.why for each in faulty if each.node in event.nodes}
+    faulty = [each for each in event.excluded if each.until > event.at and not was_lost(each)]
+    bad = tuple(dict.fromkeys(each.node for each in faulty if each.node in event.nodes))
     if not bad:
-        return event.nodes, ""
-    names = ", ".join(bad)
+        return event.nodes, ()
     left = tuple(node for node in event.nodes if node not in bad)
     wanted = event.nodes_wanted or len(event.nodes)
     if not places(State(nodes=left, nodes_wanted=wanted, nodes_min=event.nodes_min, node_counts=event.node_counts)):
-        return event.nodes, f"; {names} had a fault before ({'; '.join(bad.values())}), but too few others are here"
-    return left, f"; {names} had a fault before, and is not used"
+        return event.nodes, (because.FaultyNodesGiven(nodes=bad, used=True),)
+    return left, (because.FaultyNodesGiven(nodes=bad, used=False),)
 
 
 def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> Decision:
@@ -98,15 +99,15 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
         return _say_again(state, first=first) if first or everyone else Decision(state)
     if state.doubt is Doubt.LAST and state.silent and set(state.nodes) == state.ready | state.silent:
         lost = tuple(node for node in state.nodes if node in state.silent)
-        return lose_nodes(state, event.at, lost, lost_in_words(state, lost), policy)
+        return lose_nodes(state, event.at, lost, (are_lost(state, lost),), policy)
     if not everyone:
         return Decision(_bus_comes(state, event.at, policy))
     if state.phase is Phase.TRAINING:
         # a notice meanwhile reached no watcher: only Slurm can tell of it
         unknown = state.wrapped and not state.begun  # the word of the begin may have been lost: only warn, later
         state = replace(state, deadline_at=event.at + policy.announce_within_s if unknown else None)
-        return ask_unprompted(state, "every watcher answers again: was a notice missed?")
-    return go_on_starting(state, event.at, policy, "every watcher answers")
+        return ask_unprompted(state, (because.NoticePerhapsMissed(),))
+    return go_on_starting(state, event.at, policy, (because.WatchersReady(),))
 
 
 def _bus_comes(state: State, at: float, policy: Policy) -> State:
@@ -122,12 +123,14 @@ def _say_again(state: State, *, first: bool) -> Decision:
     Said to the first that is back, for one is enough for the ranks to agree on a save and the others may never
     come, and once more to all: twice a bus, however many nodes there are.
     """
-    why = "every watcher is back" if not first or all_ready(state) else "the first watcher is back"
+    everyone = not first or all_ready(state)
     if state.phase is Phase.SAVING and state.verifying is None:
-        return Decision(state, (request_save(state),), f"{why}: ask for the save again")
+        back = because.WatchersBack(everyone=everyone, sent_again="save")
+        return Decision(state, (request_save(state),), (back,))
     if state.killed and state.running:
-        return Decision(state, (do.KillRanks(launch=state.launch, why=why),), f"{why}: kill again")
-    return Decision(state, (), why)
+        why: Why = (because.WatchersBack(everyone=everyone, sent_again="kill"),)
+        return Decision(state, (do.KillRanks(launch=state.launch, reasons=why),), why)
+    return Decision(state, (), (because.WatchersBack(everyone=everyone),))
 
 
 def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Policy) -> Decision:
@@ -145,20 +148,20 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
         node_losses=0 if progressed else state.node_losses,
         tried=past(state.tried, event.step) if progressed else state.tried,
     )
-    if event.directory is None and (state.attempt or state.launch) and not state.has_library:
-        why = "no verified step directory, and no trainer library has answered so far: the script resumes by itself"
-    elif event.directory is None:
-        why = "no verified step directory: the training starts from the beginning"
+    why: Why
+    if event.directory is None:
+        alone = bool(state.attempt or state.launch) and not state.has_library
+        why = (because.NoCheckpoint(script_resumes=alone),)
     else:
-        why = f"newest verified step directory: {event.directory}"
+        why = (because.CheckpointFound(directory=event.directory),)
     state, back = take_back(state, event.at)
     why += back
     if event.skipped:
-        why += "; passed over: " + ", ".join(f"{s.directory} ({s.problem})" for s in event.skipped)
+        why += (because.StepsPassedOver(steps=tuple((each.directory, each.problem) for each in event.skipped)),)
     if state.failure is not None and state.failure.judged is not None:
         return settle(state, event.at, why, policy)
     if state.failure is None and state.launch and state.failures >= policy.failures_max:
-        failed = f"{state.first_failure}; {state.failures} launches without a newly verified step"
+        failed = (*state.first_failure, because.FailuresMax(failures=state.failures))
         plan = Plan(next=Next.END, why=failed, code=ExitCode.TRAINING_FAILED)
         return stop(state, event.at, plan, policy)
     return go_on_starting(state, event.at, policy, why)
@@ -168,7 +171,7 @@ def on_choice_failed(state: State, event: on.ChoiceFailed, policy: Policy) -> De
     """The storage does not answer as it should: a person is needed."""
     if state.phase is not Phase.STARTING or state.chosen:
         return Decision(state)
-    plan = Plan(next=Next.END, why=f"step directories: {event.error}", code=ExitCode.STORAGE)
+    plan = Plan(next=Next.END, why=(because.StorageUnusable(error=event.error),), code=ExitCode.STORAGE)
     return stop(state, event.at, plan, policy)
 
 
@@ -203,7 +206,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         reading_back=(),
         read_back_wrong=0,
         killed=False,
-        first_failure="",
+        first_failure=(),
         found=None,
         pace=pace.launched(state.pace),
         losses=losses.launched(state.losses, state.resume_step),
@@ -227,20 +230,20 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         address=event.address,
         port=event.port,
     )
-    return Decision(state, (effect,), f"the nodes are clear and fit{_shape(state)}")
+    return Decision(state, (effect,), (because.NodesReady(), *_shape(state)))
 
 
-def _shape(state: State) -> str:
+def _shape(state: State) -> Why:
     """Say it where a launch does not get all nodes of the allocation, or fewer than it wants."""
     if len(state.launched) < state.nodes_wanted:
-        return f"; {room(state)}: it shrinks to {len(state.launched)}"
-    spares = [node for node in state.nodes if node not in state.launched]
-    return f"; spare: {', '.join(spares)}" if spares else ""
+        return (room(state), because.LaunchShrinks(nodes=len(state.launched)))
+    spares = tuple(node for node in state.nodes if node not in state.launched)
+    return (because.SparesLeft(nodes=spares),) if spares else ()
 
 
 def on_launch_refused(state: State, event: on.LaunchRefused, policy: Policy) -> Decision:
     """The launch did not even begin: srun could not be started."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    plan = Plan(next=Next.END, why=f"the training step: {event.error}", code=ExitCode.START_FAILED)
+    plan = Plan(next=Next.END, why=(because.LaunchRefused(error=event.error),), code=ExitCode.START_FAILED)
     return stop(replace(state, running=False), event.at, plan, policy)

@@ -6,11 +6,12 @@ from enum import StrEnum
 
 import msgspec
 
-from stepkeeper.core.causes import Cause, Finding, LeftOut, Tried
+from stepkeeper.core.causes import Cause, LeftOut, Tried
 from stepkeeper.core.events import Exclusion, Judged
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.losses import Losses
 from stepkeeper.core.pace import Pace
+from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.stragglers import Stragglers
 from stepkeeper.core.usual import Usual
 
@@ -60,7 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What comes when the ranks are gone, and why."""
 
     next: Next
-    why: str
+    why: Why
     code: ExitCode = ExitCode.REQUEUED  # of the supervisor, where it ends
     blame: Blame = Blame.TRAINING
     cause: Cause | None = None  # of the failure that led to it, where that is known
@@ -163,7 +164,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     launched_at: float | None = None
     wait_until: float | None = None  # the next launch waits: the cause may pass
     testing: bool = False  # the storage is under test: no launch starts
-    suspect: str = ""  # why it is suspect
+    suspect: Why = ()  # why it is suspect
     storage_since: float | None = None  # it failed its test: no launch starts
     storage_tries: int = 0
     clearing: bool = False
@@ -191,7 +192,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     patience: float = 1.0  # how many times longer, since the ranks were seen to move
     looking: bool = False  # their stacks are being collected
     early_s: float = 0.0  # so much before its usual time silence is looked at, or the look at hand began
-    first_failure: str = ""  # of the launch: what the first rank that failed said
+    first_failure: Why = ()  # of the launch: what the first rank that failed said
 
     # why it failed
     found: Finding | None = None  # what we saw ourselves

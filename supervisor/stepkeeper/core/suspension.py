@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.state import Phase, State, Suspended
 
@@ -20,7 +21,7 @@ replace = msgspec.structs.replace
 def on_stood_still(state: State, event: on.StoodStill) -> Decision:
     """Put off everything that is measured in silence; an answer that is on its way may be out of date."""
     away = event.seconds
-    why = f"suspended for {away:.0f} s: what was waited for has so much longer"
+    why = (because.Suspended(seconds=away),)
     deadline = _later(state.deadline_at, away)
     if state.leave_at is not None and state.deadline_at is not None:  # Slurm's limit is not ours to put off
         deadline = min(state.deadline_at + away, max(state.deadline_at, state.leave_at))

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import msgspec
 
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause
+from stepkeeper.core import reasons as because
+from stepkeeper.core.causes import Cause, Notice
 from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
@@ -64,9 +65,9 @@ def _states() -> dict[str, State]:
         step=900,
         deadline_at=None,
     )
-    leave = Plan(next=Next.REQUEUE, why="preempted")
+    leave = Plan(next=Next.REQUEUE, why=(because.SlurmSaid(notice=Notice.PREEMPTED, slurm_state="RUNNING"),))
     saving = replace(training, phase=Phase.SAVING, plan=leave, saving="s1", deadline_at=AT + 60)
-    again = Plan(next=Next.RELAUNCH, why="rank 1 failed")
+    again = Plan(next=Next.RELAUNCH, why=(because.RankFailed(rank=1, node="b", code=1),))
     stopping = replace(saving, phase=Phase.STOPPING, plan=again, saving=None, killed=True)
     closing = replace(stopping, phase=Phase.CLOSING, plan=leave, running=False)
     requeueing = replace(closing, phase=Phase.REQUEUEING)
@@ -90,6 +91,7 @@ def _samples() -> dict[str, on.Event]:
     ending = replace(job, state=on.JobState.COMPLETING, slurm_state="COMPLETING")
     return {
         "Tick, the deadline has passed": on.Tick(at=LATE),
+        "PartFailed": on.PartFailed(at=AT, part="diagnosis", error="ValueError: x"),
         "StoodStill": on.StoodStill(at=AT, seconds=300.0),
         "SignalReceived TERM": on.SignalReceived(at=AT, signal="TERM"),
         "NodeSignaled": on.NodeSignaled(at=AT, node="a", signal="TERM"),

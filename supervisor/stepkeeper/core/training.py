@@ -7,12 +7,14 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import growing, reading_back, usual
+from stepkeeper.core import reasons as because
 from stepkeeper.core.anomalies import watch_loss
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.limit import expecting
 from stepkeeper.core.pace import saved, stepped
 from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, close, closed, kill, relaunch, take
 from stepkeeper.core.policy import STOP_SIGNALS, Policy
+from stepkeeper.core.reasons import Why
 from stepkeeper.core.silence import alive
 from stepkeeper.core.slow_nodes import at_commit, watch_pace
 from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State
@@ -30,10 +32,8 @@ def on_launch_began(state: State, event: on.LaunchBegan, policy: Policy) -> Deci
     """Every task runs: whether the script uses the trainer library is still to be heard."""
     if event.launch != state.launch or not state.running or state.begun:
         return Decision(state)
-    why = "every task of the training step has started"
-    if event.warm or event.cold:
-        why += f", {event.warm} by a warm standby" + (f" (not all: {event.cold})" if event.cold else "")
-    return Decision(_begun(state, event.at, policy), (), why)
+    why = because.TasksStarted(warm=event.warm, cold=event.cold)
+    return Decision(_begun(state, event.at, policy), (), (why,))
 
 
 def _begun(state: State, at: float, policy: Policy) -> State:
@@ -47,10 +47,9 @@ def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision
     """The script can save, stop and resume."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    why = "" if state.heard else "the trainer library answers: this script can save and resume"
+    why: Why = () if state.heard else (because.LibraryAnswers(),)
     if event.resumed_step is not None and event.resumed_step != state.resume_step:
-        chosen = f"step {state.resume_step}" if state.resume_step is not None else "the beginning"
-        why = f"the ranks go on from step {event.resumed_step}, and not from {chosen}: a tier or the script has it so"
+        why = (because.ResumedElsewhere(step=event.resumed_step, chosen=state.resume_step),)
         state = replace(state, resume_step=event.resumed_step)
     elif state.heard:
         return Decision(state)
@@ -75,8 +74,7 @@ def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decisio
     state = alive(replace(_heard(state), step=event.step, pace=pace), event.at, policy)
     paced = watch_pace(state, policy)
     watched = watch_loss(paced.state, event, policy)
-    why = "; ".join(word for word in (paced.why, watched.why) if word)
-    return Decision(watched.state, (*paced.effects, *watched.effects), why)
+    return Decision(watched.state, (*paced.effects, *watched.effects), paced.why + watched.why)
 
 
 def on_save_began(state: State, event: on.SaveBegan, policy: Policy) -> Decision:
@@ -93,12 +91,12 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
         return Decision(state)
     state, seconds = save_seconds(state, event.seconds)
     pace = saved(state.pace, seconds, by_disk=event.by_disk)
-    state = replace(state, saving=None, bus_restarts=0, node_losses=0, pace=pace, went_back=False)
+    state = replace(state, saving=None, bus_restarts=0, pace=pace, went_back=False)
     state = alive(state, event.at, policy)
     state = expecting(state, policy) if state.limit_at is not None else state
-    why = f"step {event.step} is committed"
+    why: Why = (because.Committed(step=event.step),)
     if event.drift:
-        why += f"; copies differ between ranks, a device may compute wrongly: {event.drift}"
+        why += (because.CopiesDiffer(tensors=event.drift),)
     emergency = state.phase is Phase.SAVING and event.emergency
     read = reading_back.on_commit(state, event.directory, policy)
     state, effects = read.state, read.effects
@@ -112,10 +110,10 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
         state = _leave_soon(state, event.at, policy)
     replaced = at_commit(state, event.at, policy)
     if replaced is not None:
-        return Decision(replaced.state, (*effects, *replaced.effects), f"{why}; {replaced.why}")
+        return Decision(replaced.state, (*effects, *replaced.effects), why + replaced.why)
     grown = growing.at_commit(state, event.at, policy)
     if grown is not None:
-        return Decision(grown.state, (*effects, *grown.effects), f"{why}; {grown.why}")
+        return Decision(grown.state, (*effects, *grown.effects), why + grown.why)
     return Decision(state, effects, why)
 
 
@@ -129,13 +127,13 @@ def on_save_gave_up(state: State, event: on.SaveGaveUp, policy: Policy) -> Decis
     if event.launch != state.launch or not state.running:
         return Decision(state)
     state = replace(state, saving=None)
-    why = f"the save of step {event.step} failed: {event.error}; older steps are untouched"
+    why = (because.SaveFailed(step=event.step, error=event.error),)
     if state.first_failure:
         return _end_survivors(state, event.at, why, policy)
     return Decision(state, (), why)
 
 
-def _end_survivors(state: State, at: float, why: str, policy: Policy) -> Decision:
+def _end_survivors(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """A rank has failed, and the save that the others were spared for is over."""
     if state.killed:
         return Decision(state, (), why)
@@ -155,7 +153,7 @@ def on_finished(state: State, event: on.TrainingFinished, policy: Policy) -> Dec
     """The work is done: that wins over every notice."""
     if event.launch != state.launch or not state.running or state.killed:
         return Decision(state)
-    why = f"the training finished at step {event.step}"
+    why = (because.TrainingFinished(step=event.step),)
     if state.plan is not None and state.plan.code is ExitCode.FINISHED:
         return Decision(state)
     plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
@@ -170,8 +168,8 @@ def on_stopped(state: State, event: on.TrainingStopped, policy: Policy) -> Decis
     asked = state.plan is not None and (state.plan.next is not Next.RELAUNCH or state.plan.to_grow)
     if asked or state.first_failure or state.killed:
         state = _leave_soon(state, event.at, policy)
-        return Decision(state, (), f"the ranks leave at step {event.step}")
-    why = f"the ranks left on their own at step {event.step}"
+        return Decision(state, (), (because.RanksLeave(step=event.step),))
+    why = (because.RanksLeftAlone(step=event.step),)
     plan = Plan(next=Next.RELAUNCH, why=why)
     state = replace(_leave_soon(state, event.at, policy), phase=Phase.STOPPING, plan=plan)
     return ask(_prompted(state), why)
@@ -188,23 +186,24 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
         return Decision(state)
     if not state.heard and state.wrapped:
         state = _begun(state, event.at, policy)
-    how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.code}"
-    hint = ", ".join(fault for node, fault in state.hints if node == event.node)
-    why = f"rank {event.rank} on {event.node} ended with {how}{f' ({hint})' if hint else ''}"
+    faults = tuple(fault for node, fault in state.hints if node == event.node)
+    why: Why = (
+        because.RankFailed(rank=event.rank, node=event.node, code=event.code, signal=event.signal, faults=faults),
+    )
     if _slurm_may_have_ended_it(state, event):
         first = state.first_failure or why
-        return Decision(replace(state, first_failure=first), (), f"{why}: wait for what Slurm says of its signal")
+        return Decision(replace(state, first_failure=first), (), (*why, because.SignalUnexplained()))
     if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
         return _on_rank_left(state, event, policy)
     if _ends_as_asked(state, event, policy):
-        return Decision(state, (), f"{why}, after it was asked to end")
+        return Decision(state, (), (*why, because.EndedAsAsked()))
     return _on_rank_failed(state, event, policy, why)
 
 
-def _on_rank_failed(state: State, event: on.RankExited, policy: Policy, why: str) -> Decision:
+def _on_rank_failed(state: State, event: on.RankExited, policy: Policy, why: Why) -> Decision:
     first = state.first_failure or why
     ours = state.killed or state.phase is not Phase.TRAINING  # it was told to end, or dies of another's death
-    look = () if ours else (do.Look(node=event.node, why=why),)
+    look = () if ours else (do.Look(node=event.node, reasons=why),)
     state = replace(state, first_failure=first)
     if event.code == EXIT_GAVE_UP:
         state = take(state, Plan(next=Next.END, why=why, code=ExitCode.TRAINING_GAVE_UP))
@@ -217,7 +216,7 @@ def _on_rank_failed(state: State, event: on.RankExited, policy: Policy, why: str
         return Decision(killed.state, (*killed.effects, *look), why)
     if state.phase is Phase.TRAINING:
         state = replace(state, phase=Phase.STOPPING, deadline_at=event.at + policy.commit_grace_s)
-    return Decision(state, look, why + "; the commit in flight may still come")
+    return Decision(state, look, (*why, because.CommitInFlight()))
 
 
 def _ends_as_asked(state: State, event: on.RankExited, policy: Policy) -> bool:
@@ -248,12 +247,11 @@ def _on_rank_left(state: State, event: on.RankExited, policy: Policy) -> Decisio
     """
     if state.phase is not Phase.TRAINING or event.code == EXIT_FINISHED:
         return Decision(state)
-    how = "is gone, and nobody saw how" if event.code is None else "stopped"
-    why = f"rank {event.rank} on {event.node} {how}, and rank 0 did not say why"
+    left = because.RankLeft(rank=event.rank, node=event.node, seen=event.code is not None)
     wait = policy.leave_within_s if state.saving is None else policy.commit_grace_s
-    plan = Plan(next=Next.RELAUNCH, why=why)
+    plan = Plan(next=Next.RELAUNCH, why=(left,))
     state = replace(state, phase=Phase.STOPPING, plan=plan, deadline_at=event.at + wait)
-    return Decision(state, (), f"rank {event.rank} on {event.node} {how}: wait for the word of rank 0")
+    return Decision(state, (), (replace(left, waiting=True),))
 
 
 def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Decision:
@@ -262,14 +260,14 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
         return Decision(state)
     state = replace(state, running=False, saving=None)
     if event.finished:
-        finished = Plan(next=Next.END, why="the training is finished", code=ExitCode.FINISHED)
+        finished = Plan(next=Next.END, why=(because.TrainingFinished(),), code=ExitCode.FINISHED)
         return close(state, event.at, finished, policy)
     if state.phase is Phase.TRAINING:
         return _after_unasked_end(state, event, policy)
     plan = state.plan
     assert plan is not None, "SAVING and STOPPING are entered with a plan"
     if plan.code is ExitCode.FINISHED and event.code:  # with 0, rank 0's word counts without the file
-        failed = f"rank 0 said that it finished, yet outcome.json does not: {event.error or event.code}"
+        failed = (because.OutcomeMissing(error=event.error, code=event.code),)
         plan = state.otherwise or Plan(next=Next.RELAUNCH, why=failed)
     if _leaves_to_grow(state) and not state.asking:
         return relaunch(state, event.at, plan.why, policy)
@@ -280,34 +278,34 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
 
 def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> Decision:
     if not state.heard and event.code == 0:
-        why = "the command ended with 0 (it has no trainer library to say more)"
+        why: Why = (because.CommandEnded(),)
         plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
         if state.wrapped:
             return close(state, event.at, plan, policy)
         # Slurm's signal reaches these ranks before us: a handler that saves ends with 0 as well
         state = replace(state, phase=Phase.STOPPING, plan=plan, deadline_at=event.at + policy.ask_within_s)
-        return Decision(state, (), why) if state.asking else ask_unprompted(state, f"{why}: did Slurm end it?")
+        return Decision(state, (), why) if state.asking else ask_unprompted(state, (*why, because.SlurmAsked()))
     if event.code == EXIT_GAVE_UP:
-        plan = Plan(next=Next.END, why="the command ended with 93", code=ExitCode.TRAINING_GAVE_UP)
+        plan = Plan(next=Next.END, why=(because.CommandGaveUp(),), code=ExitCode.TRAINING_GAVE_UP)
         return close(state, event.at, plan, policy)
-    how = state.first_failure or event.error or f"srun ended with {event.code}"
+    how = state.first_failure or (because.StepFailed(code=event.code, error=event.error),)
     if event.stopped:
-        how = "the ranks left on their own with a checkpoint"
+        how = (because.RanksLeftAlone(),)
     elif event.code == 0:
-        how = "the ranks ended with 0, but rank 0 never said that the training is finished"
+        how = (because.RanksEndedSilently(),)
     elif state.wrapped and not state.begun and not state.heard:
         return _never_began(state, event.at, how, policy)
     return _after_failure(state, event, how, policy)
 
 
-def _never_began(state: State, at: float, why: str, policy: Policy) -> Decision:
+def _never_began(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """Not every task was started: where Slurm itself is away, that is no failure, and the next launch waits for it."""
     since = state.slurm_away_since if state.slurm_away_since is not None else at
     state = replace(state, phase=Phase.STOPPING, plan=Plan(next=Next.RELAUNCH, why=why), slurm_away_since=since)
-    return ask_unprompted(replace(state, deadline_at=at + policy.ask_within_s), f"{why}: is Slurm there?")
+    return ask_unprompted(replace(state, deadline_at=at + policy.ask_within_s), (*why, because.SlurmAsked()))
 
 
-def _after_failure(state: State, event: on.LaunchEnded, why: str, policy: Policy) -> Decision:
+def _after_failure(state: State, event: on.LaunchEnded, why: Why, policy: Policy) -> Decision:
     """Relaunch; but while Slurm is being asked, its answer may tell that this was no failure."""
     if not state.asking and not event.stopped:
         return relaunch(state, event.at, why, policy)
@@ -321,10 +319,10 @@ def _after_failure(state: State, event: on.LaunchEnded, why: str, policy: Policy
         asking=True,
         deadline_at=event.at + policy.ask_within_s,
     )
-    return Decision(state, effects, f"{why}; Slurm is being asked why")
+    return Decision(state, effects, (*why, because.SlurmAsked()))
 
 
-def _again(state: State, why: str) -> Plan:
+def _again(state: State, why: Why) -> Plan:
     """Return the plan of a relaunch; whose fault it is stays as it was."""
     if state.plan is None:
         return Plan(next=Next.RELAUNCH, why=why)
@@ -338,10 +336,12 @@ def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: P
     if event.directory != state.verifying:
         return Decision(state)
     state = replace(state, verifying=None)
+    why: Why
     if event.ok:
-        why = f"{event.directory} is verified"
+        why = (because.CheckpointVerified(directory=event.directory),)
     else:
-        why = f"{event.directory} is damaged: {event.problem}; the one before will be used"
+        damaged = because.CheckpointDamaged(directory=event.directory, problem=event.problem)
+        why = (damaged, because.CheckpointBeforeUsed())
     if state.phase is Phase.CLOSING:
         deadline = event.at + policy.close_within_s  # only the watchers are waited for now
         state = replace(state, deadline_at=min(state.deadline_at or deadline, deadline))

@@ -93,6 +93,7 @@ def document(seen: Timeline, path: str = "", ran: Sequence[Started] = ()) -> dic
                 "last_step": launch.last_step,
                 "ending": launch.ending.value,
                 "why": launch.why,
+                "reason": launch.reason,
                 "cause": launch.cause or None,
                 "decided": launch.decided,
             }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause
+from stepkeeper.core import reasons as because
+from stepkeeper.core.causes import Cause, Notice
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.judge import Notice
 from stepkeeper.core.state import Phase
 from stepkeeper.seeing.model import Ending, Launch
 from stepkeeper.store.journal import Record
@@ -63,7 +63,8 @@ def ending(record: Record, launch: Launch) -> Ending | None:  # noqa: C901, PLR0
         case on.Superseded():
             return Ending.SUPERSEDED
         case on.SlurmAnswered() if record.phase is not Phase.TRAINING:
-            return next((each for notice, each in _NOTICES.items() if record.why.startswith(notice.value)), None)
+            said = record.reasons[0] if record.reasons else None
+            return _NOTICES.get(said.notice) if isinstance(said, because.SlurmSaid) else None
         case on.NodeFaulted() if event.leave and record.phase is not Phase.TRAINING:
             return Ending.NODE
         case on.TrainingStopped():
@@ -71,11 +72,11 @@ def ending(record: Record, launch: Launch) -> Ending | None:  # noqa: C901, PLR0
         case on.RankExited() if record.phase is not Phase.TRAINING:
             failed = event.signal is not None or event.code not in (0, 75)
             return Ending.FAILURE if failed else Ending.STOPPED
-        case on.Tick() | on.WatcherReady() if record.why and _leaves_node(record):
+        case on.Tick() | on.WatcherReady() if _leaves_node(record):
             return Ending.NODE
-        case _ if record.phase in (Phase.SAVING, Phase.STOPPING) and record.why and launch.ending is Ending.RUNNING:
+        case _ if record.phase in (Phase.SAVING, Phase.STOPPING) and record.reasons and launch.ending is Ending.RUNNING:
             told = isinstance(event, on.Asked | on.SignalReceived | on.NodeSignaled)
-            return Ending.STOPPED if told else Ending.RESTARTED  # `why` tells the reason
+            return Ending.STOPPED if told else Ending.RESTARTED  # `reasons` tell more
         case _:
             return None
 
@@ -90,11 +91,12 @@ def _of_judged(event: on.Event, launch: Launch) -> Ending | None:
 def _ends_well(record: Record) -> bool:
     """Tell whether this end was that of a command without the library, with 0: then it counts as finished."""
     exits = [effect for effect in record.effects if isinstance(effect, do.Exit)]
-    return any(effect.code == 0 for effect in exits) or "ended with 0 (" in record.why
+    ended = any(isinstance(each, because.CommandEnded) for each in record.reasons)
+    return ended or any(effect.code == 0 for effect in exits)
 
 
 def _leaves_node(record: Record) -> bool:
-    return "taken for lost" in record.why
+    return any(isinstance(each, because.NodesLost) for each in record.reasons)
 
 
 def decide(launch: Launch, record: Record) -> None:

@@ -76,7 +76,7 @@ def glance(run: RunDirectory) -> Glance:
         if same and not phase_over:
             phase_over = record.phase is not newest.phase
             since = since if phase_over else record.event.at
-        if record.why and len(told) < TOLD_MAX and not _is_ordinary(record):
+        if record.reasons and len(told) < TOLD_MAX and not _is_ordinary(record):
             told.append(record)
         if committed_at is None and isinstance(record.event, on.CheckpointCommitted):
             committed_at = record.event.at

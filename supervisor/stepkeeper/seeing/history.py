@@ -9,6 +9,7 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.reason_text import tag, text
 from stepkeeper.core.state import Phase
 from stepkeeper.seeing import endings
 from stepkeeper.seeing.incidents import Incidents, name_of
@@ -70,7 +71,7 @@ class _Teller:
         self.seen.incidents.take(record, at, attempt.launches[-1].number if attempt.launches else None)
         for effect in record.effects:
             if isinstance(effect, do.Exit):
-                attempt.said_end, attempt.exit_code, attempt.why = True, effect.code, effect.reason
+                attempt.said_end, attempt.exit_code, attempt.why = True, effect.code, text(effect.reasons)
         if record.phase is Phase.DONE and not attempt.said_end:
             attempt.said_end, attempt.why = True, record.why
 
@@ -188,7 +189,8 @@ class _Teller:
         if found is not None and endings.outweighs(found, launch.ending):
             known_better = found in (Ending.HANG, Ending.LOSS) and launch.why
             launch.ending = found
-            launch.why = launch.why if known_better else record.why or launch.why
+            if record.reasons and not known_better:
+                launch.why, launch.reason = record.why, tag(record.reasons)
             endings.decide(launch, record)
 
 

@@ -8,8 +8,9 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import LeftOut
-from stepkeeper.core.losses import rule_told
+from stepkeeper.core.reason_text import text
 from stepkeeper.seeing.model import Incident, left_out_in_words
 from stepkeeper.store.journal import Record
 
@@ -30,20 +31,20 @@ class Incidents(msgspec.Struct, kw_only=True):
         self.losses[record.attempt] = record.node_losses
         new = record.left_out[self.windows :]  # an attempt takes over those of the one before
         self.windows = max(self.windows, len(record.left_out))
-        for kind, what, node in (*_of(record, lost=lost), *_windows(new)):
+        found = ((*said, False) for said in (*_of(record, lost=lost), *_windows(new)))
+        for kind, what, node, is_all in (*_told(record), *found):
             if len(self.found) >= INCIDENTS_MAX:
                 del self.found[0]
                 self.left_out += 1
-            decided = record.why if record.why != what else _ordered(record)
+            decided = record.why if not is_all else _ordered(record)
             self.found.append(
                 Incident(at=at, attempt=record.attempt, launch=launch, kind=kind, what=what, decided=decided, node=node)
             )
 
 
-def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noqa: C901 - one case an event
+def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noqa: C901, PLR0912 - one case an event
     """Yield (kind, what, node)."""
     event = record.event
-    yield from _told(record)
     match event:
         case on.NodeFaulted():
             gpu = f" ({event.gpu})" if event.gpu else ""
@@ -64,6 +65,8 @@ def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noq
             yield "rolled back", event.error or f"to step {event.step or 0}", ""
         case on.ChoiceFailed():
             yield "storage", event.error, ""
+        case on.PartFailed():
+            yield "part failed", f"{event.part}: {event.error}", ""
         case on.Superseded():
             yield "superseded", f"job {event.by_job_id}, restart {event.by_restart_count}, holds the lease", ""
         case _ if lost:
@@ -82,18 +85,22 @@ def _ordered(record: Record) -> str:
     return "the launch was ended" if any(isinstance(each, do.KillRanks) for each in record.effects) else "told"
 
 
-def _told(record: Record) -> Iterator[tuple[str, str, str]]:
-    if isinstance(record.event, on.Progressed) and (wrong := rule_told(record.why)):
-        yield "loss", wrong[1], ""
+def _told(record: Record) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield (kind, what, node, whether the decision says no more than that)."""
+    for reason in record.reasons if isinstance(record.event, on.Progressed) else ():
+        if isinstance(reason, because.LossWrong):
+            yield "loss", text((reason,)), "", record.reasons == (reason,)
     for effect in record.effects:
         if isinstance(effect, do.TellSlowNode) and effect.loading:
-            yield "slow data loader", effect.why, effect.node
+            yield "slow data loader", text(effect.reasons), effect.node, effect.reasons == record.reasons
         elif isinstance(effect, do.TellSlowNode) and not effect.over:
-            yield "slow node", f"{effect.factor:.2f} times as long for a step as the others", effect.node
+            yield "slow node", f"{effect.factor:.2f} times as long for a step as the others", effect.node, False
         elif isinstance(effect, do.TellSlowLaunch):
-            yield "slow launch", effect.why, effect.nodes[0] if effect.nodes else ""
+            node = effect.nodes[0] if effect.nodes else ""
+            yield "slow launch", text(effect.reasons), node, effect.reasons == record.reasons
         elif isinstance(effect, do.TellReplay) and not effect.equal:
-            yield "replay differs", effect.why, effect.nodes[0] if effect.nodes else ""
+            node = effect.nodes[0] if effect.nodes else ""
+            yield "replay differs", text(effect.reasons), node, effect.reasons == record.reasons
 
 
 def name_of(directory: str) -> str:

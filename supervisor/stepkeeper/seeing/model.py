@@ -130,7 +130,8 @@ class Launch(msgspec.Struct, kw_only=True):
     phases: list[tuple[int, str]] = msgspec.field(default_factory=list)  # (from when, phase) while it ran
     saves: list[Saved] = msgspec.field(default_factory=list)
     ending: Ending = Ending.RUNNING
-    why: str = ""  # what ended it
+    why: str = ""  # what ended it, in words
+    reason: str = ""  # the tag of the first reason
     cause: str = ""  # the verdict on a failure (docs/verdicts.md)
     evidence: str = ""  # its strongest piece
     decided: str = ""  # what came then, in words

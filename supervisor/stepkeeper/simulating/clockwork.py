@@ -22,6 +22,7 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import Phase, State
 from stepkeeper.seeing.model import Use
 from stepkeeper.simulating.accounts import Accounts
@@ -392,7 +393,7 @@ class Clockwork:
         wait = self.random.expovariate(1 / self.world.queue_s) if self.world.queue_s else 0.0
         if effect.code != ExitCode.REQUEUED:
             self.result.persons += 1
-            self.result.stopped_for.append(effect.reason)
+            self.result.stopped_for.append(text(effect.reasons))
             wait += self.world.person_s
             self.state = State()  # submitted again by hand: nothing is carried over but the checkpoints
         self.now += wait

@@ -15,6 +15,7 @@ import msgspec
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
 from stepkeeper.store.journal import Line, Record
 from stepkeeper.store.recorder import changed
@@ -75,14 +76,14 @@ def replay(
         found.records += 1
         then, now = _then(record, decision.state), _now(decision.state, decision.effects)
         if words:
-            then["why"], now["why"] = record.why, decision.why
+            then["why"], now["why"] = record.why, text(decision.why)
         differing = [name for name in then if then[name] != now[name]]
         if differing:
             difference = Difference(
                 line=number,
                 record=record,
                 then={name: then[name] for name in differing},
-                now={name: now[name] for name in differing} | {"why": decision.why},
+                now={name: now[name] for name in differing} | {"why": text(decision.why)},
             )
             found.differences.append(difference)
             if len(found.differences) >= stop_after:
@@ -128,4 +129,4 @@ def _now(state: State, effects: Iterable[msgspec.Struct]) -> dict[str, Any]:
 def _plain(effect: msgspec.Struct) -> dict[str, Any]:
     """Return an effect without its words: a sentence may be worded better without deciding otherwise."""
     plain: dict[str, Any] = msgspec.to_builtins(effect)
-    return {key: value for key, value in plain.items() if key not in ("why", "reason")}
+    return {key: value for key, value in plain.items() if key != "reasons"}

@@ -21,6 +21,8 @@ from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reason_text import tag
+from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.state import State
 
 EVENTS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(on.Event)}
@@ -34,6 +36,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "batch_node": "a",
         "kill_wait_s": 30.0,
     },
+    "PartFailed": {"part": "diagnosis", "error": "ValueError: not a number"},
     "StoodStill": {"seconds": 300.0},
     "SignalReceived": {"signal": "TERM"},
     "NodeSignaled": {"node": "a", "signal": "TERM"},
@@ -246,17 +249,33 @@ def describe(before: State, decision: Decision) -> Iterator[str]:
         "asking": state.asking or None,
     }
     words = [f"{name}={_show(value)}" for name, value in shown.items() if value is not None]
-    why = f"  # {decision.why}" if decision.why else ""
+    why = f"  # {_reasons(decision.why)}" if decision.why else ""
     yield " ".join([f"> {state.phase.value}", *words]) + why
     for effect in decision.effects:
         fields: dict[str, object] = msgspec.structs.asdict(effect)
+        reasons = getattr(effect, "reasons", ())
+        fields |= {"reasons": _reasons(reasons) if reasons != decision.why else ""} if reasons else {}
         told = [f"{name}={_show(value)}" for name, value in fields.items() if value not in (None, ()) and value != ""]
         yield " ".join([">   ->", type(effect).__name__, *told])
+
+
+def _reasons(why: Why) -> str:
+    """Return reasons with their facts, and without a sentence."""
+    return "; ".join(" ".join([tag((each,)), *_facts(each)]) for each in why)
+
+
+def _facts(reason: Reason) -> Iterator[str]:
+    facts: dict[str, object] = msgspec.structs.asdict(reason)
+    for field in msgspec.structs.fields(reason):
+        if facts[field.name] != field.default:
+            yield f"{field.name}={_show(facts[field.name])}"
 
 
 def _show(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, tuple) and value and not isinstance(value[0], msgspec.Struct):
+        return _show(",".join(str(each) if not isinstance(each, tuple) else ":".join(map(str, each)) for each in value))
     if isinstance(value, float):
         return f"{value:g}"
     text = str(value)

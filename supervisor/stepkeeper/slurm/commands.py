@@ -130,7 +130,7 @@ class SlurmCommands:
                     raise
                 by_hand = redact(planned.command(number, run_directory))
                 raise SlurmError(f"{error}; to go on by hand: {by_hand}") from error
-        return Resubmitted(job_id=int(said.strip().partition(";")[0]), unknown=planned.unknown)
+        return Resubmitted(job_id=parse_submitted(said), unknown=planned.unknown)
 
     def exclude(self, job: str, nodes: Sequence[str]) -> None:
         """See `SlurmClient`."""
@@ -214,6 +214,23 @@ def parse_job(text: str) -> JobFacts:
 def _listed(shown: str, name: str) -> str:
     listed = _field(shown, name)
     return "" if listed is None or listed == "(null)" else listed
+
+
+def parse_submitted(said: str) -> int:
+    r"""Return the job id that `sbatch --parsable` prints; a site's wrapper may print more around it.
+
+    >>> parse_submitted("Welcome!\n4711;cluster\nProject a1 is charged\n")
+    4711
+
+    Raises:
+        SlurmError: there is no job id.
+    """
+    for line in said.splitlines():
+        number = line.strip().partition(";")[0]
+        if number.isascii() and number.isdigit():
+            return int(number)
+    # asked again, as where Slurm is away: the new job is found by its comment then
+    raise SlurmError(f"sbatch said no job id, but: {said.strip()[:200]!r}", unreachable=True)
 
 
 def parse_idle(listing: str, like: Sequence[str]) -> tuple[str, ...]:

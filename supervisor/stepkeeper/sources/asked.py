@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stepkeeper.core.events import Asked
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import asks
 
 LOOK_EVERY_S = 5.0
@@ -24,8 +24,11 @@ def watch(run_directory: Path, job_id: int, *, inbox: Inbox, on_error: Callable[
             except OSError as error:
                 on_error(error)
                 found = {}
+            except Exception as error:  # noqa: BLE001 - what somebody wrote there must not end the looking
+                inbox.failed(Part.REQUESTS, error)
+                found = {}
             for name, ask in found.items():
                 inbox.put(Asked(at=inbox.clock.now(), name=name, kind=ask.kind, by=ask.by))
             pause.wait(LOOK_EVERY_S)
 
-    inbox.run_thread("asked", work)
+    inbox.run(Part.REQUESTS, work)

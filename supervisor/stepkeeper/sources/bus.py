@@ -13,7 +13,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import shepherd
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.sources.paces import Paces
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats import messages as words
@@ -90,7 +90,7 @@ class Bus:
         self._error = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
-        inbox.run_thread(f"bus-{number}", lambda: self._run(list(argv), dict(environment), after_s))
+        inbox.run(Part.BUS, lambda: self._run(list(argv), dict(environment), after_s), name=f"bus-{number}")
 
     def say(self, message: lines.ToWatcher) -> None:
         """Queue one line for every watcher; never waits."""
@@ -179,9 +179,13 @@ class Bus:
             except OSError as failure:
                 code, error = 127, f"srun: {failure.strerror}"
             else:
-                self._inbox.run_thread(f"bus-{self.number}-shepherd", lambda: shepherd.dismiss(process.pid))
-                errors = self._inbox.run_thread(f"bus-{self.number}-error", lambda: self._read_errors(process))
-                self._inbox.run_thread(f"bus-{self.number}-write", lambda: self._write(process))
+                self._inbox.run(
+                    Part.SHEPHERD, lambda: shepherd.dismiss(process.pid), name=f"bus-{self.number}-shepherd"
+                )
+                errors = self._inbox.run(
+                    Part.BUS_ERRORS, lambda: self._read_errors(process), name=f"bus-{self.number}-error"
+                )
+                self._inbox.run(Part.BUS, lambda: self._write(process), name=f"bus-{self.number}-write")
                 self._read(process)
                 code = process.wait()
                 errors.join(ERRORS_WITHIN_S)

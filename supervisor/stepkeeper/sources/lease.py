@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stepkeeper.core.events import Superseded
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import tenure
 from stepkeeper_trainer.formats.lease import Lease, LeaseError
 
@@ -25,10 +25,13 @@ def watch(run_directory: Path, ours: Lease, *, inbox: Inbox, on_error: Callable[
             except (OSError, LeaseError) as error:
                 on_error(error)
                 newer = None
+            except Exception as error:  # noqa: BLE001 - what somebody wrote there must not end the looking
+                inbox.failed(Part.LEASE, error)
+                newer = None
             if newer is not None:
                 at = inbox.clock.now()
                 inbox.put(Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))
                 return
             pause.wait(LOOK_EVERY_S)
 
-    inbox.run_thread("lease", work)
+    inbox.run(Part.LEASE, work)

@@ -22,12 +22,16 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import xxhash
 
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
 from stepkeeper.core.causes import LeftOut, Tried
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event, Exclusion
+from stepkeeper.core.reason_text import text
+from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Phase
 from stepkeeper.core.usual import Usual
-from stepkeeper.store import lines
+from stepkeeper.store import lines, old_sentences
 from stepkeeper_trainer.formats.durable import append_line, write_all
 from stepkeeper_trainer.formats.plain import open_plain
 
@@ -36,6 +40,7 @@ RECORDS_WAITING_MAX = 100_000
 BATCH_RECORDS_MAX = 256  # written with one fsync
 RETRY_AFTER_S = 5.0
 LATE_RECORDS_MAX = 200  # that may stand behind the newest attempt's last one
+_WORDS: dict[type, str] = {do.Exit: "reason", do.CallPerson: "reason", do.AnswerAsk: "said"}  # else `why`
 NODES_EVERY = 64  # records: a reader from the end finds the nodes without reading far
 
 
@@ -49,7 +54,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     launch: int  # of the attempt
     phase: Phase
     event: Event  # what happened
-    why: str = ""  # it changed anything; empty where it did not
+    why: str = ""  # it changed anything, in words; empty where it did not
+    reasons: Why = ()  # the same, with facts: what programs go by; release 0.1 wrote the words alone
     effects: tuple[Effect, ...] = ()  # what was ordered
     failures: int = 0  # launches that failed since the last verified progress
     node_losses: int = 0  # nodes lost since then
@@ -107,7 +113,10 @@ def read_lines(path: Path, *, newest_first: bool = False) -> Iterator[Line]:
 
 def _decode(data: bytes) -> Record | None:
     try:
-        return _decoder.decode(data)
+        record = _decoder.decode(data)
+        if record.reasons or not (record.why or record.effects or record.excluded or record.missed):
+            return record
+        return msgspec.convert(old_sentences.record(msgspec.json.decode(data)), Record)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # torn, newer, or written to hurt
         return None
 
@@ -202,7 +211,7 @@ def _append(path: Path, records: Sequence[Record], *, mode: int) -> None:
     Raises:
         OSError: the lines may be there in part.
     """
-    *before, last = [lines.encode(record) for record in records]
+    *before, last = [lines.encode(_with_words(record)) for record in records]
     if before:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(path, flags, mode)
@@ -213,6 +222,25 @@ def _append(path: Path, records: Sequence[Record], *, mode: int) -> None:
         finally:
             os.close(descriptor)
     append_line(path, last, mode=mode)  # its fsync holds for the whole file
+
+
+def _with_words(record: Record) -> Record | dict[str, Any]:
+    """Return a record with the words of all its reasons: for people, and for programs that know no reasons."""
+    event = record.event
+    excluded = event.excluded if isinstance(event, on.AttemptStarted) else ()
+    if not (record.effects or record.excluded or excluded):
+        return record
+    plain: dict[str, Any] = msgspec.to_builtins(record)
+    for effect, said in zip(record.effects, plain.get("effects", ()), strict=True):
+        if (reasons := getattr(effect, "reasons", None)) is not None:
+            said[_WORDS.get(type(effect), "why")] = text(reasons)
+        if isinstance(effect, do.JudgeLaunch) and effect.found is not None:
+            said["found"]["text"] = text(effect.found.reasons)
+    for exclusion, said in zip(record.excluded, plain.get("excluded", ()), strict=True):
+        said["why"] = text(exclusion.reasons)
+    for exclusion, said in zip(excluded, plain["event"].get("excluded", ()), strict=True):
+        said["why"] = text(exclusion.reasons)
+    return plain
 
 
 def _mode_beside(path: Path) -> int:

@@ -71,7 +71,7 @@ def _pass_over(file: BinaryIO, count: int) -> int:
     return count
 
 
-def encode(record: msgspec.Struct) -> bytes:
+def encode(record: msgspec.Struct | dict[str, Any]) -> bytes:
     """Return a record as one line of JSON, without its end.  Never raises for what strings hold.
 
     A file name that is no UTF-8 reaches us with surrogates, which JSON cannot hold: they become `?`.  What looks like

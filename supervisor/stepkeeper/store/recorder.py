@@ -14,6 +14,7 @@ import msgspec
 from stepkeeper.core import events as on
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
 from stepkeeper.store.allowance import Allowance
 from stepkeeper.store.journal import VERSION, Record
@@ -64,7 +65,8 @@ class Recorder:
             launch=state.launch,
             phase=state.phase,
             event=event,
-            why=decision.why,
+            why=text(decision.why),
+            reasons=decision.why,
             effects=decision.effects,
             failures=state.failures,
             node_losses=state.node_losses,

@@ -44,6 +44,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     resumed_from: str | None = None
     library: bool | None = None  # the trainer library has answered; False: ranks run, and it has not; None: none runs
     why: str = ""  # the newest decision
+    reason: str = ""  # its first reason: a tag of `core.reasons`
     exit_code: int | None = None
     suspended_seconds: float = 0.0  # of this attempt: its supervisor did not run
     started_at: float

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.judge import Notice
-from stepkeeper.core.losses import rule_told
+from stepkeeper.core import reasons as because
+from stepkeeper.core.causes import Notice
 from stepkeeper.core.state import Phase
 from stepkeeper.store.journal import JournalWriter, Record
 from stepkeeper.store.status import Status
@@ -44,8 +44,9 @@ class Tally:
             before = self._phase
             self._take_phase(record)
             self._take_event(record, before)
-            if isinstance(record.event, on.Progressed) and (wrong := rule_told(record.why)):
-                self._counts[metrics.LOSS_ANOMALIES, (wrong[0],)] += 1
+            for reason in record.reasons if isinstance(record.event, on.Progressed) else ():
+                if isinstance(reason, because.LossWrong):
+                    self._counts[metrics.LOSS_ANOMALIES, (reason.rule,)] += 1
             for effect in record.effects:
                 if isinstance(effect, do.StartLaunch):
                     self._counts[metrics.LAUNCHES, ()] += 1
@@ -92,9 +93,11 @@ class Tally:
             case on.RequeueAnswered() as event:
                 self._counts[metrics.REQUEUES, ("accepted" if event.ok else "refused",)] += 1
             case on.SlurmAnswered() if before is not Phase.REQUEUEING:  # there it is the last look, no news
-                for notice, name in _NOTICES.items():
-                    if record.why.startswith(f"{notice.value} ("):
-                        self._counts[metrics.NOTICES, (name,)] += 1
+                match record.reasons[:1]:
+                    case (because.SlurmSaid(notice=notice),) if notice in _NOTICES:
+                        self._counts[metrics.NOTICES, (_NOTICES[notice],)] += 1
+                    case _:
+                        pass
             case _:
                 pass  # nothing that is counted
 
@@ -147,5 +150,5 @@ class TalliedJournal(JournalWriter):
 
     def append(self, record: Record) -> None:
         """Count a record, and hand it over; returns at once."""
-        self._tally.take(record)
         super().append(record)
+        self._tally.take(record)

@@ -16,9 +16,11 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Finding
+from stepkeeper.core import reasons as because
+from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobFacts, NodeFaulted, RankExited
-from stepkeeper.core.judge import Notice
+from stepkeeper.core.reason_text import text
+from stepkeeper.core.reasons import Finding
 from stepkeeper.core.state import Phase
 from stepkeeper.printing import instant
 from stepkeeper.store import journal
@@ -154,14 +156,15 @@ def _told(record: journal.Record) -> Iterator[Told]:
     if record.phase not in (Phase.SAVING, Phase.STOPPING):
         return
     event, at = record.event, record.event.at
+    said = record.reasons[0] if record.reasons and isinstance(event, on.SlurmAnswered) else None
     stops = any(isinstance(effect, do.RequestSave) and effect.stop for effect in record.effects)
     if isinstance(event, on.Asked) and event.kind == "stop":
         if any(isinstance(effect, do.AnswerAsk) and effect.ok for effect in record.effects):
             who = f"{event.by or 'somebody'} asked to save and end (stepkeeper stop), {instant(at)}"
             yield Told(at, "asked-to-stop", Cause.STOPPED, Plane.APPLICATION, who)
-    elif isinstance(event, on.SlurmAnswered) and record.why.startswith(Notice.TIME_LIMIT.value):
+    elif isinstance(said, because.SlurmSaid) and said.notice is Notice.TIME_LIMIT:
         yield Told(at, "limit-told", Cause.TIME_LIMIT, Plane.SLURM, f"{record.why}, {instant(at)}")
-    elif stops and not (isinstance(event, on.SlurmAnswered) and record.why.startswith(tuple(Notice))):
+    elif stops and not isinstance(said, because.SlurmSaid | because.SlurmUnreachable):
         yield Told(at, "left-on-purpose", Cause.STOPPED, Plane.APPLICATION, f"{record.why}, {instant(at)}")
 
 
@@ -185,7 +188,7 @@ def end(run: RunDirectory) -> End | None:
     for record in last:
         exits = [effect for effect in record.effects if isinstance(effect, do.Exit)]
         if exits and record.attempt == newest:
-            return End(record.event.at, exits[0].code, exits[0].reason)
+            return End(record.event.at, exits[0].code, text(exits[0].reasons))
     return None
 
 

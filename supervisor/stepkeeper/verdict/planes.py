@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from stepkeeper.core.causes import Finding
 from stepkeeper.core.events import JobFacts, NodeFaulted, RankExited
+from stepkeeper.core.reason_text import text as in_words
+from stepkeeper.core.reasons import Finding
 from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
 
 EXIT_FINISHED, EXIT_STOPPED, EXIT_GAVE_UP = 0, 75, 93
@@ -80,7 +81,7 @@ def found(finding: Finding) -> list[Evidence]:
             cause=finding.cause,
             role=Role.ROOT,
             confidence=0.9,
-            text=finding.text,
+            text=in_words(finding.reasons),
             rank=finding.rank,
             node=finding.node,
         )

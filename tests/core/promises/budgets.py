@@ -6,6 +6,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.ladder import IN_A_STATE, UNCHARGED, Rung
+from stepkeeper.core.phases import repeats
 from stepkeeper.core.state import Next, Phase
 from tests.core.promises.register import CODES, POLICY, promise
 
@@ -19,7 +20,7 @@ def failures_bound_the_launches_without_progress(turns):
     launches = taken_back = 0
     for turn in turns:
         before, after = turn.before, turn.after
-        unseen = after.failures < before.failures and after.tried == () != before.tried
+        unseen = after.failures < before.failures and any(each.count == 0 for each in after.tried)
         if after.best_step != before.best_step or unseen:
             launches = taken_back = 0
         taken_back += after.launched == before.launched and before.charged and not after.charged
@@ -46,15 +47,25 @@ def each_failed_launch_counts_until_there_is_verified_progress(turns):
 
 
 @promise
-def an_hour_of_unseen_training_clears_the_budgets(turns):
-    """A launch that nobody could see may have progressed: what is not known must not be counted as nothing."""
+def an_hour_of_unseen_training_begins_the_rows_again_and_forgets_no_failure(turns):
+    """A launch that nobody could see may have progressed, or not: its failures count anew, the same one goes on."""
     for turn in turns:
         before, after = turn.before, turn.after
         relaunched = after.launch > before.launch
         ran_long = before.launched_at is not None and turn.event.at - before.launched_at >= POLICY.unseen_progress_s
         if relaunched and ran_long and not before.heard:
             assert after.failures <= 1
-            assert after.tried == ()
+            assert all(each.count == 0 for each in after.tried)
+            assert [repeats(each) for each in after.tried] == [repeats(each) for each in before.tried]
+
+
+@promise
+def the_same_failure_is_bounded_without_a_newly_verified_step(turns):
+    """Whatever launches may have done unseen: nothing verified says so."""
+    for turn in turns:
+        for each in turn.after.tried if turn.ordered(do.StartLaunch) else ():
+            if each.repeats > each.count:
+                assert each.repeats < POLICY.failures_max or each.cause in UNCHARGED
 
 
 @promise

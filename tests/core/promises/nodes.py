@@ -6,7 +6,7 @@ import pytest
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.faults import LOST
+from stepkeeper.core.faults import was_lost
 from stepkeeper.core.state import Phase
 from tests.core.promises.register import GROWING, POLICY, promise
 
@@ -113,7 +113,7 @@ def a_lost_node_is_excluded_for_a_while_and_only_where_the_job_leaves(turns):
                 assert turn.ordered(do.Requeue)
                 since = [at for node, at in turn.before.lost if node == each.node]
                 assert each.until == since[-1] + POLICY.exclude_lost_for_s > turn.event.at
-            faulty = [each for each in turn.before.excluded if each.why != LOST]
+            faulty = [each for each in turn.before.excluded if not was_lost(each)]
             over = len(faulty) - POLICY.excluded_max  # of an attempt that might exclude more
             gone = [each for each in faulty if each not in after and each.until > turn.event.at]
             assert gone == faulty[: max(0, over)] or not gone
@@ -124,7 +124,7 @@ def the_weakest_reasons_to_exclude_a_node_come_first(turns):
     """They give way where nodes run short: a lost one may be back any moment, an old fault may be repaired."""
     for turn in turns:
         for ordered in turn.ordered(do.Requeue):
-            reasons = {each.node: (each.why != LOST, each.until) for each in turn.after.excluded}
+            reasons = {each.node: (not was_lost(each), each.until) for each in turn.after.excluded}
             assert [reasons[node] for node in ordered.exclude] == sorted(reasons.values())
 
 
@@ -135,7 +135,7 @@ def a_node_with_a_fault_of_an_earlier_attempt_is_used_only_for_want_of_others(tu
         if not isinstance(turn.event, on.AttemptStarted) or turn.before.bus:
             continue
         told = turn.event
-        bad = {each.node for each in told.excluded if each.until > told.at and each.why != LOST}
+        bad = {each.node for each in told.excluded if each.until > told.at and not was_lost(each)}
         others = [node for node in told.nodes if node not in bad]
         fewer = told.node_counts or range(1, len(told.nodes) + 1)
         enough = len(others) >= (told.nodes_wanted or len(told.nodes)) or (

@@ -37,6 +37,7 @@ Where each comes from, and what may be concluded from it:
     StacksCollected     the watchers: faulthandler or py-spy, and /proc (`actions.standing`)
     RolledBack          the lineage file (`actions.rollback`)
     Asked               a person, by a file in the run directory (`sources.asked`)
+    PartFailed          ourselves: an optional part, such as the diagnosis or the metrics (`sources.inbox`)
     Superseded          the lease file (`sources.lease`, and `actions.slurm` before a requeue)
 
 Words of ranks are datagrams through a watcher, the bus and a pipe: they come late, twice (the library repeats
@@ -78,6 +79,7 @@ from stepkeeper.core.events.nodes import (
 from stepkeeper.core.events.ours import (
     Asked,
     AttemptStarted,
+    PartFailed,
     StoodStill,
     Superseded,
     Tick,
@@ -138,6 +140,7 @@ Event = (
     | Judged
     | RolledBack
     | Asked
+    | PartFailed
     | Superseded
 )
 
@@ -165,6 +168,7 @@ __all__ = [
     "NodesNotCleared",
     "NodesPaced",
     "NodesReleased",
+    "PartFailed",
     "Progressed",
     "RankExited",
     "RankHello",

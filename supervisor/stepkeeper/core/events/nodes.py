@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from stepkeeper.core.events.stamped import Stamped
+from stepkeeper.core.reasons import Why
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
     """A node on which this job shall not run, and until when (Unix seconds)."""
 
     node: str
-    why: str
+    reasons: Why = ()
     until: float
 
 

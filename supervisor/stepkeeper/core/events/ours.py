@@ -49,6 +49,13 @@ class StoodStill(Stamped, frozen=True, kw_only=True, tag="stood_still"):
     seconds: float
 
 
+class PartFailed(Stamped, frozen=True, kw_only=True, tag="part_failed"):
+    """A part of the supervisor failed that training can do without: told once for each kind of error."""
+
+    part: str
+    error: str
+
+
 class Asked(Stamped, frozen=True, kw_only=True, tag="asked"):
     """A person asks for a checkpoint, or for the end of the run.  Told again until it is answered."""
 

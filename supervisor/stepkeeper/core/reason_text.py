@@ -1,0 +1,452 @@
+"""Reasons in words, for logs, the status and people.  The only place that words them: no rule reads it.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from stepkeeper.core import reasons as r
+from stepkeeper.core.causes import Cause, Notice
+from stepkeeper.core.losses import DISCONTINUITY
+
+NAMED_MAX = 4
+MIB = 2**20
+
+NOTICES = {
+    Notice.PREEMPTED: "Slurm preempts the job",
+    Notice.TIME_LIMIT: "the job reaches its time limit",
+    Notice.REQUEUED: "Slurm or an administrator requeued the job",
+    Notice.CANCELLED: "somebody cancelled the job",
+    Notice.ASKED_TO_SAVE: "somebody asks the job to save",
+    Notice.NOT_FOR_US: "nothing ends the job",
+    Notice.UNKNOWN: "nobody knows why Slurm signaled",
+}
+
+
+def text(why: Iterable[r.Reason]) -> str:
+    """Return reasons in words, one clause each."""
+    return "; ".join(clause(each) for each in why)
+
+
+def tag(why: r.Why) -> str:
+    """Return the tag of the first reason; empty where there is none."""
+    return str(why[0].__struct_config__.tag) if why else ""
+
+
+def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case a reason
+    """Return one reason in words: a named subject, and at most twenty words besides what others said."""
+    match reason:
+        case r.Sentence(text=said):
+            return said
+        # --- an attempt starts
+        case r.AttemptStarts():
+            return "the attempt starts"
+        case r.FinishedEarlier(step=step):
+            return f"an earlier attempt finished the training at step {step}"
+        case r.FaultyNodesGiven(nodes=nodes, used=True):
+            return f"Slurm gave excluded nodes ({_named(nodes)}), which are used because too few others are here"
+        case r.FaultyNodesGiven(nodes=nodes):
+            return f"Slurm gave excluded nodes ({_named(nodes)}), which are not used"
+        case r.WatchersReady():
+            return "every watcher answers"
+        case r.WatchersBack(everyone=everyone, sent_again=sent):
+            who = "every watcher is back" if everyone else "the first watcher is back"
+            return f"{who}{', and gets the order to ' + sent + ' again' if sent else ''}"
+        case r.NoticePerhapsMissed():
+            return "every watcher answers again, and Slurm is asked whether a notice was missed"
+        case r.NoCheckpoint(script_resumes=True):
+            return "no verified step directory and no trainer library are known, so the script resumes by itself"
+        case r.NoCheckpoint():
+            return "no verified step directory exists: the training starts from the beginning"
+        case r.CheckpointFound(directory=directory):
+            return f"the newest verified step directory is {directory}"
+        case r.NodesTakenBack(nodes=nodes):
+            return f"the next launch uses these nodes again: {_all(nodes)}"
+        case r.StepsPassedOver(steps=steps):
+            return f"newer step directories cannot be used: {', '.join(f'{name} ({said})' for name, said in steps)}"
+        case r.FailuresMax(failures=failures):
+            return f"{failures} launches failed without a newly verified step"
+        case r.StorageUnusable(error=error):
+            return f"the step directories cannot be listed: {error}"
+        case r.NodesReady():
+            return "the nodes are clear and fit"
+        case r.LaunchShrinks(nodes=count):
+            return f"the launch shrinks to {count} nodes"
+        case r.SparesLeft(nodes=nodes):
+            return f"spare nodes: {_all(nodes)}"
+        case r.LaunchRefused(error=error):
+            return f"the training step could not be started: {error}"
+        case r.NodesLeft(usable=usable, wanted=wanted, least=least, counts=counts):
+            fewest = f", and at least {least}" if least else ""
+            of = f" (one of {', '.join(map(str, counts))})" if counts else ""
+            return f"{usable} usable nodes are left of the allocation, and a launch wants {wanted}{fewest}{of}"
+        # --- storage
+        case r.StorageSuspect(damaged=damaged, directories=directories):
+            names = _all(directories)
+            return f"{damaged} committed step directories in a row are damaged, so the storage is suspect ({names})"
+        case r.StorageTestBegins():
+            return "the storage is tested"
+        case r.StorageTestPassed(bytes=size, write_s=write_s, read_s=read_s, from_disk=from_disk):
+            where = "the disk" if from_disk else "perhaps its memory"
+            took = f"the storage took {size / MIB:g} MiB in {write_s:.3f} s"
+            return f"{took}, and returned them from {where} in {read_s:.3f} s"
+        case r.StorageTestFailed(problem=problem):
+            return f"the storage failed its test: {problem}"
+        case r.StorageTestLate(within_s=within_s):
+            return f"the storage did not end its test in {within_s:g} s"
+        case r.StorageTrusted(directory=directory):
+            start = directory.rpartition("/")[2] if directory else "the beginning"
+            return f"the thorough test found no error, so the training goes on from {start}"
+        case r.StorageNotRecovered(waited_s=waited_s):
+            return f"the storage has not recovered in {waited_s:.0f} s"
+        case r.StorageTestAgain(after_s=after_s):
+            return f"no launch starts before the storage is tested again in {after_s:.0f} s"
+        case r.CheckpointVerified(directory=directory):
+            return f"{directory} is verified"
+        case r.CheckpointDamaged(directory=directory, problem=problem):
+            return f"{directory} is damaged: {problem}"
+        case r.CheckpointRemoved(directory=directory):
+            return f"{directory} was removed before it was read back"
+        case r.CheckpointBeforeUsed():
+            return "the next launch uses the step directory before it"
+        case r.DamagedInARow(count=count):
+            return f"{count} step directories in a row are damaged, so the storage is suspect and is tested"
+        case r.SaveAgain():
+            return "the ranks are asked to save once more, since the newest step directory is damaged"
+        # --- ranks
+        case r.TasksStarted(warm=0, cold=""):
+            return "every task of the training step has started"
+        case r.TasksStarted(warm=warm, cold=cold):
+            others = f" (not all: {cold})" if cold else ""
+            return f"every task of the training step has started, {warm} of them by a warm standby{others}"
+        case r.LibraryAnswers():
+            return "the trainer library answers: this script can save and resume"
+        case r.ResumedElsewhere(step=step, chosen=chosen):
+            start = f"step {chosen}" if chosen is not None else "the beginning"
+            return f"the ranks go on from step {step} instead of {start}, as a tier or the script decided"
+        case r.NoLibrary():
+            return (
+                "no rank has the trainer library, so the script gets notices as a signal (see `Adopting` in the README)"
+            )
+        case r.StopSignalInstead():
+            return "the script has no trainer library, so it gets the stop signal and time until the deadline"
+        case r.Committed(step=step):
+            return f"step {step} is committed"
+        case r.CopiesDiffer(tensors=tensors):
+            return f"copies differ between ranks, so a device may compute wrongly: {tensors}"
+        case r.SaveFailed(step=step, error=error):
+            return f"the save of step {step} failed, and older steps are untouched: {error}"
+        case r.CommitInFlight():
+            return "the ranks may still complete the commit in flight"
+        case r.TrainingFinished(step=None):
+            return "the training is finished"
+        case r.TrainingFinished(step=step):
+            return f"the training finished at step {step}"
+        case r.RanksLeave(step=step):
+            return f"the ranks leave at step {step}"
+        case r.RanksLeftAlone(step=None):
+            return "the ranks left on their own with a checkpoint"
+        case r.RanksLeftAlone(step=step):
+            return f"the ranks left on their own at step {step}"
+        case r.RankFailed(rank=rank, node=node, code=code, signal=signal, faults=faults):
+            how = f"signal {signal}" if signal is not None else f"exit code {code}"
+            return f"rank {rank} on {node} ended with {how}{f' ({_all(faults)})' if faults else ''}"
+        case r.SignalUnexplained():
+            return "Slurm is asked whether its signal ended the rank"
+        case r.EndedAsAsked():
+            return "the rank had been asked to end"
+        case r.RankLeft(rank=rank, node=node, seen=seen, waiting=waiting):
+            how = "stopped" if seen else "is gone, and nobody saw how"
+            said = "rank 0 is expected to say why" if waiting else "rank 0 did not say why"
+            return f"rank {rank} on {node} {how}; {said}"
+        case r.OutcomeMissing(error=error, code=code):
+            return f"rank 0 said that the training is finished, but outcome.json does not: {error or code}"
+        case r.CommandEnded():
+            return "the command ended with 0, and has no trainer library to say more"
+        case r.CommandGaveUp():
+            return "the command ended with 93, and must not be started again"
+        case r.StepFailed(code=code, error=error):
+            return error or f"srun ended with {code}"
+        case r.RanksEndedSilently():
+            return "the ranks ended with 0, but rank 0 never said that the training is finished"
+        case r.LaunchNeverBegan(within_s=within_s):
+            return f"some tasks of the training step did not start in {within_s:g} s"
+        case r.Relaunch():
+            return "the next launch is prepared"
+        case r.RanksLate():
+            return "the ranks did not leave in time"
+        case r.SaveLate():
+            return "the deadline of the save has passed"
+        case r.StepSurvivesKill():
+            return "the training step did not end in time after SIGKILL"
+        # --- why a launch failed
+        case r.CauseFound():
+            return _cause(reason)
+        case r.CauseLate(within_s=within_s):
+            return f"no cause was found in {within_s:g} s"
+        case r.Recovery(action=action, after_s=after_s):
+            return f"the next action is {action.value}{f' after {after_s:g} s' if after_s else ''}"
+        case r.NodeLeftFor(node=node):
+            return f"the next launch does not use {node}, where launches failed"
+        case r.CauseStays():
+            return "another start does not change that"
+        case r.SameFailures(failures=failures):
+            return f"this failure came back {failures} times without a newly verified step"
+        case r.DataLeftOut(step=step, steps=steps):
+            return f"the ranks leave out the data of {steps} steps from step {step} on"
+        case r.DataNotLeftOut(times=times):
+            return f"the ranks left out data {times} times already, so they leave out no more"
+        case r.StartOver():
+            return "no checkpoint exists, so the training starts from the beginning"
+        case r.NewestIsBefore():
+            return "the newest verified step lies before the one that went wrong"
+        case r.GoBackBelow(step=step):
+            return f"the training goes back to a step before {step}"
+        case r.RolledBack(directory=directory):
+            return f"the lineage leads back to {directory}"
+        case r.NoWayBack(error=error):
+            return f"the training cannot go back to an older step: {error}"
+        # --- what Slurm says, and people
+        case r.GotSignal(signal=signal):
+            return f"the supervisor got SIG{signal}"
+        case r.StepsSignaled(node=node):
+            return f"Slurm sent SIGTERM to the steps on {node}"
+        case r.TimeLimitNear():
+            return "the time limit of the job is near"
+        case r.SuspendedSinceAsked():
+            return "the job was suspended after Slurm was asked, so Slurm is asked again"
+        case r.SignalSinceAsked():
+            return "a signal came after Slurm was asked, so Slurm is asked again"
+        case r.SlurmSaid(notice=notice, slurm_state=slurm_state):
+            return f"{NOTICES[notice]} (Slurm says {slurm_state})"
+        case r.SlurmUnreachable(error=error):
+            return f"Slurm could not be asked ({error})"
+        case r.SlurmAsked():
+            return "Slurm is asked about it"
+        case r.SlurmLate(within_s=within_s):
+            return f"Slurm did not answer in {within_s:g} s"
+        case r.SlurmAway(for_s=for_s):
+            return f"Slurm has not answered for {for_s:g} s"
+        case r.WaitForSlurm():
+            return "the launch waits for Slurm"
+        case r.EndedByHand(signal=signal, saves=saves):
+            return f"somebody sent SIG{signal} by hand, so the run {'saves and ' if saves else ''}ends"
+        case r.NoTimeToSave(left_s=left_s, quickest_s=quickest_s):
+            return f"{left_s:.1f} s are left and the quickest save took {quickest_s:.1f} s, so no save begins"
+        case r.RequeueForbidden():
+            return "Slurm does not requeue this job (Requeue=0): submit it again with `stepkeeper resume RUN`"
+        case r.NoBatchScript():
+            return "the job has no batch script to requeue: run again with the same --run-dir"
+        case r.RequeueAsked():
+            return "Slurm is asked once more before the requeue"
+        case r.WithoutNodes(nodes=nodes):
+            return f"the requeue excludes {_all(nodes)}"
+        case r.SubmittedInstead():
+            return "Slurm may not requeue this job, so it is submitted again"
+        case r.Requeued(job_id=None, besides=besides):
+            return f"Slurm requeued the job{f'; {besides}' if besides else ''}"
+        case r.Requeued(job_id=job_id, besides=besides):
+            return f"the job was submitted again as job {job_id}{f'; {besides}' if besides else ''}"
+        case r.RequeueNotAllowed(error=error):
+            return f"Slurm does not allow the requeue, so the job may be submitted again: {error}"
+        case r.JobRefused(error=error):
+            return f"Slurm takes this job no more: {error}"
+        case r.RequeueFailed(error=error, again_s=None, tries=tries):
+            return f"the requeue did not succeed in {tries} tries: {error}"
+        case r.RequeueFailed(error=error, again_s=again_s):
+            return f"the requeue did not succeed, and is tried again in {again_s:g} s ({error})"
+        case r.Superseded(job_id=job_id, restart_count=restart_count):
+            return f"job {job_id} (restart {restart_count}) holds the lease now"
+        case r.SaveAsked(by=by):
+            return f"{by or 'somebody'} asks for a checkpoint"
+        case r.StopAsked(by=by):
+            return f"{by or 'somebody'} asks to save and end"
+        case r.SaveRefused(phase=""):
+            return "refused: no rank with the trainer library has answered, so none can save"
+        case r.SaveRefused(phase=phase):
+            return f"refused: no rank trains (the run is {phase})"
+        # --- nodes
+        case r.NodeFault(node=node, name=name, text=said, gpu=gpu):
+            return f"{name} on {node}{f' ({gpu})' if gpu else ''}: {said}"
+        case r.NodeStays():
+            return "the fault is no reason to leave the node"
+        case r.NodeDrained(node=node):
+            return f"{node} is drained, so the job need not exclude it"
+        case r.NodesReleased():
+            return "the nodes that were left are given back"
+        case r.NodesNotReleased(error=error):
+            return f"the nodes that were left stay in the job: {error}"
+        case r.NodeNotClear(node=node):
+            return f"a process of the launch before does not die on {node}"
+        case r.NodesLost(nodes=nodes, error=error):
+            return f"no watcher answers on {_all(nodes)}, so the nodes count as lost{f' ({error})' if error else ''}"
+        case r.LostRecently():
+            return "the node was lost"
+        case r.NodeUnfit(node=node, text=said):
+            return f"{node} is not fit: {said}"
+        case r.UnfitNodesLeft():
+            return "the nodes that are not fit were left already"
+        case r.MostNodesUnfit():
+            return "most nodes are not fit, so the cause is common to them"
+        case r.CheckAgain(after_s=0.0):
+            return "the nodes are checked again"
+        case r.CheckAgain(after_s=after_s):
+            return f"the nodes are checked again in {after_s:g} s"
+        case r.ClearingLate():
+            return "some nodes did not get clear in time"
+        case r.ChoosingLate():
+            return "the storage did not show the newest step directory in time"
+        case r.WaitOver():
+            return "the wait before the launch is over"
+        case r.SpareOnly():
+            return "the node was a spare, so the training goes on"
+        case r.NodeGivenBack():
+            return "the node took no part, and is given back"
+        case r.StillUnfit(node=node, text=said):
+            return f"{node} is still not fit: {said}"
+        case r.FitAgain(nodes=nodes):
+            return f"these nodes are fit again, and wait for the next launch: {_all(nodes)}"
+        case r.ChecksUnanswered(nodes=nodes):
+            return f"these nodes did not answer the check: {_all(nodes)}"
+        case r.RestingGivenBack(nodes=nodes):
+            return f"these nodes failed too many checks, and are given back: {_all(nodes)}"
+        case r.RestingChecked(nodes=nodes):
+            return f"these nodes are checked again: {_all(nodes)}"
+        case r.IdleNodes(idle=idle, missing=missing):
+            return f"{idle} nodes like ours are idle, and {missing} are missing"
+        case r.IdleUnknown(error=error):
+            return f"Slurm could not be asked for idle nodes ({error})"
+        case r.GrowInPlace(nodes=count):
+            return f"{count} more nodes can take part in a new launch"
+        case r.GrowByRequeue(missing=missing):
+            return f"the job is requeued to get {missing} missing nodes, for as many like ours are idle"
+        case r.WatcherGone(node=node, text=said):
+            return f"the watcher of {node} is gone: {said}"
+        case r.WatchersLeft():
+            return "the watchers left"
+        case r.BusEnded(code=code, error=error):
+            return f"the watchers' Slurm step ended with {code} {error}".rstrip()
+        case r.BusRestarts(restarts=restarts):
+            return f"the watchers were started {restarts} times again"
+        case r.NothingToWatch():
+            return "no node is left that could be watched"
+        case r.NoWatcher():
+            return "no watcher answers on any node, so Slurm is asked whether it is there"
+        case r.BusTriedAgain(answered=answered, slurm_state=slurm_state, error=error, without=without):
+            said = f"Slurm answers ({slurm_state})" if answered else f"Slurm does not answer either ({error})"
+            rest = f", without {_all(without)}" if without else ""
+            return f"{said}: the training goes on, and the watchers are started again{rest}"
+        case r.ClosingLate():
+            return "the watchers or the verification took too long"
+        # --- how training goes
+        case r.Silent(step=step, starting=starting):
+            what = "the trainer library has not answered" if starting else "no rank has completed a step"
+            return f"{what} since {_since(step)}, so the stacks of the ranks are collected"
+        case r.NoStacks(again=again):
+            return f"no stacks came in time{', so they are collected again' if again else ''}"
+        case r.StandsStill(step=step, stacks=stacks):
+            return f"the training stands still since {_since(step)}: {stacks or 'no stacks came in time'}"
+        case r.StillMoves(stacks=stacks):
+            return f"the ranks take long, and still move: {stacks}"
+        case r.PerhapsAtWork(stacks=stacks):
+            return f"the ranks may still be at work: {stacks}"
+        case r.SilentStart(stacks=stacks):
+            return f"before the first word of the trainer library, {stacks}"
+        case r.PartFailed(part=part, error=error):
+            return f"a mistake in Stepkeeper stopped {part}, and the training goes on (please report it): {error}"
+        case r.Suspended(seconds=seconds):
+            return f"the supervisor did not run for {seconds:.0f} s, by which deadlines are put off"
+        case r.LossWrong():
+            return _loss(reason)
+        case r.NodeSlow(node=node, factor=factor, rank=rank, of_its_place=other):
+            who = "its ranks work" if rank is None else f"rank {rank} works"
+            said = f"{node} is slow: {who} {factor:.2f} times as long for a step as the others"
+            return said + (f"; {other} was slow at the same place, so the work there may be the cause" if other else "")
+        case r.LoaderSlow(node=node, rank=rank, loading_s=loading_s, usual_s=usual_s):
+            took = f"{loading_s:.3g} s for a step, and {usual_s:.3g} s elsewhere"
+            return f"the data loader of rank {rank} on {node} is slow, not the node: it takes {took}"
+        case r.KeepsUp(node=node):
+            return f"{node} keeps up with the other nodes again"
+        case r.SlowNodeStays(its_data=its_data):
+            return "the node is not replaced for it" if its_data else "no spare is there to replace the node"
+        case r.SpareAtCommit(node=node, now=now):
+            return f"a spare takes the place of {node}{'' if now else ' at the next checkpoint'}"
+        case r.LaunchSlow():
+            return _slow_launch(reason)
+        case r.ReplayEqual(steps=steps, exact=True):
+            return f"the ranks did {steps} steps again after the resume, with the same losses, bit for bit"
+        case r.ReplayEqual(steps=steps, step=furthest, then=then, now=now):
+            most = f"that of step {furthest} is {_shown(now)}, and was {_shown(then)}" if furthest is not None else ""
+            repeated = f"the ranks did {steps} steps again after the resume, with losses as before"
+            return f"{repeated}; {most}" if most else repeated
+        case r.ReplayDiffers():
+            return _replay(reason)
+        case _:
+            assert_never(reason)
+
+
+def _all(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _named(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - NAMED_MAX} others" if len(names) > NAMED_MAX else ""
+    return _all(names[:NAMED_MAX]) + more
+
+
+def _since(step: int | None) -> str:
+    return f"step {step}" if step is not None else "the launch began"
+
+
+def _cause(said: r.CauseFound) -> str:
+    rank = f"rank {said.rank}" if said.rank is not None else ""
+    where = _all(part for part in (said.location, rank, said.node) if part)
+    at_step = f" at step {said.step}" if said.step is not None else ""
+    other = f", else {said.otherwise.value}" if said.otherwise not in (said.cause, Cause.UNKNOWN) else ""
+    sure = f"{100 * said.confidence:.0f} %, rule {said.rule}{other}"
+    return f"the cause is {said.cause.value}{at_step} ({sure}){f': {where}' if where else ''}"
+
+
+def _loss(said: r.LossWrong) -> str:
+    if said.loss is None or said.usual is None:
+        return f"the loss is no finite number since step {said.step}"
+    if said.rule == DISCONTINUITY:
+        return (
+            f"the loss after the resume is {said.loss:.4g} since step {said.step}, and was {said.usual:.4g} before it"
+        )
+    return f"the loss is {said.loss:.4g}, and was {said.usual:.4g}, since step {said.step}"
+
+
+def _slow_launch(said: r.LaunchSlow) -> str:
+    if said.new:
+        who = f"new in it: {_named(said.new)}"
+    elif said.slowest:
+        who = f"the slowest node is {said.slowest}: {said.factor:.2f} times as long as the others"
+        who += f", for the data of rank {said.rank}" if said.rank is not None else ""
+    else:
+        who = "all its nodes are new" if said.all_new else "no node of it stands out"
+    took = f"{said.seconds:.4g} s a step, and {said.usual:.4g} s in {said.launches} of them"
+    return f"this launch steps slower than those before it: {took}; {who}"
+
+
+def _replay(said: r.ReplayDiffers) -> str:
+    seen = (
+        f"the ranks did step {said.step} again after the resume: its loss is {_shown(said.now)}, and was "
+        f"{_shown(said.then)} the first time"
+    )
+    if said.deterministic and said.new:
+        return (
+            f"{seen}; the run is deterministic, so a device may compute wrongly, on the new node {_named(said.new)} or "
+            "the one before; check both with `stepkeeper node check`, and compare a launch without the new one"
+        )
+    if said.deterministic:
+        return (
+            f"{seen}; the run is deterministic and its nodes are the same: a device computes wrongly at times, or the "
+            "state does not hold all that the losses depend on"
+        )
+    changed = f"; changed since: {said.changed}" if said.changed else ""
+    return f"{seen}{changed}{f'; new nodes: {_named(said.new)}' if said.new else ''}"
+
+
+def _shown(loss: float | None) -> str:
+    return "no finite number" if loss is None else repr(loss)

@@ -1,0 +1,1090 @@
+"""Why something was decided: tagged records with their facts.  Pure.
+
+Rules, reports, metrics and verdicts match on these types, and never on sentences.  `reason_text` words them, for logs,
+the status and people; the journal holds both.  Facts are only ever added, with a default: older records stay readable.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepkeeper.core.causes import Cause, Notice
+from stepkeeper.core.ladder import Rung
+
+
+def _tag(name: str) -> str:
+    """Return the tag of a class.
+
+    >>> _tag("NodesLost")
+    'nodes_lost'
+    """
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).removeprefix("_")
+
+
+class _Reason(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="reason", tag=_tag):
+    pass
+
+
+# --- an attempt starts ----------------------------------------------------------------------------
+
+
+class AttemptStarts(_Reason, frozen=True, kw_only=True):
+    """The supervisor holds the lease, and begins."""
+
+
+class FinishedEarlier(_Reason, frozen=True, kw_only=True):
+    """An earlier attempt finished the training."""
+
+    step: int
+
+
+class FaultyNodesGiven(_Reason, frozen=True, kw_only=True):
+    """Slurm gave the job nodes that it had excluded."""
+
+    nodes: tuple[str, ...]
+    used: bool  # for want of others
+
+
+class WatchersReady(_Reason, frozen=True, kw_only=True):
+    """Every watcher answers."""
+
+
+class WatchersBack(_Reason, frozen=True, kw_only=True):
+    """Watchers of a new bus answer, and missed what the old ones were sent."""
+
+    everyone: bool
+    sent_again: str = ""  # `save` or `kill`
+
+
+class NoticePerhapsMissed(_Reason, frozen=True, kw_only=True):
+    """Every watcher answers again: only Slurm knows whether a notice came meanwhile."""
+
+
+class NoCheckpoint(_Reason, frozen=True, kw_only=True):
+    """There is no verified step directory."""
+
+    script_resumes: bool = False  # no trainer library has answered: where the script goes on is its own affair
+
+
+class CheckpointFound(_Reason, frozen=True, kw_only=True):
+    """The newest verified step directory is known."""
+
+    directory: str
+
+
+class NodesTakenBack(_Reason, frozen=True, kw_only=True):
+    """Nodes that rested take part in the next launch."""
+
+    nodes: tuple[str, ...]
+
+
+class StepsPassedOver(_Reason, frozen=True, kw_only=True):
+    """Newer step directories cannot be used."""
+
+    steps: tuple[tuple[str, str], ...]  # (directory, problem)
+
+
+class FailuresMax(_Reason, frozen=True, kw_only=True):
+    """So many launches failed without a newly verified step."""
+
+    failures: int
+
+
+class StorageUnusable(_Reason, frozen=True, kw_only=True):
+    """The step directories cannot be listed."""
+
+    error: str
+
+
+class NodesReady(_Reason, frozen=True, kw_only=True):
+    """Every node is clear of the launch before, and fit."""
+
+
+class LaunchShrinks(_Reason, frozen=True, kw_only=True):
+    """The launch has fewer nodes than it wants."""
+
+    nodes: int
+
+
+class SparesLeft(_Reason, frozen=True, kw_only=True):
+    """Nodes of the allocation that take no part."""
+
+    nodes: tuple[str, ...]
+
+
+class LaunchRefused(_Reason, frozen=True, kw_only=True):
+    """The training step could not be started."""
+
+    error: str
+
+
+class NodesLeft(_Reason, frozen=True, kw_only=True):
+    """How many nodes are left, and how many a launch needs."""
+
+    usable: int
+    wanted: int
+    least: int = 0  # 0: it may not shrink
+    counts: tuple[int, ...] = ()
+
+
+# --- storage --------------------------------------------------------------------------------------
+
+
+class StorageSuspect(_Reason, frozen=True, kw_only=True):
+    """Several committed step directories in a row are damaged."""
+
+    damaged: int
+    directories: tuple[str, ...] = ()  # the first few
+
+
+class StorageTestBegins(_Reason, frozen=True, kw_only=True):
+    """The storage is tested, perhaps once more."""
+
+
+class StorageTestPassed(_Reason, frozen=True, kw_only=True):
+    """The storage returned what was written to it."""
+
+    bytes: int
+    write_s: float
+    read_s: float
+    from_disk: bool
+
+
+class StorageTestFailed(_Reason, frozen=True, kw_only=True):
+    """The storage failed its test."""
+
+    problem: str
+
+
+class StorageTestLate(_Reason, frozen=True, kw_only=True):
+    """The test of the storage did not end in time."""
+
+    within_s: float
+
+
+class StorageTrusted(_Reason, frozen=True, kw_only=True):
+    """The thorough test found nothing."""
+
+    directory: str | None
+
+
+class StorageNotRecovered(_Reason, frozen=True, kw_only=True):
+    """The storage has failed its tests for too long."""
+
+    waited_s: float
+
+
+class StorageTestAgain(_Reason, frozen=True, kw_only=True):
+    """No launch starts before the next test."""
+
+    after_s: float
+
+
+class CheckpointVerified(_Reason, frozen=True, kw_only=True):
+    """A step directory was read and compared."""
+
+    directory: str
+
+
+class CheckpointDamaged(_Reason, frozen=True, kw_only=True):
+    """A step directory is not what was written."""
+
+    directory: str
+    problem: str
+
+
+class CheckpointRemoved(_Reason, frozen=True, kw_only=True):
+    """A step directory was removed before it was read back."""
+
+    directory: str
+
+
+class CheckpointBeforeUsed(_Reason, frozen=True, kw_only=True):
+    """The next launch goes on from the step directory before."""
+
+
+class DamagedInARow(_Reason, frozen=True, kw_only=True):
+    """So many step directories in a row are damaged: the storage is tested."""
+
+    count: int
+
+
+class SaveAgain(_Reason, frozen=True, kw_only=True):
+    """The ranks are asked to save once more, since the newest step directory is damaged."""
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+class TasksStarted(_Reason, frozen=True, kw_only=True):
+    """Every task of the training step has started."""
+
+    warm: int = 0  # by a warm standby
+    cold: str = ""  # why one was not
+
+
+class LibraryAnswers(_Reason, frozen=True, kw_only=True):
+    """A rank has the trainer library."""
+
+
+class ResumedElsewhere(_Reason, frozen=True, kw_only=True):
+    """The ranks go on from another step than the chosen one."""
+
+    step: int
+    chosen: int | None = None  # None: the beginning
+
+
+class NoLibrary(_Reason, frozen=True, kw_only=True):
+    """No rank of this run has the trainer library, as far as is known."""
+
+
+class StopSignalInstead(_Reason, frozen=True, kw_only=True):
+    """Ranks without the trainer library get the stop signal, and have until the deadline."""
+
+
+class Committed(_Reason, frozen=True, kw_only=True):
+    """A step directory is complete."""
+
+    step: int
+
+
+class CopiesDiffer(_Reason, frozen=True, kw_only=True):
+    """Tensors that should be equal differ between ranks."""
+
+    tensors: str
+
+
+class SaveFailed(_Reason, frozen=True, kw_only=True):
+    """A save failed; older step directories are untouched."""
+
+    step: int
+    error: str
+
+
+class CommitInFlight(_Reason, frozen=True, kw_only=True):
+    """The ranks may still complete the commit that is in flight."""
+
+
+class TrainingFinished(_Reason, frozen=True, kw_only=True):
+    """Rank 0 says that the training is finished, or `outcome.json` does."""
+
+    step: int | None = None
+
+
+class RanksLeave(_Reason, frozen=True, kw_only=True):
+    """The ranks leave, as they were asked to."""
+
+    step: int
+
+
+class RanksLeftAlone(_Reason, frozen=True, kw_only=True):
+    """The ranks left, and nobody had asked them to."""
+
+    step: int | None = None
+
+
+class RankFailed(_Reason, frozen=True, kw_only=True):
+    """A rank ended with an error."""
+
+    rank: int
+    node: str
+    code: int | None = None
+    signal: int | None = None
+    faults: tuple[str, ...] = ()  # of its node, in this launch
+
+
+class SignalUnexplained(_Reason, frozen=True, kw_only=True):
+    """Slurm's signal may have ended the rank: Slurm is asked."""
+
+
+class EndedAsAsked(_Reason, frozen=True, kw_only=True):
+    """The rank ended after it got the stop signal."""
+
+
+class RankLeft(_Reason, frozen=True, kw_only=True):
+    """A rank is gone without a failure that anybody saw, and rank 0 gave no reason."""
+
+    rank: int
+    node: str
+    seen: bool  # how it ended
+    waiting: bool = False  # for the word of rank 0
+
+
+class OutcomeMissing(_Reason, frozen=True, kw_only=True):
+    """Rank 0 said that the training is finished, and `outcome.json` does not."""
+
+    error: str = ""
+    code: int = 0
+
+
+class CommandEnded(_Reason, frozen=True, kw_only=True):
+    """A command without the trainer library ended with 0."""
+
+
+class CommandGaveUp(_Reason, frozen=True, kw_only=True):
+    """The command ended with 93: it asks not to be started again."""
+
+
+class StepFailed(_Reason, frozen=True, kw_only=True):
+    """The training step ended with an error."""
+
+    code: int
+    error: str = ""
+
+
+class RanksEndedSilently(_Reason, frozen=True, kw_only=True):
+    """The ranks ended with 0, and rank 0 did not say that the training is finished."""
+
+
+class LaunchNeverBegan(_Reason, frozen=True, kw_only=True):
+    """Not every task of the training step started in time."""
+
+    within_s: float
+
+
+class Relaunch(_Reason, frozen=True, kw_only=True):
+    """The next launch is prepared in the same allocation."""
+
+
+class RanksLate(_Reason, frozen=True, kw_only=True):
+    """The ranks did not leave in time."""
+
+
+class SaveLate(_Reason, frozen=True, kw_only=True):
+    """The deadline of the save has passed."""
+
+
+class StepSurvivesKill(_Reason, frozen=True, kw_only=True):
+    """The training step did not end in time after SIGKILL."""
+
+
+# --- why a launch failed --------------------------------------------------------------------------
+
+
+class CauseFound(_Reason, frozen=True, kw_only=True):
+    """The verdict on a launch that failed."""
+
+    cause: Cause
+    rule: str
+    confidence: float
+    step: int | None = None
+    location: str = ""
+    rank: int | None = None
+    node: str = ""
+    otherwise: Cause = Cause.UNKNOWN
+
+
+class CauseLate(_Reason, frozen=True, kw_only=True):
+    """No verdict came in time."""
+
+    within_s: float
+
+
+class Recovery(_Reason, frozen=True, kw_only=True):
+    """The word of the ladder that a failure leads to."""
+
+    action: Rung
+    after_s: float = 0.0
+
+
+class NodeLeftFor(_Reason, frozen=True, kw_only=True):
+    """A node is left, because launches fail on it."""
+
+    node: str
+
+
+class CauseStays(_Reason, frozen=True, kw_only=True):
+    """Another start does not change the cause."""
+
+
+class SameFailures(_Reason, frozen=True, kw_only=True):
+    """The same failure came back so often, and no newly verified step lies beyond it."""
+
+    failures: int
+
+
+class DataLeftOut(_Reason, frozen=True, kw_only=True):
+    """The data of some steps is left out."""
+
+    step: int
+    steps: int
+
+
+class DataNotLeftOut(_Reason, frozen=True, kw_only=True):
+    """Data was left out too often already."""
+
+    times: int
+
+
+class StartOver(_Reason, frozen=True, kw_only=True):
+    """There is no checkpoint to go back to: the training starts from the beginning."""
+
+
+class NewestIsBefore(_Reason, frozen=True, kw_only=True):
+    """The newest verified step lies before the one that went wrong."""
+
+
+class GoBackBelow(_Reason, frozen=True, kw_only=True):
+    """The lineage is to lead to a step before this one."""
+
+    step: int
+
+
+class RolledBack(_Reason, frozen=True, kw_only=True):
+    """The lineage leads to an older step directory."""
+
+    directory: str | None
+
+
+class NoWayBack(_Reason, frozen=True, kw_only=True):
+    """The lineage cannot be led to an older step."""
+
+    error: str
+
+
+# --- what Slurm says, and people ------------------------------------------------------------------
+
+
+class GotSignal(_Reason, frozen=True, kw_only=True):
+    """The batch process got a signal."""
+
+    signal: str
+
+
+class StepsSignaled(_Reason, frozen=True, kw_only=True):
+    """Slurm sent SIGTERM to the steps on a node."""
+
+    node: str
+
+
+class TimeLimitNear(_Reason, frozen=True, kw_only=True):
+    """The job's time limit is near, by our own clock."""
+
+
+class SuspendedSinceAsked(_Reason, frozen=True, kw_only=True):
+    """The job was suspended after Slurm was asked: its answer may be out of date."""
+
+
+class SignalSinceAsked(_Reason, frozen=True, kw_only=True):
+    """A signal came after Slurm was asked."""
+
+
+class SlurmSaid(_Reason, frozen=True, kw_only=True):
+    """What Slurm's answer means."""
+
+    notice: Notice
+    slurm_state: str
+
+
+class SlurmUnreachable(_Reason, frozen=True, kw_only=True):
+    """Slurm could not be asked."""
+
+    error: str
+
+
+class SlurmAsked(_Reason, frozen=True, kw_only=True):
+    """Slurm is asked why the ranks ended, or whether it answers at all."""
+
+
+class SlurmLate(_Reason, frozen=True, kw_only=True):
+    """Slurm did not answer in time."""
+
+    within_s: float
+
+
+class SlurmAway(_Reason, frozen=True, kw_only=True):
+    """Slurm has not answered for too long."""
+
+    for_s: float
+
+
+class WaitForSlurm(_Reason, frozen=True, kw_only=True):
+    """The launch waits for Slurm."""
+
+
+class EndedByHand(_Reason, frozen=True, kw_only=True):
+    """A signal from the terminal ends the run."""
+
+    signal: str
+    saves: bool
+
+
+class NoTimeToSave(_Reason, frozen=True, kw_only=True):
+    """Less time is left than the quickest save took."""
+
+    left_s: float
+    quickest_s: float
+
+
+class RequeueForbidden(_Reason, frozen=True, kw_only=True):
+    """Slurm does not requeue this job, and it is not to be submitted again."""
+
+
+class NoBatchScript(_Reason, frozen=True, kw_only=True):
+    """Without a batch script nothing can be requeued."""
+
+
+class RequeueAsked(_Reason, frozen=True, kw_only=True):
+    """Slurm is asked once more before the requeue."""
+
+
+class WithoutNodes(_Reason, frozen=True, kw_only=True):
+    """The requeue excludes nodes."""
+
+    nodes: tuple[str, ...]
+
+
+class SubmittedInstead(_Reason, frozen=True, kw_only=True):
+    """Slurm may not requeue the job, which is submitted again."""
+
+
+class Requeued(_Reason, frozen=True, kw_only=True):
+    """Slurm took the requeue."""
+
+    job_id: int | None = None  # of the job that was submitted instead
+    besides: str = ""  # what did not succeed besides
+
+
+class RequeueNotAllowed(_Reason, frozen=True, kw_only=True):
+    """Slurm does not allow the requeue: may the job be submitted again?"""
+
+    error: str
+
+
+class JobRefused(_Reason, frozen=True, kw_only=True):
+    """Slurm takes neither a requeue nor another submission."""
+
+    error: str
+
+
+class RequeueFailed(_Reason, frozen=True, kw_only=True):
+    """Slurm did not take the requeue."""
+
+    error: str
+    again_s: float | None = None  # None: it is given up
+    tries: int = 0
+
+
+class Superseded(_Reason, frozen=True, kw_only=True):
+    """A newer attempt holds the lease."""
+
+    job_id: int
+    restart_count: int
+
+
+class SaveAsked(_Reason, frozen=True, kw_only=True):
+    """Somebody asks for a checkpoint."""
+
+    by: str
+
+
+class StopAsked(_Reason, frozen=True, kw_only=True):
+    """Somebody asks to save and end."""
+
+    by: str
+
+
+class SaveRefused(_Reason, frozen=True, kw_only=True):
+    """No rank can save at the moment."""
+
+    phase: str = ""  # empty: the ranks train, and have no trainer library
+
+
+# --- nodes ----------------------------------------------------------------------------------------
+
+
+class NodeFault(_Reason, frozen=True, kw_only=True):
+    """The hardware of a node is faulty."""
+
+    node: str
+    name: str
+    text: str
+    gpu: str = ""
+
+
+class NodeStays(_Reason, frozen=True, kw_only=True):
+    """The fault is no reason to leave the node."""
+
+
+class NodeDrained(_Reason, frozen=True, kw_only=True):
+    """The node is drained: the job need not exclude it."""
+
+    node: str
+
+
+class NodesReleased(_Reason, frozen=True, kw_only=True):
+    """The nodes that were left are given back."""
+
+
+class NodesNotReleased(_Reason, frozen=True, kw_only=True):
+    """The nodes that were left stay in the job."""
+
+    error: str
+
+
+class NodeNotClear(_Reason, frozen=True, kw_only=True):
+    """A process of the launch before does not die."""
+
+    node: str
+
+
+class NodesLost(_Reason, frozen=True, kw_only=True):
+    """No watcher answers on these nodes."""
+
+    nodes: tuple[str, ...]
+    error: str = ""  # the last words of their srun
+
+
+class LostRecently(_Reason, frozen=True, kw_only=True):
+    """The node was lost, and Slurm may not have noticed."""
+
+
+class NodeUnfit(_Reason, frozen=True, kw_only=True):
+    """A node failed its check."""
+
+    node: str
+    text: str
+
+
+class UnfitNodesLeft(_Reason, frozen=True, kw_only=True):
+    """The nodes that are not fit were left already."""
+
+
+class MostNodesUnfit(_Reason, frozen=True, kw_only=True):
+    """Most nodes failed their check, so the cause is not theirs."""
+
+
+class CheckAgain(_Reason, frozen=True, kw_only=True):
+    """The nodes are checked again."""
+
+    after_s: float = 0.0
+
+
+class ClearingLate(_Reason, frozen=True, kw_only=True):
+    """Nodes did not get clear in time."""
+
+
+class ChoosingLate(_Reason, frozen=True, kw_only=True):
+    """The newest step directory was not found in time."""
+
+
+class WaitOver(_Reason, frozen=True, kw_only=True):
+    """The launch has waited as long as the ladder says."""
+
+
+class SpareOnly(_Reason, frozen=True, kw_only=True):
+    """The node was a spare: training goes on."""
+
+
+class NodeGivenBack(_Reason, frozen=True, kw_only=True):
+    """The node took no part, and is given back."""
+
+
+class StillUnfit(_Reason, frozen=True, kw_only=True):
+    """A node that rests failed its check again."""
+
+    node: str
+    text: str
+
+
+class FitAgain(_Reason, frozen=True, kw_only=True):
+    """Nodes that rest passed their check."""
+
+    nodes: tuple[str, ...]
+
+
+class ChecksUnanswered(_Reason, frozen=True, kw_only=True):
+    """Nodes that rest did not answer the check."""
+
+    nodes: tuple[str, ...]
+
+
+class RestingGivenBack(_Reason, frozen=True, kw_only=True):
+    """Nodes that failed too many checks are given back."""
+
+    nodes: tuple[str, ...]
+
+
+class RestingChecked(_Reason, frozen=True, kw_only=True):
+    """Nodes that rest are checked."""
+
+    nodes: tuple[str, ...]
+
+
+class IdleNodes(_Reason, frozen=True, kw_only=True):
+    """How many nodes like ours are idle, and how many are missing."""
+
+    idle: int
+    missing: int
+
+
+class IdleUnknown(_Reason, frozen=True, kw_only=True):
+    """Slurm could not be asked for idle nodes."""
+
+    error: str
+
+
+class GrowInPlace(_Reason, frozen=True, kw_only=True):
+    """More nodes of the allocation can take part."""
+
+    nodes: int
+
+
+class GrowByRequeue(_Reason, frozen=True, kw_only=True):
+    """Nodes are missing, and as many are idle: the job is requeued to get them."""
+
+    missing: int
+
+
+class WatcherGone(_Reason, frozen=True, kw_only=True):
+    """A watcher fell silent, or ended."""
+
+    node: str
+    text: str
+
+
+class WatchersLeft(_Reason, frozen=True, kw_only=True):
+    """The watchers left."""
+
+
+class BusEnded(_Reason, frozen=True, kw_only=True):
+    """The watchers' Slurm step ended."""
+
+    code: int
+    error: str = ""
+
+
+class BusRestarts(_Reason, frozen=True, kw_only=True):
+    """The watchers were started too often."""
+
+    restarts: int
+
+
+class NothingToWatch(_Reason, frozen=True, kw_only=True):
+    """No node is left that could be watched."""
+
+
+class NoWatcher(_Reason, frozen=True, kw_only=True):
+    """No watcher answers on any node: is Slurm there?"""
+
+
+class BusTriedAgain(_Reason, frozen=True, kw_only=True):
+    """The watchers are started again, with or without an answer of Slurm."""
+
+    answered: bool
+    slurm_state: str = ""
+    error: str = ""
+    without: tuple[str, ...] = ()
+
+
+class ClosingLate(_Reason, frozen=True, kw_only=True):
+    """The watchers, or the reading of the last checkpoint, took too long."""
+
+
+# --- how training goes ----------------------------------------------------------------------------
+
+
+class Silent(_Reason, frozen=True, kw_only=True):
+    """No step came for longer than is usual: the ranks' stacks are collected."""
+
+    step: int | None = None
+    starting: bool = False  # the first word of the trainer library is late
+
+
+class NoStacks(_Reason, frozen=True, kw_only=True):
+    """No stacks came in time."""
+
+    again: bool = False  # they are collected again
+
+
+class StandsStill(_Reason, frozen=True, kw_only=True):
+    """No rank moves."""
+
+    step: int | None = None
+    stacks: str = ""  # empty: none came in time
+
+
+class StillMoves(_Reason, frozen=True, kw_only=True):
+    """The ranks take long, and still move."""
+
+    stacks: str
+
+
+class PerhapsAtWork(_Reason, frozen=True, kw_only=True):
+    """After a short silence the ranks may still be at work."""
+
+    stacks: str
+
+
+class SilentStart(_Reason, frozen=True, kw_only=True):
+    """What the ranks do before the first word of the trainer library."""
+
+    stacks: str
+
+
+class PartFailed(_Reason, frozen=True, kw_only=True):
+    """A part of the supervisor failed that training can do without."""
+
+    part: str
+    error: str
+
+
+class Suspended(_Reason, frozen=True, kw_only=True):
+    """The supervisor did not run for a while: what was waited for has so much longer."""
+
+    seconds: float
+
+
+class LossWrong(_Reason, frozen=True, kw_only=True):
+    """The loss went wrong and stayed so."""
+
+    rule: str
+    step: int  # the first
+    loss: float | None = None  # None: no finite number
+    usual: float | None = None
+
+
+class NodeSlow(_Reason, frozen=True, kw_only=True):
+    """All other nodes wait for this one."""
+
+    node: str
+    factor: float
+    rank: int | None = None
+    of_its_place: str = ""  # another node was slow at the same place
+
+
+class LoaderSlow(_Reason, frozen=True, kw_only=True):
+    """A rank loads its data slowly."""
+
+    node: str
+    rank: int | None
+    loading_s: float
+    usual_s: float
+
+
+class KeepsUp(_Reason, frozen=True, kw_only=True):
+    """A node that was slow keeps up again."""
+
+    node: str
+
+
+class SlowNodeStays(_Reason, frozen=True, kw_only=True):
+    """A slow node is not replaced."""
+
+    its_data: bool  # the data loader is slow; else no spare is there
+
+
+class SpareAtCommit(_Reason, frozen=True, kw_only=True):
+    """A spare takes the place of a slow node, at the next checkpoint or now."""
+
+    node: str
+    now: bool = False
+
+
+class LaunchSlow(_Reason, frozen=True, kw_only=True):
+    """A launch steps slower than those before it."""
+
+    seconds: float
+    usual: float
+    launches: int
+    new: tuple[str, ...] = ()  # nodes that are new in it
+    slowest: str = ""  # else the slowest node
+    factor: float = 0.0
+    rank: int | None = None  # whose data loader is slow there
+    all_new: bool = False
+
+
+class ReplayEqual(_Reason, frozen=True, kw_only=True):
+    """Steps that were done again came to the same losses."""
+
+    steps: int
+    exact: bool = True  # bit for bit; else as near as is usual
+    step: int | None = None  # the furthest apart
+    then: float | None = None
+    now: float | None = None
+
+
+class ReplayDiffers(_Reason, frozen=True, kw_only=True):
+    """A step that was done again came to another loss."""
+
+    step: int
+    then: float | None = None
+    now: float | None = None
+    deterministic: bool = False
+    new: tuple[str, ...] = ()  # nodes
+    changed: str = ""
+
+
+# --- of release 0.1 -------------------------------------------------------------------------------
+
+
+class Sentence(_Reason, frozen=True, kw_only=True):
+    """A reason of release 0.1, of which only the words are known."""
+
+    text: str
+
+
+Reason = (
+    AttemptStarts
+    | FinishedEarlier
+    | FaultyNodesGiven
+    | WatchersReady
+    | WatchersBack
+    | NoticePerhapsMissed
+    | NoCheckpoint
+    | CheckpointFound
+    | NodesTakenBack
+    | StepsPassedOver
+    | FailuresMax
+    | StorageUnusable
+    | NodesReady
+    | LaunchShrinks
+    | SparesLeft
+    | LaunchRefused
+    | NodesLeft
+    | StorageSuspect
+    | StorageTestBegins
+    | StorageTestPassed
+    | StorageTestFailed
+    | StorageTestLate
+    | StorageTrusted
+    | StorageNotRecovered
+    | StorageTestAgain
+    | CheckpointVerified
+    | CheckpointDamaged
+    | CheckpointRemoved
+    | CheckpointBeforeUsed
+    | DamagedInARow
+    | SaveAgain
+    | TasksStarted
+    | LibraryAnswers
+    | ResumedElsewhere
+    | NoLibrary
+    | StopSignalInstead
+    | Committed
+    | CopiesDiffer
+    | SaveFailed
+    | CommitInFlight
+    | TrainingFinished
+    | RanksLeave
+    | RanksLeftAlone
+    | RankFailed
+    | SignalUnexplained
+    | EndedAsAsked
+    | RankLeft
+    | OutcomeMissing
+    | CommandEnded
+    | CommandGaveUp
+    | StepFailed
+    | RanksEndedSilently
+    | LaunchNeverBegan
+    | Relaunch
+    | RanksLate
+    | SaveLate
+    | StepSurvivesKill
+    | CauseFound
+    | CauseLate
+    | Recovery
+    | NodeLeftFor
+    | CauseStays
+    | SameFailures
+    | DataLeftOut
+    | DataNotLeftOut
+    | StartOver
+    | NewestIsBefore
+    | GoBackBelow
+    | RolledBack
+    | NoWayBack
+    | GotSignal
+    | StepsSignaled
+    | TimeLimitNear
+    | SuspendedSinceAsked
+    | SignalSinceAsked
+    | SlurmSaid
+    | SlurmUnreachable
+    | SlurmAsked
+    | SlurmLate
+    | SlurmAway
+    | WaitForSlurm
+    | EndedByHand
+    | NoTimeToSave
+    | RequeueForbidden
+    | NoBatchScript
+    | RequeueAsked
+    | WithoutNodes
+    | SubmittedInstead
+    | Requeued
+    | RequeueNotAllowed
+    | JobRefused
+    | RequeueFailed
+    | Superseded
+    | SaveAsked
+    | StopAsked
+    | SaveRefused
+    | NodeFault
+    | NodeStays
+    | NodeDrained
+    | NodesReleased
+    | NodesNotReleased
+    | NodeNotClear
+    | NodesLost
+    | LostRecently
+    | NodeUnfit
+    | UnfitNodesLeft
+    | MostNodesUnfit
+    | CheckAgain
+    | ClearingLate
+    | ChoosingLate
+    | WaitOver
+    | SpareOnly
+    | NodeGivenBack
+    | StillUnfit
+    | FitAgain
+    | ChecksUnanswered
+    | RestingGivenBack
+    | RestingChecked
+    | IdleNodes
+    | IdleUnknown
+    | GrowInPlace
+    | GrowByRequeue
+    | WatcherGone
+    | WatchersLeft
+    | BusEnded
+    | BusRestarts
+    | NothingToWatch
+    | NoWatcher
+    | BusTriedAgain
+    | ClosingLate
+    | Silent
+    | NoStacks
+    | StandsStill
+    | StillMoves
+    | PerhapsAtWork
+    | SilentStart
+    | PartFailed
+    | Suspended
+    | LossWrong
+    | NodeSlow
+    | LoaderSlow
+    | KeepsUp
+    | SlowNodeStays
+    | SpareAtCommit
+    | LaunchSlow
+    | ReplayEqual
+    | ReplayDiffers
+    | Sentence
+)
+
+Why = tuple[Reason, ...]
+"""The reasons of a decision, the first one first.  Empty: nothing changed."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the rules themselves saw of a launch, as evidence beside logs and exits: a hang, a loss that went wrong."""
+
+    cause: Cause
+    rule: str
+    reasons: Why = ()
+    node: str = ""
+    rank: int | None = None
+    step: int | None = None  # where it began

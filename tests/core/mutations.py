@@ -300,6 +300,7 @@ MUTATIONS = (
         "three launches without a new step end the run",
         "three_failures",
         "failure",
+        nth=1,
     ),
     Mutation(
         "phases.relaunch",

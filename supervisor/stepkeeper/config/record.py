@@ -20,6 +20,8 @@ from stepkeeper_trainer.formats.plain import read_plain
 FORMAT = 1
 NAME = "config.json"
 _POLICY = "policy."
+# settings of 0.1 that others replace: what was recorded then counts for these
+_REPLACED = {"policy.grow_idle_s": "policy.grow_back_after_s"}
 
 
 def path_of(run_directory: Path, attempt: int) -> Path:
@@ -77,12 +79,12 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         return {key: f"{each.get('value')} ({each.get('where', '')})" for key, each in found}
 
     def policy(self) -> Policy:
-        """Return the policy of the attempt; the default one where nothing tells it."""
-        values = {
-            key.removeprefix(_POLICY): found.get("value")
-            for key, found in self.settings.items()
-            if key.startswith(_POLICY) and key.removeprefix(_POLICY) in Policy.__struct_fields__
-        }
+        """Return the policy of the attempt; the default one where nothing tells it.
+
+        What was a setting then and is a constant now has the value that it had.
+        """
+        named = {_REPLACED.get(key, key): found.get("value") for key, found in self.settings.items()}
+        values = {field: named[_POLICY + field] for field in Policy.__struct_fields__ if _POLICY + field in named}
         try:
             return msgspec.convert(values, Policy)
         except msgspec.ValidationError:

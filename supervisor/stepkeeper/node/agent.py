@@ -166,7 +166,7 @@ class Agent:
                 if not asked:
                     self._look_runs = False
                     return
-            if self.config.nvml:
+            if self.config.test.nvml:
                 found = nvml.once(LOOK_WITHIN_S)
                 self.inbox.put(found.status)
                 for health in found.health:
@@ -318,14 +318,14 @@ class Agent:
         return f"the ledger does not hold it yet ({self._book.failed or 'the disk is slow'})"
 
     def _check(self) -> fitness.Fitness:
-        if not self.config.nvml:
+        if not self.config.test.nvml:
             return fitness.Fitness(unfit="NVML is switched off in the configuration: nothing can be checked")
         return fitness.look(self._catalogue, self.config.expected_gpus)
 
     def _reset(self, pcis: Sequence[str]) -> str:
         self._sources.pause_nvml()  # whoever holds a GPU open keeps it from being reset
         try:
-            return reset_gpus(pcis, self.config.remedies.reset_within_s)
+            return reset_gpus(pcis, self.policy.reset_within_s)
         finally:
             self._sources.resume_nvml()
 

@@ -14,7 +14,7 @@ import msgspec
 
 from stepkeeper.doctor.finding import Finding, Level
 from stepkeeper.node import identity
-from stepkeeper.node.config import NodeConfig
+from stepkeeper.node.config import NodeConfig, Test
 from stepkeeper.node.core.policy import Mode
 from stepkeeper.node.sensors import nvml
 from stepkeeper.node.sensors.evidence import Roots, gpu_addresses
@@ -59,8 +59,8 @@ def gather(config: NodeConfig, client: NodeClient) -> Facts:
         slurm_away=away,
         mistaken=identity.mistaken(node) if node is not None else "",
         pci=gpus_on_the_bus(),
-        nvml=nvml.once(LOOK_WITHIN_S).status if config.nvml else None,
-        kernel_log_error=_unreadable(Path(config.kernel_log)),
+        nvml=nvml.once(LOOK_WITHIN_S).status if config.test.nvml else None,
+        kernel_log_error=_unreadable(Path(config.test.kernel_log)),
         root=os.geteuid() == 0,
     )
 
@@ -98,6 +98,14 @@ def _mode(config: NodeConfig) -> Iterator[Finding]:
             subject="test.allow_injected",
             found="true",
             means="any process that may write to /dev/kmsg can have this node drained",
+            remedy=f"remove the [test] table from {FILE} after the test",
+        )
+    elif config.test != Test():
+        yield Finding(
+            level=Level.WARNING,
+            subject="[test]",
+            found="the table is there",
+            means="the agent senses or waits otherwise than it does in production",
             remedy=f"remove the [test] table from {FILE} after the test",
         )
 
@@ -167,7 +175,7 @@ def _gpus(config: NodeConfig, facts: Facts) -> Iterator[Finding]:
     status = facts.nvml
     listed = tuple(gpu.pci for gpu in status.gpus) if status is not None and status.state is NvmlState.READY else ()
     if facts.pci and status is None:
-        yield _half_blind(facts, "nvml = false", f"set `nvml = true` in {FILE}")
+        yield _half_blind(facts, "test.nvml = false", f"remove the [test] table from {FILE}")
     elif status is not None and status.state is not NvmlState.READY and (facts.pci or gres or config.expected_gpus):
         where = "the driver's libnvidia-ml.so.1, and nvidia-ml-py beside stepkeeper"
         remedy = f"install {where}" if status.state is NvmlState.ABSENT else "`nvidia-smi` should show the same"

@@ -25,7 +25,6 @@ from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.inbox import Do, Inbox, Item, Stop
 from stepkeeper.node.notify import Systemd
 from stepkeeper.node.sensors import nvml
-from stepkeeper.node.sensors.kmsg import users_may_write
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid, Reading
 from stepkeeper.node.setup_watch import SetupWatch
 from stepkeeper.node.sight import KERNEL_LOG, Sight
@@ -34,7 +33,6 @@ from stepkeeper.node.sources import Sources
 from stepkeeper.node.xid.catalogue import Catalogue
 from stepkeeper.node.xid.health import LISTED_AGAIN_AFTER_S
 from stepkeeper.node.xid.model import Action
-from stepkeeper.node.xid.parse import SYSCTL
 from stepkeeper.sources.clock import Clock
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)
@@ -121,9 +119,6 @@ class Agent:
         self._on_clock()
         self._systemd.say(READY="1", STATUS=self._status())
         self._setup.start()
-        if users_may_write():
-            text = f"{SYSCTL} is 1: any user can write records into the kernel log that begin as he likes; set it to 0"
-            self.log.error("alarm", text=text, incident="")
         self.log.info("agent_ready", mode=self.policy.mode.value, incidents=len(self.state.incidents))
         try:
             while not self._stopping:

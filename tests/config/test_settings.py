@@ -190,7 +190,7 @@ def test_a_removed_setting_is_an_error_that_says_what_to_do_instead() -> None:
     ("words", "wrong"),
     [
         (["--max-nodes", "8"], "--max-nodes: `max_nodes` is no setting any more: set `spares`"),
-        (["--set", "policy.grow_idle_s=9"], "policy.grow_back_after_s"),
+        (["--set", "policy.grow_ask_s=9"], "set `policy.grow_idle_s`"),
         (["--set", "spares"], "--set KEY=VALUE"),
         (["--set", "spare=1"], "did you mean `spares`"),
         (["--set", "spares=1", "--spares", "1"], "twice"),

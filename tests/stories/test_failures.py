@@ -156,7 +156,8 @@ def test_data_that_makes_the_loss_nan_is_left_out_and_a_launch_that_says_nothing
     assert (silent.rule, silent.launch, silent.rank) == ("progress-silence", 1, 1)
     seen = [record.event for record in training.events(on.StacksCollected) if record.event.launch == 1]
     assert "rank 1 was stopped by a signal" in seen[-1].summary, training.story()
-    assert [record.event.step for record in training.events(on.CheckpointChosen)][1:] == [10, 10], training.story()
+    # five words are later than the save of step 20, which is found first and rolled back from
+    assert [record.event.step for record in training.events(on.CheckpointChosen)][-2:] == [10, 10], training.story()
     starts = [
         effect for record in training.records() for effect in record.effects if isinstance(effect, do.StartLaunch)
     ]

@@ -64,8 +64,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "Ranks and nodes": (
         "tasks_per_node", "micro_batches", "resume_argument", "same_code", "warm_standby", "warm_standby_imports",
-        "policy.begin_within_s", "policy.grow_back", "policy.grow_back_after_s", "policy.excluded_max",
-        "policy.exclude_lost_for_s",
+        "policy.begin_within_s", "policy.grow_back", "policy.unfit_again_s", "policy.grow_idle_s",
+        "policy.excluded_max", "policy.exclude_lost_for_s",
     ),
     "Checkpoints": (
         "load_memory_gib", "verify_mib_per_s", "policy.choose_within_s", "policy.read_back", "local_keep",

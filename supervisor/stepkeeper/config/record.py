@@ -20,8 +20,6 @@ from stepkeeper_trainer.formats.plain import read_plain
 FORMAT = 1
 NAME = "config.json"
 _POLICY = "policy."
-# settings of 0.1 that others replace: what was recorded then counts for these
-_REPLACED = {"policy.grow_idle_s": "policy.grow_back_after_s"}
 
 
 def path_of(run_directory: Path, attempt: int) -> Path:
@@ -83,8 +81,11 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
         What was a setting then and is a constant now has the value that it had.
         """
-        named = {_REPLACED.get(key, key): found.get("value") for key, found in self.settings.items()}
-        values = {field: named[_POLICY + field] for field in Policy.__struct_fields__ if _POLICY + field in named}
+        values = {
+            key.removeprefix(_POLICY): found.get("value")
+            for key, found in self.settings.items()
+            if key.startswith(_POLICY) and key.removeprefix(_POLICY) in Policy.__struct_fields__
+        }
         try:
             return msgspec.convert(values, Policy)
         except msgspec.ValidationError:

@@ -27,14 +27,11 @@ _READERS = {
     "slurm_client": readable.check_slurm_client,
 }
 # Settings of 0.1 that are none any more, and what to do instead.
-_GROW = "set `policy.grow_back_after_s`, which replaces it"
 REMOVED = {
     "max_nodes": "set `spares` to the number of nodes that take no part",
     "pyslurm_python": 'write slurm_client = "pyslurm:PYTHON"',
     "verify_shared_mib_min": "leave it out; it is a constant since 0.2: 1024",
-    "policy.unfit_again_s": _GROW,
-    "policy.grow_ask_s": _GROW,
-    "policy.grow_idle_s": _GROW,
+    "policy.grow_ask_s": "set `policy.grow_idle_s`: Slurm is asked every half of it",
 } | {
     f"policy.{name}": f"leave it out; it is a constant since 0.2: {getattr(Limits(), name):g}"
     for name in Limits.__struct_fields__

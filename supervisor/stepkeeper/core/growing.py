@@ -57,7 +57,7 @@ def _failed(growth: Growth, nodes: Mapping[str, str]) -> Growth:
 
 def _again(growth: Growth, node: str, at: float, policy: Policy) -> Resting:
     doublings = dict(growth.failed).get(node, 1) - 1
-    return Resting(node=node, look_at=at + policy.grow_back_after_s * 2.0**doublings)
+    return Resting(node=node, look_at=at + policy.unfit_again_s * 2.0**doublings)
 
 
 def dismiss(state: State, nodes: frozenset[str]) -> State:
@@ -145,7 +145,7 @@ def launched(state: State, at: float, policy: Policy) -> State:
 def _pause_s(state: State, policy: Policy) -> float:
     """Return the pause between two questions: each job has its own, and the core has no dice."""
     share = state.job_id * 2654435761 % 2**32 / 2**32
-    return policy.grow_back_after_s / ASKS * (1.0 + SPREAD * share)
+    return policy.grow_idle_s / ASKS * (1.0 + SPREAD * share)
 
 
 def on_due(state: State, at: float, policy: Policy) -> Decision:
@@ -190,7 +190,7 @@ def at_commit(state: State, at: float, policy: Policy) -> Decision | None:
         plan = Plan(next=Next.RELAUNCH, why=why, blame=Blame.NODE, to_grow=True)
         return save(state, at + policy.stop_within_s, plan)
     since = state.growth.idle_since
-    if since is None or at - since < policy.grow_back_after_s:
+    if since is None or at - since < policy.grow_idle_s:
         return None
     # Slurm 22.05 asks for the nodes of the submission again at a requeue, whatever was given back before: of `-N 3` it
     # waits for three, of `-N 2-4` it takes up to four, though `scontrol` shows NumNodes as it was reduced

@@ -226,10 +226,12 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     and taken back at the next launch (launch), or besides right after a checkpoint, for which the job is also requeued
     once enough nodes like its own have been idle for a while (checkpoint); or no node returns (off)."""
 
-    grow_back_after_s: float = 600.0
-    """A node that failed its check is checked again after this, then after twice as long, and so on.  Enough other
-    nodes must have been idle for so long before the job is requeued to get them.  Slurm is asked for idle nodes every
-    half of it, and only while nodes are missing."""
+    unfit_again_s: float = 600.0
+    """A node that failed its check is checked again after this, then after twice as long, and so on."""
+
+    grow_idle_s: float = 600.0
+    """Enough other nodes must have been idle for so long before the job is requeued to get them.  Slurm is asked for
+    idle nodes every half of it, and only while nodes are missing."""
 
     storage_wait_s: float = 1800.0
     """The storage failed its test at the start: the test is repeated for so long; then the run stops."""

@@ -36,7 +36,7 @@ def main() -> int:
     rows: list[tuple[str, str, str]] = []
     with Lab(LabOptions(nodes=1, gpus=2)) as lab, Agents(lab, nvml=True, python=python) as agents:
         (node,) = lab.node_names
-        agents.configure(node, health_every_s=10.0, breaker={"drains_per_hour": 1000})
+        agents.configure(node, test={"limits": {"health_every_s": 10.0}}, breaker={"drains_per_hour": 1000})
         agents.start(node)
         agents.wait_event(node, "nvml")
         time.sleep(3.0)

@@ -87,7 +87,7 @@ def test_print_config_shows_every_setting_its_unit_and_its_origin(stepkeeper: Ru
     assert rows["min_nodes"] == "3 nodes environment: STEPKEEPER_MIN_NODES"
     assert rows["policy.failures_max"] == f"9 launches user: {user_file}, line 2"
     assert rows["policy.leave_within_s"] == "7 s flag: --set"
-    assert rows["policy.kill_within_s"] == "30 s default"
+    assert rows["policy.hang_least_s"] == "120 s default"
     assert rows["tasks_per_node"] == "not set ranks a node default"
     assert list(rows) == ["KEY", *SETTINGS]
     assert "%x stands for SLURM_JOB_NAME" in done.stderr

@@ -53,6 +53,14 @@ def test_what_the_ranks_can_read_is_taken(key: str) -> None:
     assert environment.read({f"STEPKEEPER_{key.upper()}": RIGHT[key]})[key].value == RIGHT[key]
 
 
+@pytest.mark.parametrize("wrong", ["pyslurm:", "commands:/usr/bin/python", "scontrol"])
+def test_a_client_that_there_is_not_is_refused(wrong: str) -> None:
+    with pytest.raises(StepkeeperError, match="STEPKEEPER_SLURM_CLIENT: slurm_client: write commands, pyslurm"):
+        environment.read({"STEPKEEPER_SLURM_CLIENT": wrong})
+    for right in ("commands", "pyslurm", "pyslurm:/opt/pyslurm/bin/python"):
+        assert environment.read({"STEPKEEPER_SLURM_CLIENT": right})["slurm_client"].value == right
+
+
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/run", "https://host/run?sig=secret", "gs://b/r#secret"])
 def test_a_secret_in_a_url_is_not_repeated(url: str) -> None:
     for words in (("--cold-tier", url), ("--set", f"cold_tier={url}")):

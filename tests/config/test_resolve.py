@@ -51,7 +51,7 @@ def test_each_key_has_its_own_origin(user_file: Path, site_file: Path, gather: G
     assert config.settings.torchrun is False
     assert (config.settings.policy.failures_max, config.settings.policy.leave_within_s) == (9, 20.0)
     assert config.values["policy.leave_within_s"].origin is Origin.SITE
-    assert config.values["policy.kill_within_s"].origin is Origin.DEFAULT
+    assert config.values["policy.hang_least_s"].origin is Origin.DEFAULT
 
 
 @pytest.mark.parametrize("lock", ["[locked]\nspares = 2", "locked = ['spares']\nspares = 2"])
@@ -142,11 +142,12 @@ def test_a_wrong_variable_is_named(gather: Gather) -> None:
         gather(STEPKEEPER_SPARES="many")
 
 
-def test_limits_in_the_wrong_order_are_refused(user_file: Path, gather: Gather) -> None:
-    user_file.write_text("policy.requeue_retry_s = 60")
-
-    with pytest.raises(StepkeeperError, match=r"line 1: policy.requeue_retry_s = 60 is more than policy.requeue_retry"):
-        gather().resolve()
+def test_a_removed_setting_is_named_wherever_it_stands(user_file: Path, gather: Gather) -> None:
+    with pytest.raises(StepkeeperError, match=r"^STEPKEEPER_POLICY_KILL_WITHIN_S: .*leave it out; it is a constant"):
+        gather(STEPKEEPER_POLICY_KILL_WITHIN_S="20")
+    user_file.write_text("[policy]\nrequeue_retry_s = 60")
+    with pytest.raises(StepkeeperError, match=r"line 2: `policy.requeue_retry_s` is no setting any more"):
+        gather()
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.config import environment, flags
-from stepkeeper.config.settings import ORDERED, SETTINGS, RunSettings, Setting, build
-from stepkeeper.config.values import checked, from_text, shown
-from stepkeeper.core.policy import Policy
+from stepkeeper.config import environment, flags, page
+from stepkeeper.config.settings import SETTINGS, RunSettings, Setting, build
+from stepkeeper.config.values import REMOVED, checked, from_text, known, shown
+from stepkeeper.core.policy import Limits, Policy
 from stepkeeper.errors import StepkeeperError
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +26,7 @@ READ = {
     "retention": "newest 2",
     "local_tier": "/nvme",
     "cold_tier": "s3://bucket/run",
+    "slurm_client": "pyslurm:/opt/pyslurm/bin/python",
 }
 
 
@@ -49,10 +50,11 @@ def other_value(setting: Setting) -> bool | int | float | str:
     return setting.kind(number if number != setting.default else number + 1)
 
 
-def test_every_field_of_the_policy_is_a_setting() -> None:
+def test_every_field_of_the_policy_but_its_constants_is_a_setting() -> None:
     fields = {f"policy.{field.name}" for field in msgspec.structs.fields(Policy)}
+    constants = {f"policy.{field.name}" for field in msgspec.structs.fields(Limits)}
 
-    assert fields == {key for key in SETTINGS if key.startswith("policy.")}
+    assert fields - constants == {key for key in SETTINGS if key.startswith("policy.")}
 
 
 def test_the_defaults_are_what_the_core_has() -> None:
@@ -121,6 +123,11 @@ def test_a_whole_number_will_do_for_a_number() -> None:
     assert (value, type(value)) == (5.0, float)
 
 
+def test_the_page_has_every_setting_once() -> None:
+    assert sorted(key for keys in page.TOPICS.values() for key in keys) == sorted(SETTINGS)
+    assert len(next(iter(page.TOPICS.values()))) == 10
+
+
 def test_names_are_unique() -> None:
     for names in (
         [setting.flag for setting in SETTINGS.values() if setting.flag],
@@ -129,10 +136,6 @@ def test_names_are_unique() -> None:
         assert len(names) == len(set(names))
     variables = {setting.variable for setting in SETTINGS.values()}
     assert not variables & (environment.TOLD | environment.MODULES)
-
-
-def test_an_order_is_between_numbers() -> None:
-    assert all(SETTINGS[key].kind is float for pair in ORDERED for key in pair)
 
 
 def test_every_variable_of_the_programs_is_a_setting_or_told_to_ranks() -> None:
@@ -174,9 +177,20 @@ def test_options_keep_their_names() -> None:
     }
 
 
+def test_a_removed_setting_is_an_error_that_says_what_to_do_instead() -> None:
+    for key, instead in REMOVED.items():
+        assert key not in SETTINGS
+        assert all(named in SETTINGS for named in re.findall(r"set `([\w.]+)`", instead))
+        with pytest.raises(StepkeeperError, match=re.escape(instead)):
+            known(key, "here")
+    assert "constant since 0.2: 30" in REMOVED["policy.kill_within_s"]
+
+
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
+        (["--max-nodes", "8"], "--max-nodes: `max_nodes` is no setting any more: set `spares`"),
+        (["--set", "policy.grow_ask_s=9"], "set `policy.grow_idle_s`"),
         (["--set", "spares"], "--set KEY=VALUE"),
         (["--set", "spare=1"], "did you mean `spares`"),
         (["--set", "spares=1", "--spares", "1"], "twice"),

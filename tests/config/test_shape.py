@@ -22,12 +22,11 @@ def shaped(gather: Gather, settings: dict[str, object], nodes: int, command: str
     ("settings", "nodes", "command", "expected"),
     [
         ({}, 4, "train.py", shape.Shape(wanted=4, least=0)),
-        ({"max_nodes": 3}, 4, "train.py", shape.Shape(wanted=3, least=0)),
-        ({"max_nodes": 8, "min_nodes": 2}, 4, "train.py", shape.Shape(wanted=4, least=2)),  # of -N 2-8 came 4
-        ({"max_nodes": 3, "spares": 2}, 4, "train.py", shape.Shape(wanted=2, least=0)),
+        ({"spares": 1}, 4, "train.py", shape.Shape(wanted=3, least=0)),
+        ({"min_nodes": 2}, 4, "train.py", shape.Shape(wanted=4, least=2)),  # of -N 2-8 came 4
         ({}, 6, ELASTIC, shape.Shape(wanted=4, least=2)),
         ({}, 3, ELASTIC, shape.Shape(wanted=3, least=2)),
-        ({"min_nodes": 3, "max_nodes": 3}, 4, ELASTIC, shape.Shape(wanted=3, least=3)),
+        ({"min_nodes": 3, "spares": 1}, 4, ELASTIC, shape.Shape(wanted=3, least=3)),
         ({}, 3, "torchrun --nnodes=3 train.py", shape.Shape(wanted=3, least=0)),
         ({}, 3, f"bash -c '{ELASTIC}'", shape.Shape(wanted=3, least=0)),
         ({}, 3, "srun -N2 train.py", shape.Shape(wanted=3, least=0)),
@@ -62,13 +61,13 @@ def test_before_the_ranks_of_a_node_are_known_any_number_will_do(gather: Gather)
 @pytest.mark.parametrize(
     ("settings", "nodes", "command", "ranks", "words"),
     [
-        ({"max_nodes": 2, "min_nodes": 3}, 4, "train.py", 1, ("--min-nodes 3", "has 2 nodes", "--max-nodes 2")),
+        ({"spares": 2, "min_nodes": 3}, 4, "train.py", 1, ("--min-nodes 3", "has 2 nodes", "2 of them spares")),
         ({"min_nodes": 3}, 2, "train.py", 1, ("--min-nodes 3", "has 2 nodes (2 of the allocation, 0 of them spares)")),
         ({"min_nodes": 5}, 6, ELASTIC, 1, ("--min-nodes 5", "has 4 nodes", "--nnodes up to 4")),
         ({"min_nodes": 1}, 4, ELASTIC, 1, ("at least 2 nodes (--nnodes)", "--min-nodes 1")),
-        ({"max_nodes": 1}, 4, ELASTIC, 1, ("at least 2 nodes (--nnodes)", "a launch has 1 nodes")),
+        ({"spares": 3}, 4, ELASTIC, 1, ("at least 2 nodes (--nnodes)", "a launch has 1 nodes")),
         ({}, 4, "torchrun --nnodes=4:2 train.py", 1, ("--nnodes=4:2", "the first is the smaller one")),
-        ({"max_nodes": 1}, 3, "srun train.py", 1, ("--max-nodes 1", "leave out `srun`")),
+        ({"spares": 1}, 3, "srun train.py", 1, ("--spares 1", "leave out `srun`")),
         ({"micro_batches": 8}, 3, "srun train.py", 1, ("--micro-batches 8", "leave out `srun`")),
         ({"micro_batches": 12, "min_nodes": 4}, 5, "train.py", 2, ("4 to 5 nodes", "would: 1, 2, 3, 6")),
         ({"micro_batches": 5}, 5, "train.py", 2, ("1 to 5 nodes, 2 on each", "no number of nodes would")),

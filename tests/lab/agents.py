@@ -226,26 +226,29 @@ class Agents:
         directory = self.directory / node
         directory.mkdir(exist_ok=True)
         boot_id = directory / "boot_id"
-        test: dict[str, Any] = {"allow_injected": True, "only_pci_prefix": f"{self.domains[node]}:"}
+        test: dict[str, Any] = {
+            "allow_injected": True,
+            "only_pci_prefix": f"{self.domains[node]}:",
+            "previous_journal": False,
+            "nvml": bool(self.nvml),
+        }
+        limits = {"health_every_s": 1.0, **self.settings[node].get("test", {}).get("limits", {})}
         if boot_id.exists():
             test["boot_id_file"] = str(boot_id)
         settings: dict[str, Any] = {
             "mode": self.mode,
             "node_name": node,
             "expected_gpus": GPUS if self.nvml else 0,
-            "socket": str(self.socket(node)),
             "state_dir": str(directory / "state"),
             "run_dir": str(directory / "run"),
-            "previous_journal": False,
-            "nvml": bool(self.nvml),
-            "health_every_s": 1.0,
             "slurm_conf": str(self.lab.place.conf),
             **self.settings[node],
         }
         settings["test"] = {**test, **settings.get("test", {})}
+        settings["test"].pop("limits", None)
         tables = {key: value for key, value in settings.items() if isinstance(value, dict)}
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items() if key not in tables]
-        for name, table in tables.items():
+        for name, table in {**tables, "test.limits": limits}.items():
             lines += [f"[{name}]"] + [f"{key} = {json.dumps(value)}" for key, value in table.items()]
         path = self.config(node)
         path.write_text("\n".join(lines) + "\n")

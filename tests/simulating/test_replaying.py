@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepkeeper.commands.dev_replay import recorded_policies
 from stepkeeper.core import events as on
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
@@ -126,6 +127,16 @@ def test_each_attempt_goes_by_its_recorded_policy(command: Command, tmp_path: Pa
     assert said.code == 0, said.out
     assert "the recorded policies of 2 attempts" in said.out
     assert command("dev", "replay", run, "--policy", "on_exception=relaunch, stop").code == 1
+
+
+def test_what_was_a_setting_in_an_attempt_counts_for_it(tmp_path: Path) -> None:
+    """It is a constant now."""
+    place = tmp_path / "attempts" / "attempt-000"
+    place.mkdir(parents=True)
+    settings = {"policy.kill_within_s": {"value": 7.0}, "policy.grow_ask_s": {"value": 60.0}}
+    (place / "config.json").write_text(json.dumps({"settings": settings}))
+
+    assert recorded_policies(tmp_path) == {0: Policy(kill_within_s=7.0)}
 
 
 def test_wrong_policies_and_missing_journals_are_said(command: Command, tmp_path: Path) -> None:

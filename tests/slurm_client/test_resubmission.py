@@ -9,7 +9,7 @@ import pytest
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.resubmission import (
     CONTINUES,
-    Submission,
+    Resubmission,
     comment_of,
     environment_of,
     followed_by,
@@ -127,7 +127,7 @@ def test_the_line_for_a_person_is_whole() -> None:
     line = planned(OLDER).command("7", "/my run")
     assert line.startswith("cd '/home/ada/my work' && env 'STEPKEEPER_CONTINUES=7:/my run' sbatch ")
     assert line.endswith(" /home/ada/job.sh")
-    without = Submission(options=("-N1",), arguments=(), script=None, directory="/w", unknown=())
+    without = Resubmission(options=("-N1",), arguments=(), script=None, directory="/w", unknown=())
     assert "scontrol write batch_script 7 batch.sh && env" in without.command("7", "/run")
 
 

@@ -14,8 +14,7 @@ from tests.stories.test_failures import failing
 from tests.training import Training, assert_complete
 
 pytestmark = pytest.mark.slurm
-# elsewhere the least is two minutes; here a hundred steps would be longer than the test has
-SOON = ("--set", "policy.hang_steady_s=8", "--set", "policy.hang_steps=1.5")
+LATE = ("--hang-least-s=1000",)  # a hundred even steps are less: what ends this launch is that nobody does anything
 
 
 def with_py_spy(lab: Lab) -> dict[str, str]:
@@ -35,7 +34,7 @@ def with_py_spy(lab: Lab) -> dict[str, str]:
 def test_ranks_that_do_nothing_are_not_waited_for_where_steps_were_even(lab: Lab, reference: Training) -> None:
     """Who looks is an ordinary user: native stacks are his to take, and the kernel tells him of system calls."""
     environment = with_py_spy(lab)
-    training = failing(lab, "native", step=38, step_seconds=1.0, run_args=SOON, env=environment)
+    training = failing(lab, "native", step=38, step_seconds=1.0, run_args=LATE, env=environment)
     training.wait_end()
 
     *_, seen = [record.event for record in training.events(on.StacksCollected)]  # looked at before: it moved still

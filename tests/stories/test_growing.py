@@ -60,8 +60,8 @@ def test_a_node_that_is_fit_again_takes_part_after_the_next_checkpoint(
     training = Training(
         lab,
         name="grows",
-        step_seconds=2 * STEP_SECONDS,  # the pause between two looks grows with the time that the start takes
-        run_args=(*AT_A_CHECKPOINT, "--set=policy.unfit_again_s=1", "--set=policy.unfit_looks_max=12"),
+        step_seconds=4 * STEP_SECONDS,  # the pause between two looks grows with the time that the start takes
+        run_args=(*AT_A_CHECKPOINT, "--set=policy.unfit_again_s=10"),
         sbatch_args=(f"--nodelist={good},{bad}",),
         env=env,
     ).submit()
@@ -83,7 +83,7 @@ def test_nodes_that_were_given_back_return_by_a_requeue_once_others_are_idle(
 ) -> None:
     """The bad one is drained, and Slurm has two more like it; the requeue asks for as many as the job was sent with."""
     agents.start()
-    often = ("--set=policy.grow_ask_s=1", "--set=policy.grow_idle_s=1")
+    often = ("--set=policy.grow_idle_s=1",)
     training = start(lab, agents, "regrows", nodes=2, options=(*AT_A_CHECKPOINT, *often), step_seconds=STEP_SECONDS)
     batch = lab.job(training.job_id).batch_host
     (bad,) = [node for node in training.launches()[0] if node != batch]

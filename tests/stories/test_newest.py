@@ -92,7 +92,7 @@ def test_a_whole_run_by_pyslurm(lab: Lab, reference: Training) -> None:
     """Asked for and found to fit, in an interpreter of its own; both attempts say so, and it makes the requeue."""
     newest = found()
     assert newest is not None, "the lab runs it"
-    env = {"STEPKEEPER_SLURM_CLIENT": "pyslurm", "STEPKEEPER_PYSLURM_PYTHON": str(newest.python)}
+    env = {"STEPKEEPER_SLURM_CLIENT": f"pyslurm:{newest.python}"}
     training = patient(lab, "pyslurm", after=12, env=env)
     training.wait_step(13)
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -153,6 +154,13 @@ def test_every_number_reads_back(value: float) -> None:
     (family,) = text_string_to_metric_families(text([Sample(metrics.LOSS, value)], {}))
 
     assert family.samples[0].value == value or value != value  # noqa: PLR0124 - NaN is no equal of itself
+
+
+def test_a_supervisor_without_metrics_does_not_import_the_library() -> None:
+    """It would be 2.5 MB of each supervisor."""
+    code = "import sys, stepkeeper.commands.run; assert 'prometheus_client' not in sys.modules"
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WITHIN_S)
 
 
 def test_names_follow_the_conventions() -> None:

@@ -32,8 +32,11 @@ OWN_END_WITHIN_S = 5.0
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """How step directories are read."""
 
-    mib_per_s: float = 0.0  # by each node, at most; 0: no limit
-    shared_mib_min: float = 1024.0  # a smaller step directory is read by the supervisor alone
+    mib_per_s: float = 0.0
+    """By each node, at most; 0: no limit."""
+
+    shared_mib_min: float = 1024.0
+    """A smaller step directory is read by the supervisor alone: one node reads a GiB within seconds."""
 
     @property
     def bytes_per_s(self) -> float | None:

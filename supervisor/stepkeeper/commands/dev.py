@@ -70,8 +70,8 @@ def inject_fault(arguments: argparse.Namespace) -> int:
         )
     pci = _pci(config, arguments.gpu)
     line = record(arguments.code, pci, arguments.text)
-    write(Path(config.kernel_log), line)
-    printing.say(f"written to {config.kernel_log}: {line}")
+    write(Path(config.test.kernel_log), line)
+    printing.say(f"written to {config.test.kernel_log}: {line}")
     return ExitCode.FINISHED
 
 
@@ -104,7 +104,7 @@ def _pci(config: NodeConfig, gpu: str) -> str:
         return canonical(gpu)
     if not gpu.isdigit():
         raise StepkeeperError(f"--gpu {gpu}: neither an index nor a PCI address", ExitCode.USAGE)
-    listed = {each.index: each.pci for each in nvml.once(LOOK_WITHIN_S).status.gpus} if config.nvml else {}
+    listed = {each.index: each.pci for each in nvml.once(LOOK_WITHIN_S).status.gpus} if config.test.nvml else {}
     if int(gpu) not in listed:
         known = ", ".join(f"{index} ({pci})" for index, pci in sorted(listed.items())) or "none"
         book = ledger.read(config.state_path / ledger.NAME)

@@ -17,7 +17,6 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import instant
 from stepkeeper.store import find, journal
-from stepkeeper_trainer.formats.plain import read_plain
 
 if TYPE_CHECKING:  # a supervisor, which knows all commands, stays small
     from stepkeeper.simulating.replaying import Difference, Replayed
@@ -81,20 +80,11 @@ def recorded_policies(run_directory: Path) -> dict[int, Policy]:
     """Return by which policy each attempt went, where that is recorded and can be read."""
     found: dict[int, Policy] = {}
     for number in range(ATTEMPTS_MAX):
-        try:
-            document: dict[str, Any] = msgspec.json.decode(
-                read_plain(config_record.path_of(run_directory, number), within=run_directory)
-            )
-            settings = document["settings"]
-            values = {
-                key.partition(".")[2]: each["value"] for key, each in settings.items() if key.startswith(f"{GROUP}.")
-            }
-            known = {key: value for key, value in values.items() if key in Policy.__struct_fields__}
-            found[number] = msgspec.convert(known, Policy)
-        except FileNotFoundError:
+        if not config_record.path_of(run_directory, number).exists():
             break
-        except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError):
-            continue  # damaged: this attempt goes by the defaults
+        recorded = config_record.read(run_directory, number)
+        if recorded.settings:  # else it is damaged: this attempt goes by the defaults
+            found[number] = recorded.policy()
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +18,6 @@ from stepkeeper.verdict import gathering, planes, reading
 
 _GOOD = (Cause.FINISHED, Cause.STOPPED)
 TAIL = 50  # lines of each node, where `--tail` says nothing: a rank may have printed for a week
-# the trainer library's own lines through any logger, such as `WARNING:stepkeeper_trainer:save_failed step=20`
-_LIBRARY = re.compile(r".{0,80}\bstepkeeper_trainer\b[\s:\]|-]{1,4}[a-z]+(?:_[a-z]+)*(?: [a-z_]+=.*)?$")
-_OURS = re.compile(r"stepkeeper(?: watcher \S+)?: (?!cannot start )")
 
 
 class First(NamedTuple):
@@ -119,4 +115,4 @@ def _newest(run: Path, files: dict[str, Path], rank: int | None, count: int) -> 
 def _follows(line: str) -> bool:
     """Tell whether a line is our own, or one of Slurm's that tells of no cause."""
     text = reading.parse(line.encode(errors="replace"))[1]
-    return not text or chatter.follows(text) or bool(_OURS.match(text) or _LIBRARY.match(text))
+    return not text or chatter.follows(text)

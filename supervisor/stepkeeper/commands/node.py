@@ -94,8 +94,8 @@ def run_agent(arguments: argparse.Namespace) -> int:
         config=config,
         state=state,
         book=ledger.Ledger(path, book, config.policy),
-        catalogue=catalogue.load(Path(config.catalogue) if config.catalogue else None),
-        client=NodeCommands(config.slurm_environment, config.limits.call_within_s),
+        catalogue=catalogue.load(),
+        client=NodeCommands(config.slurm_environment, config.test.limits.call_within_s),
         systemd=systemd,
         log=log,
     )
@@ -119,8 +119,8 @@ def check_setup(arguments: argparse.Namespace) -> int:
     from stepkeeper.slurm.node_commands import NodeCommands  # noqa: PLC0415
 
     config = node_config.load(arguments.config)
-    catalogue.load(Path(config.catalogue) if config.catalogue else None)
-    client = NodeCommands(config.slurm_environment, config.limits.call_within_s)
+    catalogue.load()
+    client = NodeCommands(config.slurm_environment, config.test.limits.call_within_s)
     found = setup.examine(config, setup.gather(config, client))
     if arguments.json:
         findings = [msgspec.to_builtins(finding) for finding in found]

@@ -117,8 +117,8 @@ def _supervise(arguments: argparse.Namespace) -> int:
     own_script.require_startable(script, torchrun=settings.torchrun)
     merged = _merge_spool(directory)
     carried = attempt.carried(directory)
-    kind, python = ClientKind(settings.slurm_client), settings.pyslurm_python or sys.executable
-    slurm = patiently(lambda: choose(kind, job=allocation.slurm_name, python=python))
+    kind, _, python = settings.slurm_client.partition(":")
+    slurm = patiently(lambda: choose(ClientKind(kind), job=allocation.slurm_name, python=python or sys.executable))
     client = slurm.client
     lease = _lease(directory, allocation, carried, clock, client)
     emptied = batch and allocation.restart_count > 0 and is_empty(sys.stdout)
@@ -160,7 +160,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
         free_bytes_min=int(settings.free_gib_min * 2**30),
         notify_command=settings.notify_command,
         standby_imports=attempt.standby_imports(settings),
-        reading=Limits(mib_per_s=settings.verify_mib_per_s, shared_mib_min=settings.verify_shared_mib_min),
+        reading=Limits(mib_per_s=settings.verify_mib_per_s),
     )
     log.info(
         "attempt_started",

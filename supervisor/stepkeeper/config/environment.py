@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stepkeeper.config.files import Entry
-from stepkeeper.config.settings import SETTINGS, VARIABLE_PREFIX
-from stepkeeper.config.values import from_text, nearest, shown
+from stepkeeper.config.settings import SETTINGS, VARIABLE_PREFIX, variable
+from stepkeeper.config.values import REMOVED, from_text, nearest, refuse_removed, shown
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm.environment import KEPT
@@ -32,11 +32,13 @@ def read(environment: Mapping[str, str]) -> dict[str, Entry]:
     Raises:
         StepkeeperError: a variable is not known, or its value is wrong.
     """
+    removed = {variable(key): key for key in REMOVED}
     by_variable = {setting.variable: setting for setting in SETTINGS.values() if setting.variable}
     entries = {}
     for name, text in sorted(environment.items()):
         if not name.startswith(VARIABLE_PREFIX) or name in TOLD or name in MODULES or name.startswith(KEPT):
             continue
+        refuse_removed(removed.get(name, ""), name)
         if name not in by_variable:
             raise StepkeeperError(
                 f"{shown(name)}: no such setting{nearest(name, by_variable)}; unset it: a setting that is not known is "

@@ -6,10 +6,11 @@ import argparse
 
 from stepkeeper.config.files import Entry
 from stepkeeper.config.settings import SETTINGS
-from stepkeeper.config.values import from_text, known, shown
+from stepkeeper.config.values import from_text, known, refuse_removed, shown
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 
+_REMOVED = {"max_nodes": "--max-nodes"}  # options of 0.1: refused with what replaces them
 _DEST = "setting "  # and the key: no option of another kind can have such a name
 
 
@@ -32,6 +33,8 @@ def declare(command: argparse.ArgumentParser) -> None:
             )
         else:
             group.add_argument(setting.flag, dest=_DEST + setting.key, metavar=setting.about.metavar, help=text)
+    for key, flag in _REMOVED.items():
+        group.add_argument(flag, dest=_DEST + key, help=argparse.SUPPRESS)
     group.add_argument(
         "--set",
         action="append",
@@ -56,6 +59,9 @@ def read(arguments: argparse.Namespace) -> dict[str, Entry]:
             entries[setting.key] = Entry(value, setting.flag if value else "--no-" + setting.flag[2:])
         elif value is not None:
             entries[setting.key] = Entry(from_text(setting, value, setting.flag), setting.flag)
+    for key, flag in _REMOVED.items():
+        if given.get(_DEST + key) is not None:
+            refuse_removed(key, flag)
     for assignment in arguments.assignments:
         key, found, text = assignment.partition("=")
         where = f"--set {shown(assignment)}"

@@ -51,21 +51,55 @@ policy.failures_max = 3
 _TOLD = """
 `STEPKEEPER_SOCKET`, `STEPKEEPER_RUN_ID`, `STEPKEEPER_ATTEMPT`, `STEPKEEPER_LAUNCH`, `STEPKEEPER_RESUME_FROM`,
 `STEPKEEPER_RESUME_NEWEST` and `STEPKEEPER_TASKS_PER_NODE` are what Stepkeeper tells the ranks; they set nothing.
+
+Other limits are constants, each with its reason in `core/policy.py`.  A key of 0.1 that became a constant, or that
+another key replaces, is an error which says so.
 """.strip()
+
+
+TOPICS: dict[str, tuple[str, ...]] = {
+    "The ten that matter most": (
+        "run_dir", "checkpoint_every", "retention", "notify_command", "policy.failures_max", "torchrun", "spares",
+        "min_nodes", "local_tier", "policy.stop_signal",
+    ),
+    "Ranks and nodes": (
+        "tasks_per_node", "micro_batches", "resume_argument", "same_code", "warm_standby", "warm_standby_imports",
+        "policy.begin_within_s", "policy.grow_back", "policy.unfit_again_s", "policy.grow_idle_s",
+        "policy.excluded_max", "policy.exclude_lost_for_s",
+    ),
+    "Checkpoints": (
+        "load_memory_gib", "verify_mib_per_s", "policy.choose_within_s", "policy.read_back", "local_keep",
+        "peer_copies", "cold_tier", "cold_keep", "cold_zstd", "copy_rate",
+    ),
+    "Notices, time limit, stop": (
+        "policy.save_margin_s", "policy.time_limit_margin", "policy.leave_within_s", "policy.stop_within_s",
+        "policy.resubmit",
+    ),
+    "Failures": (
+        "policy.node_losses_max",
+        *(key for key in SETTINGS if key.startswith(f"{GROUP}.on_")),
+    ),
+    "Hangs, losses, slow nodes": (
+        "policy.hang_watch", "policy.hang_least_s", "policy.hang_most_s", "policy.loss_not_finite",
+        "policy.loss_spike", "policy.skip_data_steps", "policy.replay_differs", "policy.slow_node",
+    ),
+    "Storage and Slurm": (
+        "free_gib_min", "group_readable", "policy.storage_wait_s", "slurm_client", "policy.ask_within_s",
+        "policy.slurm_away_for_s",
+    ),
+    "Log and metrics": (
+        "log_format", "progress_log_every_s", "metrics_textfile", "metrics_port", "metrics_address",
+    ),
+}  # fmt: skip
+"""Every key, in the order of the page."""
 
 
 def page(made: str) -> str:
     """Return the page; `made` says from what."""
-    own = [setting for setting in SETTINGS.values() if not setting.key.startswith(f"{GROUP}.")]
-    policy = [setting for setting in SETTINGS.values() if setting.key.startswith(f"{GROUP}.")]
-    out = ["# Configuration", "", made, "", _LEAD, "", "## Settings", "", *_table(own), "", _TOLD, ""]
-    out += [
-        f"## `[{GROUP}]`",
-        "",
-        "The limits that decisions go by.  The defaults suit most; each says what it is for.",
-    ]
-    out += ["", *_table(policy), ""]
-    return "\n".join(out)
+    out = ["# Configuration", "", made, "", _LEAD, ""]
+    for topic, keys in TOPICS.items():
+        out += [f"## {topic}", "", *_table([SETTINGS[key] for key in keys]), ""]
+    return "\n".join([*out, "## What sets nothing", "", _TOLD, ""])
 
 
 def _table(settings: list[Setting]) -> list[str]:
@@ -74,6 +108,5 @@ def _table(settings: list[Setting]) -> list[str]:
         names = ", ".join(f"`{name}`" for name in (setting.flag, setting.variable) if name)
         default = f"`{shown(setting.default)}`" if setting.default is not None else shown(None)
         text = setting.help.replace("|", "\\|")
-        key = setting.key.removeprefix(f"{GROUP}.")
-        rows.append(f"| `{key}` | {default} | {setting.wanted} | {names} | {text} |")
+        rows.append(f"| `{setting.key}` | {default} | {setting.wanted} | {names} | {text} |")
     return rows

@@ -1,4 +1,4 @@
-"""Texts that only the ranks go by: what they could not read is refused where it is set, not hours later on every node.
+"""Texts with a form of their own: what could not be read later, by the ranks mostly, is refused where it is set.
 
 Each check raises ValueError: which part is wrong, and what to write.  They import the trainer library's own parsers,
 and only for a setting that is set: no other command has need of them.
@@ -23,6 +23,13 @@ def check_retention(text: str) -> None:
     from stepkeeper_trainer.store.retention import parse_policy  # noqa: PLC0415
 
     parse_policy(text, total_steps=1)  # how many there are, the script knows
+
+
+def check_slurm_client(text: str) -> None:
+    """Check `slurm_client`."""
+    name, colon, python = text.partition(":")
+    if name not in {"commands", "pyslurm"} or (colon and (name == "commands" or not python)):
+        raise ValueError("write commands, pyslurm, or pyslurm: and the interpreter that has it")
 
 
 def check_local_tier(text: str) -> None:

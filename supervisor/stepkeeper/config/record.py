@@ -77,7 +77,10 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         return {key: f"{each.get('value')} ({each.get('where', '')})" for key, each in found}
 
     def policy(self) -> Policy:
-        """Return the policy of the attempt; the default one where nothing tells it."""
+        """Return the policy of the attempt; the default one where nothing tells it.
+
+        What was a setting then and is a constant now has the value that it had.
+        """
         values = {
             key.removeprefix(_POLICY): found.get("value")
             for key, found in self.settings.items()

@@ -11,7 +11,7 @@ import msgspec
 from stepkeeper.config import environment as variables
 from stepkeeper.config import files
 from stepkeeper.config.files import ConfigFile, Entry, Role
-from stepkeeper.config.settings import ORDERED, SETTINGS, RunSettings, Value, build
+from stepkeeper.config.settings import SETTINGS, RunSettings, Value, build
 from stepkeeper.config.values import shown
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
@@ -75,7 +75,7 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
             (Origin.SITE, self.site.entries),
         ]
         values = {key: _first(key, layers, self.site) for key in SETTINGS}
-        _refuse_disorder(values)
+        _refuse_misfits(values)
         settings = build({key: found.value for key, found in values.items()})
         return Config(settings=settings, values=values, files=(*run, self.user, self.site))
 
@@ -114,16 +114,7 @@ def _first(key: str, layers: list[tuple[Origin, dict[str, Entry]]], site: Config
     return Resolved(value=setting.default, origin=Origin.DEFAULT, locked=lock)
 
 
-def _refuse_disorder(values: dict[str, Resolved]) -> None:
-    for low, high in ORDERED:
-        below, above = values[low], values[high]
-        assert isinstance(below.value, float), f"{low} is declared as a number"
-        assert isinstance(above.value, float), f"{high} is declared as a number"
-        if below.value > above.value:
-            where = below.where or above.where
-            raise StepkeeperError(
-                f"{where}: {low} = {shown(below.value)} is more than {high} = {shown(above.value)}", ExitCode.USAGE
-            )
+def _refuse_misfits(values: dict[str, Resolved]) -> None:
     copies = values["peer_copies"]
     if copies.value and values["local_tier"].value is None:
         raise StepkeeperError(

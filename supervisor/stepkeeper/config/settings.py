@@ -1,7 +1,8 @@
 """Every setting of `stepkeeper run`, declared once: from here come flags, variables, files, checks and documentation.
 
 Type and default are the field's, help is the docstring below it, all else stands in `_about`.  The fields of the
-core's `Policy` are settings too, in the group `policy`; where nothing else is said, their names tell the unit.
+core's `Policy`, without its constants (`Limits`), are settings too, in the group `policy`; where nothing else is said,
+their names tell the unit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 from stepkeeper.core import replays, slow_nodes
 from stepkeeper.core.anomalies import WATCH
 from stepkeeper.core.growing import GROW_BACK
-from stepkeeper.core.policy import STOP_SIGNALS, Policy
+from stepkeeper.core.policy import STOP_SIGNALS, Limits, Policy
 from stepkeeper.store import rundir
 
 GROUP = "policy"
@@ -70,9 +71,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     min_nodes: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
     """Go on with so few nodes when others fail, before the job is requeued; 0: never with fewer."""
-
-    max_nodes: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
-    """A launch has at most so many nodes of the allocation, the others are spares; 0: all but the spares."""
 
     micro_batches: Annotated[int, About(unit="micro-batches", metavar="N", least=0, most=COUNT_MAX)] = 0
     """Micro-batches of one optimizer step, of all ranks together: a launch has only so many nodes that its ranks share
@@ -130,13 +128,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     peer_copies: Annotated[bool, About()] = False
     """Each node's files of the local tier are also kept by the next node, so that a lost node loses none of them."""
 
-    slurm_client: Annotated[str, About(metavar="commands|pyslurm", choices=("commands", "pyslurm"), has_flag=False)] = (
-        "commands"
-    )
-    """How Slurm is asked: by its own commands, or by pyslurm where it is installed and tells the same as they do."""
-
-    pyslurm_python: Annotated[str | None, About(metavar="PYTHON", has_flag=False)] = None
-    """The interpreter that has pyslurm, where Stepkeeper's own has none."""
+    slurm_client: Annotated[str, About(metavar="commands|pyslurm[:PYTHON]", has_flag=False)] = "commands"
+    """How Slurm is asked: `commands` (its own), or `pyslurm` where that is installed and tells the same as they do;
+    `pyslurm:PYTHON` names the interpreter that has it, where Stepkeeper's own has none."""
 
     notify_command: Annotated[str | None, About(metavar="COMMAND")] = None
     """A shell command that tells a person; run only where the run stops and needs one, with `STEPKEEPER_REASON`,
@@ -151,11 +145,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     verify_mib_per_s: Annotated[float, About(unit="MiB/s", metavar="MIB/S", least=0, most=1e6)] = 0.0
     """Each node reads step directories no faster than this when they are verified; 0: no limit."""
-
-    verify_shared_mib_min: Annotated[float, About(unit="MiB", metavar="MIB", least=0.001, most=1e9, has_flag=False)] = (
-        1024.0
-    )
-    """The watchers of all nodes share the verification of a step directory of at least this size."""
 
     metrics_textfile: Annotated[str | None, About(metavar="DIR")] = None
     """A directory in which metrics for Prometheus are kept up to date, for node_exporter's textfile collector
@@ -173,36 +162,21 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 # Of `Policy`: what its fields' names do not say.
 _POLICY = {
     "save_margin_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S),
-    "time_limit_notice_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "stop_signal": About(metavar="SIGNAL", choices=tuple(STOP_SIGNALS)),
     "time_limit_margin": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S),
-    "commit_grace_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
-    "exclude_for_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "exclude_lost_for_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
-    "progress_every_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "loss_not_finite": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
     "loss_spike": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
     "replay_differs": About(metavar="|".join(replays.CHOICES), choices=replays.CHOICES, has_flag=False),
     "slow_node": About(metavar="|".join(slow_nodes.CHOICES), choices=slow_nodes.CHOICES, has_flag=False),
     "hang_least_s": About(unit="s", metavar="SECONDS", least=SHORTEST_WAIT_S, most=YEAR_S),
-    "judged_from": About(least=0, most=1, has_flag=False),
     "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),
     "read_back": About(metavar="off|newest|all", choices=("off", "newest", "all")),
     "grow_back": About(metavar="|".join(GROW_BACK), choices=GROW_BACK),
-    "unfit_looks_max": About(unit="checks", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
     "resubmit": About(metavar="auto|never", choices=("auto", "never")),
-    "requeue_tries_max": About(unit="tries", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
     "node_losses_max": About(unit="nodes", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
     "excluded_max": About(unit="nodes", metavar="N", least=0, most=COUNT_MAX, has_flag=False),
-    "storage_suspect_after": About(unit="step directories", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
-    "bus_restarts_max": About(unit="restarts", metavar="N", least=0, most=COUNT_MAX, has_flag=False),
 }
-# (this, is at most that): a pause that grows has a limit above its start
-ORDERED = (
-    ("policy.requeue_retry_s", "policy.requeue_retry_max_s"),
-    ("policy.unfit_retry_s", "policy.unfit_wait_s"),
-    ("policy.storage_retry_s", "policy.storage_retry_max_s"),
-)
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,7 +196,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def variable(self) -> str:
         """Return the environment variable; empty where there is none."""
-        return VARIABLE_PREFIX + self.key.replace(".", "_").upper() if self.about.has_variable else ""
+        return variable(self.key) if self.about.has_variable else ""
 
     @property
     def help(self) -> str:
@@ -246,6 +220,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return f"{kinds[self.kind]}{between}{unit}"
 
 
+def variable(key: str) -> str:
+    """Return the environment variable of a key."""
+    return VARIABLE_PREFIX + key.replace(".", "_").upper()
+
+
 def _settings() -> dict[str, Setting]:
     hints = typing.get_type_hints(RunSettings, include_extras=True)
     found = []
@@ -255,6 +234,8 @@ def _settings() -> dict[str, Setting]:
             found.append(_setting(field.name, kind, field.default, about))
     hints = typing.get_type_hints(Policy)
     for field in msgspec.structs.fields(Policy):
+        if field.name in Limits.__struct_fields__:
+            continue
         kind = hints[field.name]
         found.append(_setting(f"{GROUP}.{field.name}", kind, field.default, _about(field.name, kind)))
     return {setting.key: setting for setting in found}

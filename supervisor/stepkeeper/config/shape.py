@@ -12,7 +12,7 @@ from stepkeeper.core.places import largest
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm.cmd import is_own_srun, nodes_range, require_startable
 
-_CHOOSE_NODES = ("spares", "min_nodes", "max_nodes", "micro_batches")
+_CHOOSE_NODES = ("spares", "min_nodes", "micro_batches")
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +54,12 @@ def of(config: Config, nodes: int, command: Sequence[str], ranks_per_node: int |
             f"{config.told('spares')}: the allocation has {nodes} nodes, and at least one must train",
             ExitCode.USAGE,
         )
-    wanted = min(available, most, settings.max_nodes or available)
+    wanted = min(available, most)
     spare = nodes - wanted
     if settings.min_nodes > wanted:
         raise StepkeeperError(
             f"{config.told('min_nodes')}: a launch has {wanted} nodes ({nodes} of the allocation, {spare} of them "
-            f"spares{_limit(config, most, nodes)})",
+            f"spares{f'; CMD: --nnodes up to {most}' if most < nodes else ''})",
             ExitCode.USAGE,
         )
     if fewest > wanted or 0 < settings.min_nodes < fewest:
@@ -78,12 +78,6 @@ def _require_none(config: Config) -> None:
             "does itself: leave out `srun` and its options, and one task a GPU is started",
             ExitCode.USAGE,
         )
-
-
-def _limit(config: Config, most: int, nodes: int) -> str:
-    if config.settings.max_nodes:
-        return f"; {config.told('max_nodes')}"
-    return f"; CMD: --nnodes up to {most}" if most < nodes else ""
 
 
 def _evenly(config: Config, shape: Shape, ranks_per_node: int) -> Shape:

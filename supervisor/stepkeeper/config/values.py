@@ -11,6 +11,7 @@ from stepkeeper.config import readable
 from stepkeeper.config.settings import SETTINGS, Setting, Value
 from stepkeeper.core import ladder
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.policy import Limits
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.printing import clean
 
@@ -23,6 +24,17 @@ _READERS = {
     "retention": readable.check_retention,
     "local_tier": readable.check_local_tier,
     "cold_tier": readable.check_cold_tier,
+    "slurm_client": readable.check_slurm_client,
+}
+# Settings of 0.1 that are none any more, and what to do instead.
+REMOVED = {
+    "max_nodes": "set `spares` to the number of nodes that take no part",
+    "pyslurm_python": 'write slurm_client = "pyslurm:PYTHON"',
+    "verify_shared_mib_min": "leave it out; it is a constant since 0.2: 1024",
+    "policy.grow_ask_s": "set `policy.grow_idle_s`: Slurm is asked every half of it",
+} | {
+    f"policy.{name}": f"leave it out; it is a constant since 0.2: {getattr(Limits(), name):g}"
+    for name in Limits.__struct_fields__
 }
 
 
@@ -129,14 +141,25 @@ def known(key: str, where: str) -> Setting:
     """Return the setting of a key.
 
     Raises:
-        StepkeeperError: there is none; the error names the nearest.
+        StepkeeperError: there is none; the error names the nearest, or what replaces one that was removed.
     """
     if key in SETTINGS:
         return SETTINGS[key]
+    refuse_removed(key, where)
     raise StepkeeperError(
         f"{where}: `{shown(key)}` is not known{nearest(key, SETTINGS)}; `stepkeeper run --print-config` shows all",
         ExitCode.USAGE,
     )
+
+
+def refuse_removed(key: str, where: str) -> None:
+    """Refuse a setting of an earlier version, and say what to do instead.
+
+    Raises:
+        StepkeeperError: it was one.
+    """
+    if key in REMOVED:
+        raise StepkeeperError(f"{where}: `{key}` is no setting any more: {REMOVED[key]}", ExitCode.USAGE)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

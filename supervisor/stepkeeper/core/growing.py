@@ -22,6 +22,7 @@ from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Blame, Growth, Next, Phase, Plan, Resting, State
 
 OFF, LAUNCH, CHECKPOINT = GROW_BACK = ("off", "launch", "checkpoint")
+ASKS = 2  # questions to Slurm in the time that enough nodes must be idle
 SPREAD = 0.5  # of the pause between two questions: so that not all jobs of a cluster ask in step
 
 replace = msgspec.structs.replace
@@ -146,7 +147,7 @@ def launched(state: State, at: float, policy: Policy) -> State:
 def _pause_s(state: State, policy: Policy) -> float:
     """Return the pause between two questions: each job has its own, and the core has no dice."""
     share = state.job_id * 2654435761 % 2**32 / 2**32
-    return policy.grow_ask_s * (1.0 + SPREAD * share)
+    return policy.grow_idle_s / ASKS * (1.0 + SPREAD * share)
 
 
 def on_due(state: State, at: float, policy: Policy) -> Decision:

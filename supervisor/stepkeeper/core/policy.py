@@ -1,4 +1,8 @@
-"""The numbers that decisions depend on, each named, with its unit and a reason for its default."""
+"""The numbers that decisions depend on, each named, with its unit and a reason for its value.
+
+`Policy` is what users and administrators set.  `Limits` below it are constants: `decide` compares with them in the same
+way, tests and replays give them other values, and no setting changes them.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +14,162 @@ from stepkeeper.core.causes import Cause
 STOP_SIGNALS = {"TERM": 15, "INT": 2, "HUP": 1, "QUIT": 3, "USR1": 10, "USR2": 12}  # and their numbers on Linux
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every limit that `decide` compares with.  Seconds unless the name says otherwise."""
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Constants.  Seconds unless the name says otherwise."""
 
     start_within_s: float = 120.0
-    """From start or relaunch to watchers ready and checkpoint chosen; verification counts apart."""
+    """From start or relaunch to watchers ready and checkpoint chosen; verification counts apart.  `srun` takes seconds,
+    with a busy controller half a minute: after two minutes it is no slow start any more."""
+
+    clear_within_s: float = 60.0
+    """Watchers confirm that nothing of the launch before is left.  A killed process that is still writing ends within
+    seconds; one that a hung file system keeps for a minute holds the node for hours."""
+
+    announce_within_s: float = 600.0
+    """From the begin of a launch (of the user's own srun line: from StartLaunch) to the first word of the
+    trainer library; then the user is warned at once.  Imports from a shared file system take minutes; the
+    warning ends nothing."""
+
+    watcher_back_within_s: float = 30.0
+    """A restarted bus answers on every node; else a node is taken for lost.  A Slurm step starts within seconds; the
+    watchers' lease is as long."""
+
+    time_limit_notice_s: float = 1200.0
+    """A user signal with less than this left to the time limit is taken for the notice of it.  Users ask for it ten
+    minutes early or less, and Slurm may send it a minute earlier still."""
+
+    commit_grace_s: float = 60.0
+    """When a rank died while a save was in flight: how long the survivors may finish the commit.  Files that were
+    staged before can still be written; a collective that waits for the dead rank never ends."""
+
+    kill_within_s: float = 30.0
+    """From SIGKILL to the end of the training step.  As long as Slurm's default `KillWait`."""
+
+    close_within_s: float = 10.0
+    """From the word to the watchers to the end of their Slurm step.  They have nothing to write."""
+
+    hurry_within_s: float = 1.0
+    """Closing takes no longer than this once Slurm's limit has passed: the requeue comes first."""
+
+    verify_within_s: float = 120.0
+    """Reading back the emergency checkpoint before the requeue, if the deadline allows.  It is read again before it is
+    resumed from, so a reading that takes longer loses nothing."""
+
+    requeue_retry_s: float = 2.0
+    """After the first try of a requeue that Slurm did not take; doubled from try to try.  A busy controller answers the
+    next one."""
+
+    requeue_retry_max_s: float = 30.0
+    """The longest pause between two tries: the job waits no longer than this once the controller is back."""
+
+    requeue_tries_max: int = 14
+    """About five minutes: a controller that fails over is back by then."""
+
+    exclude_for_s: float = 86_400.0
+    """A faulty node that nobody drained is excluded from the job's next attempts for so long: within a day somebody has
+    looked at it."""
+
+    slurm_again_s: float = 10.0
+    """Between two questions while Slurm is away: six calls a minute do no harm to a controller that starts."""
+
+    requeue_within_s: float = 45.0
+    """Slurm takes the requeue, with up to seven calls before and after it, or it is tried again.  Each of them gives up
+    after `SlurmCommands`' own patience, about six seconds."""
+
+    unfit_looks_max: int = 4
+    """A node that failed so many checks is given back to Slurm: over an hour has passed by then."""
+
+    unfit_retry_s: float = 15.0
+    """Most nodes fail the checks before a launch: the cause is common, and the checks are repeated after this."""
+
+    unfit_wait_s: float = 1800.0
+    """They are repeated for so long; then the run stops.  A mount or a driver that is restarted everywhere is back
+    within half an hour."""
+
+    storage_test_within_s: float = 60.0
+    """A dummy save and its reading back, at the start and where the storage is suspect; longer means that it hangs."""
+
+    storage_retry_s: float = 15.0
+    """The storage failed its test at the start: it is tested again after this; doubled from try to try."""
+
+    storage_retry_max_s: float = 120.0
+    """The longest pause between two tests: the run waits no longer than this once the storage is back."""
+
+    storage_suspect_after: int = 2
+    """Committed step directories in a row that are damaged: one may be chance; after two the storage is tested."""
+
+    bus_retry_max_s: float = 10.0
+    """The longest pause before the bus is started again: a node is unwatched for that time."""
+
+    bus_restarts_max: int = 20
+    """Restarts of the bus without a commit in between: about three minutes of them, then it is no accident."""
+
+    progress_every_s: float = 60.0
+    """At most one progress record in this time reaches the journal (100 MB a week is the limit)."""
+
+    judge_within_s: float = 20.0
+    """Logs, exits and error files of a failed launch tell why it failed, while the next one is prepared; then its
+    cause counts as unknown.  The end of each log is read, not all of it."""
+
+    judged_from: float = 0.6
+    """A verdict of less confidence (0 to 1) decides as `unknown` does.  Each rule says its own (docs/verdicts.md)."""
+
+    unseen_progress_s: float = 3600.0
+    """A launch without the trainer library that ran so long may have progressed: its failure counts as the first one,
+    but the same failure `failures_max` times ends the run all the same."""
+
+    notify_within_s: float = 30.0
+    """The notify command and Slurm's job comment together: the run has ended, and only they are waited for."""
+
+    hang_steps: float = 20.0
+    """Silence of so many usual steps (median and spread of the run's own) has the ranks' stacks looked at.  A slow
+    step is a few times the median; a validation or a save is accounted for apart (`pace.silence_s`)."""
+
+    hang_steady_s: float = 30.0
+    """Where the last steps were even and it is a hundred of them and more, such a silence is looked at already; it ends
+    the launch only if every rank is known to do nothing: it waits for others, or computes, reads and writes nothing."""
+
+    loss_words: int = 5
+    """Words of progress in a row (at most one a second) until a wrong loss counts: single ones pass."""
+
+    loss_sigmas: float = 8.0
+    """A jump is so many times the usual spread of the loss's logarithm above its median.  Far out, because a
+    rollback may follow."""
+
+    loss_times: float = 1.5
+    """And at least so many times the usual loss: where the spread is tiny, everything is many times it."""
+
+    skip_data_max: int = 3
+    """Times that data is left out in a run: what goes wrong more often is not the data's."""
+
+    replay_times: float = 1.02
+    """Losses of a run that is not deterministic differ when they are so many times as high or low, and by more than
+    half of what neighbouring steps differ by.  Another order of summation moves a
+    loss by far less than a fiftieth."""
+
+    slow_node_times: float = 1.3
+    """A slow node works at least so many times as long as the others: smaller differences are the
+    ordinary spread of nodes and batches."""
+
+    slow_node_for_s: float = 120.0
+    """And has done so for so long: a save or a validation on one node alone is over by then."""
+
+    slow_launch_times: float = 1.15
+    """A launch whose usual step takes so many times as long as in the launches before it, on as many nodes, is
+    reported: nothing else follows, so it may be near."""
+
+    stacks_within_s: float = 30.0
+    """The stacks of all ranks, taken twice with seconds between; without them by then, the training counts as hung."""
+
+
+class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is set, in the group `policy`.  Seconds unless the name says otherwise."""
 
     choose_within_s: float = 3600.0
     """Reading the newest step directory byte by byte: large states on slow storage take their time."""
 
-    clear_within_s: float = 60.0
-    """Watchers confirm that nothing of the launch before is left."""
-
     begin_within_s: float = 300.0
     """From StartLaunch until every task runs; a Slurm step that is never created is a failed launch."""
-
-    announce_within_s: float = 600.0
-    """From the begin of a launch (of the user's own srun line: from StartLaunch) to the first word of the
-    trainer library; then the user is warned at once."""
-
-    watcher_back_within_s: float = 30.0
-    """A restarted bus answers on every node; else a node is taken for lost."""
 
     ask_within_s: float = 15.0
     """Slurm answers, or counts as unreachable."""
@@ -45,43 +184,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The signal that has a script without the trainer library save and end: TERM, INT, HUP, QUIT, USR1 or USR2.  Its
     ranks get it at a notice, before the time limit and at `stepkeeper stop`, and SIGKILL only when the time is over."""
 
-    time_limit_notice_s: float = 1200.0
-    """A user signal with less than this left to the time limit is taken for the notice of it."""
-
     time_limit_margin: float = 0.0
     """Leave so many seconds before the job's time limit, with or without a signal; 0: by how long the run's saves take,
     at least 60 s, at most a fifth of the attempt."""
 
-    commit_grace_s: float = 60.0
-    """When a rank died while a save was in flight: how long the survivors may finish the commit."""
-
     leave_within_s: float = 15.0
     """From the commit (or the word that training is over) to the exit of the last rank."""
-
-    kill_within_s: float = 30.0
-    """From SIGKILL to the end of the training step."""
-
-    close_within_s: float = 10.0
-    """From the word to the watchers to the end of their Slurm step."""
-
-    hurry_within_s: float = 1.0
-    """Closing takes no longer than this once Slurm's limit has passed: the requeue comes first."""
-
-    verify_within_s: float = 120.0
-    """Reading back the emergency checkpoint before the requeue, if the deadline allows."""
 
     read_back: str = "off"
     """Read back, past the page cache and where possible on another node than wrote it, what was saved while training
     goes on: off, newest (no more than one at a time, the newest), all."""
-
-    requeue_retry_s: float = 2.0
-    """After the first try of a requeue that Slurm did not take; doubled from try to try."""
-
-    requeue_retry_max_s: float = 30.0
-    """The longest pause between two tries."""
-
-    requeue_tries_max: int = 14
-    """About five minutes: a controller that fails over is back by then."""
 
     failures_max: int = 3
     """Launches that failed without a newly verified step in between; then the run stops."""
@@ -93,9 +205,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     node_losses_max: int = 10
     """Lost and faulty nodes without a newly verified step in between; then the run stops."""
 
-    exclude_for_s: float = 86_400.0
-    """A faulty node that nobody drained is excluded from the job's next attempts for so long."""
-
     exclude_lost_for_s: float = 900.0
     """A lost node is given back before a requeue, and excluded at it, for so long: Slurm may not miss it yet.
 
@@ -104,12 +213,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     slurm_away_for_s: float = 3600.0
     """A launch that could not begin because Slurm did not answer waits for it so long; then it counts as failed."""
-
-    slurm_again_s: float = 10.0
-    """Between two questions meanwhile."""
-
-    requeue_within_s: float = 45.0
-    """Slurm takes the requeue, with up to seven calls before and after it, or it is tried again."""
 
     excluded_max: int = 8
     """Nodes that a job excludes at a time, the newest faults first, lost nodes last: more would leave it nothing to run
@@ -125,73 +228,20 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     once enough nodes like its own have been idle for a while (checkpoint); or no node returns (off)."""
 
     unfit_again_s: float = 600.0
-    """A node that failed its check is looked at again after this; doubled from look to look."""
-
-    unfit_looks_max: int = 4
-    """A node that failed so many checks is given back to Slurm."""
-
-    grow_ask_s: float = 300.0
-    """Slurm is asked for idle nodes no more often than this, and only while nodes are missing."""
+    """A node that failed its check is checked again after this, then after twice as long, and so on."""
 
     grow_idle_s: float = 600.0
-    """So long enough nodes must have been idle before the job is requeued to get them."""
-
-    unfit_retry_s: float = 15.0
-    """Most nodes fail the checks before a launch: the cause is common, and the checks are repeated after this."""
-
-    unfit_wait_s: float = 1800.0
-    """For so long; then the run stops."""
-
-    storage_test_within_s: float = 60.0
-    """A dummy save and its reading back, at the start and where the storage is suspect; longer means that it hangs."""
-
-    storage_retry_s: float = 15.0
-    """The storage failed its test at the start: it is tested again after this; doubled from try to try."""
-
-    storage_retry_max_s: float = 120.0
-    """The longest pause between two tests."""
+    """Enough other nodes must have been idle for so long before the job is requeued to get them.  Slurm is asked for
+    idle nodes every half of it, and only while nodes are missing."""
 
     storage_wait_s: float = 1800.0
-    """For so long; then the run stops."""
-
-    storage_suspect_after: int = 2
-    """Committed step directories in a row that are damaged: then the storage is suspect, and tested."""
-
-    bus_retry_max_s: float = 10.0
-    """The longest pause before the bus is started again."""
-
-    bus_restarts_max: int = 20
-    """Restarts of the bus without a commit in between."""
-
-    progress_every_s: float = 60.0
-    """At most one progress record in this time reaches the journal (100 MB a week is the limit)."""
-
-    judge_within_s: float = 20.0
-    """Logs, exits and error files of a failed launch tell why it failed, while the next one is prepared; then its
-    cause counts as unknown."""
-
-    judged_from: float = 0.6
-    """A verdict of less confidence (0 to 1) decides as `unknown` does."""
-
-    unseen_progress_s: float = 3600.0
-    """A launch without the trainer library that ran so long may have progressed: its failure counts as the first one,
-    but the same failure `failures_max` times ends the run all the same."""
-
-    notify_within_s: float = 30.0
-    """The notify command and Slurm's job comment together."""
+    """The storage failed its test at the start: the test is repeated for so long; then the run stops."""
 
     hang_watch: bool = True
     """Look for training that stands still, by its own step times."""
 
-    hang_steps: float = 20.0
-    """Silence of so many usual steps (median and spread of the run's own) has the ranks' stacks looked at."""
-
     hang_least_s: float = 120.0
-    """No shorter silence is looked at, but for one of a run with even steps (`hang_steady_s`)."""
-
-    hang_steady_s: float = 30.0
-    """Where the last steps were even and it is a hundred of them and more, such a silence is looked at already; it ends
-    the launch only if every rank is known to do nothing: it waits for others, or computes, reads and writes nothing."""
+    """No shorter silence is looked at, but for half a minute in a run with even steps, where no rank does anything."""
 
     hang_most_s: float = 3600.0
     """A longer silence is looked at whatever is usual: also before the first statistics of a run.  A start counts as
@@ -204,45 +254,17 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     loss_spike: str = "tell"
     """The same for a loss that jumps and stays up, after a resume too."""
 
-    loss_words: int = 5
-    """Words of progress in a row (at most one a second) until a wrong loss counts: single ones pass."""
-
-    loss_sigmas: float = 8.0
-    """A jump is so many times the usual spread of the loss's logarithm above its median."""
-
-    loss_times: float = 1.5
-    """And at least so many times the usual loss."""
-
     skip_data_steps: int = 0
     """After a rollback because a loss went wrong: leave out the data of so many steps from that step on (the sampler
     must be a GlobalSampler, or have its `skip`).  0: all data is taken again."""
-
-    skip_data_max: int = 3
-    """Times that data is left out in a run."""
 
     replay_differs: str = "tell"
     """Steps that are done again after a resume come to other losses than the first time, further than is usual: `tell`,
     or `rollback` (end the launch and try once more from a verified step; what then is said by `on_numerical`)."""
 
-    replay_times: float = 1.02
-    """Losses of a run that is not deterministic differ when they are so many times as high or low, and by more than
-    half of what neighbouring steps differ by."""
-
     slow_node: str = "tell"
     """A node whose ranks work longer for a step than those of the other nodes, so that all wait for it: `tell` (log,
     metrics, report), or `replace` (after the next checkpoint, by a spare of the allocation, where there is one)."""
-
-    slow_node_times: float = 1.3
-    """Such a node works at least so many times as long as the others."""
-
-    slow_node_for_s: float = 120.0
-    """And has done so for so long."""
-
-    slow_launch_times: float = 1.15
-    """A launch whose usual step takes so many times as long as in the launches before it, on as many nodes, is told."""
-
-    stacks_within_s: float = 30.0
-    """The stacks of all ranks, taken twice; then the training counts as standing still."""
 
     on_exception: str = "relaunch, stop"
     """What the first, the second, ... failure in the same way leads to, where the cause is an error of the program:

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from stepkeeper.node.xid.parse import SYSCTL
+
 
 class Level(StrEnum):
     """How much it matters, mildest first."""
@@ -29,3 +31,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     found: str  # its value
     means: str
     remedy: str = ""  # what to write, and where
+
+
+def users_log() -> Finding:
+    """Return what the doctor and the node agent both say of a machine where `users_may_write()`."""
+    return Finding(
+        level=Level.WARNING,
+        subject=SYSCTL,
+        found="1, on this machine",
+        means="any user can write records into the kernel log that begin like a GPU's fault; the node agent passes "
+        "over those of netfilter, other programs that read the log may not",
+        remedy=f"admin: sysctl -w {SYSCTL}=0 on the nodes, and in /etc/sysctl.d",
+    )

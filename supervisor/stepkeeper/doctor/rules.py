@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.doctor.finding import Finding, Level
+from stepkeeper.doctor.finding import Finding, Level, users_log
 from stepkeeper.doctor.site import Partition, Site
-from stepkeeper.node.xid.parse import SYSCTL
 from stepkeeper.printing import duration
 from stepkeeper.slurm.expedited import PARAMETER as EXPEDITED
 
@@ -54,14 +53,7 @@ def _here(site: Site) -> Iterator[Finding]:
             "exec stepkeeper run -- apptainer exec IMAGE python train.py",
         )
     if site.users_log:
-        yield Finding(
-            level=Level.WARNING,
-            subject=SYSCTL,
-            found="1, on this machine",
-            means="any user can write records into the kernel log that begin like a GPU's fault; the node agent passes "
-            "over those of netfilter, other programs that read the log may not",
-            remedy=f"admin: sysctl -w {SYSCTL}=0 on the nodes, and in /etc/sysctl.d",
-        )
+        yield users_log()
     local = site.python_file_system and not site.python_file_system.startswith(NETWORKED)
     yield Finding(
         level=Level.NOTE if local else Level.OK,

@@ -16,11 +16,10 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node.sensors.kmsg import users_may_write
 from stepkeeper.slurm.calling import call
-from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.client import SlurmError, is_unconfigured
 
 CALL_WITHIN_S = 10.0
 COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
-NO_CLUSTER = ("could not establish a configuration source", "unable to process configuration file")
 _UNITS = {"sec": 1.0, "secs": 1.0, "usec": 1e-6, "min": 60.0, "mins": 60.0, "hour": 3600.0, "day": 86400.0}
 _UNSET = ("", "(null)", "N/A", "NONE", "None", "none")
 
@@ -134,7 +133,7 @@ def _ask(*argv: str) -> str:
     try:
         return call(argv, CALL_WITHIN_S, what=what)
     except SlurmError as error:
-        if not any(word in str(error).lower() for word in NO_CLUSTER):
+        if not is_unconfigured(str(error)):
             raise
         raise SlurmError(
             f"{what}: no cluster is configured on this machine: Slurm's commands find neither a slurm.conf nor a "

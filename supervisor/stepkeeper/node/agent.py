@@ -25,7 +25,6 @@ from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.inbox import Do, Inbox, Item, Stop
 from stepkeeper.node.notify import Systemd
 from stepkeeper.node.sensors import nvml
-from stepkeeper.node.sensors.kmsg import users_may_write
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid, Reading
 from stepkeeper.node.setup_watch import SetupWatch
 from stepkeeper.node.sight import KERNEL_LOG, Sight
@@ -34,7 +33,6 @@ from stepkeeper.node.sources import Sources
 from stepkeeper.node.xid.catalogue import Catalogue
 from stepkeeper.node.xid.health import LISTED_AGAIN_AFTER_S
 from stepkeeper.node.xid.model import Action
-from stepkeeper.node.xid.parse import SYSCTL
 from stepkeeper.sources.clock import Clock
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)
@@ -121,9 +119,6 @@ class Agent:
         self._on_clock()
         self._systemd.say(READY="1", STATUS=self._status())
         self._setup.start()
-        if users_may_write():
-            text = f"{SYSCTL} is 1: any user can write records into the kernel log that begin as he likes; set it to 0"
-            self.log.error("alarm", text=text, incident="")
         self.log.info("agent_ready", mode=self.policy.mode.value, incidents=len(self.state.incidents))
         try:
             while not self._stopping:
@@ -166,7 +161,7 @@ class Agent:
                 if not asked:
                     self._look_runs = False
                     return
-            if self.config.nvml:
+            if self.config.test.nvml:
                 found = nvml.once(LOOK_WITHIN_S)
                 self.inbox.put(found.status)
                 for health in found.health:
@@ -318,14 +313,14 @@ class Agent:
         return f"the ledger does not hold it yet ({self._book.failed or 'the disk is slow'})"
 
     def _check(self) -> fitness.Fitness:
-        if not self.config.nvml:
+        if not self.config.test.nvml:
             return fitness.Fitness(unfit="NVML is switched off in the configuration: nothing can be checked")
         return fitness.look(self._catalogue, self.config.expected_gpus)
 
     def _reset(self, pcis: Sequence[str]) -> str:
         self._sources.pause_nvml()  # whoever holds a GPU open keeps it from being reset
         try:
-            return reset_gpus(pcis, self.config.remedies.reset_within_s)
+            return reset_gpus(pcis, self.policy.reset_within_s)
         finally:
             self._sources.resume_nvml()
 

@@ -1,11 +1,13 @@
 """`/etc/stepkeeper/node.toml`: what the administrator decides about one node's agent.
 
 The file decides about drains and reboots: only root may be able to change it.  A key that is not known is refused,
-with those that are.
+with those that are.  A key of 0.1 that is a constant now is passed over where it has the constant's value: the file
+that 0.1 installed said all of them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import tomllib
@@ -18,6 +20,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node import protocol
 from stepkeeper.node.core.policy import Mode, Policy
+from stepkeeper.node.sensors.kmsg import DEVICE
 from stepkeeper.node.xid.catalogue import SITE_FILE
 from stepkeeper.slurm.environment import node_name
 from stepkeeper_trainer.formats.plain import read_plain
@@ -43,12 +46,11 @@ class Remedies(_Table, frozen=True, kw_only=True):
 
     undrain: bool = False
     reset_gpus: bool = False
-    reset_within_s: float = _POLICY.reset_within_s
     reboot: bool = False
 
 
 class Limits(_Table, frozen=True, kw_only=True):
-    """Seconds and counts: see `node.core.policy`, which says what each is for."""
+    """Constants that a test may shorten, in seconds and counts: see `node.core.policy`, which says what each is for."""
 
     gather_s: float = _POLICY.gather_s
     join_s: float = _POLICY.join_s
@@ -61,16 +63,24 @@ class Limits(_Table, frozen=True, kw_only=True):
     idle_poll_s: float = _POLICY.idle_poll_s
     check_again_s: float = _POLICY.check_again_s
     call_within_s: float = 10.0
+    """Of one scontrol: a busy controller answers within seconds, and the call is tried again."""
+
+    health_every_s: float = 10.0
+    """NVML is asked for the health of each GPU so often; what cannot wait comes as an event."""
 
 
 class Test(_Table, frozen=True, kw_only=True):
-    """For acceptance tests and for labs with many nodes on one machine.  Never in production."""
+    """For acceptance tests and for labs with many nodes on one machine.  Never in production: setup warns of it."""
 
     __test__ = False  # pytest: not one of yours
 
     allow_injected: bool = False
     boot_id_file: str = "/proc/sys/kernel/random/boot_id"
     only_pci_prefix: str = ""
+    kernel_log: str = DEVICE
+    previous_journal: bool = True  # what the boot before left in the journal is read once
+    nvml: bool = True
+    limits: Limits = Limits()
 
 
 class NodeConfig(_Table, frozen=True, kw_only=True):
@@ -79,19 +89,12 @@ class NodeConfig(_Table, frozen=True, kw_only=True):
     mode: Mode = Mode.OBSERVE
     node_name: str = ""  # as Slurm knows it; empty: SLURMD_NODENAME, or the host's name
     expected_gpus: int = 0  # 0: not compared
-    socket: str = protocol.DEFAULT_SOCKET
     state_dir: str = "/var/lib/stepkeeper"
-    run_dir: str = "/run/stepkeeper"
-    kernel_log: str = "/dev/kmsg"
-    previous_journal: bool = True
-    nvml: bool = True
-    health_every_s: float = 10.0
-    catalogue: str = ""  # rows that override the packaged ones
+    run_dir: str = os.path.dirname(protocol.DEFAULT_SOCKET)
     slurm_conf: str = ""  # where it is not Slurm's default
     slurm_bin: str = ""  # the directory of scontrol, where it is not on PATH
     breaker: Breaker = Breaker()
     remedies: Remedies = Remedies()
-    limits: Limits = Limits()
     test: Test = Test()
 
     @property
@@ -101,12 +104,12 @@ class NodeConfig(_Table, frozen=True, kw_only=True):
 
     @property
     def socket_path(self) -> Path:
-        """Return the socket's path, with the node's name in it where the file says so."""
-        return Path(self.socket.replace("%N", self.name))
+        """Return the socket's path."""
+        return self.run_path / os.path.basename(protocol.DEFAULT_SOCKET)
 
     @property
     def run_path(self) -> Path:
-        """Return the directory for what a reboot may forget."""
+        """Return the directory for what a reboot may forget, with the node's name in it where the file says so."""
         return Path(self.run_dir.replace("%N", self.name))
 
     @property
@@ -129,12 +132,15 @@ class NodeConfig(_Table, frozen=True, kw_only=True):
             mode=self.mode,
             undrain=self.remedies.undrain,
             reset_gpus=self.remedies.reset_gpus,
-            reset_within_s=self.remedies.reset_within_s,
-            answer_within_s=max(_POLICY.answer_within_s, 2 * self.limits.call_within_s),
+            answer_within_s=max(_POLICY.answer_within_s, 2 * self.test.limits.call_within_s),
             reboot=self.remedies.reboot,
-            agreement=self.nvml and not self.test.allow_injected,  # NVML cannot see what is injected
+            agreement=self.test.nvml and not self.test.allow_injected,  # NVML cannot see what is injected
             **msgspec.structs.asdict(self.breaker),
-            **{key: value for key, value in msgspec.structs.asdict(self.limits).items() if key != "call_within_s"},
+            **{
+                key: value
+                for key, value in msgspec.structs.asdict(self.test.limits).items()
+                if key in Policy.__struct_fields__
+            },
         )
 
     def boot_id(self) -> str:
@@ -169,7 +175,7 @@ def _trusting(config: NodeConfig) -> NodeConfig:
     Raises:
         StepkeeperError: others may change one of them.
     """
-    own_rows = str(SITE_FILE) if not config.catalogue and os.path.lexists(SITE_FILE) else config.catalogue
+    own_rows = str(SITE_FILE) if os.path.lexists(SITE_FILE) else ""
     for name, used in (("catalogue", own_rows), ("slurm_bin", config.slurm_bin), ("slurm_conf", config.slurm_conf)):
         if used:
             _trust(name, Path(used))
@@ -212,6 +218,7 @@ def parse(data: bytes, name: str) -> NodeConfig:
         document = tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StepkeeperError(f"{name}: {error}", ExitCode.USAGE) from error
+    _pass_over_constants(name, document)
     _refuse_unknown(name, "", document, NodeConfig)
     try:
         config = msgspec.convert(document, NodeConfig)
@@ -223,6 +230,27 @@ def parse(data: bytes, name: str) -> NodeConfig:
             ExitCode.USAGE,
         )
     return config
+
+
+def _pass_over_constants(name: str, document: dict[str, Any]) -> None:
+    """Take keys of 0.1 out that have the value which is a constant now.  Raises StepkeeperError for another value."""
+    constants: dict[tuple[str, ...], Any] = {
+        ("socket",): f"{document.get('run_dir', NodeConfig().run_dir)}/{os.path.basename(protocol.DEFAULT_SOCKET)}",
+        ("catalogue",): str(SITE_FILE),
+        ("health_every_s",): Limits().health_every_s,
+        ("remedies", "reset_within_s"): _POLICY.reset_within_s,
+        **{(key,): getattr(Test(), key) for key in ("kernel_log", "previous_journal", "nvml")},
+        **{("limits", key): value for key, value in msgspec.structs.asdict(Limits()).items()},
+    }
+    for (*tables, key), constant in constants.items():
+        table = document.get(tables[0], {}) if tables else document
+        if isinstance(table, dict) and key in table and table.pop(key) != constant:
+            raise StepkeeperError(
+                f"{name}: `{'.'.join((*tables, key))}` is a constant since 0.2: {json.dumps(constant)}; leave it out",
+                ExitCode.USAGE,
+            )
+    if document.get("limits") == {}:
+        del document["limits"]
 
 
 def _refuse_unknown(name: str, where: str, table: dict[str, Any], kind: type[msgspec.Struct]) -> None:

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.doctor.finding import Finding, Level
+from stepkeeper.doctor.finding import Finding, Level, users_log
 from stepkeeper.node import identity
-from stepkeeper.node.config import NodeConfig
+from stepkeeper.node.config import NodeConfig, Test
 from stepkeeper.node.core.policy import Mode
 from stepkeeper.node.sensors import nvml
 from stepkeeper.node.sensors.evidence import Roots, gpu_addresses
+from stepkeeper.node.sensors.kmsg import users_may_write
 from stepkeeper.node.sensors.readings import NvmlState, NvmlStatus
-from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.client import SlurmError, is_unconfigured
 from stepkeeper.slurm.nodes import NodeClient, NodeFacts
 
 LOOK_WITHIN_S = 20.0
-NO_CONFIGURATION = "configuration source"
 FILE = "/etc/stepkeeper/node.toml"
 
 
@@ -37,6 +37,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     pci: tuple[str, ...] = ()  # addresses of NVIDIA's GPUs that a driver of this machine may use
     nvml: NvmlStatus | None = None  # None: switched off
     kernel_log_error: str = ""
+    users_log: bool = False  # netfilter writes records of any user's choice into the kernel log
     root: bool = True
 
     @property
@@ -59,8 +60,9 @@ def gather(config: NodeConfig, client: NodeClient) -> Facts:
         slurm_away=away,
         mistaken=identity.mistaken(node) if node is not None else "",
         pci=gpus_on_the_bus(),
-        nvml=nvml.once(LOOK_WITHIN_S).status if config.nvml else None,
-        kernel_log_error=_unreadable(Path(config.kernel_log)),
+        nvml=nvml.once(LOOK_WITHIN_S).status if config.test.nvml else None,
+        kernel_log_error=_unreadable(Path(config.test.kernel_log)),
+        users_log=users_may_write(),
         root=os.geteuid() == 0,
     )
 
@@ -100,6 +102,14 @@ def _mode(config: NodeConfig) -> Iterator[Finding]:
             means="any process that may write to /dev/kmsg can have this node drained",
             remedy=f"remove the [test] table from {FILE} after the test",
         )
+    elif config.test != Test():
+        yield Finding(
+            level=Level.WARNING,
+            subject="[test]",
+            found="the table is there",
+            means="the agent senses or waits otherwise than it does in production",
+            remedy=f"remove the [test] table from {FILE} after the test",
+        )
 
 
 def _rights(facts: Facts) -> Iterator[Finding]:
@@ -121,6 +131,8 @@ def _rights(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield Finding(level=Level.OK, subject="kernel_log", found="readable", means="XIDs are seen")
+    if facts.users_log:
+        yield users_log()
 
 
 def _node(config: NodeConfig, facts: Facts) -> Iterator[Finding]:
@@ -136,7 +148,7 @@ def _node(config: NodeConfig, facts: Facts) -> Iterator[Finding]:
     elif facts.node is not None:
         states = "+".join(sorted(facts.node.states))
         yield Finding(level=Level.OK, subject=name, found=f"known to Slurm: {states}", means="it can be drained")
-    elif facts.slurm_away and NO_CONFIGURATION not in facts.slurm_error:
+    elif facts.slurm_away and not is_unconfigured(facts.slurm_error):
         yield Finding(
             level=Level.WARNING,
             subject="Slurm",
@@ -155,7 +167,7 @@ def _node(config: NodeConfig, facts: Facts) -> Iterator[Finding]:
 
 
 def _remedy(config: NodeConfig, error: str) -> str:
-    if NO_CONFIGURATION in error:
+    if is_unconfigured(error):
         return f"set `slurm_conf` in {FILE}, now {config.slurm_conf or 'not set'}; with configless Slurm start slurmd"
     if "on PATH" in error:
         return f"set `slurm_bin` in {FILE} to the directory of sinfo and scontrol"
@@ -167,7 +179,7 @@ def _gpus(config: NodeConfig, facts: Facts) -> Iterator[Finding]:
     status = facts.nvml
     listed = tuple(gpu.pci for gpu in status.gpus) if status is not None and status.state is NvmlState.READY else ()
     if facts.pci and status is None:
-        yield _half_blind(facts, "nvml = false", f"set `nvml = true` in {FILE}")
+        yield _half_blind(facts, "test.nvml = false", f"remove the [test] table from {FILE}")
     elif status is not None and status.state is not NvmlState.READY and (facts.pci or gres or config.expected_gpus):
         where = "the driver's libnvidia-ml.so.1, and nvidia-ml-py beside stepkeeper"
         remedy = f"install {where}" if status.state is NvmlState.ABSENT else "`nvidia-smi` should show the same"

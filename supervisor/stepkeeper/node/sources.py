@@ -59,7 +59,7 @@ class Sources:
         self._inbox = inbox
         self._kernel_log = KernelLog(
             self._take_line,
-            path=config.kernel_log,
+            path=config.test.kernel_log,
             resume=Position(boot_id=state.boot_id, sequence=state.known_sequence),
             allow_injected=config.test.allow_injected,
             boot=state.boot_id,
@@ -94,7 +94,7 @@ class Sources:
         self._kernel_log.start()
         self.resume_nvml()
         self._evidence.start()
-        if self._config.previous_journal and self._config.kernel_log == DEVICE:
+        if self._config.test.previous_journal and self._config.test.kernel_log == DEVICE:
             self._journal = self._inbox.run_thread(
                 "journal", lambda: journal.previous_boot(self._take_line, stopped=self._stopped)
             )
@@ -133,8 +133,8 @@ class Sources:
     def resume_nvml(self) -> None:
         """Start the NVML process, if it is wanted."""
         with self._nvml_lock:
-            if self._config.nvml and self._nvml is None:
-                self._nvml = NvmlProcess(self._inbox.put, health_every_s=self._config.health_every_s)
+            if self._config.test.nvml and self._nvml is None:
+                self._nvml = NvmlProcess(self._inbox.put, health_every_s=self._config.test.limits.health_every_s)
                 self._nvml.start()
 
     def _take_line(self, reading: Reading) -> None:

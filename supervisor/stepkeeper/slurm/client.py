@@ -31,6 +31,12 @@ class SlurmError(Exception):
         return not self.unreachable and "invalid job id" in str(self).lower()
 
 
+def is_unconfigured(error: str) -> bool:
+    """Tell whether Slurm's commands found neither a slurm.conf nor a server that has one."""
+    said = error.lower()
+    return "could not establish a configuration source" in said or "unable to process configuration file" in said
+
+
 class Resubmitted(msgspec.Struct, frozen=True, kw_only=True):
     """A job that goes on with the run of another one, which Slurm may not requeue."""
 

@@ -59,8 +59,8 @@ _OF_THE_JOB = ("SLURM_", "SLURMD_", "SBATCH_", WATCHER_VARIABLE, CONTINUES)
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL", "ENVIRONMENT")
 
 
-class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is submitted again."""
+class Resubmission(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job is submitted again, in place of itself; `store.submission` is how one was."""
 
     options: tuple[str, ...]  # of sbatch
     arguments: tuple[str, ...]  # of the batch script
@@ -98,7 +98,7 @@ def plan(
     nodes: int,
     exclude: str,
     comment: str,
-) -> Submission:
+) -> Resubmission:
     """Return how the job is submitted again.
 
     Args:
@@ -142,7 +142,7 @@ def plan(
     if task := environment.get("SLURM_ARRAY_TASK_ID") or _field(shown, "ArrayTaskId"):
         options.append(f"--array={task}")
     path, arguments, exact = _arguments(rest, words)
-    return Submission(
+    return Resubmission(
         options=tuple(options),
         arguments=arguments,
         script=path,

@@ -1,13 +1,13 @@
-"""Every metric, declared once, and the text that Prometheus reads (exposition format 0.0.4).  Pure.
+"""Every metric, declared once, and the text that Prometheus reads (exposition format 0.0.4), by its own library.  Pure.
 
 Counters count within an attempt: a requeued run begins anew, as `rate()` and `increase()` expect of counters.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -106,7 +106,7 @@ def counters() -> Iterator[tuple[Metric, tuple[str, ...]]]:
             yield from ((metric, (value,)) for value in metric.values) if metric.labels else [(metric, ())]
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(NamedTuple):
     """One value of a metric."""
 
     metric: Metric
@@ -116,36 +116,22 @@ class Sample(msgspec.Struct, frozen=True):
 
 def text(samples: Iterable[Sample], common: Mapping[str, str]) -> str:
     """Return the exposition: each metric once, with its help, type and samples; `common` labels stand in all."""
-    by_metric: dict[str, list[Sample]] = {}
-    for sample in samples:
-        assert len(sample.labels) == len(sample.metric.labels), sample
-        by_metric.setdefault(sample.metric.name, []).append(sample)
-    out: list[str] = []
-    for metric in METRICS:
-        found = by_metric.get(metric.name)
-        if not found:
-            continue
-        out += [f"# HELP {metric.name} {_help(metric.help)}", f"# TYPE {metric.name} {metric.kind.value}"]
-        for sample in found:
-            pairs = {**common, **dict(zip(metric.labels, sample.labels, strict=True))}
-            labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs.items())
-            out.append(f"{metric.name}{{{labels}}} {_number(sample.value)}")
-    return "".join(f"{line}\n" for line in out)
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415 - 2.5 MB, where wanted
+    from prometheus_client.exposition import generate_latest  # noqa: PLC0415
+    from prometheus_client.registry import Collector  # noqa: PLC0415
+
+    of_kind = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
+    families = {each: of_kind[each.kind](each.name, each.help, labels=(*common, *each.labels)) for each in METRICS}
+    for metric, value, labels in samples:
+        families[metric].add_metric(_utf8(*common.values(), *labels), value)
+
+    class Collected(Collector):
+        def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+            return [family for family in families.values() if family.samples]
+
+    return generate_latest(Collected()).decode()
 
 
-def _help(words: str) -> str:
-    return words.replace("\\", "\\\\").replace("\n", "\\n")
-
-
-def _escaped(value: str) -> str:
-    """Return a label's value; what is no UTF-8 becomes `?`, so that the whole file stays readable."""
-    clean = value.encode(errors="replace").decode()
-    return clean.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))
+def _utf8(*labels: str) -> list[str]:
+    """Return labels' values; what is no UTF-8 becomes `?`, so that the whole file stays readable."""
+    return [label.encode(errors="replace").decode() for label in labels]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.policy import Policy
+from stepkeeper.core.policy import Limits, Policy
 from stepkeeper.verdict import planes, rules
 from stepkeeper.verdict.causes import Cause, Role
 from stepkeeper.verdict.joining import LIKELY
@@ -29,7 +29,8 @@ The rules are data: `supervisor/stepkeeper/verdict/rules.toml`.  The logs that t
 `tests/verdict/corpus`.
 
 A supervisor that finds a launch failed judges it in the same way, while the next one is prepared, and goes by the
-cause's row of the ladder (below).  A verdict of less confidence than `policy.judged_from` decides as `unknown` does.
+cause's row of the ladder (below).  A verdict of less confidence than {Limits().judged_from:g} decides as
+`unknown` does.
 What the supervisor itself saw is a root too: `progress-silence` (a hang, with what its ranks did, see below),
 `loss-not-finite`, `loss-spike` and `loss-discontinuity` (numerical).  A rank that it killed itself is no evidence, nor
 are Stepkeeper's own lines in a log: JSON or text of the supervisor, lines of the trainer library.

@@ -56,13 +56,18 @@ _WORD = re.compile(
 )
 _REPEATED = re.compile(r" \[repeated \d+x across \w+(?: \w+)?\].{0,200}$")  # Ray says so of lines of several processes
 _SAYS_RANK = re.compile(r"\[rank(\d{1,8})\]|\[(?:[Gg]lobal )?[Rr]ank[ :]?\s?(\d{1,8})\]|\bRank (\d{1,8})\] ")
-# Stepkeeper's own besides what `logtext` writes today: a line of a console, a line of the library
+# Stepkeeper's own besides what `logtext` writes today: a line of a console, a line of the library, a message of a
+# command, wrapper or watcher; that a command cannot be started is a word of the training
 _OWN = re.compile(
     r"(?:[\d:TZ.+-]{5,40} )?\[(?:debug|info|warning|error|critical) *\] ?[a-z]+(?:_[a-z]+)*\s+"
     r"(?:[a-z_]+=\S+\s+){0,8}(?:why|reason|error|effects|said|node|code)="
     r"|[a-z]+(?:_[a-z]+)+ (?:[a-z_]+=[^ =\"]+ )*[a-z_]+=(?![-+]?(?:\d|nan\b|inf\b))\S"
+    r"|stepkeeper(?: watcher \S{1,80})?: (?!cannot start )"
 )
-_OWN_LOGGER = re.compile(r"\bstepkeeper_trainer\b(?!/).{0,40}?[a-z]+(?:_[a-z]+)* [a-z_]+=")
+# of the library through any logger, such as `WARNING:stepkeeper_trainer:save_failed step=20`
+_OWN_LOGGER = re.compile(
+    r"\bstepkeeper_trainer\b(?!/)(?:.{0,40}?[a-z]+(?:_[a-z]+)* [a-z_]+=|[\s:\]|-]{1,4}[a-z]+(?:_[a-z]+)*$)"
+)
 
 
 class Said(NamedTuple):

@@ -59,7 +59,7 @@ def growing_back_asks_seldom_and_only_a_launch_that_lacks_nodes(turns):
         for _ in turn.ordered(do.AskIdleNodes):
             assert turn.before.phase is Phase.TRAINING
             assert len(turn.before.launched) < turn.before.nodes_wanted
-            assert asked_at is None or turn.event.at - asked_at >= GROWING.grow_ask_s
+            assert asked_at is None or turn.event.at - asked_at >= GROWING.grow_idle_s / 2
             asked_at = turn.event.at
         if turn.after.plan is not None and turn.after.plan.to_grow and turn.before.plan is None:
             assert isinstance(turn.event, on.CheckpointCommitted)

@@ -46,7 +46,7 @@ def gpu_agents(cluster: Lab) -> Iterator[Agents]:
 def _agents(lab: Lab, *, nvml: bool = False) -> Agents:
     agents = Agents(lab, nvml=nvml)
     for node in lab.node_names:
-        agents.configure(node, limits=QUICK)
+        agents.configure(node, test={"limits": QUICK})
     return agents
 
 
@@ -419,7 +419,7 @@ def test_the_capabilities_of_the_unit_are_enough(cluster: Lab, agents: Agents) -
 def test_jobs_are_noted_and_three_of_them_have_the_gpu_checked(cluster: Lab, gpu_agents: Agents) -> None:
     """XID 31 is a program's mistake; where the programs of two users make it in one place, NVML is asked."""
     node = cluster.node_names[0]
-    gpu_agents.configure(node, limits={"join_s": 0.1})
+    gpu_agents.configure(node, test={"limits": {**QUICK, "join_s": 0.1}})
     gpu_agents.start(node)
     for number in range(3):
         job = cluster.submit("sleep 600", sbatch_args=[f"-w{node}"], user=USERS[number % 2])

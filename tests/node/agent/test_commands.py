@@ -38,7 +38,7 @@ def stepkeeper(*arguments: str | Path, **environment: str) -> subprocess.Complet
 
 def configured(tmp_path: Path, text: str = "") -> Path:
     path = tmp_path / "node.toml"
-    path.write_text(f'state_dir = "{tmp_path}"\nkernel_log = "{tmp_path}/kmsg"\n{text}')
+    path.write_text(f'state_dir = "{tmp_path}"\n[test]\nkernel_log = "{tmp_path}/kmsg"\n{text}')
     path.chmod(0o644)
     (tmp_path / "kmsg").touch()
     return path
@@ -86,7 +86,7 @@ def test_a_node_without_a_ledger_says_so(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["", "[test]\nallow_injected = false\n"])
+@pytest.mark.parametrize("text", ["", "allow_injected = false\n"])
 def test_nothing_is_injected_where_that_is_not_allowed(tmp_path: Path, text: str) -> None:
     done = stepkeeper("dev", "inject", "xid", "79", "--gpu", "0000:3b:00.0", "--config", configured(tmp_path, text))
 
@@ -98,7 +98,7 @@ def test_nothing_is_injected_where_that_is_not_allowed(tmp_path: Path, text: str
 def test_a_gpu_is_named_by_its_index(tmp_path: Path) -> None:
     nvml = FakeNvml(tmp_path / "nvml", gpus=2)
     nvml.place(1, pci="0009:5e:00", uuid="GPU-1")
-    config = configured(tmp_path, "[test]\nallow_injected = true\n")
+    config = configured(tmp_path, "allow_injected = true\n")
 
     done = stepkeeper("dev", "inject", "xid", "79", "--gpu", "1", "--config", config, **nvml.environment())
 

@@ -21,6 +21,7 @@ from stepkeeper.node.xid.model import Action, Domain, Kind
 ACT = Policy(mode=Mode.ACT)
 T = 1_790_000_000.0
 WITHIN_S = 90.0
+ROOT = Path(__file__).parents[3]
 
 
 def incident(number: int = 1, **changes: object) -> Incident:
@@ -105,7 +106,7 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
         config.load(tmp_path / "node.toml")
 
 
-@pytest.mark.parametrize("key", ["catalogue", "slurm_bin", "slurm_conf"])
+@pytest.mark.parametrize("key", ["slurm_bin", "slurm_conf"])
 def test_what_the_configuration_points_at_is_trusted_no_more_than_itself(tmp_path: Path, key: str) -> None:
     used = tmp_path / "own" / "used"
     used.parent.mkdir(0o755)
@@ -147,9 +148,20 @@ def test_the_sites_catalogue_that_nobody_names_is_checked_too(
 
 
 def test_the_nodes_name_stands_in_paths() -> None:
-    found = config.parse(b'node_name = "gpu17"\nsocket = "/run/sk/%N.sock"\n', "x")
+    found = config.parse(b'node_name = "gpu17"\nrun_dir = "/run/sk/%N"\n', "x")
 
-    assert str(found.socket_path) == "/run/sk/gpu17.sock"
+    assert str(found.socket_path) == "/run/sk/gpu17/agent.sock"
+
+
+def test_what_is_a_constant_now_is_passed_over_or_refused_with_its_value() -> None:
+    """The file that 0.1 installed said every default."""
+    text = (ROOT / "tests/fixtures/node-0.1.toml").read_text()
+
+    assert config.parse(text.encode(), "x") == config.NodeConfig()
+    said = wrong("[limits]\nwatch_s = 60")
+    assert said == "node.toml: `limits.watch_s` is a constant since 0.2: 300.0; leave it out"
+    assert "`nvml` is a constant since 0.2: true" in wrong("nvml = false")
+    assert "`limits` is not known" in wrong("[limits]\nwatsch_s = 60\n")
 
 
 # --- ledger ---------------------------------------------------------------------------------------

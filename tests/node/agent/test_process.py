@@ -80,16 +80,18 @@ class Process:
         self.sequence = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.settings = 'mode = "act"\n'
-        self.tables = "[limits]\ngather_s = 0.2\nretry_s = 0.1\nretry_max_s = 0.2\nwatch_s = 0.5\nidle_poll_s = 0.2\n"
+        self.tables = ""
+        self.nvml = False
+        self.limits = "gather_s = 0.2\nretry_s = 0.1\nretry_max_s = 0.2\nwatch_s = 0.5\nidle_poll_s = 0.2\n"
         self.environment: dict[str, str] = {}
 
     def start(self) -> None:
         config = self.directory / "node.toml"
         config.write_text(
-            f'node_name = "n1"\nsocket = "{self.directory}/run/agent.sock"\nstate_dir = "{self.directory}/state"\n'
-            f'run_dir = "{self.directory}/run"\nkernel_log = "{self.directory}/kmsg"\nslurm_bin = "{self.bin}"\n'
-            f"{'' if 'nvml =' in self.settings else 'nvml = false'}\n{self.settings}\n{self.tables}\n"
-            f'[test]\nboot_id_file = "{self.directory}/boot_id"\n'
+            f'node_name = "n1"\nstate_dir = "{self.directory}/state"\nrun_dir = "{self.directory}/run"\n'
+            f'slurm_bin = "{self.bin}"\n{self.settings}\n{self.tables}\n'
+            f'[test]\nboot_id_file = "{self.directory}/boot_id"\nkernel_log = "{self.directory}/kmsg"\n'
+            f"nvml = {str(self.nvml).lower()}\n[test.limits]\n{self.limits}"
         )
         config.chmod(0o644)
         with (self.directory / "log").open("ab") as log:
@@ -212,7 +214,7 @@ def test_what_a_program_writes_into_the_kernel_log_is_nothing(agent: Process) ->
 
 
 def test_a_slurm_that_hangs_stops_neither_loop_nor_watchdog(agent: Process) -> None:
-    agent.tables += "call_within_s = 1.0\n"
+    agent.limits += "call_within_s = 1.0\n"
     (agent.directory / "hang").touch()
     agent.start()
     agent.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.")
@@ -294,7 +296,9 @@ def nvml(agent: Process) -> FakeNvml:
 @pytest.fixture
 def curing(agent: Process, nvml: FakeNvml) -> Process:
     agent.environment = nvml.environment()
-    agent.settings += "nvml = true\nexpected_gpus = 1\nhealth_every_s = 0.5\n"
+    agent.nvml = True
+    agent.settings += "expected_gpus = 1\n"
+    agent.limits += "health_every_s = 0.5\n"
     agent.tables += "[remedies]\nundrain = true\nreset_gpus = true\nreboot = true\n"
     return agent
 
@@ -322,8 +326,8 @@ def test_a_kernel_record_that_nvml_does_not_bear_out_drains_nothing(curing: Proc
 
 
 def test_a_gpu_that_nvml_finds_lost_is_drained_without_an_event(curing: Process, nvml: FakeNvml) -> None:
-    curing.settings = curing.settings.replace("health_every_s = 0.5", "health_every_s = 600")
-    curing.tables = curing.tables.partition("[remedies]")[0]
+    curing.limits = curing.limits.replace("health_every_s = 0.5", "health_every_s = 600")
+    curing.tables = ""
     curing.start()
     nvml.wait_for_call("nvmlEventSetWait_v2")
     nvml.lose(0)
@@ -364,7 +368,8 @@ def test_a_return_is_asked_for_only_once_the_ledger_holds_it(curing: Process, nv
 def test_a_lost_take_back_leaves_the_fault_open(curing: Process, nvml: FakeNvml) -> None:
     """The controller returns the node, and its answer comes too late."""
     (curing.directory / "races").touch()
-    curing.tables = curing.tables.partition("[remedies]")[0] + "call_within_s = 1.0\n"
+    curing.tables = ""
+    curing.limits += "call_within_s = 1.0\n"
     double_bit_error(curing, nvml)
     curing.until(lambda: any("State=RESUME" in each for each in curing.calls()), "the take-back")
     nvml.field(0, 230, 2)  # meanwhile NVML asks for a reboot
@@ -402,7 +407,7 @@ def test_a_stopped_agent_has_written_how_often_a_fault_was_seen(agent: Process) 
 
 def test_a_list_that_is_too_short_is_made_again_before_it_counts(curing: Process) -> None:
     curing.settings = curing.settings.replace("expected_gpus = 1", "expected_gpus = 2")
-    curing.tables = curing.tables.partition("[remedies]")[0]
+    curing.tables = ""
     curing.start()
     curing.until(lambda: "1 of 2 GPUs are there" in curing.reason(), "the drain")
     curing.stop()

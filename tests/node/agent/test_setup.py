@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.doctor.finding import Level
+from stepkeeper.doctor.finding import Level, users_log
 from stepkeeper.node import identity, setup
-from stepkeeper.node.config import NodeConfig
+from stepkeeper.node.config import Limits, NodeConfig, Test
 from stepkeeper.node.core.policy import Mode
 from stepkeeper.node.sensors.evidence import Roots
 from stepkeeper.node.sensors.readings import Gpu, NvmlState, NvmlStatus
@@ -68,6 +68,22 @@ def test_what_is_wrong_is_a_problem_with_a_remedy(facts: setup.Facts, subject: s
     assert words in finding.found
     assert finding.means
     assert finding.remedy
+
+
+def test_a_kernel_log_that_users_may_write_is_told_as_the_doctor_does() -> None:
+    facts = setup.Facts(node=NODE, pci=PCI, nvml=READY, users_log=True)
+
+    found = setup.examine(NodeConfig(node_name="gpu17", expected_gpus=2), facts)
+
+    assert [each for each in found if each.level is not Level.OK] == [users_log()]
+
+
+def test_a_test_table_that_was_left_in_production_is_told() -> None:
+    config = NodeConfig(node_name="gpu17", expected_gpus=2, test=Test(limits=Limits(watch_s=1.0)))
+
+    found = setup.examine(config, setup.Facts(node=NODE, pci=PCI, nvml=READY))
+
+    assert [(each.level, each.subject) for each in found if each.level is not Level.OK] == [(Level.WARNING, "[test]")]
 
 
 def test_a_node_without_gpus_is_no_half_blind_one() -> None:

@@ -71,7 +71,7 @@ def test_the_example_configuration_shows_every_default() -> None:
     shown: dict[str, Any] = tomllib.loads(re.sub(r"(?m)^# (\w+ = )", r"\1", text))
     fields = {field.name: field for field in msgspec.structs.fields(NodeConfig)}
     assert set(shown) == set(fields) - {"test"}
-    for name in ("breaker", "remedies", "limits"):
+    for name in ("breaker", "remedies"):
         assert set(shown[name]) == {each.name for each in msgspec.structs.fields(fields[name].type)}
 
 

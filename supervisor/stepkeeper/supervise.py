@@ -30,13 +30,14 @@ from stepkeeper.actions.crew import Crew, Limits
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
+from stepkeeper.core.liveness import EVERY_S, GONE_AFTER_S
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase, State
 from stepkeeper.isolation import flags
 from stepkeeper.slurm.argv import watcher_argv
 from stepkeeper.slurm.client import SlurmClient
 from stepkeeper.slurm.environment import kept, scrub_geometry, without_python
-from stepkeeper.sources.bus import LEASE_EVERY_S, Bus
+from stepkeeper.sources.bus import Bus
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.stalls import Stalls
 from stepkeeper.store import status as status_file
@@ -49,7 +50,6 @@ from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.lease import Lease
 from stepkeeper_trainer.formats.messages import shorten
 
-LEASE_SECONDS = 30.0
 STORAGE_WITHIN_S = 2.0
 PROGRESS_LOG_EVERY_S = 10.0
 CALL_ENDS_WITHIN_S = 5.0  # after its time limit
@@ -174,7 +174,7 @@ class Supervisor:
         self._notice_stall(now)
         if self.state.wake_at is not None and now >= self.state.wake_at and self.exit_code is None:
             self._feed(on.Tick(at=now))
-        if self._is_due("lease", LEASE_EVERY_S) and self.bus is not None:
+        if self._is_due("lease", EVERY_S) and self.bus is not None:
             self._renew()
             self.bus.check_silence()
             if self.standbys is not None:
@@ -334,7 +334,7 @@ class Supervisor:
 
     def _renew(self) -> None:
         assert self.bus is not None, "the callers look"
-        self.bus.say(lines.Lease(seconds=LEASE_SECONDS, launch=self.state.launch))
+        self.bus.say(lines.Lease(seconds=GONE_AFTER_S, launch=self.state.launch))
 
     def _start_launch(self, effect: do.StartLaunch) -> None:
         self._renew()

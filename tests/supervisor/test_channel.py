@@ -81,7 +81,7 @@ def test_progress_stays_before_what_was_said_after_it(pipe: tuple[int, int]) -> 
     assert drain(channel, pipe[0])[clogged + 1 :] == [progress(2), finished]
 
 
-def test_a_channel_that_nobody_can_read_any_more_holds_nothing(pipe: tuple[int, int]) -> None:
+def test_a_channel_that_nobody_can_read_any_more_holds_nothing() -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     channel = Channel(writer, "n1")
     clog(channel)

@@ -20,7 +20,7 @@ from stepkeeper.watcher.assignment import Assignment, read
 from stepkeeper.watcher.channel import Channel
 from stepkeeper.watcher.failover import Failover, Found
 from stepkeeper.watcher.pace import NodePace
-from stepkeeper.watcher.processes import kill_older_watchers, kill_ranks, rank_processes
+from stepkeeper.watcher.processes import RankSteps, kill_older_watchers, kill_ranks, rank_processes
 from stepkeeper.watcher.ranks import RankSocket, free_port
 from stepkeeper.watcher.senses import Fitness, Senses
 from stepkeeper.watcher.stacks import StackTaker
@@ -40,6 +40,7 @@ RESCUERS_LATE_S = 10.0
 RESCUE_AGAIN_S = 2.0
 RESCUE_AGAIN_MAX_S = 60.0
 KILL_AGAIN_EVERY_S = 0.05
+STEP_LOOKS_MAX = 60  # one with each `Alive`: what a launch without the library and our wrapper may take to begin
 SAVE_AGAIN_EVERY_S = 1.0
 SAVE_AGAIN_FOR_S = 60.0  # a request that is not for good: the ranks have heard it by then
 LOOK_EVERY_S = SUSPECT_AFTER_S / 2  # for signs of a supervisor that was not heard, while nothing else is known of it
@@ -60,6 +61,8 @@ class Watcher:
         self.launch: int | None = None
         self.cleared: int | None = None  # the launch that the node was cleared for: we have heard all its ranks
         self.signaled: int | None = None  # the launch whose ranks got the stop signal from us
+        self.steps = RankSteps()
+        self.steps_looks = STEP_LOOKS_MAX  # left, for Slurm steps of ranks that say nothing themselves
         self.wrapped: set[int] = set()
         self.started: dict[int, tuple[str, int]] = {}  # rank -> launch, pid, as its wrapper says
         self.greeted: dict[int, tuple[str, int, int | None]] = {}  # rank -> launch, pid, step of its newest hello
@@ -67,7 +70,7 @@ class Watcher:
         self.progress_at = 0.0
         self.progress: Progress | None = None
         self.pace = NodePace(self.node)
-        self.senses = Senses(assignment, self.node)
+        self.senses = Senses(assignment, self.node, self.steps)
         self.stacks = StackTaker(assignment, self.node)
         self.clearing: bus.Clear | None = None
         self.fitness: Fitness | None = None  # of the node, as of the newest `Clear`
@@ -229,6 +232,8 @@ class Watcher:
             if message.rank == 0:
                 self.progress = message
             return
+        if isinstance(message, TaskStarted | Hello):
+            self.steps.learn(pid)
         if isinstance(message, TaskStarted):
             self.wrapped.add(message.rank)
             self.started[message.rank] = (message.launch, message.pid)
@@ -294,6 +299,7 @@ class Watcher:
         if now >= self.alive_at:
             self.alive_at = now + ALIVE_EVERY_S
             self.say(bus.Alive(node=self.node))
+            self._learn_steps()
             for word in self.pace.words(now):
                 self.say(word)
         if now >= self.progress_at:
@@ -308,6 +314,15 @@ class Watcher:
         if now >= self._next_look_at():
             self._look_for_supervisor(now)
 
+    def _learn_steps(self) -> None:
+        """Look for ranks that say nothing, a few times after a launch: later their environment may be overwritten."""
+        if self.steps or not self.steps_looks or self.clearing is not None:
+            return
+        self.steps_looks -= 1
+        own = self.assignment
+        for pid in rank_processes(own.run_id, self.node, attempt_max=own.attempt):
+            self.steps.learn(pid)
+
     def _say_progress(self) -> None:
         if self.progress is not None:
             self.say(bus.Rank(node=self.node, message=self.progress))
@@ -316,7 +331,7 @@ class Watcher:
 
     def _kill(self) -> None:
         self.saving = None
-        kill_ranks(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
+        kill_ranks(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt, steps=self.steps)
 
     def _signal_ranks(self, launch: int, name: str, *, heard: bool) -> None:
         """Send the stop signal, once a launch, to the ranks that have no trainer library.
@@ -334,7 +349,7 @@ class Watcher:
         of_launch = f"{self.assignment.attempt}.{launch}"
         theirs = {pid for known, pid, _ in self.greeted.values() if known == of_launch}
         attempt, run_id = self.assignment.attempt, self.assignment.run_id
-        sent = stop_signal.send(run_id, self.node, name, attempt_max=attempt, heard=theirs)
+        sent = stop_signal.send(run_id, self.node, name, attempt_max=attempt, heard=theirs, steps=self.steps)
         if sent:
             self.say(bus.Told(node=self.node, launch=launch, text=shorten(stop_signal.in_words(name, sent))))
 
@@ -342,9 +357,12 @@ class Watcher:
         """End what is left; confirm once nothing is and the node has been looked at.  Called again until then."""
         assert self.clearing is not None, "the clock calls it while there is something to clear"
         self._kill()
-        left = rank_processes(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
+        own = self.assignment
+        left = rank_processes(own.run_id, self.node, attempt_max=own.attempt, steps=self.steps)
         if self.fitness is None or next(left, None) is not None:
             return
+        self.steps.forget()
+        self.steps_looks = STEP_LOOKS_MAX
         address = own_address(os.environ, self.node)
         unfit = shorten(self.fitness.unfit)
         launch = self.clearing.launch

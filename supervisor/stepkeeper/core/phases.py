@@ -25,6 +25,7 @@ class Decision(msgspec.Struct, frozen=True):
     why: str = ""
 
 
+REQUEUE_FOR_S = 300.0  # a controller that fails over is back by then; one that is away for longer needs a person
 UNHEARD = (
     "no rank has the trainer library: the script gets the stop signal, and has until the deadline to save and end "
     "by itself"
@@ -123,7 +124,8 @@ def closed(state: State, at: float, policy: Policy, why: str) -> Decision:
         return Decision(state, (), why)
     if plan.next is Next.END:
         return finish(state, plan)
-    state = replace(state, phase=Phase.REQUEUEING, deadline_at=at + policy.ask_within_s)
+    by = at + REQUEUE_FOR_S
+    state = replace(state, phase=Phase.REQUEUEING, deadline_at=at + policy.ask_within_s, requeue_by=by)
     asked = ask(state, "may the job be requeued?")
     return Decision(asked.state, asked.effects, why)
 

@@ -35,6 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "kill_wait_s": 30.0,
     },
     "StoodStill": {"seconds": 300.0},
+    "ClockSet": {"seconds": 3600.0},
     "SignalReceived": {"signal": "TERM"},
     "NodeSignaled": {"node": "a", "signal": "TERM"},
     "RequeueAnswered": {"ok": True},
@@ -69,6 +70,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "LaunchEnded": {"code": 0},
     "LaunchRefused": {"error": "srun: No such file or directory"},
     "Judged": {"cause": "unknown", "rule": "no-evidence", "confidence": 0.9},
+    "RunDirectoryGone": {"path": "/runs/a"},
     "Superseded": {"by_job_id": 7, "by_restart_count": 1},
 }
 GIVEN_TRAINING = """

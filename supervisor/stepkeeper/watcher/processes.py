@@ -75,7 +75,7 @@ class RankSteps:
         self._cgroups, self._sessions = set(), set()
 
     def has(self, pid: int) -> bool:
-        """Tell whether a process is in one of them: none that has ended and is not buried yet, nor slurmstepd itself."""
+        """Tell whether a process is in one of them: no zombie, nor slurmstepd itself."""
         try:
             name, fields = _stat(pid)
             if fields[_STATE] in {b"Z", b"X"} or name == _STEPD:

@@ -9,6 +9,7 @@ Where each comes from, and what may be concluded from it:
     AttemptStarted      ourselves at the start: lease, allocation, the journal of the attempt before (`commands.run`)
     Tick                the clock (the loop)
     StoodStill          the clock (the loop): a turn came late by seconds, as after `scontrol suspend`
+    ClockSet            the clock (the loop): wall clock and monotonic clock went apart, as after an NTP correction
     SignalReceived      Slurm, to the batch process: a user signal, a cancel, a requeue, the end of grace or of the
                         time limit look alike (`sources.signals`)
     NodeSignaled        Slurm, to the steps, early in a preemption: a notice only together with PreemptTime (watcher)
@@ -37,6 +38,7 @@ Where each comes from, and what may be concluded from it:
     StacksCollected     the watchers: faulthandler or py-spy, and /proc (`actions.standing`)
     RolledBack          the lineage file (`actions.rollback`)
     Asked               a person, by a file in the run directory (`sources.asked`)
+    RunDirectoryGone    the file system (`sources.lease`)
     Superseded          the lease file (`sources.lease`, and `actions.slurm` before a requeue)
 
 Words of ranks are datagrams through a watcher, the bus and a pipe: they come late, twice (the library repeats
@@ -78,6 +80,8 @@ from stepkeeper.core.events.nodes import (
 from stepkeeper.core.events.ours import (
     Asked,
     AttemptStarted,
+    ClockSet,
+    RunDirectoryGone,
     StoodStill,
     Superseded,
     Tick,
@@ -104,6 +108,7 @@ Event = (
     AttemptStarted
     | Tick
     | StoodStill
+    | ClockSet
     | SignalReceived
     | NodeSignaled
     | SlurmAnswered
@@ -138,6 +143,7 @@ Event = (
     | Judged
     | RolledBack
     | Asked
+    | RunDirectoryGone
     | Superseded
 )
 
@@ -149,6 +155,7 @@ __all__ = [
     "CheckpointCommitted",
     "CheckpointVerified",
     "ChoiceFailed",
+    "ClockSet",
     "Event",
     "Exclusion",
     "IdleNodes",
@@ -171,6 +178,7 @@ __all__ = [
     "Replayed",
     "RequeueAnswered",
     "RolledBack",
+    "RunDirectoryGone",
     "SaveBegan",
     "SaveGaveUp",
     "SignalReceived",

@@ -49,12 +49,24 @@ class StoodStill(Stamped, frozen=True, kw_only=True, tag="stood_still"):
     seconds: float
 
 
+class ClockSet(Stamped, frozen=True, kw_only=True, tag="clock_set"):
+    """Somebody has set the wall clock of the batch host, forward by `seconds`: ours goes on as it was."""
+
+    seconds: float
+
+
 class Asked(Stamped, frozen=True, kw_only=True, tag="asked"):
     """A person asks for a checkpoint, or for the end of the run.  Told again until it is answered."""
 
     name: str  # of the ask
     kind: Literal["save", "stop"]
     by: str = ""  # the account
+
+
+class RunDirectoryGone(Stamped, frozen=True, kw_only=True, tag="run_directory_gone"):
+    """The run directory has not been there for a while: nothing can be saved or resumed any more."""
+
+    path: str
 
 
 class Superseded(Stamped, frozen=True, kw_only=True, tag="superseded"):

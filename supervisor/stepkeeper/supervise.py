@@ -108,6 +108,7 @@ class Supervisor:
             self.standbys = standbys.Standbys(setting.job, environment, modules=modules, inbox=inbox, log=log)
         self.call: threading.Thread | None = None
         self.storage_test: threading.Thread | None = None  # the newest
+        self.time_asked: threading.Thread | None = None  # the newest
         self.requests = 0
         self.signaled = -1  # the newest launch whose ranks got the stop signal
         self.exit_code: int | None = None
@@ -134,6 +135,7 @@ class Supervisor:
             status_path=setting.directory.status,
             recorder=Recorder(setting.lease, setting.policy),
             journal=journal,
+            to_wall=inbox.clock.to_wall,
             progress_every_s=setting.progress_log_every_s,
             log=log,
         )
@@ -180,6 +182,8 @@ class Supervisor:
             if self.standbys is not None:
                 self.standbys.renew()
             self.telling.look_at_journal()
+        if (self.time_asked is None or not self.time_asked.is_alive()) and self.inbox.clock.was_set():
+            self.time_asked = slurm.ask_time(inbox=self.inbox)
         if self._is_due("alive", status_file.ALIVE_EVERY_S):
             self.telling.alive(now)
 
@@ -195,6 +199,10 @@ class Supervisor:
     def _feed(self, event: on.Event) -> None:
         if isinstance(event, on.NodeSignaled) and self.bus is not None:
             self._renew()  # the watcher waits for a word of the loop itself: it proves that we live
+        if isinstance(event, on.ClockSet):
+            self.inbox.clock.follow_slurm(event.seconds)
+        elif isinstance(event, on.SlurmAnswered) and event.job is not None:
+            event = msgspec.structs.replace(event, job=self.inbox.clock.from_slurm(event.job))
         before = self.state
         decision = decide(before, event, self.setting.policy)
         self.state = decision.state
@@ -366,7 +374,7 @@ class Supervisor:
                     request_id=self.requests,
                     stop=effect.stop,
                     why=shorten(effect.why),
-                    deadline_at=self.inbox.clock.to_wall(effect.deadline_at),
+                    deadline_at=None if effect.deadline_at is None else self.inbox.clock.to_wall(effect.deadline_at),
                     signal=name if effect.stop and not has_it else "",
                     heard=self.state.heard,
                 )

@@ -52,8 +52,8 @@ def on_stood_still(state: State, event: on.StoodStill) -> Decision:
 
 
 def on_clock_set(state: State, event: on.ClockSet, policy: Policy) -> Decision:
-    """Our instants go on as they were; those of Slurm, which follow the wall clock, stand elsewhere among them now."""
-    why = f"the wall clock was set by {event.seconds:+.0f} s: Slurm's times are read by it"
+    """Our own instants stay as they are; those that Slurm has told stand elsewhere among them now."""
+    why = f"Slurm's clock was set: it has moved by {event.seconds:+.0f} s"
     state = replace(
         state, end_at=_later(state.end_at, -event.seconds), preempted_at=_later(state.preempted_at, -event.seconds)
     )

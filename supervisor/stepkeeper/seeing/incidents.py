@@ -40,7 +40,7 @@ class Incidents(msgspec.Struct, kw_only=True):
             )
 
 
-def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noqa: C901 - one case an event
+def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noqa: C901, PLR0912 - one case an event
     """Yield (kind, what, node)."""
     event = record.event
     yield from _told(record)

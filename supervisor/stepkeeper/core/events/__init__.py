@@ -9,7 +9,7 @@ Where each comes from, and what may be concluded from it:
     AttemptStarted      ourselves at the start: lease, allocation, the journal of the attempt before (`commands.run`)
     Tick                the clock (the loop)
     StoodStill          the clock (the loop): a turn came late by seconds, as after `scontrol suspend`
-    ClockSet            the clock (the loop): wall clock and monotonic clock went apart, as after an NTP correction
+    ClockSet            slurmctld's clock, asked for where the wall clock was set (`actions.slurm`)
     SignalReceived      Slurm, to the batch process: a user signal, a cancel, a requeue, the end of grace or of the
                         time limit look alike (`sources.signals`)
     NodeSignaled        Slurm, to the steps, early in a preemption: a notice only together with PreemptTime (watcher)

@@ -50,7 +50,7 @@ class StoodStill(Stamped, frozen=True, kw_only=True, tag="stood_still"):
 
 
 class ClockSet(Stamped, frozen=True, kw_only=True, tag="clock_set"):
-    """Somebody has set the wall clock of the batch host, forward by `seconds`: ours goes on as it was."""
+    """Slurm's clock has moved forward by `seconds` among our instants, as where somebody set the clocks of a site."""
 
     seconds: float
 

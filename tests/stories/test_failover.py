@@ -32,8 +32,8 @@ ENDS_S = 240.0
 
 def find(training: Training, wanted: Callable[[str], bool], *, batch: bool = False) -> list[int]:
     """Return the uppermost processes of a job whose command line is wanted."""
-    found = {pid: acts._command(pid) for pid in acts._pids(training, batch=batch)}  # noqa: SLF001 - of the same stories
-    above = {pid: acts._command(processes.parent(pid)) for pid in found}  # noqa: SLF001
+    found = {pid: acts.command_of(pid) for pid in acts.pids_of(training, batch=batch)}
+    above = {pid: acts.command_of(processes.parent(pid)) for pid in found}
     return [pid for pid, command in found.items() if wanted(command) and not wanted(above[pid])]
 
 
@@ -53,7 +53,7 @@ def bus(training: Training) -> list[int]:
     """The srun below the watchers: without it nobody hears anybody."""
     host = training.lab.job(training.job_id).batch_host
     own = {pid for pid in processes.every_pid() if processes.name(pid) == "srun" and _is_on(pid, host)}
-    return [pid for pid in own if "stepkeeper.watcher.main" in acts._command(pid)]  # noqa: SLF001
+    return [pid for pid in own if "stepkeeper.watcher.main" in acts.command_of(pid)]
 
 
 def _is_on(pid: int, node: str) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepkeeper import standby
 from stepkeeper.core.liveness import EVERY_S, GONE_AFTER_S, SUSPECT_AFTER_S, Life, Peer
 from stepkeeper.core.policy import Policy
 from stepkeeper.stalls import LATE_S, Stalls
@@ -136,3 +137,4 @@ def test_a_watcher_acts_later_than_its_supervisor_gives_up_its_node() -> None:
     """Else a node that is cut off alone would requeue the job of a supervisor that is about to go on without it."""
     assert SUSPECT_AFTER_S + EVERY_S + Policy().watcher_back_within_s < GONE_AFTER_S
     assert 2 * EVERY_S < SUSPECT_AFTER_S
+    assert standby.LEASE_S == GONE_AFTER_S, "of a program that imports nothing of ours"

@@ -205,6 +205,24 @@ def test_a_loss_after_a_false_alarm_is_saved_like_the_first(node: Node) -> None:
     assert node.watcher.wait(WITHIN_S) == 0
 
 
+def test_what_was_written_before_slurms_signal_proves_no_life_after_it(node: Node) -> None:
+    """The bus breaks, the supervisor goes on for a moment and is killed then: its newest words must not save it."""
+    node.writes.set()
+    assert node.watcher.stdin is not None
+    node.watcher.stdin.close()
+    node.until(lambda: "cut off" in node.said(), "a look")
+    node.slurm_says(KILLED)
+    node.writes.clear()
+    node.spend(0.2)
+    before = len(node.called())
+    node.watcher.send_signal(signal.SIGTERM)
+    node.until(lambda: len(node.called()) > before, "the question")
+
+    node.until(node.requeued, "the requeue")
+    assert len([call for call in node.called() if "show job" in call]) == 1, "at the first look"
+    assert [request.stop for request in node.requests()] == [True]
+
+
 def test_a_look_that_hangs_is_cancelled_by_one_word_of_the_supervisor(node: Node) -> None:
     """Slurm's answer comes late: meanwhile the watcher hears and speaks, and does nothing about it any more."""
     (node.place / "hangs").touch()

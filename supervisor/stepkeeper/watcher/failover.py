@@ -75,8 +75,12 @@ class Failover:
         return True
 
     def cancel(self) -> None:
-        """The supervisor was heard: a look that is under way changes nothing any more."""
+        """The supervisor was heard, or new doubts begin: a look that is under way changes nothing any more.
+
+        Signs count only from now on: what was written before a signal says nothing about who lives after it.
+        """
         self._look += 1
+        self._signs = None
 
     def take(self) -> list[Found | Result]:
         """Return what the look at hand has found."""
@@ -104,7 +108,7 @@ class Failover:
                 os.write(self._writer, b"\0")
 
         try:
-            writes = self._writes()
+            writes = self._writes(look)
             gone = gone and writes is not None and writes is not Life.ALIVE
             result = rescue(
                 self._assignment, self._node, gone=gone, asks=gone or (signaled and writes is not Life.ALIVE),
@@ -120,17 +124,19 @@ class Failover:
         finally:
             self._runs.release()
 
-    def _writes(self) -> Life | None:
+    def _writes(self, look: int) -> Life | None:
         """Tell by its files whether the supervisor lives, by the rule for its words; None: nothing to compare with yet.
 
         What counts is that they change, not the instants in them: clocks of two nodes need not agree.
         """
-        now = time.monotonic()
-        before, self._signs = self._signs, signs(Path(self._assignment.run_directory))
+        now, found = time.monotonic(), signs(Path(self._assignment.run_directory))
+        if self._look != look:  # cancelled while the storage hung
+            return None
+        before, self._signs = self._signs, found
         if before is None:
             self._written = Peer(now)
             return None
-        if before != self._signs:
+        if before != found:
             self._written = Peer(now)
             return Life.ALIVE
         # unchanged since a moment ago says nothing yet

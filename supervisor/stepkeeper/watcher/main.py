@@ -271,6 +271,7 @@ class Watcher:
             for number in set(os.read(reader, 64)):
                 self.say(bus.Signaled(node=self.node, signal=signal.Signals(number).name.removeprefix("SIG")))
         self.signaled_by_slurm = True
+        self.failover.cancel()
         self.supervisor = self.supervisor.hinted(time.monotonic() + ACKNOWLEDGE_WITHIN_S)
 
     def _forgive(self, away_s: float) -> None:

@@ -30,6 +30,7 @@ from stepkeeper.actions.crew import Crew, Limits
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
+from stepkeeper.core.liveness import EVERY_S, GONE_AFTER_S
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import Phase, State
@@ -37,7 +38,7 @@ from stepkeeper.isolation import flags
 from stepkeeper.slurm.argv import watcher_argv
 from stepkeeper.slurm.client import SlurmClient
 from stepkeeper.slurm.environment import kept, scrub_geometry, without_python
-from stepkeeper.sources.bus import LEASE_EVERY_S, Bus
+from stepkeeper.sources.bus import Bus
 from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.stalls import Stalls
 from stepkeeper.store import status as status_file
@@ -50,7 +51,6 @@ from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.lease import Lease
 from stepkeeper_trainer.formats.messages import shorten
 
-LEASE_SECONDS = 30.0
 STORAGE_WITHIN_S = 2.0
 PROGRESS_LOG_EVERY_S = 10.0
 OPTIONAL: dict[type, Part] = {  # effects that training can do without
@@ -120,6 +120,7 @@ class Supervisor:
             self.standbys = standbys.Standbys(setting.job, environment, modules=modules, inbox=inbox, log=log)
         self.call: threading.Thread | None = None
         self.storage_test: threading.Thread | None = None  # the newest
+        self.time_asked: threading.Thread | None = None  # the newest
         self.requests = 0
         self.signaled = -1  # the newest launch whose ranks got the stop signal
         self.exit_code: int | None = None
@@ -148,6 +149,7 @@ class Supervisor:
             status_path=setting.directory.status,
             recorder=Recorder(setting.lease, setting.policy),
             journal=journal,
+            to_wall=inbox.clock.to_wall,
             progress_every_s=setting.progress_log_every_s,
             log=log,
         )
@@ -188,12 +190,14 @@ class Supervisor:
         self._notice_stall(now)
         if self.state.wake_at is not None and now >= self.state.wake_at and self.exit_code is None:
             self._feed(on.Tick(at=now))
-        if self._is_due("lease", LEASE_EVERY_S) and self.bus is not None:
+        if self._is_due("lease", EVERY_S) and self.bus is not None:
             self._renew()
             self.bus.check_silence()
             if self.standbys is not None:
                 self.standbys.renew()
             self.telling.look_at_journal()
+        if (self.time_asked is None or not self.time_asked.is_alive()) and self.inbox.clock.was_set():
+            self.time_asked = slurm.ask_time(inbox=self.inbox)
         if self._is_due("alive", status_file.ALIVE_EVERY_S):
             self.telling.alive(now)
 
@@ -209,6 +213,10 @@ class Supervisor:
     def _feed(self, event: on.Event) -> None:
         if isinstance(event, on.NodeSignaled) and self.bus is not None:
             self._renew()  # the watcher waits for a word of the loop itself: it proves that we live
+        if isinstance(event, on.ClockSet):
+            self.inbox.clock.follow_slurm(event.seconds)
+        elif isinstance(event, on.SlurmAnswered) and event.job is not None:
+            event = msgspec.structs.replace(event, job=self.inbox.clock.from_slurm(event.job))
         before = self.state
         decision = decide(before, event, self.setting.policy)
         self.state = decision.state
@@ -356,7 +364,7 @@ class Supervisor:
 
     def _renew(self) -> None:
         assert self.bus is not None, "the callers look"
-        self.bus.say(lines.Lease(seconds=LEASE_SECONDS, launch=self.state.launch))
+        self.bus.say(lines.Lease(seconds=GONE_AFTER_S, launch=self.state.launch))
 
     def _start_launch(self, effect: do.StartLaunch) -> None:
         self._renew()
@@ -388,7 +396,7 @@ class Supervisor:
                     request_id=self.requests,
                     stop=effect.stop,
                     why=shorten(text(effect.reasons)),
-                    deadline_at=self.inbox.clock.to_wall(effect.deadline_at),
+                    deadline_at=None if effect.deadline_at is None else self.inbox.clock.to_wall(effect.deadline_at),
                     signal=name if effect.stop and not has_it else "",
                     heard=self.state.heard,
                 )

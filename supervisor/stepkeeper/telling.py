@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
@@ -33,9 +34,11 @@ class Telling:
         recorder: Recorder,
         journal: JournalWriter,
         progress_every_s: float,
+        to_wall: Callable[[float], float],
         log: structlog.typing.FilteringBoundLogger,
     ) -> None:
-        """Begin with a status."""
+        """Begin with a status, whose instants others compare with the wall clock: `to_wall` makes them of ours."""
+        self._to_wall = to_wall
         self.status = status
         self._recorder, self._journal, self._log = recorder, journal, log
         self._progress_every_s = progress_every_s
@@ -63,7 +66,7 @@ class Telling:
                 phase = {"phase": f"{before.phase.value} -> {state.phase.value}"}
             effects = [effect.__struct_config__.tag for effect in decision.effects]
             self._log.info("decision", why=why, reason=tag(decision.why), **phase, effects=effects)
-        self.status = msgspec.structs.replace(self.status, **changes, updated_at=event.at)
+        self.status = msgspec.structs.replace(self.status, **changes, updated_at=self._to_wall(event.at))
         self._fenced = self._fenced or isinstance(event, on.Superseded)
         if not self._fenced:  # else the file is the newer attempt's
             self._status_writer.show(self.status)
@@ -76,7 +79,7 @@ class Telling:
 
     def alive(self, now: float) -> None:
         """Let the status say that the supervisor runs, also while nothing happens."""
-        self.status = msgspec.structs.replace(self.status, alive_at=now)
+        self.status = msgspec.structs.replace(self.status, alive_at=self._to_wall(now))
         if not self._fenced:
             self._status_writer.show(self.status)
 

@@ -64,6 +64,7 @@ FIELDS = {
     on.Tick: {},
     on.PartFailed: {"part": st.just("diagnosis"), "error": st.just("ValueError: x")},
     on.StoodStill: {"seconds": st.sampled_from((6.0, 300.0))},
+    on.ClockSet: {"seconds": st.sampled_from((-3600.0, 3.0, 3600.0))},
     on.SignalReceived: {"signal": st.sampled_from(("TERM", "INT", "USR1", "USR2"))},
     on.NodeSignaled: {"node": _nodes, "signal": st.just("TERM")},
     on.SlurmAnswered: {"job": st.none() | jobs, "error": st.just("unreachable")},
@@ -160,6 +161,7 @@ FIELDS = {
         "kind": st.sampled_from(("save", "stop")),
         "by": st.just("ada"),
     },
+    on.RunDirectoryGone: {"path": st.just("/runs/a")},
     on.Superseded: {"by_job_id": st.just(7), "by_restart_count": st.just(1)},
     on.AttemptStarted: {
         "job_id": st.just(7),

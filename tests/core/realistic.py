@@ -30,6 +30,8 @@ OFTEN = {  # how often of a hundred what comes unasked is this
     on.TrainingFinished: 2,
     on.Asked: 3,
     on.StoodStill: 1,
+    on.ClockSet: 1,
+    on.RunDirectoryGone: 1,
     on.Superseded: 1,
 }
 NODES_FAIL = {on.NodeFaulted: 6, on.WatcherLost: 4, on.BusEnded: 2, on.RankExited: 1}

@@ -140,9 +140,9 @@ def kill_one(
     """Signal one process of the job, by its pid; wait for it to appear unless the job is gone by then."""
     limit = time.monotonic() + within_s
     while time.monotonic() < limit:
-        for pid in sorted(_pids(training, batch=batch), reverse=True):
+        for pid in sorted(pids_of(training, batch=batch), reverse=True):
             # the uppermost: a child that a process has just forked shows its command line until it becomes another
-            if wanted(_command(pid)) and not wanted(_command(processes.parent(pid))):
+            if wanted(command_of(pid)) and not wanted(command_of(processes.parent(pid))):
                 try:
                     os.kill(pid, number)
                 except ProcessLookupError:
@@ -154,7 +154,8 @@ def kill_one(
         time.sleep(AGAIN_S)
 
 
-def _pids(training: Training, *, batch: bool) -> set[int]:
+def pids_of(training: Training, *, batch: bool) -> set[int]:
+    """Return the pids of a job, without srun and slurmstepd; with `batch` those of its batch step."""
     if batch:
         return {pid for pids in training.lab.task_pids(training.job_id, "batch").values() for pid in pids}
     nodes = training.lab.job(training.job_id).nodes
@@ -162,7 +163,8 @@ def _pids(training: Training, *, batch: bool) -> set[int]:
     return {pid for pid in own if processes.name(pid) not in ("srun", "slurmstepd")}
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
+    """Return the command line of a process; empty where it has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().replace(b"\0", b" ").decode(errors="replace")

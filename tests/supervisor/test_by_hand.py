@@ -115,7 +115,7 @@ def test_a_watcher_does_not_try_to_requeue_what_has_no_batch_script(assignment):
     by_hand = msgspec.structs.replace(assignment, batch=False)
     slurm = Slurm(RUNNING)
 
-    result = rescue(by_hand, "n1", lease_ran_out=True, client=slurm)
+    result = rescue(by_hand, "n1", gone=True, client=slurm)
 
     assert result.done
     assert "run again" in result.why

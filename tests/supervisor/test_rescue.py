@@ -60,8 +60,8 @@ def assignment(tmp_path):
     )
 
 
-def play(assignment, slurm, *, lease_ran_out=False):
-    return rescue(assignment, "n2", lease_ran_out=lease_ran_out, client=slurm)
+def play(assignment, slurm, *, gone=False):
+    return rescue(assignment, "n2", gone=gone, client=slurm)
 
 
 def test_a_killed_supervisors_job_is_requeued(assignment):
@@ -120,7 +120,7 @@ def test_a_running_job_is_left_alone_until_the_lease_has_run_out(assignment):
 
     assert not play(assignment, slurm).done
     assert slurm.called == []
-    assert play(assignment, slurm, lease_ran_out=True).done
+    assert play(assignment, slurm, gone=True).done
     assert slurm.called == [("requeue", "7")]
 
 
@@ -131,7 +131,7 @@ def test_a_finished_run_is_ended_not_requeued(assignment, tmp_path):
     )
     slurm = Slurm(RUNNING)
 
-    assert play(assignment, slurm, lease_ran_out=True).done
+    assert play(assignment, slurm, gone=True).done
     assert slurm.called == [("cancel", "7")]
 
 
@@ -179,7 +179,7 @@ def test_a_node_that_the_run_has_left_rescues_nothing_while_somebody_is_in_charg
     journal.JournalWriter(tmp_path / "journal.jsonl").append(in_charge)
     wait_for_journal(tmp_path)
 
-    result = play(assignment, slurm, lease_ran_out=True)
+    result = play(assignment, slurm, gone=True)
 
     assert (result.done, result.left) == (False, True)
     assert slurm.called == []
@@ -191,7 +191,7 @@ def test_a_node_that_was_left_helps_when_nobody_has_been_in_charge_for_long(assi
     journal.JournalWriter(tmp_path / "journal.jsonl").append(record(time.time() - 2 * SILENT_S, nodes=("n1",)))
     wait_for_journal(tmp_path)
 
-    result = play(assignment, slurm, lease_ran_out=True)
+    result = play(assignment, slurm, gone=True)
 
     assert result.done
     assert slurm.called == [("requeue", "7")]

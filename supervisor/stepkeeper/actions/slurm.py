@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from stepkeeper import requeueing
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.commands import SlurmCommands
 from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import tenure
 from stepkeeper.watcher.assignment import Assignment
@@ -25,6 +27,21 @@ def ask(client: SlurmClient, job: str, *, inbox: Inbox) -> None:
         inbox.put(on.SlurmAnswered(at=inbox.clock.now(), job=facts, error=error))
 
     inbox.run(Part.ASK_SLURM, work, answer=lambda error: on.SlurmAnswered(at=inbox.clock.now(), job=None, error=error))
+
+
+def ask_time(*, inbox: Inbox) -> threading.Thread:
+    """Ask how Slurm's clock stands to ours; `ClockSet` comes where it has moved among our instants."""
+
+    def work() -> None:
+        try:
+            slurm_now = SlurmCommands().time()
+        except SlurmError:
+            slurm_now = None  # then the wall clock is believed
+        moved_s = inbox.clock.slurm_set(slurm_now)
+        if moved_s:
+            inbox.put(on.ClockSet(at=inbox.clock.now(), seconds=moved_s))
+
+    return inbox.run_thread("ask-slurms-time", work)
 
 
 def release(client: SlurmClient, job: str, keep: tuple[str, ...], *, inbox: Inbox) -> None:

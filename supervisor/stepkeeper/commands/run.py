@@ -27,7 +27,7 @@ from stepkeeper.log import Form, PatientStream, configure, is_empty
 from stepkeeper.slurm import cmd
 from stepkeeper.slurm.allocation import Allocation, is_batch_process, read_allocation, require_no_batch_script
 from stepkeeper.slurm.choose import ClientKind, choose
-from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.client import ClusterSettings, SlurmClient, SlurmError
 from stepkeeper.slurm.commands import SlurmCommands
 from stepkeeper.slurm.environment import node_name
 from stepkeeper.sources import asked, signals
@@ -111,7 +111,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
     allocation = patiently(lambda: read_allocation(environment, client, settings.tasks_per_node))
     if not batch:
         require_no_batch_script(patiently(lambda: client.job(allocation.slurm_name)))
-    cluster = patiently(client.settings)
+    cluster = _cluster(client, clock)
     sized = shape.of(config, len(allocation.nodes), command, allocation.tasks_per_node)
     script = own_script.look(command, Path.cwd())
     own_script.require_startable(script, torchrun=settings.torchrun)
@@ -209,7 +209,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
             nodes_before=carried.nodes,
             losses=metrics.losses_before(directory.path),
             gpus_per_node=allocation.gpus_per_node,
-            end_at=patiently(lambda: client.job(allocation.slurm_name)).end_at,
+            end_at=clock.from_slurm(patiently(lambda: client.job(allocation.slurm_name))).end_at,
             batch=batch,
         )
     )
@@ -239,6 +239,13 @@ def _supervise(arguments: argparse.Namespace) -> int:
     finally:
         for stream in (out, kept):
             stream.drain(LOG_WITHIN_S)
+
+
+def _cluster(client: SlurmClient, clock: Clock) -> ClusterSettings:
+    """Return the settings of the cluster; learn how its clock stands to ours."""
+    cluster = patiently(client.settings)
+    clock.follow_slurm(clock.slurm_set(patiently(SlurmCommands().time)))
+    return cluster
 
 
 def _say_what_surprises(log: structlog.typing.FilteringBoundLogger, *, batch: bool, emptied: bool, kept: Path) -> None:

@@ -60,8 +60,9 @@ def restart_bus(
     deadline = state.deadline_at
     if state.phase in (Phase.STARTING, Phase.TRAINING):
         back = at + policy.watcher_back_within_s
-        # a node that was lost already keeps its deadline: restarts must not put it off for ever
-        lost_before = deadline is not None and (state.phase is Phase.STARTING or not all_ready(state))
+        # a node that was lost already keeps its deadline: restarts must not put it off for ever; the deadline of
+        # something else, such as that of clearing the nodes, is none of a watcher's
+        lost_before = deadline is not None and not all_ready(state)
         deadline = min(deadline, back) if lost_before and deadline is not None else back
     state = replace(
         state,

@@ -14,7 +14,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import are_lost, lose_nodes
 from stepkeeper.core.growing import on_due
 from stepkeeper.core.limit import on_limit_near
-from stepkeeper.core.notices import retry_requeue
+from stepkeeper.core.notices import give_up_requeue, retry_requeue
 from stepkeeper.core.phases import (
     Decision,
     ask,
@@ -40,6 +40,8 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
     """The deadline of a phase has passed."""
     if state.limit_at is not None and event.at >= state.limit_at and state.phase in (Phase.STARTING, Phase.TRAINING):
         return on_limit_near(state)
+    if state.phase is Phase.REQUEUEING and state.requeue_by is not None and event.at >= state.requeue_by:
+        return give_up_requeue(state, event.at, policy)
     if state.deadline_at is None or event.at < state.deadline_at:
         return _on_other_instants(state, event.at, policy) if state.phase is Phase.TRAINING else Decision(state)
     match state.phase:

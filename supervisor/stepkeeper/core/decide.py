@@ -39,8 +39,8 @@ from stepkeeper.core.starting import (
     on_watcher_ready,
 )
 from stepkeeper.core.state import Phase, State
-from stepkeeper.core.storage import on_chosen, on_storage_tested
-from stepkeeper.core.suspension import on_stood_still
+from stepkeeper.core.storage import on_chosen, on_run_directory_gone, on_storage_tested
+from stepkeeper.core.suspension import on_clock_set, on_stood_still
 from stepkeeper.core.training import (
     on_checkpoint_verified,
     on_committed,
@@ -69,6 +69,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return Decision(state, (), (because.PartFailed(part=event.part, error=event.error),))
         case on.StoodStill():
             return on_stood_still(state, event)
+        case on.ClockSet():
+            return on_clock_set(state, event, policy)
         case on.SignalReceived():
             return on_signal(state, event, policy)
         case on.NodeSignaled():
@@ -137,6 +139,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_rolled_back(state, event, policy)
         case on.Asked():
             return on_asked(state, event, policy)
+        case on.RunDirectoryGone():
+            return on_run_directory_gone(state, event, policy)
         case on.Superseded():
             return on_superseded(state, event, policy)
         case _:

@@ -34,6 +34,7 @@ class ExitCode(IntEnum):
     RUN_DIRECTORY = 32, "the run directory cannot be used"
     RUN_BUSY = 33, "another job's live supervisor holds this run directory"
     CODE_CHANGED = 34, "the code is not that of the attempt before, and --same-code wants no other"
+    RUN_DIRECTORY_GONE = 35, "the run directory is gone: somebody removed it while the supervisor ran"
     NOTHING_FOUND = 40, "no such run, step directory or record"
     NOT_VERIFIED = 41, "a step directory is not what its manifest says"
     SITE_UNFIT = 42, "the doctor found a problem, or the self-test did not pass"
@@ -66,5 +67,6 @@ _NEEDS_PERSON = frozenset(
         ExitCode.NODES_UNFIT,
         ExitCode.CAUSE_STAYS,
         ExitCode.CODE_CHANGED,
+        ExitCode.RUN_DIRECTORY_GONE,
     )
 )

@@ -45,6 +45,8 @@ def on_signal(state: State, event: on.SignalReceived, policy: Policy) -> Decisio
     """The batch process got a signal: ask Slurm what it means before deciding."""
     if event.signal in ("TERM", "INT") and state.term_at is None:
         state = replace(state, term_at=event.at)
+    if event.signal in ("TERM", "INT") and state.phase is Phase.REQUEUEING:  # whoever sent it does not wait for longer
+        state = replace(state, requeue_by=_earlier(state.requeue_by, event.at + state.kill_wait_s))
     return _ask_about(replace(state, signal=event.signal), event.at, (because.GotSignal(signal=event.signal),), policy)
 
 
@@ -295,6 +297,12 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
     wait = min(policy.requeue_retry_s * 2 ** (tries - 1), policy.requeue_retry_max_s)
     state = replace(state, requeue_tries=tries, asking=False, again=False, requesting=False, deadline_at=at + wait)
     return Decision(state, (), (because.RequeueFailed(error=error, again_s=wait, tries=tries),))
+
+
+def give_up_requeue(state: State, at: float, policy: Policy) -> Decision:
+    """End without a requeue: a person can still requeue the job, or resume the run."""
+    code = ExitCode.REQUEUE_FAILED if state.requesting else ExitCode.UNDECIDED
+    return close(state, at, Plan(next=Next.END, why=(because.RequeueLate(),), code=code), policy)
 
 
 def on_superseded(state: State, event: on.Superseded, policy: Policy) -> Decision:

@@ -28,6 +28,9 @@ class Decision(msgspec.Struct, frozen=True):
     why: Why = ()
 
 
+REQUEUE_FOR_S = 300.0  # a controller that fails over is back by then; one that is away for longer needs a person
+
+
 def can_save(state: State) -> bool:
     """Tell whether ranks that train may have something to save: done steps, or work that only their script knows of."""
     if state.bus_restarted_in_launch:  # what they said meanwhile was not heard
@@ -121,7 +124,8 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
         return Decision(state, (), why)
     if plan.next is Next.END:
         return finish(state, plan)
-    state = replace(state, phase=Phase.REQUEUEING, deadline_at=at + policy.ask_within_s)
+    by = at + REQUEUE_FOR_S
+    state = replace(state, phase=Phase.REQUEUEING, deadline_at=at + policy.ask_within_s, requeue_by=by)
     asked = ask(state, (because.RequeueAsked(),))
     return Decision(asked.state, asked.effects, why)
 

@@ -255,6 +255,14 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"the requeue did not succeed in {tries} tries: {error}"
         case r.RequeueFailed(error=error, again_s=again_s):
             return f"the requeue did not succeed, and is tried again in {again_s:g} s ({error})"
+        case r.RequeueLate():
+            return "Slurm did not take the requeue in time; go on with `stepkeeper resume RUN`"
+        case r.RunDirectoryGone(path=path):
+            return f"the run directory is gone: {path}"
+        case r.ClockSet(seconds=seconds):
+            return f"Slurm's clock was set: it moved by {seconds:+.0f} s"
+        case r.SaveLimitAsked():
+            return "Slurm is asked until when the save may take"
         case r.Superseded(job_id=job_id, restart_count=restart_count):
             return f"job {job_id} (restart {restart_count}) holds the lease now"
         case r.SaveAsked(by=by):

@@ -565,6 +565,26 @@ class RequeueFailed(_Reason, frozen=True, kw_only=True):
     tries: int = 0
 
 
+class RequeueLate(_Reason, frozen=True, kw_only=True):
+    """Slurm has not taken the requeue in time, and may not be there at all."""
+
+
+class RunDirectoryGone(_Reason, frozen=True, kw_only=True):
+    """Somebody removed the run directory: nothing can be saved any more."""
+
+    path: str
+
+
+class ClockSet(_Reason, frozen=True, kw_only=True):
+    """Slurm's clock has moved."""
+
+    seconds: float  # forward
+
+
+class SaveLimitAsked(_Reason, frozen=True, kw_only=True):
+    """Slurm is asked again until when a save may take."""
+
+
 class Superseded(_Reason, frozen=True, kw_only=True):
     """A newer attempt holds the lease."""
 
@@ -1017,6 +1037,10 @@ Reason = (
     | RequeueNotAllowed
     | JobRefused
     | RequeueFailed
+    | RequeueLate
+    | RunDirectoryGone
+    | ClockSet
+    | SaveLimitAsked
     | Superseded
     | SaveAsked
     | StopAsked

@@ -210,6 +210,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     signal: str = ""  # the newest signal that we asked Slurm about
     asking: bool = False  # at most one question is under way
     again: bool = False  # something happened since it was asked: its answer may be out of date
+    requeue_by: float | None = None  # in REQUEUEING: the end, also where Slurm never answers
     requesting: bool = False  # a requeue was ordered, and not answered
     resubmitting: bool = False  # the site let us requeue nothing: the job is submitted again instead
     verifying: str | None = None  # directory that is being read back
@@ -234,4 +235,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         hang_at = self.hang_at if self.phase is Phase.TRAINING else None
         limit_at = self.limit_at if self.phase in (Phase.STARTING, Phase.TRAINING) else None
         grow_at = self.growth.wake_at if self.phase is Phase.TRAINING else None
-        return min((at for at in (self.deadline_at, hang_at, limit_at, grow_at) if at is not None), default=None)
+        requeue_by = self.requeue_by if self.phase is Phase.REQUEUEING else None
+        return min(
+            (at for at in (self.deadline_at, hang_at, limit_at, grow_at, requeue_by) if at is not None), default=None
+        )

@@ -42,6 +42,13 @@ def on_chosen(state: State, event: on.CheckpointChosen, policy: Policy) -> Decis
     return Decision(decision.state, (*decision.effects, test), why)
 
 
+def on_run_directory_gone(state: State, event: on.RunDirectoryGone, policy: Policy) -> Decision:
+    """Nothing can be saved any more, and no next attempt would find anything: end, whatever was planned."""
+    why = (because.RunDirectoryGone(path=event.path),)
+    plan = Plan(next=Next.END, why=why, code=ExitCode.RUN_DIRECTORY_GONE)
+    return stop(state, event.at, plan, policy)
+
+
 def _testing(state: State, at: float, policy: Policy) -> State:
     return replace(state, testing=True, deadline_at=at + policy.storage_test_within_s + ANSWER_MARGIN_S)
 

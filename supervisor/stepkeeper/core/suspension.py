@@ -1,7 +1,7 @@
-"""This process did not run for a while: the job was suspended, or its batch host stood still.  Pure.
+"""This process did not run for a while, or its wall clock was set.  Pure.
 
-The ranks stood still too, or could not be heard: nothing that was waited for is late by that time.  Slurm's own
-instants stay as they are: it is asked before one of them counts.
+Suspended, or on a batch host that stood still: the ranks stood still too, or could not be heard.  Nothing that was
+waited for is late by that time.  Slurm's own instants stay as they are: it is asked before one of them counts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import msgspec
 
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.phases import Decision
+from stepkeeper.core.limit import expecting
+from stepkeeper.core.phases import Decision, ask_unprompted
+from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase, State, Suspended
 
 SPANS = 0.5  # of the time that we were away: ranks are stopped a little later than we are
@@ -47,6 +49,19 @@ def on_stood_still(state: State, event: on.StoodStill) -> Decision:
         failure=failure,
         suspended=suspended,
     )
+    return Decision(state, (), why)
+
+
+def on_clock_set(state: State, event: on.ClockSet, policy: Policy) -> Decision:
+    """Our own instants stay as they are; those that Slurm has told stand elsewhere among them now."""
+    why = (because.ClockSet(seconds=event.seconds),)
+    state = replace(
+        state, end_at=_later(state.end_at, -event.seconds), preempted_at=_later(state.preempted_at, -event.seconds)
+    )
+    if state.limit_at is not None:  # else Slurm is being asked about it, or was
+        state = expecting(state, policy)
+    if state.phase is Phase.SAVING and state.leave_at is not None:  # by when was said by the clock before
+        return ask_unprompted(state, (*why, because.SaveLimitAsked()))
     return Decision(state, (), why)
 
 

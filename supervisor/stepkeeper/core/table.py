@@ -93,6 +93,7 @@ def _samples() -> dict[str, on.Event]:
         "Tick, the deadline has passed": on.Tick(at=LATE),
         "PartFailed": on.PartFailed(at=AT, part="diagnosis", error="ValueError: x"),
         "StoodStill": on.StoodStill(at=AT, seconds=300.0),
+        "ClockSet": on.ClockSet(at=AT, seconds=3600.0),
         "SignalReceived TERM": on.SignalReceived(at=AT, signal="TERM"),
         "NodeSignaled": on.NodeSignaled(at=AT, node="a", signal="TERM"),
         "SlurmAnswered: runs": on.SlurmAnswered(at=AT, job=job),
@@ -152,6 +153,7 @@ def _samples() -> dict[str, on.Event]:
         "RolledBack": on.RolledBack(at=AT, launch=0, directory=STEP, step=901),
         "LaunchRefused": on.LaunchRefused(at=AT, launch=0, error="no srun"),
         "Asked: stop": on.Asked(at=AT, name="ask", kind="stop", by="ada"),
+        "RunDirectoryGone": on.RunDirectoryGone(at=AT, path="/runs/a"),
         "Superseded": on.Superseded(at=AT, by_job_id=7, by_restart_count=1),
     }
 

@@ -58,7 +58,7 @@ def ending(record: Record, launch: Launch) -> Ending | None:  # noqa: C901, PLR0
             return Ending.FINISHED if event.finished or _ends_well(record) else left
         case on.LaunchRefused():
             return Ending.FAILURE
-        case on.StoodStill():
+        case on.StoodStill() | on.ClockSet():
             return None
         case on.Superseded():
             return Ending.SUPERSEDED

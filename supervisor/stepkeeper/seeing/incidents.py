@@ -67,6 +67,8 @@ def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noq
             yield "storage", event.error, ""
         case on.PartFailed():
             yield "part failed", f"{event.part}: {event.error}", ""
+        case on.RunDirectoryGone():
+            yield "storage", f"the run directory is gone: {event.path}", ""
         case on.Superseded():
             yield "superseded", f"job {event.by_job_id}, restart {event.by_restart_count}, holds the lease", ""
         case _ if lost:

@@ -38,6 +38,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "PartFailed": {"part": "diagnosis", "error": "ValueError: not a number"},
     "StoodStill": {"seconds": 300.0},
+    "ClockSet": {"seconds": 3600.0},
     "SignalReceived": {"signal": "TERM"},
     "NodeSignaled": {"node": "a", "signal": "TERM"},
     "RequeueAnswered": {"ok": True},
@@ -72,6 +73,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "LaunchEnded": {"code": 0},
     "LaunchRefused": {"error": "srun: No such file or directory"},
     "Judged": {"cause": "unknown", "rule": "no-evidence", "confidence": 0.9},
+    "RunDirectoryGone": {"path": "/runs/a"},
     "Superseded": {"by_job_id": 7, "by_restart_count": 1},
 }
 GIVEN_TRAINING = """

@@ -80,6 +80,10 @@ class SlurmCommands:
         """See `SlurmClient`."""
         return parse_settings(self._call("scontrol", "show", "config"))
 
+    def time(self) -> float | None:
+        """Return what the controller's clock tells, Unix seconds; None where it does not say."""
+        return parse_time(self._call("scontrol", "show", "config"))
+
     def hostnames(self, node_list: str) -> tuple[str, ...]:
         """See `SlurmClient`."""
         return tuple(self._call("scontrol", "show", "hostnames", node_list).split())
@@ -294,6 +298,16 @@ def parse_settings(text: str) -> ClusterSettings:
     if kill_wait is None:
         raise SlurmError("scontrol show config: it does not tell KillWait")
     return ClusterSettings(kill_wait_s=float(kill_wait.group(1)), version=version.group(1) if version else "?")
+
+
+def parse_time(text: str) -> float | None:
+    r"""Return when the controller wrote its `scontrol show config`.
+
+    >>> parse_time("Configuration data as of 1790000000\nAccountingStorageBackupHost = (null)\n")
+    1790000000.0
+    """
+    as_of = re.match(r"Configuration data as of (\d+)\s", text)
+    return float(as_of.group(1)) if as_of else None
 
 
 def job_state(slurm_state: str) -> JobState:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.liveness import SUSPECT_AFTER_S, Life, Peer
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import shepherd
 from stepkeeper.sources.inbox import Inbox, Part
@@ -18,8 +19,6 @@ from stepkeeper.sources.paces import Paces
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats import messages as words
 
-SILENCE_MAX_S = 12.0
-LEASE_EVERY_S = 5.0
 ERROR_CHARACTERS_MAX = 300
 ERRORS_WITHIN_S = 1.0
 LEFT_OUT = frozenset({"launch", "rank", "own_seconds", "loading_seconds"})  # of a word in its event; watchers gather
@@ -81,7 +80,7 @@ class Bus:
         self._clear_number = 0
         self._check_number = 0
         self._to_clear: do.ClearNodes | None = None
-        self._heard: dict[str, float] = {}  # node -> monotonic seconds of its last word
+        self._heard: dict[str, Peer] = {}  # by node; its watcher, by the monotonic clock
         self._size = size
         self._ready: set[str] = set()  # nodes whose watcher has answered
         self._reads: set[str] = set()  # nodes whose watcher can read shares of step directories
@@ -128,20 +127,20 @@ class Bus:
         self._inbox.put(on.NodesNotCleared(at=self._now(), launch=launch, nodes=missing))
 
     def check_silence(self) -> None:
-        """Emit `WatcherLost` for watchers that have been silent for too long.  Called by the loop."""
+        """Emit `WatcherLost` for watchers that are suspect: a new bus costs nothing.  Called by the loop."""
         now = time.monotonic()
-        for node, heard in list(self._heard.items()):
-            if now - heard > SILENCE_MAX_S:
+        for node, watcher in list(self._heard.items()):
+            if watcher.life(now) is not Life.ALIVE:
                 if self._heard.pop(node, None) is None:
                     continue  # srun has told us meanwhile
-                why = f"silent for {SILENCE_MAX_S:g} s"
+                why = f"silent for {SUSPECT_AFTER_S:g} s"
                 self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
 
     def forgive(self, seconds: float) -> None:
         """Take no watcher for silent because of a time in which we could not hear.  Called by the loop."""
         now = time.monotonic()
-        for node, heard in list(self._heard.items()):
-            self._heard[node] = min(now, heard + seconds)
+        for node, watcher in list(self._heard.items()):
+            self._heard[node] = watcher.paused(seconds, now)
 
     def close(self) -> None:
         """Ask the watchers to leave, and end the input."""
@@ -235,7 +234,7 @@ class Bus:
 
     def _emit(self, message: lines.FromWatcher) -> None:  # noqa: C901, PLR0912 - one case a word
         if message.node in self._heard or isinstance(message, lines.Ready):
-            self._heard[message.node] = time.monotonic()
+            self._heard[message.node] = Peer(time.monotonic())
         at = self._now()
         match message:
             case lines.Ready():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import random
@@ -10,19 +9,26 @@ import selectors
 import signal
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from stepkeeper import __version__
+from stepkeeper.core.liveness import SUSPECT_AFTER_S, Life, Peer
 from stepkeeper.slurm.environment import node_name
 from stepkeeper.stalls import Stalls
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.assignment import Assignment, read
+from stepkeeper.watcher.channel import Channel
+from stepkeeper.watcher.failover import Failover, Found
 from stepkeeper.watcher.pace import NodePace
-from stepkeeper.watcher.processes import kill_older_watchers, kill_ranks, rank_processes
+from stepkeeper.watcher.processes import RankSteps, kill_older_watchers, kill_ranks, rank_processes
 from stepkeeper.watcher.ranks import RankSocket, free_port
 from stepkeeper.watcher.senses import Fitness, Senses
 from stepkeeper.watcher.stacks import StackTaker
 from stepkeeper.wrapper import own_address
 from stepkeeper_trainer.formats.messages import Hello, Progress, SaveRequest, TaskStarted, shorten
+
+if TYPE_CHECKING:
+    from stepkeeper.watcher.rescue import Result
 
 ALIVE_EVERY_S = 2.0
 PROGRESS_EVERY_S = 1.0
@@ -34,10 +40,10 @@ RESCUERS_LATE_S = 10.0
 RESCUE_AGAIN_S = 2.0
 RESCUE_AGAIN_MAX_S = 60.0
 KILL_AGAIN_EVERY_S = 0.05
+STEP_LOOKS_MAX = 60  # one with each `Alive`: what a launch without the library and our wrapper may take to begin
 SAVE_AGAIN_EVERY_S = 1.0
 SAVE_AGAIN_FOR_S = 60.0  # a request that is not for good: the ranks have heard it by then
-OUTPUT_LINES_MAX = 4096
-NODE_FIRST_LEASE_S = 60.0
+LOOK_EVERY_S = SUSPECT_AFTER_S / 2  # for signs of a supervisor that was not heard, while nothing else is known of it
 
 
 class Watcher:
@@ -47,7 +53,7 @@ class Watcher:
         self.assignment = assignment
         self.node = node_name()
         self.selector = selectors.DefaultSelector()
-        self.output: collections.deque[bytes] = collections.deque()
+        self.output = Channel(1, self.node)
         self.output_full = False
         self.input = b""
         kill_older_watchers(assignment, self.node)
@@ -55,6 +61,8 @@ class Watcher:
         self.launch: int | None = None
         self.cleared: int | None = None  # the launch that the node was cleared for: we have heard all its ranks
         self.signaled: int | None = None  # the launch whose ranks got the stop signal from us
+        self.steps = RankSteps()
+        self.steps_looks = STEP_LOOKS_MAX  # left, for Slurm steps of ranks that say nothing themselves
         self.wrapped: set[int] = set()
         self.started: dict[int, tuple[str, int]] = {}  # rank -> launch, pid, as its wrapper says
         self.greeted: dict[int, tuple[str, int, int | None]] = {}  # rank -> launch, pid, step of its newest hello
@@ -62,17 +70,22 @@ class Watcher:
         self.progress_at = 0.0
         self.progress: Progress | None = None
         self.pace = NodePace(self.node)
-        self.senses = Senses(assignment, self.node)
+        self.senses = Senses(assignment, self.node, self.steps)
         self.stacks = StackTaker(assignment, self.node)
         self.clearing: bus.Clear | None = None
         self.fitness: Fitness | None = None  # of the node, as of the newest `Clear`
         self.saving: SaveRequest | None = None
         self.save_again_at = 0.0
         self.save_until = 0.0
-        self.lease_until = time.monotonic() + NODE_FIRST_LEASE_S
-        self.rescue_at: float | None = None
-        self.rescue_tries = 0
-        self.supervisor_gone = False
+        self.supervisor = Peer(time.monotonic())
+        self.failover = Failover(assignment, self.node)
+        self.signaled_by_slurm = False  # since the supervisor was heard last
+        self.look_at = 0.0  # the next look for a supervisor that is not heard
+        self.looks = 0  # since it was heard last
+        self.requests = 0  # that we made in its place
+        self.said = ""  # of the newest look
+        self.asked_to_save = False  # the ranks, in its place, since it was heard last
+        self.lost = False  # and to stop
         self.quit = False
         self.alive_at = 0.0
 
@@ -88,6 +101,7 @@ class Watcher:
         self.selector.register(self.ranks, selectors.EVENT_READ, self._on_rank)
         self.selector.register(self.senses, selectors.EVENT_READ, self._on_senses)
         self.selector.register(self.stacks, selectors.EVENT_READ, self._on_stacks)
+        self.selector.register(self.failover, selectors.EVENT_READ, self._on_failover)
         self.selector.register(reader, selectors.EVENT_READ, lambda: self._on_signal(reader))
         self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__, reads=True))
         self.senses.start()
@@ -108,25 +122,17 @@ class Watcher:
         return 0
 
     def say(self, message: bus.FromWatcher) -> None:
-        """Queue one line for the supervisor.  When Slurm's pipe is clogged the oldest lines go."""
-        self.output.append(bus.encode(message))
-        while len(self.output) > OUTPUT_LINES_MAX:
-            self.output.popleft()
-        self._flush()
+        """Queue one line for the supervisor.  Never waits."""
+        self.output.put(message)
+        self._wait_for_room()
 
     def _flush(self) -> None:
-        """Write whole lines, each with one write (a line is shorter than PIPE_BUF: all or nothing)."""
-        while self.output:
-            try:
-                os.write(1, self.output[0])
-            except BlockingIOError:
-                break
-            except OSError:
-                self.output.clear()  # srun is gone: the lease decides what that means
-                break
-            self.output.popleft()
-        if bool(self.output) != self.output_full:
-            self.output_full = bool(self.output)
+        self.output.flush()
+        self._wait_for_room()
+
+    def _wait_for_room(self) -> None:
+        if bool(len(self.output)) != self.output_full:
+            self.output_full = bool(len(self.output))
             if self.output_full:
                 self.selector.register(1, selectors.EVENT_WRITE, self._flush)
             else:
@@ -143,7 +149,7 @@ class Watcher:
             data = b""
         if not data:
             self.selector.unregister(0)
-            self._supervisor_may_be_gone(BUS_BACK_WITHIN_S)
+            self.supervisor = self.supervisor.hinted(time.monotonic() + BUS_BACK_WITHIN_S)
             return
         *lines, self.input = (self.input + data).split(b"\n")
         for line in lines:
@@ -154,9 +160,7 @@ class Watcher:
     def _obey(self, message: bus.ToWatcher) -> None:  # noqa: C901, PLR0912 - one case a word
         match message:
             case bus.Lease():
-                self.lease_until = time.monotonic() + message.seconds
-                self.rescue_at = None
-                self.rescue_tries = 0
+                self._hear_supervisor()
                 self.launch = message.launch
             case bus.Save():
                 self.saving = SaveRequest(
@@ -228,6 +232,8 @@ class Watcher:
             if message.rank == 0:
                 self.progress = message
             return
+        if isinstance(message, TaskStarted | Hello):
+            self.steps.learn(pid)
         if isinstance(message, TaskStarted):
             self.wrapped.add(message.rank)
             self.started[message.rank] = (message.launch, message.pid)
@@ -264,39 +270,37 @@ class Watcher:
         with contextlib.suppress(BlockingIOError):
             for number in set(os.read(reader, 64)):
                 self.say(bus.Signaled(node=self.node, signal=signal.Signals(number).name.removeprefix("SIG")))
-        self._supervisor_may_be_gone(ACKNOWLEDGE_WITHIN_S)
+        self.signaled_by_slurm = True
+        self.failover.cancel()
+        self.supervisor = self.supervisor.hinted(time.monotonic() + ACKNOWLEDGE_WITHIN_S)
 
     def _forgive(self, away_s: float) -> None:
         """We did not run for so long (the job was suspended): nobody was silent meanwhile."""
         if not away_s:
             return
-        self.lease_until += away_s
+        self.supervisor = self.supervisor.paused(away_s, time.monotonic())
         self.save_until += away_s
-        if self.rescue_at is not None:
-            self.rescue_at += away_s
+        self.look_at += away_s
         self.say(bus.Note(node=self.node, text=f"suspended for {away_s:.0f} s"))
 
     # --- the clock --------------------------------------------------------------------------------
 
     def _wait_s(self) -> float:
         now = time.monotonic()
-        until = [self.alive_at]
-        if self.rescue_at is None:
-            until.append(self.lease_until)
+        until = [self.alive_at, self._next_look_at()]
         if self.progress is not None:
             until.append(self.progress_at)
         if self.clearing is not None:
             until.append(now + KILL_AGAIN_EVERY_S)
         if self.saving is not None:
             until.append(self.save_again_at)
-        if self.rescue_at is not None:
-            until.append(self.rescue_at)
         return max(0.0, min(until) - now)
 
     def _on_clock(self, now: float) -> None:
         if now >= self.alive_at:
             self.alive_at = now + ALIVE_EVERY_S
             self.say(bus.Alive(node=self.node))
+            self._learn_steps()
             for word in self.pace.words(now):
                 self.say(word)
         if now >= self.progress_at:
@@ -308,10 +312,17 @@ class Watcher:
         if self.saving is not None and now >= self.save_again_at:
             self.save_again_at = now + SAVE_AGAIN_EVERY_S
             self.ranks.send(self.saving.launch, self.saving)
-        if now >= self.lease_until and self.rescue_at is None:
-            self._supervisor_may_be_gone(0.0)
-        if self.rescue_at is not None and now >= self.rescue_at:
-            self._rescue(now)
+        if now >= self._next_look_at():
+            self._look_for_supervisor(now)
+
+    def _learn_steps(self) -> None:
+        """Look for ranks that say nothing, a few times after a launch: later their environment may be overwritten."""
+        if self.steps or not self.steps_looks or self.clearing is not None:
+            return
+        self.steps_looks -= 1
+        own = self.assignment
+        for pid in rank_processes(own.run_id, self.node, attempt_max=own.attempt):
+            self.steps.learn(pid)
 
     def _say_progress(self) -> None:
         if self.progress is not None:
@@ -321,7 +332,7 @@ class Watcher:
 
     def _kill(self) -> None:
         self.saving = None
-        kill_ranks(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
+        kill_ranks(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt, steps=self.steps)
 
     def _signal_ranks(self, launch: int, name: str, *, heard: bool) -> None:
         """Send the stop signal, once a launch, to the ranks that have no trainer library.
@@ -339,7 +350,7 @@ class Watcher:
         of_launch = f"{self.assignment.attempt}.{launch}"
         theirs = {pid for known, pid, _ in self.greeted.values() if known == of_launch}
         attempt, run_id = self.assignment.attempt, self.assignment.run_id
-        sent = stop_signal.send(run_id, self.node, name, attempt_max=attempt, heard=theirs)
+        sent = stop_signal.send(run_id, self.node, name, attempt_max=attempt, heard=theirs, steps=self.steps)
         if sent:
             self.say(bus.Told(node=self.node, launch=launch, text=shorten(stop_signal.in_words(name, sent))))
 
@@ -347,9 +358,12 @@ class Watcher:
         """End what is left; confirm once nothing is and the node has been looked at.  Called again until then."""
         assert self.clearing is not None, "the clock calls it while there is something to clear"
         self._kill()
-        left = rank_processes(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt)
+        own = self.assignment
+        left = rank_processes(own.run_id, self.node, attempt_max=own.attempt, steps=self.steps)
         if self.fitness is None or next(left, None) is not None:
             return
+        self.steps.forget()
+        self.steps_looks = STEP_LOOKS_MAX
         address = own_address(os.environ, self.node)
         unfit = shorten(self.fitness.unfit)
         launch = self.clearing.launch
@@ -366,44 +380,72 @@ class Watcher:
         )
         self.clearing = None
 
-    # --- when the supervisor is gone --------------------------------------------------------------
+    # --- when the supervisor is not heard ----------------------------------------------------------
 
-    def _supervisor_may_be_gone(self, wait_s: float) -> None:
-        """Wait for a word of the supervisor, then rescue: the first nodes of the job before the others."""
+    def _hear_supervisor(self) -> None:
+        """It lives: whatever was suspected is over, and a look that is under way changes nothing."""
+        self.supervisor = self.supervisor.heard(time.monotonic())
+        self.failover.cancel()
+        self.signaled_by_slurm = self.asked_to_save = self.lost = False
+        self.looks, self.look_at = 0, 0.0
+
+    def _next_look_at(self) -> float:
+        """Return when to look for the supervisor: the first nodes of the job look before the others."""
         index = self.assignment.nodes.index(self.node) if self.node in self.assignment.nodes else 0
         late_s = index * RESCUE_STAGGER_S
         if index >= RESCUERS:
             late_s = RESCUERS_LATE_S + index / len(self.assignment.nodes) * RESCUE_AGAIN_MAX_S
-        at = time.monotonic() + wait_s + late_s
-        self.rescue_at = at if self.rescue_at is None else min(self.rescue_at, at)
+        return max(self.supervisor.suspect_at + late_s, self.look_at)
 
-    def _rescue(self, now: float) -> None:
-        # imported now: a watcher whose supervisor lives needs none of it, and its memory stays small
-        from stepkeeper.watcher.rescue import rescue  # noqa: PLC0415
+    def _look_for_supervisor(self, now: float) -> None:
+        """Begin a look on the failover's thread, and plan the next one."""
+        gone = self.supervisor.life(now) is Life.GONE
+        begun = self.failover.look(gone=gone, signaled=self.signaled_by_slurm, again=self.looks > 0)
+        self.looks += begun
+        pause_s = LOOK_EVERY_S
+        if gone or self.signaled_by_slurm:
+            pause_s = min(RESCUE_AGAIN_S * 1.5**self.looks, RESCUE_AGAIN_MAX_S)
+        self.look_at = now + pause_s * random.uniform(0.7, 1.3)  # noqa: S311 - so that nodes do not ask in step
 
-        if not self.supervisor_gone and self.launch is not None:
-            self.supervisor_gone = True
-            request = SaveRequest(
-                launch=f"{self.assignment.attempt}.{self.launch}",
-                request_id=-1,
-                stop=True,
-                deadline_at=time.time() + 0.6 * self.assignment.kill_wait_s,
-                why="the supervisor is gone",
-            )
-            self.ranks.send(request.launch, request)
-        result = rescue(self.assignment, self.node, lease_ran_out=now >= self.lease_until, again=self.rescue_tries > 0)
-        self.say(bus.Note(node=self.node, text=shorten(f"rescue: {result.why}")))
-        with contextlib.suppress(OSError):  # srun may be gone: nobody reads it
-            sys.stderr.write(f"stepkeeper watcher {self.node}: rescue: {result.why}\n")
-            sys.stderr.flush()
+    def _on_failover(self) -> None:
+        for found in self.failover.take():
+            match found:
+                case Found.SIGN:
+                    self._hear_supervisor()
+                case Found.LOST:
+                    self._save_in_its_place(stop=True)
+                case Found.UNKNOWN:
+                    self._save_in_its_place(stop=False)
+                case _:
+                    self._on_result(found)
+
+    def _save_in_its_place(self, *, stop: bool) -> None:
+        """Ask the ranks for a save, once until the supervisor is heard; they go on where nothing is certain yet."""
+        if self.launch is None or self.lost or (self.asked_to_save and not stop):
+            return
+        self.requests += 1
+        self.lost, self.asked_to_save = stop, True
+        request = SaveRequest(
+            launch=f"{self.assignment.attempt}.{self.launch}",
+            request_id=-self.requests,
+            stop=stop,
+            deadline_at=time.time() + 0.6 * self.assignment.kill_wait_s if stop else None,
+            why="the supervisor is lost" if stop else "neither the supervisor nor Slurm answers",
+        )
+        self.ranks.send(request.launch, request)
+
+    def _on_result(self, result: Result) -> None:
+        if result.why != self.said:
+            self.said = result.why
+            self.say(bus.Note(node=self.node, text=shorten(f"failover: {result.why}")))
+            with contextlib.suppress(OSError):  # srun may be gone: nobody reads it
+                sys.stderr.write(f"stepkeeper watcher {self.node}: failover: {result.why}\n")
+                sys.stderr.flush()
         if result.left:
             self._kill()
         elif result.done and self.launch is not None:  # Slurm is about to end the ranks
             self._signal_ranks(self.launch, self.assignment.stop_signal, heard=True)
         self.quit = result.done
-        self.rescue_tries += 1
-        pause_s = min(RESCUE_AGAIN_S * 1.5**self.rescue_tries, RESCUE_AGAIN_MAX_S)
-        self.rescue_at = now + pause_s * random.uniform(0.7, 1.3)  # noqa: S311 - so that nodes do not ask in step
 
 
 def main() -> int:

@@ -23,9 +23,9 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
 
 class Lease(_Line, frozen=True, kw_only=True, tag="lease"):
-    """The supervisor is alive; without another one in `seconds` it is taken for gone."""
+    """The supervisor is alive; without another one it is suspect, and then gone (`core.liveness`)."""
 
-    seconds: float
+    seconds: float  # for watchers of an earlier version, which had no other limit
     launch: int | None = None  # the launch whose words count
 
 

@@ -2,12 +2,13 @@
 
 `kill -9` of the batch process would otherwise end the run as FAILED, and with `--no-kill` a job whose batch node is
 lost would stay RUNNING with nobody in charge.  Reads the job, the journal and the lease anew: another watcher may have
-been faster.
+been faster, or the supervisor may be back (`failover`).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -32,15 +33,22 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     done: bool  # nothing more to do
     left: bool = False  # the run goes on without this node: nothing of it may run here
+    unanswered: bool = False  # Slurm did not answer
     why: str
 
 
-def rescue(
+BACK = Result(done=False, why="the supervisor is back")
+
+
+def rescue(  # noqa: C901, PLR0912 - what is looked at, in its order
     assignment: Assignment,
     node: str,
     *,
-    lease_ran_out: bool,
+    gone: bool,
+    asks: bool = True,
     again: bool = False,
+    lost: Callable[[], None] = lambda: None,
+    cancelled: Callable[[], bool] = lambda: False,
     client: SlurmClient | None = None,
 ) -> Result:
     """Requeue the job if that is right.  Never raises for what the world does: the result says it.
@@ -48,39 +56,70 @@ def rescue(
     Args:
         assignment: of this watcher.
         node: its name.
-        lease_ran_out: the supervisor has been silent for too long; else a running job is left alone.
+        gone: the supervisor counts as gone (`core.liveness`), by its words and by what it writes; else a job that runs
+            is left alone.
+        asks: whether Slurm is asked; without that only the run directory is read.
         again: an earlier try came to nothing: a controller that is overloaded is given more time to answer.
+        lost: called once it is certain that Slurm is about to end the ranks, and that the run is to go on.
+        cancelled: whether the supervisor was heard meanwhile: then nothing is changed any more.
         client: Slurm's commands by default.
     """
     client = client or SlurmCommands(call_within_s=PATIENT_S if again else CALL_WITHIN_S)
     run_directory = Path(assignment.run_directory)
-    name = assignment.slurm_name
     try:
         carried = journal.reconstruct(run_directory / "journal.jsonl")
         settled = _settled(run_directory, assignment, carried)
         if not settled and _is_left(carried, assignment, node) and time.time() - carried.at < SILENT_S:
             return Result(done=False, left=True, why="the run goes on without this node")
-        job = client.job(name)
+        if not asks:
+            return Result(done=False, why="the supervisor may only be slow, or cut off from this node")
+        job = client.job(assignment.slurm_name)
+        if cancelled():
+            return BACK
+        ends = job.restarts > assignment.restart_count or job.state is not JobState.RUNNING
+        goes_on = not settled and not was_cancelled(job)
+        if ends and goes_on:
+            lost()
+        elif not ends and not gone:
+            return Result(done=False, why="the job runs, and its supervisor may only be slow")
         if job.restarts > assignment.restart_count or job.state is JobState.PENDING:
             return Result(done=True, why="requeued already")
-        if job.state is JobState.RUNNING and not lease_ran_out:
-            return Result(done=False, why="the job runs, and its supervisor may only be slow")
         settled = settled or _spent(run_directory)
         if settled:
-            if job.state is JobState.RUNNING:  # the batch node is lost, and nobody else would end it
-                client.cancel(name)
+            if not ends:  # the batch node is lost, and nobody else would end it
+                client.cancel(assignment.slurm_name)
             return Result(done=True, why=settled)
-        if was_cancelled(job):
-            return Result(done=True, why=f"the job was ended from outside ({job.slurm_state} {job.reason})")
-        if not assignment.batch:
-            return Result(done=True, why="there is no batch script to requeue: run again with the same --run-dir")
-        now = time.time()
-        excluded = [exclusion.node for exclusion in carried.excluded if exclusion.until > now]
-        besides, how = _again(client, assignment, excluded, allowed=job.requeue_allowed)
-        rescued = rescues.Rescued(at=now, job_id=assignment.job_id, restart_count=assignment.restart_count, node=node)
-        append_line(run_directory / rescues.RESCUES_NAME, msgspec.json.encode(rescued))
-    except (OSError, ValueError, SlurmError) as error:
+        if cancelled():
+            return BACK
+        if not ends:
+            lost()
+        if why := _for_good(job, assignment):
+            return Result(done=True, why=why)
+        return _run_again(client, assignment, node, job, carried)
+    except SlurmError as error:
+        return Result(done=False, why=str(error), unanswered=error.unreachable)
+    except (OSError, ValueError) as error:
         return Result(done=False, why=str(error))
+
+
+def _for_good(job: JobFacts, assignment: Assignment) -> str:
+    """Return why a job is not to run again though the run is not over; empty if it is."""
+    if was_cancelled(job):
+        return f"the job was ended from outside ({job.slurm_state} {job.reason})"
+    if not assignment.batch:
+        return "there is no batch script to requeue: run again with the same --run-dir"
+    return ""
+
+
+def _run_again(
+    client: SlurmClient, assignment: Assignment, node: str, job: JobFacts, carried: journal.Carried
+) -> Result:
+    """Have the job run again, and write that down.  Raises SlurmError, OSError."""
+    now = time.time()
+    excluded = [exclusion.node for exclusion in carried.excluded if exclusion.until > now]
+    besides, how = _again(client, assignment, excluded, allowed=job.requeue_allowed)
+    rescued = rescues.Rescued(at=now, job_id=assignment.job_id, restart_count=assignment.restart_count, node=node)
+    append_line(Path(assignment.run_directory) / rescues.RESCUES_NAME, msgspec.json.encode(rescued))
     why = f"{how}: its supervisor is gone"
     return Result(done=True, why=f"{why}; {besides}" if besides else why)
 

@@ -25,7 +25,7 @@ from stepkeeper.slurm.node_commands import NodeCommands
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.own_gpus import OwnGpus
-from stepkeeper.watcher.processes import rank_processes
+from stepkeeper.watcher.processes import RankSteps, rank_processes
 from stepkeeper_trainer.formats.messages import shorten
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ Word = bus.FromWatcher | Fitness
 class Senses:
     """Threads that watch the node.  `fileno` is readable when `take` has something."""
 
-    def __init__(self, assignment: Assignment, node: str) -> None:
+    def __init__(self, assignment: Assignment, node: str, steps: RankSteps | None = None) -> None:
         self._assignment = assignment
+        self._steps = steps
         self._node = node
         self._words: queue.SimpleQueue[Word] = queue.SimpleQueue()
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -232,7 +233,7 @@ class Senses:
 
     def _processes(self) -> Iterator[int]:
         own = self._assignment
-        return rank_processes(own.run_id, self._node, attempt_max=own.attempt)
+        return rank_processes(own.run_id, self._node, attempt_max=own.attempt, steps=self._steps)
 
     def _counts_gpus(self) -> bool:
         """Ask Slurm, once there is a fault, whether it knows of GPUs on this node."""

@@ -15,7 +15,7 @@ import msgspec
 
 from stepkeeper.core.policy import STOP_SIGNALS
 from stepkeeper.slurm.cmd import is_shell
-from stepkeeper.watcher.processes import rank_processes
+from stepkeeper.watcher.processes import RankSteps, rank_processes
 
 # What a launcher sets for the ranks that it starts: a process that has more of them than its parent is such a rank.
 _OF_RANKS = (b"RANK=", b"TORCHELASTIC_RUN_ID=")
@@ -83,10 +83,12 @@ def _look(process: Process, children: Mapping[int, Sequence[Process]]) -> _Found
     return _Found(catching=catching, others=others)
 
 
-def look(run_id: str, node: str, *, attempt_max: int, number: int) -> dict[int, Process]:
+def look(
+    run_id: str, node: str, *, attempt_max: int, number: int, steps: RankSteps | None = None
+) -> dict[int, Process]:
     """Return the processes of a run's ranks on a node, by pid, and what each does with a signal."""
     found = {}
-    for pid in rank_processes(run_id, node, attempt_max=attempt_max):
+    for pid in rank_processes(run_id, node, attempt_max=attempt_max, steps=steps):
         with contextlib.suppress(OSError):  # ended meanwhile
             process = _read(pid, number)
             if process.name != _SRUN:
@@ -111,10 +113,18 @@ def _read(pid: int, number: int) -> Process:
     )
 
 
-def send(run_id: str, node: str, name: str, *, attempt_max: int, heard: Collection[int]) -> list[Process]:
+def send(
+    run_id: str,
+    node: str,
+    name: str,
+    *,
+    attempt_max: int,
+    heard: Collection[int],
+    steps: RankSteps | None = None,
+) -> list[Process]:
     """Send the stop signal to the ranks of a node that have no trainer library; return who got it."""
     number = STOP_SIGNALS[name]
-    processes = look(run_id, node, attempt_max=attempt_max, number=number)
+    processes = look(run_id, node, attempt_max=attempt_max, number=number, steps=steps)
     sent = []
     for pid in choose(processes, heard):
         with contextlib.suppress(ProcessLookupError):  # ended meanwhile

@@ -9,6 +9,7 @@ Where each comes from, and what may be concluded from it:
     AttemptStarted      ourselves at the start: lease, allocation, the journal of the attempt before (`commands.run`)
     Tick                the clock (the loop)
     StoodStill          the clock (the loop): a turn came late by seconds, as after `scontrol suspend`
+    ClockSet            slurmctld's clock, asked for where the wall clock was set (`actions.slurm`)
     SignalReceived      Slurm, to the batch process: a user signal, a cancel, a requeue, the end of grace or of the
                         time limit look alike (`sources.signals`)
     NodeSignaled        Slurm, to the steps, early in a preemption: a notice only together with PreemptTime (watcher)
@@ -38,6 +39,7 @@ Where each comes from, and what may be concluded from it:
     RolledBack          the lineage file (`actions.rollback`)
     Asked               a person, by a file in the run directory (`sources.asked`)
     PartFailed          ourselves: an optional part, such as the diagnosis or the metrics (`sources.inbox`)
+    RunDirectoryGone    the file system (`sources.lease`)
     Superseded          the lease file (`sources.lease`, and `actions.slurm` before a requeue)
 
 Words of ranks are datagrams through a watcher, the bus and a pipe: they come late, twice (the library repeats
@@ -79,7 +81,9 @@ from stepkeeper.core.events.nodes import (
 from stepkeeper.core.events.ours import (
     Asked,
     AttemptStarted,
+    ClockSet,
     PartFailed,
+    RunDirectoryGone,
     StoodStill,
     Superseded,
     Tick,
@@ -106,6 +110,7 @@ Event = (
     AttemptStarted
     | Tick
     | StoodStill
+    | ClockSet
     | SignalReceived
     | NodeSignaled
     | SlurmAnswered
@@ -141,6 +146,7 @@ Event = (
     | RolledBack
     | Asked
     | PartFailed
+    | RunDirectoryGone
     | Superseded
 )
 
@@ -152,6 +158,7 @@ __all__ = [
     "CheckpointCommitted",
     "CheckpointVerified",
     "ChoiceFailed",
+    "ClockSet",
     "Event",
     "Exclusion",
     "IdleNodes",
@@ -175,6 +182,7 @@ __all__ = [
     "Replayed",
     "RequeueAnswered",
     "RolledBack",
+    "RunDirectoryGone",
     "SaveBegan",
     "SaveGaveUp",
     "SignalReceived",

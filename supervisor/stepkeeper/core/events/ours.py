@@ -56,12 +56,24 @@ class PartFailed(Stamped, frozen=True, kw_only=True, tag="part_failed"):
     error: str
 
 
+class ClockSet(Stamped, frozen=True, kw_only=True, tag="clock_set"):
+    """Slurm's clock has moved forward by `seconds` among our instants, as where somebody set the clocks of a site."""
+
+    seconds: float
+
+
 class Asked(Stamped, frozen=True, kw_only=True, tag="asked"):
     """A person asks for a checkpoint, or for the end of the run.  Told again until it is answered."""
 
     name: str  # of the ask
     kind: Literal["save", "stop"]
     by: str = ""  # the account
+
+
+class RunDirectoryGone(Stamped, frozen=True, kw_only=True, tag="run_directory_gone"):
+    """The run directory has not been there for a while: nothing can be saved or resumed any more."""
+
+    path: str
 
 
 class Superseded(Stamped, frozen=True, kw_only=True, tag="superseded"):

@@ -1,4 +1,4 @@
-"""The checkpoints of a directory, newest first, each with its verdict; and the newest one that a training can resume."""
+"""The checkpoints of a directory, newest first, each with its verdict; and the newest one to resume from."""
 
 from __future__ import annotations
 

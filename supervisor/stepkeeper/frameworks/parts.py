@@ -93,11 +93,7 @@ def read_pickle(contents: Contents, name: str, *, start: int = 0, length: int | 
         size = os.fstat(descriptor).st_size - start if length is None else length
         if _is_old(descriptor):
             return _read_old(contents, name, descriptor)
-        records = {record.name: record for record in archives.read_directory(descriptor, start, size)}
-        record = records.get("data.pkl")
-        if record is None:
-            raise ArchiveError("is an archive without data.pkl")
-        found = inert.read(_bytes_of(descriptor, record))
+        found = inert.read(_data_pickle(descriptor, archives.read_directory(descriptor, start, size)))
     except (ArchiveError, inert.InertError, OSError) as error:
         contents.problem(f"{name}: {error}")
         return None
@@ -107,7 +103,10 @@ def read_pickle(contents: Contents, name: str, *, start: int = 0, length: int | 
     return found.value
 
 
-def _bytes_of(descriptor: int, record: Record) -> bytes:
+def _data_pickle(descriptor: int, records: list[Record]) -> bytes:
+    record = next((record for record in records if record.name == "data.pkl"), None)
+    if record is None:
+        raise ArchiveError("is an archive without data.pkl")
     if record.length > inert.PICKLE_BYTES_MAX:
         raise inert.InertError(f"its pickle has {record.length} bytes, more than {inert.PICKLE_BYTES_MAX}: not read")
     return os.pread(descriptor, record.length, record.start)

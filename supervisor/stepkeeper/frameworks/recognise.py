@@ -1,4 +1,4 @@
-"""Which framework wrote a directory, or is used by a command: by words, imports and names; nothing is imported or run."""
+"""Which framework wrote a directory, or is used by a command: by words, imports and names; nothing is run."""
 
 from __future__ import annotations
 

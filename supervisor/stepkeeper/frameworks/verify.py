@@ -11,11 +11,11 @@ import time
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
-from stepkeeper.frameworks import archives
+from stepkeeper.frameworks import archives, inert
 from stepkeeper.frameworks.archives import ArchiveError, Record
 from stepkeeper.frameworks.first_sight import FirstSight, Seen, compare, unchanged
 from stepkeeper.frameworks.framework import Contents, Kind, Part
@@ -23,6 +23,7 @@ from stepkeeper.frameworks.tree import ReadError, Tree
 from stepkeeper_trainer.formats.reading import Pace, Reading
 
 PIECE_BYTES = 1024 * 1024
+NAMES_KEPT = 100
 NO_CHECKSUMS = "has no checksums of its own: its bytes are compared with those of the first verification only"
 
 
@@ -43,6 +44,7 @@ class _FileResult:
     status: os.stat_result | None = None
     bytes_read: int = 0
     checksums: int = 0
+    refused: list[str] = field(default_factory=list)  # names of code in its pickles
 
 
 def verify(contents: Contents, how: Reading, sight: FirstSight, *, cached: bool) -> Deep:
@@ -71,6 +73,9 @@ def verify(contents: Contents, how: Reading, sight: FirstSight, *, cached: bool)
         )
     problems = [f"{name}: {result.problem}" for name, result in results.items() if result.problem]
     notes = _without_checksums(unread, results)
+    if refused := sorted({name for result in results.values() for name in result.refused}):
+        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""  # noqa: PLR2004
+        notes.append(f"names classes of its own, which were not loaded: {', '.join(refused[:3])}{more}")
     now = {name: (tree.files[name], seen.xxh3_128) for name, seen in known.items()}
     now |= {name: (r.status, r.seen.xxh3_128) for name, r in results.items() if r.seen and r.status}
     if before is not None and not problems:
@@ -103,6 +108,7 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
     try:
         before = os.fstat(descriptor)
         records = _records(descriptor, part, before.st_size)
+        result.problem = _hostile(descriptor, records, result.refused)
         result.checksums = sum(1 for record in records if record.crc)
         if part.sha256 is not None:
             result.checksums += 1
@@ -112,7 +118,9 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
         digest = reader.read(before.st_size)
         result.bytes_read = reader.at
         after = os.fstat(descriptor)
-        if _fact(before) != _fact(after) or _fact(before) != _fact(tree.files[part.name]):
+        if result.problem:
+            pass
+        elif _fact(before) != _fact(after) or _fact(before) != _fact(tree.files[part.name]):
             result.problem = "changed while it was read"
         elif reader.at != before.st_size:
             result.problem = f"ends at byte {reader.at} of {before.st_size}"
@@ -131,6 +139,23 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
     finally:
         os.close(descriptor)
     return result
+
+
+def _hostile(descriptor: int, records: list[Record], refused: list[str]) -> str:
+    """Say what the pickles of a file name that runs programs; other names of code go to `refused`."""
+    for record in records:
+        if record.name != "data.pkl":
+            continue
+        if record.length > inert.PICKLE_BYTES_MAX:
+            return f"its pickle has {record.length} bytes, more than {inert.PICKLE_BYTES_MAX}: not read"
+        try:
+            found = inert.read(os.pread(descriptor, record.length, record.start))
+        except inert.InertError as error:
+            return str(error)
+        if found.hostile:
+            return f"names code that runs programs: {', '.join(map(str, found.hostile[:3]))}: nothing was executed"
+        refused += [name for name in map(str, found.refused) if name not in refused][:NAMES_KEPT]
+    return ""
 
 
 def _fact(status: os.stat_result) -> tuple[int, int, int, int]:

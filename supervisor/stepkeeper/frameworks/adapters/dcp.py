@@ -25,7 +25,7 @@ class PlainDcp(Framework):
     imports = ("torch.distributed.checkpoint",)
     commands = ()
     save_door = SaveDoor(
-        Door.CALL, "the script calls `dcp.save` or `dcp.async_save`; with our manager: notices are answered"
+        Door.CALL, "the script calls `dcp.save` or `dcp.async_save`: nothing outside of it can"
     )
 
     def list_steps(self, root: Path) -> list[Step]:

@@ -104,7 +104,7 @@ class HuggingFace(Framework):
             contents.world_size = contents.world_size or 1
             return
         # one process writes `rng_state.pth`: a numbered file is of a world of two at least
-        known = world_size or contents.world_size or (2 if max(ranks, default=0) < 1 else None)
+        known = world_size or max(contents.world_size or 0, max(ranks, default=0) + 1, 2)
         parts.require_ranks(contents, "rng_state_R.pth", ranks, known)
         for rank in sorted(ranks):
             parts.add_archive(contents, f"rng_state_{rank}.pth")

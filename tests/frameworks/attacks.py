@@ -47,7 +47,7 @@ def payloads(canary: Path) -> dict[str, bytes]:
         "os.system": _call("os", "system", _text(shell)),
         "posix.system": _call("posix", "system", _text(shell)),
         "subprocess.Popen": _call("subprocess", "Popen", b"](" + _text("touch") + _text(str(canary)) + b"e"),
-        "subprocess.check_output": _call("subprocess", "check_output", b"](" + _text("touch") + _text(str(canary)) + b"e"),
+        "subprocess.call": _call("subprocess", "call", b"](" + _text("touch") + _text(str(canary)) + b"e"),
         "builtins.eval": _call("builtins", "eval", _text(code)),
         "builtins.exec": _call("builtins", "exec", _text(code)),
         "builtins.open": b"\x80\x02cbuiltins\nopen\n" + _text(str(canary)) + _text("w") + b"\x86R.",
@@ -58,7 +58,7 @@ def payloads(canary: Path) -> dict[str, bytes]:
         "object": b"(cos\nsystem\n" + _text(shell) + b"o.",
         "stack global": b"\x80\x04" + _text("os") + _text("system") + b"\x93" + _text(shell) + b"\x85R.",
         "dotted name": b"\x80\x04" + _text("json") + _text("codecs.builtins.eval") + b"\x93" + _text(code) + b"\x85R.",
-        "new object with names": b"\x80\x04" + _text("subprocess") + _text("Popen") + b"\x93" + _text(shell) + b"\x85}\x92.",
+        "new object with names": b"\x80\x04" + _text("os") + _text("system") + b"\x93" + _text(shell) + b"\x85}\x92.",
         "partial": b"\x80\x02cfunctools\npartial\ncos\nsystem\n" + _text(shell) + b"\x86R)R.",
         "torch.load": _call("torch", "load", _text(str(canary))),
         "torch.hub.load": _call("torch.hub", "load", _text("x/y")),
@@ -232,7 +232,7 @@ def trainer_attacks(canary: Path) -> dict[str, Attack]:
         "directory outside": _archive(lambda data: _put(data, _end(data) + 16, b"\xfe\xff\xff\x7f")),
         "comment beyond the end": _archive(lambda data: _put(data, _end(data) + 20, b"\xff\xff")),
         "encrypted record": _archive(lambda data: _put(data, data.index(b"PK\x01\x02") + 8, b"\x01")),
-        "record of another size": _archive(lambda data: _put(data, data.index(b"PK\x01\x02") + 24, b"\xff\xff\xff\x7f")),
+        "record of another size": _archive(lambda data: _put(data, data.index(b"PK\x01\x02") + 24, b"\xff" * 3)),
         "64-bit sizes that are missing": _archive(
             lambda data: _put(data, data.index(b"PK\x01\x02") + 20, b"\xff\xff\xff\xff" * 2)
         ),
@@ -282,10 +282,9 @@ def metadata_attacks(canary: Path) -> dict[str, Attack]:
         ".metadata: extent of 2^62 bytes": extents(piece((0,), (8,), "__0_0.distcp", 0, 2**62)),
         ".metadata: negative place": extents(piece((0,), (8,), "__0_0.distcp", -8, 8)),
         ".metadata: two pieces in one": extents(piece((0,), (8,), "__0_0.distcp"), piece((8,), (8,), "__0_0.distcp")),
-        ".metadata: a reduce of real pickle": lambda step: (step / ".metadata").write_bytes(
-            pickle.dumps(_Touch(str(canary)))
-        )
-        and None,
+        ".metadata: a reduce of real pickle": lambda step: (
+            (step / ".metadata").write_bytes(pickle.dumps(_Touch(str(canary)))) and None
+        ),
     }
 
 

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,7 @@ def verify(step: Path, home: Path) -> tuple[int, str]:
             code = main(["checkpoints", "verify", str(step), "--threads", "1"])
         except SystemExit as ended:
             code = int(ended.code or 0)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the process ends here
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -89,9 +89,7 @@ def refused(step: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_a_pickle_is_read_as_data(
-    name: str, originals: dict[str, Path], canary: Path, tmp_path: Path
-) -> None:
+def test_a_pickle_is_read_as_data(name: str, originals: dict[str, Path], canary: Path, tmp_path: Path) -> None:
     step = attacked(originals["huggingface"], tmp_path)
     attacks.repack(step / "scheduler.pt", attacks.payloads(canary)[name])
 
@@ -166,7 +164,7 @@ def test_a_record_of_digests_that_others_could_write_counts_for_nothing(
     capsys.readouterr()
 
     assert main(["checkpoints", "verify", str(step)]) == ExitCode.NOT_VERIFIED
-    os.chmod(record, 0o666)
+    os.chmod(record, 0o666)  # noqa: S103 - what is not trusted
     assert main(["checkpoints", "verify", str(step)]) == 0
     record.write_text("{" * 1000)
     assert main(["checkpoints", "verify", str(step)]) == 0

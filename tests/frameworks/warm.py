@@ -43,7 +43,7 @@ def _rank(request: dict, gate: int) -> None:
         code = 0
     except SystemExit as ended:
         code = int(ended.code or 0)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the process ends here
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -12,8 +12,10 @@ from stepkeeper.frameworks.archives import ArchiveError, Record
 from stepkeeper.frameworks.framework import Contents, Kind, Part
 from stepkeeper.frameworks.tree import ReadError
 from stepkeeper_trainer.formats import metadata, safetensors
+from stepkeeper_trainer.formats.metadata import Extent
 
 NAMES_SHOWN = 5
+LATER_S = 5.0  # clocks of nodes differ
 METADATA_BYTES_MAX = 256 * 1024 * 1024
 _DISTCP = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")
 _PICKLE_BEGINS = b"\x80"  # torch.save before 1.6 or with the old format, and plain pickles
@@ -151,16 +153,11 @@ def add_dcp(contents: Contents, directory: str = "") -> frozenset[str]:
         contents.problem(f"{below}{problem}")
     extents = {extent for tensor in found.tensors.values() for piece in tensor.pieces if (extent := piece.extent)}
     extents.update(found.unclaimed, (extent for extent in found.objects.values() if extent))
-    by_file: dict[str, list[tuple[int, int]]] = {}
-    for extent in extents:
-        ranges = by_file.setdefault(extent.file, [])
-        if extent.transformed:
-            contents.note(f"{below}{extent.file}: {_TRANSFORMED}")
-        else:
-            ranges.append((extent.start, extent.length))
+    by_file = _ranges(contents, below, extents)
     for file, ranges in by_file.items():
         if file in sizes:
             contents.parts[f"{below}{file}"] = Part(f"{below}{file}", Kind.ITEMS, tuple(sorted(ranges)))
+    _note_younger(contents, name, [f"{below}{file}" for file in by_file if file in sizes])
     orphans = [file for file in sizes if _DISTCP.fullmatch(file) and file not in by_file]
     if orphans:
         contents.note(f"{below}{some(sorted(orphans))}: no part of this checkpoint: left from a save before it")
@@ -168,6 +165,29 @@ def add_dcp(contents: Contents, directory: str = "") -> frozenset[str]:
     if writers and contents.world_size is None:
         contents.world_size = max(writers) + 1
     return frozenset((*found.tensors, *found.objects))
+
+
+def _ranges(contents: Contents, below: str, extents: set[Extent]) -> dict[str, list[tuple[int, int]]]:
+    """Return the items of each file; of a compressed one, none."""
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for extent in extents:
+        ranges = by_file.setdefault(extent.file, [])
+        if extent.transformed:
+            contents.note(f"{below}{extent.file}: {_TRANSFORMED}")
+        else:
+            ranges.append((extent.start, extent.length))
+    return by_file
+
+
+def _note_younger(contents: Contents, metadata_name: str, files: list[str]) -> None:
+    """Note files that were changed after `.metadata`: without digests of before, nothing tells what that was."""
+    written_at = contents.tree.files[metadata_name].st_mtime
+    younger = [file for file in files if contents.tree.files[file].st_mtime > written_at + LATER_S]
+    if younger:
+        contents.note(
+            f"{some(sorted(younger))}: changed after {metadata_name}, which DCP writes last: copied without its times, "
+            "or the rest of a save over it that died"
+        )
 
 
 def add_safetensors(contents: Contents, name: str) -> frozenset[str]:

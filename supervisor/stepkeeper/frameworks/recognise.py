@@ -81,19 +81,11 @@ def of_command(command: Sequence[str], directory: Path, frameworks: dict[str, Fr
 
 
 def _of_imports(modules: frozenset[str], script: str, frameworks: dict[str, Framework]) -> Finding | None:
-    found = [
-        (name, framework)
-        for framework in frameworks.values()
-        for name in framework.imports
-        if any(module == name or module.startswith(f"{name}.") for module in modules)
-    ]
-    if not found:
-        return None
-    # `megatron.bridge` says more than `megatron`, and a Trainer is more than the library below it
-    name, framework = max(found, key=lambda each: (each[0].count("."), -list(frameworks).index(each[1].name)))
-    if name.count(".") == 0:
-        name, framework = found[0]
-    return Finding(framework, f"{script} imports {name}")
+    for framework in frameworks.values():  # a Trainer comes before the library below it
+        for name in framework.imports:
+            if any(module == name or module.startswith(f"{name}.") for module in modules):
+                return Finding(framework, f"{script} imports {name}")
+    return None
 
 
 def imports(script: Path) -> frozenset[str]:

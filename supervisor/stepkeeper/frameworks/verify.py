@@ -6,12 +6,14 @@ Memory is bounded by the number of threads and by an archive's directory.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import xxhash
 
@@ -25,6 +27,18 @@ from stepkeeper_trainer.formats.reading import Pace, Reading
 PIECE_BYTES = 1024 * 1024
 NAMES_KEPT = 100
 NO_CHECKSUMS = "has no checksums of its own: its bytes are compared with those of the first verification only"
+
+
+def _fastest_crc32() -> Callable[[Any, int], int]:
+    """Return zlib's CRC32, or that of isal where it is installed: several times as fast."""
+    try:
+        found: Callable[[Any, int], int] = importlib.import_module("isal.isal_zlib").crc32
+    except ImportError:
+        return zlib.crc32
+    return found
+
+
+_crc32 = _fastest_crc32()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +230,7 @@ class _Reader:
         while (record := self._record) is not None and record.start < end:
             last = record.start + record.length
             begin = max(record.start, self.at)
-            self._crc = zlib.crc32(piece[begin - self.at : min(last, end) - self.at], self._crc)
+            self._crc = _crc32(piece[begin - self.at : min(last, end) - self.at], self._crc)
             if last > end:
                 break
             if self._crc != record.crc:

@@ -26,7 +26,7 @@ class Model(shared.Model):
 
 
 class Told(Trainer):
-    def training_step(self, model, inputs, *rest, **more):  # noqa: ANN001, ANN002, ANN003, ANN201
+    def training_step(self, model, inputs, *rest, **more):
         loss = super().training_step(model, inputs, *rest, **more)
         shared.log(options.losses, self.state.global_step + 1, loss.item())
         return loss

@@ -1,6 +1,6 @@
 """A script with Lightning: `ddp` writes single files, `sharded` directories."""
 
-import lightning as L
+import lightning
 import shared
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 
-class Module(L.LightningModule):
+class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = shared.Model()
@@ -18,7 +18,7 @@ class Module(L.LightningModule):
         if options.variant == "sharded":
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
-    def training_step(self, batch, index):  # noqa: ANN001, ANN201
+    def training_step(self, batch):
         x, y = batch
         loss = torch.nn.functional.mse_loss(self.model(x), y)
         shared.log(options.losses, self.global_step + 1, loss.item())
@@ -33,7 +33,7 @@ shared.seed()
 x = torch.randn(256, shared.FEATURES, generator=torch.Generator().manual_seed(1))
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4)
 sharded = options.variant == "sharded"
-trainer = L.Trainer(
+trainer = lightning.Trainer(
     accelerator="cpu",
     devices=2,
     strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")

@@ -1,4 +1,4 @@
-"""A script with Megatron-core's dist_checkpointing; the two lines for a machine without a GPU are the only special ones."""
+"""A script with Megatron-core's dist_checkpointing; two lines are for a machine without a GPU."""
 
 import os
 import sys
@@ -12,8 +12,8 @@ torch.cuda.current_device = lambda: "cpu"
 
 
 def main() -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core import dist_checkpointing  # noqa: PLC0415 - after those lines
+    from megatron.core.dist_checkpointing import ShardedTensor  # noqa: PLC0415
 
     options = shared.options()
     shared.begin()

@@ -58,6 +58,12 @@ class Accelerate(Framework):
             deepspeed.add_engine(contents, "pytorch_model", world_size)
         elif not weights:
             contents.problem("no weights: neither model.safetensors nor an index, pytorch_model.bin or FSDP shards")
+        self._training(contents, world_size, engine=engine)
+        return contents
+
+    @staticmethod
+    def _training(contents: Contents, world_size: int | None, *, engine: bool) -> None:
+        tree = contents.tree
         archives = sorted(filter(_ARCHIVE.fullmatch, tree.files))
         for name in archives:
             parts.add_archive(contents, name)
@@ -72,7 +78,6 @@ class Accelerate(Framework):
             parts.add_archive(contents, f"random_states_{rank}.pkl")
         if world_size is None and contents.world_size == len(ranks):
             contents.note(f"says not how many ranks saved it: {len(ranks)} random states are there (--world-size N)")
-        return contents
 
     def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
         """Name the directory: without a name the highest number is taken."""

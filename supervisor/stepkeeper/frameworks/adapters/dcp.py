@@ -24,9 +24,7 @@ class PlainDcp(Framework):
     rule = "`.metadata`, and every piece of every tensor in a file that is long enough; the pieces cover the tensor"
     imports = ("torch.distributed.checkpoint",)
     commands = ()
-    save_door = SaveDoor(
-        Door.CALL, "the script calls `dcp.save` or `dcp.async_save`: nothing outside of it can"
-    )
+    save_door = SaveDoor(Door.CALL, "the script calls `dcp.save` or `dcp.async_save`: nothing outside of it can")
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return the directories that hold files of DCP."""
@@ -47,8 +45,8 @@ class PlainDcp(Framework):
         own = [name for name in contents.tree.files if _OWN.fullmatch(name)]
         if own and ".metadata" not in contents.tree:
             contents.problem(
-                f"{parts.some(sorted(own))}: each rank has metadata of its own (use_collectives=False), and no file says "
-                "how many ranks there were: not supported"
+                f"{parts.some(sorted(own))}: each rank has metadata of its own (use_collectives=False), and no file "
+                "says how many ranks there were: not supported"
             )
             return contents
         contents.keys = parts.add_dcp(contents)

@@ -24,7 +24,9 @@ class Lightning(Framework):
 
     name = "lightning"
     title = "Lightning (file and sharded)"
-    rule = "file: a whole archive with state, optimizers, loops and step; directory: `meta.pt`, written last, and whole DCP"
+    rule = (
+        "file: a whole archive with state, optimizers, loops, step; directory: `meta.pt`, written last, and whole DCP"
+    )
     imports = ("lightning", "pytorch_lightning", "lightning_fabric")
     commands = ("lightning",)
     save_door = SaveDoor(Door.CALLBACK, "a Callback that calls `trainer.save_checkpoint`, at the end of a batch")
@@ -32,9 +34,7 @@ class Lightning(Framework):
     def list_steps(self, root: Path) -> list[Step]:
         """Return `*.ckpt` below a directory, as `lightning_logs/version_0/checkpoints/` has them."""
         found: list[Step] = []
-        seen = 0
-        for at, directories, files in os.walk(root):
-            seen += 1
+        for seen, (at, directories, files) in enumerate(os.walk(root), start=1):
             depth = len(Path(at).relative_to(root).parts)
             checkpoints = [name for name in directories if name.endswith(_SUFFIX)]
             directories[:] = sorted(set(directories).difference(checkpoints)) if depth < _DEPTH_MAX else []

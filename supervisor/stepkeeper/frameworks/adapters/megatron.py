@@ -35,8 +35,8 @@ class Megatron(Framework):
     name = "megatron"
     title = "Megatron-core (torch_dist, legacy)"
     rule = (
-        "torch_dist: `metadata.json`, whole DCP, and `common.pt` where it was written; legacy: the file of every tensor, "
-        "pipeline and expert parallel rank, as rank 0's arguments say"
+        "torch_dist: `metadata.json`, whole DCP, and `common.pt` where it was written; legacy: the file of every "
+        "tensor, pipeline and expert parallel rank, as rank 0's arguments say"
     )
     imports = ("megatron.core", "megatron.training", "megatron")
     commands = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py")
@@ -82,8 +82,8 @@ def add_torch_dist(contents: Contents, directory: str = "") -> None:
     tree = contents.tree
     if f"{below}{METADATA}" not in tree:
         contents.problem(
-            f"{below}{METADATA}: {tree.why_missing(f'{below}{METADATA}')}; Megatron writes it after the data (the formats "
-            "torch_dcp and fsdp_dtensor have none and are not supported)"
+            f"{below}{METADATA}: {tree.why_missing(f'{below}{METADATA}')}; Megatron writes it after the data (the "
+            "formats torch_dcp and fsdp_dtensor have none and are not supported)"
         )
     else:
         said = parts.add_json(contents, f"{below}{METADATA}")
@@ -134,8 +134,15 @@ def _integrity(contents: Contents, below: str) -> None:
 
 def add_legacy(contents: Contents, directories: list[str]) -> None:
     """Add one file for each model parallel rank; rank 0's arguments say how many there are."""
+    arguments = _legacy_files(contents, directories)
+    if arguments is not None:
+        _require_legacy(contents, directories, arguments)
+
+
+def _legacy_files(contents: Contents, directories: list[str]) -> Any:
+    """Add the files that are there; return the state of the first model parallel rank."""
     tree = contents.tree
-    arguments: Any = None
+    first: Any = None
     for directory in directories:
         files = [name for name in ("model_optim_rng.pt", "model_rng.pt") if f"{directory}/{name}" in tree]
         if not files:
@@ -144,8 +151,8 @@ def add_legacy(contents: Contents, directories: list[str]) -> None:
         path = f"{directory}/{files[0]}"
         if parts.add_archive(contents, path):
             state = parts.read_pickle(contents, path)
-            if arguments is None:
-                arguments = state
+            if first is None:
+                first = state
                 _common(contents, state, path)
         for name in ("distrib_optim.pt", "optim.pt"):
             if f"{directory}/{name}" in tree:
@@ -155,8 +162,12 @@ def add_legacy(contents: Contents, directories: list[str]) -> None:
             and not {f"{directory}/distrib_optim.pt", f"{directory}/optim.pt"} & tree.files.keys()
         ):
             contents.problem(f"{directory}/optim.pt: missing")
-    if arguments is None:
-        return
+    return first
+
+
+def _require_legacy(contents: Contents, directories: list[str], arguments: Any) -> None:
+    """Require the directory of each model parallel rank, by the arguments of the job."""
+    tree = contents.tree
     tensor = inert.whole_number(arguments, "args", "tensor_model_parallel_size") or 1
     pipeline = inert.whole_number(arguments, "args", "pipeline_model_parallel_size") or 1
     expert = inert.whole_number(arguments, "args", "expert_model_parallel_size") or 1

@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest test-torch-oldest
+.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest test-torch-oldest test-frameworks
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -48,7 +48,7 @@ demo: setup  ## a training job on a real Slurm is preempted and loses nothing
 # style and types are looked at while the first stories wait for Slurm; what they say comes at the end
 test: setup  ## all tests, the stories on a real Slurm included, and `lint`
 	@{ $(LINT); } >$(LINTED) 2>&1 & linting=$$!; \
-	$(AS_ROOT) $(V)/python -m pytest -m 'not campaign and not newest' $(PYTEST); tested=$$?; \
+	$(AS_ROOT) $(V)/python -m pytest -m 'not campaign and not newest and not frameworks' $(PYTEST); tested=$$?; \
 	wait $$linting || { cat $(LINTED); exit 1; }; tail -n 2 $(LINTED); exit $$tested
 
 campaign: setup  ## the long ones: each thing that can befall a run, at each moment
@@ -76,6 +76,11 @@ test-slurm-newest: setup  ## the Slurm client and a preemption on the newest Slu
 
 test-torch-oldest: setup  ## the trainer library on the oldest torch and Python it supports; skipped loudly where they cannot be had
 	$(V)/python -m tests.torch_oldest $(ONE) -n $(AT_ONCE)
+
+# environments of their own, kept outside of the checkout: FRAMEWORKS_CACHE says where
+test-frameworks: setup  ## checkpoints of the real Hugging Face, Lightning, DeepSpeed, Megatron ...: written, torn, chosen, resumed
+	nice -n 10 $(V)/python -m tests.frameworks.environments
+	$(V)/python -m pytest -m frameworks tests/frameworks $(ONE) -rs
 
 bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption

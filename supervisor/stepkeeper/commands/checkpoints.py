@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from stepkeeper import printing
-from stepkeeper.commands import checkpoints_export, checkpoints_prune, checkpoints_tiers
+from stepkeeper.commands import checkpoints_export, checkpoints_foreign, checkpoints_prune, checkpoints_tiers
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.seeing import history, reading
@@ -79,6 +79,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             "--from-disk", action="store_true", help="read past the page cache: what the disk has, not the memory"
         )
     for command in (listing, verify, latest):
+        checkpoints_foreign.add(command)
         command.add_argument("--json", action="store_true", help="one JSON document")
     _add_keeping(below)
     checkpoints_export.add(below)
@@ -122,6 +123,8 @@ def _reading(arguments: argparse.Namespace) -> Reading:
 @printing.reading
 def list_steps(arguments: argparse.Namespace) -> int:
     """Print a table of step directories."""
+    if (finding := checkpoints_foreign.found(arguments)) is not None:
+        return checkpoints_foreign.list_steps(arguments, finding)
     checkpoints = find.checkpoints(arguments.where, os.environ)
     found, lineage = steps.list_steps(checkpoints), lineages.read(checkpoints)
     rows = _rows(checkpoints, found, lineage)
@@ -222,6 +225,8 @@ def _shorten(problem: str, directory: str) -> str:
 @printing.reading
 def verify_step(arguments: argparse.Namespace) -> int:
     """Compare a step directory with its manifest."""
+    if (finding := checkpoints_foreign.found(arguments)) is not None:
+        return checkpoints_foreign.verify_step(arguments, finding)
     directory = find.step_directory(arguments.where)
     if any(os.path.lexists(directory / name) for name in _OF_RUNS):
         raise StepkeeperError(
@@ -267,6 +272,8 @@ def verify_step(arguments: argparse.Namespace) -> int:
 @printing.reading
 def print_latest(arguments: argparse.Namespace) -> int:
     """Print the newest verified step directory of the current lineage."""
+    if (finding := checkpoints_foreign.found(arguments)) is not None:
+        return checkpoints_foreign.print_latest(arguments, finding)
     checkpoints = find.checkpoints(arguments.where, os.environ)
     choice = steps.newest_verified(
         checkpoints, deep=not arguments.shallow, reading=_reading(arguments), cached=not arguments.no_cache

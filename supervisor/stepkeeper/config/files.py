@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from stepkeeper.config import patterns
+from stepkeeper.config.patterns import Patterns
 from stepkeeper.config.settings import GROUP, Setting, Value
 from stepkeeper.config.values import checked, known
 from stepkeeper.core.exits import ExitCode
@@ -24,6 +26,7 @@ from stepkeeper_trainer.formats.plain import open_plain
 NAME = "config.toml"
 SITE = Path("/etc/stepkeeper") / NAME
 LOCKED = "locked"
+FRAMEWORK = "framework"
 _ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR))
 
 
@@ -49,6 +52,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     entries: dict[str, Entry] = {}
     locked: dict[str, str] = {}
+    generic: Patterns | None = None  # `[framework.generic]`
 
 
 def user_path(environment: Mapping[str, str]) -> Path:
@@ -118,6 +122,7 @@ def parse(data: bytes, path: Path, role: Role) -> ConfigFile:
     places = _Places(path, text)
     lock = document.pop(LOCKED, None)
     entries = {}
+    generic = _framework(document, places)
     for key, value in _flat(document):
         if key == GROUP:
             raise StepkeeperError(f"{places.of(key)}: {GROUP} is a table: write [{GROUP}]", ExitCode.USAGE)
@@ -132,7 +137,24 @@ def parse(data: bytes, path: Path, role: Role) -> ConfigFile:
         if role is not Role.SITE:
             raise StepkeeperError(f"{places.of(LOCKED)}: only the administrator's {SITE} may lock keys", ExitCode.USAGE)
         locked = _locks(lock, places, entries)
-    return ConfigFile(role=role, path=path, entries=entries, locked=locked)
+    return ConfigFile(role=role, path=path, entries=entries, locked=locked, generic=generic)
+
+
+def _framework(document: dict[str, Any], places: _Places) -> Patterns | None:
+    """Take the table `[framework]` apart: its `name` is the setting `framework`, `generic` is a table of its own."""
+    table = document.get(FRAMEWORK)
+    if not isinstance(table, dict):
+        return None
+    if unknown := sorted(table.keys() - {"name", "generic"}):
+        raise StepkeeperError(
+            f"{places.of(f'{FRAMEWORK}.{unknown[0]}')}: [{FRAMEWORK}] has `name` and `generic`, and no `{unknown[0]}`",
+            ExitCode.USAGE,
+        )
+    if "name" in table:
+        document[FRAMEWORK] = table["name"]
+    else:
+        del document[FRAMEWORK]
+    return patterns.parse(table["generic"], places.of(f"{FRAMEWORK}.generic")) if "generic" in table else None
 
 
 def _locks(lock: Any, places: _Places, entries: dict[str, Entry]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import msgspec
 from stepkeeper.config import environment as variables
 from stepkeeper.config import files
 from stepkeeper.config.files import ConfigFile, Entry, Role
+from stepkeeper.config.patterns import Patterns
 from stepkeeper.config.settings import SETTINGS, RunSettings, Value, build
 from stepkeeper.config.values import shown
 from stepkeeper.core.exits import ExitCode
@@ -59,6 +60,11 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, Entry]
     user: ConfigFile
     site: ConfigFile
+
+    @property
+    def generic(self) -> Patterns | None:
+        """Return `[framework.generic]`, the user's own before the site's."""
+        return self.user.generic or self.site.generic
 
     def resolve(self, directory: Path | None = None) -> Config:
         """Return the configuration, with what the run directory's own file says where there is one.

@@ -156,6 +156,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     metrics_address: Annotated[str, About(metavar="ADDRESS", has_flag=False)] = "127.0.0.1"
     """Where that port is open: by default to this node alone."""
 
+    framework: Annotated[str, About(metavar="NAME", has_flag=False)] = "auto"
+    """Which framework wrote the checkpoints that `stepkeeper checkpoints ls|verify|latest` looks at, where they are not
+    of our own library (docs/frameworks.md); in a file also `[framework] name = "..."`."""
+
     policy: Policy = Policy()
 
 

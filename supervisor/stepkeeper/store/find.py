@@ -78,6 +78,11 @@ def _safe(run: RunDirectory) -> RunDirectory:
     return run
 
 
+def looks_like_run(path: Path) -> bool:
+    """Tell whether a directory has a part of a run."""
+    return _is_run(path)
+
+
 def every(environment: Mapping[str, str]) -> list[RunDirectory]:
     """Return all runs that can be found: below `runs/`, and those that this account has started; the newest first.
 

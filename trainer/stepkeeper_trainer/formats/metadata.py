@@ -196,10 +196,19 @@ def parse_of(directory: Path, data: bytes) -> Contents:
         MetadataError: why it cannot be used.
         OSError: the directory is gone.
     """
-    if os.stat(directory).st_uid != os.geteuid():
-        seconds, more = TRIED_S + len(data) // TRIED_BYTES_PER_S, TRIED_BYTES + TRIED_BYTES_A_BYTE * len(data)
-        if not comes_to_an_end(lambda: parse(data), seconds=seconds, bytes_more=more):
-            raise MetadataError(f"takes more than {seconds} s or {more} bytes to read: it was not loaded")
+    return parse_guarded(data) if os.stat(directory).st_uid != os.geteuid() else parse(data)
+
+
+def parse_guarded(data: bytes) -> Contents:
+    """Read the bytes of a `.metadata` of unknown origin, such as a download, only if that comes to an end.
+
+    Raises:
+        MetadataError: why it cannot be used.
+        OSError: no process can be made to try it.
+    """
+    seconds, more = TRIED_S + len(data) // TRIED_BYTES_PER_S, TRIED_BYTES + TRIED_BYTES_A_BYTE * len(data)
+    if not comes_to_an_end(lambda: parse(data), seconds=seconds, bytes_more=more):
+        raise MetadataError(f"takes more than {seconds} s or {more} bytes to read: it was not loaded")
     return parse(data)
 
 

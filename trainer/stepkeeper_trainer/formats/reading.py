@@ -124,7 +124,7 @@ def share_of(tasks: list[Task], index: int, of: int) -> list[Task]:
 def read(directory: Path, tasks: list[Task], how: Reading) -> Found:
     """Read tasks on threads; the calling thread is one of them."""
     found = Found()
-    job = _Job(directory, how, _Pace(how) if how.bytes_per_s else None, found)
+    job = _Job(directory, how, Pace(how) if how.bytes_per_s else None, found)
     queue = iter(tasks)
 
     def work() -> None:
@@ -173,11 +173,11 @@ class _Job:
 
     directory: Path
     how: Reading
-    pace: _Pace | None
+    pace: Pace | None
     found: Found
 
 
-class _Pace:
+class Pace:
     """A limit on bytes per second, for all threads together."""
 
     def __init__(self, how: Reading) -> None:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepkeeper_trainer.formats.plain import open_plain
+
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000  # of the format itself
@@ -89,14 +91,14 @@ def pack_index(files: Mapping[str, str], total_bytes: int) -> bytes:
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
-def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
-    """Return the tensors of a file and what it says of itself.
+def read_header(path: Path, *, within: Path | None = None) -> tuple[dict[str, Slot], dict[str, str]]:
+    """Return the tensors of a file and what it says of itself; with `within`, no link below that one is followed.
 
     Raises:
         SafetensorsError: it is damaged: whatever a header may not say is refused before a byte is used.
         OSError: it cannot be read.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb") if within is None else open_plain(path, within=within) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == len(struct.pack("<Q", 0)) else -1

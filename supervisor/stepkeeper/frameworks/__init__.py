@@ -1,0 +1,7 @@
+"""Checkpoints of other frameworks: listed, verified and chosen without the framework and without torch, read-only.
+
+    DIR -> recognition -> an adapter (adapters/) lists steps -> tree (files, links refused) -> contents (complete?)
+        -> deep verification (archives, DCP, safetensors) -> first sight (digests of before) -> the newest verified step
+
+A new framework is one file in `adapters/` and one test in tests/frameworks/test_layouts.py.
+"""

@@ -1,0 +1,1 @@
+"""One file for each framework; each declares its adapter as `FRAMEWORK`."""

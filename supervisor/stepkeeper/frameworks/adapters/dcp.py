@@ -1,0 +1,67 @@
+"""Plain torch.distributed.checkpoint: FSDP1, FSDP2 and whatever else calls `dcp.save`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from stepkeeper.frameworks import parts
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.tree import Tree
+
+_FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp|\.metadata|__\d{1,9}\.metadata")
+_OWN = re.compile(r"__\d{1,9}\.metadata")
+_LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
+_OPTIMIZER = re.compile(r"optim|(?:^|\.)(?:state|param_groups)\.")
+
+
+class PlainDcp(Framework):
+    """Any directory with `.distcp` files; its name is the script's own, and its last number counts as the step."""
+
+    name = "dcp"
+    title = "torch.distributed.checkpoint (FSDP1, FSDP2)"
+    rule = "`.metadata`, and every piece of every tensor in a file that is long enough; the pieces cover the tensor"
+    imports = ("torch.distributed.checkpoint",)
+    commands = ()
+    save_door = SaveDoor(Door.CALL, "the script calls `dcp.save` or `dcp.async_save`: nothing outside of it can")
+
+    def list_steps(self, root: Path) -> list[Step]:
+        """Return the directories that hold files of DCP."""
+        with os.scandir(root) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return [Step(root / name, _number(name)) for name in names if self.is_step(root / name)]
+
+    def is_step(self, path: Path) -> bool:
+        """Go by what it holds."""
+        try:
+            return path.is_dir() and any(map(_FILE.fullmatch, os.listdir(path)))
+        except PermissionError:
+            return False
+
+    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+        """Require a whole DCP directory."""
+        contents = Contents(Tree(step.path), step.number, world_size)
+        own = [name for name in contents.tree.files if _OWN.fullmatch(name)]
+        if own and ".metadata" not in contents.tree:
+            contents.problem(
+                f"{parts.some(sorted(own))}: each rank has metadata of its own (use_collectives=False), and no file "
+                "says how many ranks there were: not supported"
+            )
+            return contents
+        contents.keys = parts.add_dcp(contents)
+        if not contents.problems and not any(map(_OPTIMIZER.search, contents.keys)):
+            contents.note("no name in it is one of an optimizer: perhaps it holds the model alone")
+        return contents
+
+    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+        """Name nothing: how a script takes it is its own affair."""
+        return Resume((), "dcp.load(..., checkpoint_id=PATH) in the script")
+
+
+def _number(name: str) -> int | None:
+    found = _LAST_NUMBER.search(name)
+    return int(found[1]) if found else None
+
+
+FRAMEWORK = PlainDcp()

@@ -1,0 +1,95 @@
+"""Checkpoints of one's own, by the patterns of `[framework.generic]` in the configuration."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from pathlib import Path
+
+from stepkeeper.config.patterns import Patterns
+from stepkeeper.frameworks import parts
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.tree import Tree
+
+
+class Generic(Framework):
+    """A layout that the user describes."""
+
+    name = "generic"
+    title = "your own, by `[framework.generic]`"
+    rule = "the files of `complete` are there, none of `incomplete`, and those of `every_rank` without a gap"
+    imports = ()
+    commands = ()
+    save_door = SaveDoor(Door.SIGNAL, "`--stop-signal`, if the script handles it")
+
+    def __init__(self, patterns: Patterns | None = None) -> None:
+        """Describe nothing without patterns."""
+        self.patterns = patterns or Patterns(steps="")
+
+    def _name(self) -> re.Pattern[str]:
+        return _pattern(self.patterns.steps, "{step}")
+
+    def list_steps(self, root: Path) -> list[Step]:
+        """Return what `steps` matches."""
+        if not self.patterns.steps:
+            return []
+        with os.scandir(root) as entries:
+            found = [(entry.name, self._name().fullmatch(entry.name)) for entry in entries if not entry.is_symlink()]
+        return [Step(root / name, int(match[1]) if match.groups() else None) for name, match in found if match]
+
+    def is_step(self, path: Path) -> bool:
+        """Go by the name."""
+        return bool(self.patterns.steps) and self._name().fullmatch(path.name) is not None and path.exists()
+
+    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+        """Require what the patterns say, and look into whatever is known by its suffix."""
+        contents = Contents(Tree(step.path), step.number, world_size)
+        names = sorted(contents.tree.files)
+        for pattern in self.patterns.complete:
+            if not fnmatch.filter(names, pattern):
+                contents.problem(f"{pattern}: missing")
+        for pattern in self.patterns.incomplete:
+            for name in fnmatch.filter([*names, *contents.tree.directories], pattern):
+                contents.problem(f"{name} is there: `incomplete` says that it must not be")
+        for pattern in self.patterns.every_rank:
+            ranks = {int(found[1]) for name in names if (found := _pattern(pattern, "{rank}").fullmatch(name))}
+            parts.require_ranks(contents, pattern, ranks, world_size or max(1, max(ranks, default=0) + 1))
+        for name in names:
+            self._look(contents, name)
+        if not names:
+            contents.problem("is empty")
+        return contents
+
+    @staticmethod
+    def _look(contents: Contents, name: str) -> None:
+        directory, _, file = name.rpartition("/")
+        if file == ".metadata":
+            parts.add_dcp(contents, directory)
+        elif file.endswith(".safetensors"):
+            parts.add_safetensors(contents, name)
+        elif file.endswith((".pt", ".pth", ".bin", ".ckpt")):
+            if parts.add_archive(contents, name):
+                parts.read_pickle(contents, name)
+        elif not file.endswith(".distcp"):
+            parts.add_plain(contents, name)
+
+    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+        """Fill in the arguments of the configuration."""
+        filled = {"{path}": os.path.abspath(step.path), "{step}": str(step.number)}
+        return Resume(tuple(_fill(word, filled) for word in self.patterns.resume), "`resume` of [framework.generic]")
+
+
+def _fill(word: str, filled: dict[str, str]) -> str:
+    for name, value in filled.items():
+        word = word.replace(name, value)
+    return word
+
+
+def _pattern(text: str, number: str) -> re.Pattern[str]:
+    """Return the expression of a name with a number in it and stars."""
+    pieces = [re.escape(piece).replace(r"\*", "[^/]*") for piece in text.split(number)]
+    return re.compile(r"(\d{1,18})".join(pieces[:2]) + "".join(pieces[2:]))
+
+
+FRAMEWORK = Generic()

@@ -1,0 +1,122 @@
+"""Hugging Face Trainer, and what is built on it: TRL, axolotl, LLaMA-Factory."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from stepkeeper.frameworks import parts
+from stepkeeper.frameworks.adapters import deepspeed
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, name_matches, named
+from stepkeeper.frameworks.tree import Tree
+
+_STEP = re.compile(r"checkpoint-(\d+)")
+_RNG = re.compile(r"rng_state_(\d{1,6})\.pth")
+_DEEPSPEED = re.compile(r"global_step\d+")
+_SENTINEL = "checkpoint-is-incomplete.txt"  # of its own handler of SIGTERM, and nothing of it reads that
+
+
+class HuggingFace(Framework):
+    """`checkpoint-N/`, whose `trainer_state.json` is written last by rank 0, without a barrier."""
+
+    name = "huggingface"
+    title = "Hugging Face Trainer (TRL, axolotl, LLaMA-Factory)"
+    rule = (
+        "`trainer_state.json` of step N, weights (all that the index names), optimizer, scheduler, the RNG state of "
+        "each rank; no `checkpoint-is-incomplete.txt`"
+    )
+    imports = ("transformers", "trl", "axolotl", "llamafactory")
+    commands = ("axolotl", "llamafactory-cli", "trl")
+    save_door = SaveDoor(
+        Door.CALLBACK, "a TrainerCallback that sets `control.should_save`; `--enable_jit_checkpoint` has no agreement"
+    )
+
+    def list_steps(self, root: Path) -> list[Step]:
+        """Return the directories `checkpoint-N`."""
+        return named(root, _STEP)
+
+    def is_step(self, path: Path) -> bool:
+        """Go by the name, which the framework fixes."""
+        return name_matches(path, _STEP)
+
+    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+        """Require what a resume loads."""
+        contents = Contents(Tree(step.path), step.number, world_size)
+        names = contents.tree.files
+        if _SENTINEL in names:
+            contents.problem(f"{_SENTINEL} is there: the save on SIGTERM did not end")
+        state = parts.add_json(contents, "trainer_state.json")
+        if isinstance(state, dict):
+            self._state(contents, state, step.number)
+        engines = sorted(name for name in contents.tree.directories if _DEEPSPEED.fullmatch(name))
+        for engine in engines[-1:]:
+            deepspeed.add_engine(contents, engine, world_size)
+        self._weights(contents, engine=bool(engines))
+        self._training(contents, world_size, engine=bool(engines))
+        for name in ("training_args.bin", "scaler.pt"):
+            if name in names:
+                parts.add_archive(contents, name)
+                parts.read_pickle(contents, name)
+        return contents
+
+    @staticmethod
+    def _state(contents: Contents, state: dict[str, object], number: int | None) -> None:
+        reached, target = state.get("global_step"), state.get("max_steps")
+        if type(reached) is not int:
+            contents.problem("trainer_state.json: has no global_step")
+        elif number is not None and reached != number:
+            contents.problem(f"trainer_state.json: is of step {reached}")
+        if type(target) is int and target > 0:
+            contents.target = target
+
+    @staticmethod
+    def _weights(contents: Contents, *, engine: bool) -> None:
+        found = parts.add_weights(contents, stems=("model", "pytorch_model", "adapter_model"))
+        if "pytorch_model_fsdp_0" in contents.tree.directories:
+            parts.add_dcp(contents, "pytorch_model_fsdp_0")
+            found = True
+        elif "pytorch_model_fsdp.bin" in contents.tree:
+            found = parts.add_archive(contents, "pytorch_model_fsdp.bin") or found
+        if not found and not engine:
+            contents.problem("no weights: neither model.safetensors nor an index, pytorch_model.bin or FSDP shards")
+
+    @staticmethod
+    def _training(contents: Contents, world_size: int | None, *, engine: bool) -> None:
+        tree = contents.tree
+        ranks = {int(match[1]) for name in tree.files if (match := _RNG.fullmatch(name))}
+        optimizer = [name for name in ("optimizer.pt", "optimizer.bin") if name in tree]
+        sharded = "optimizer_0" in tree.directories
+        alone = "rng_state.pth" in tree
+        if not (optimizer or sharded or engine or "scheduler.pt" in tree or ranks or alone):
+            contents.not_resumable = "holds the model alone (save_only_model): no optimizer, scheduler or RNG state"
+            return
+        for name in optimizer:
+            parts.add_archive(contents, name)
+        if sharded:
+            parts.add_dcp(contents, "optimizer_0")
+        elif not optimizer and not engine:
+            contents.problem("no optimizer state: neither optimizer.pt nor optimizer_0/")
+        if "scheduler.pt" in tree or not engine:
+            parts.add_archive(contents, "scheduler.pt")
+        if alone and not ranks and world_size in (None, 1):
+            parts.add_archive(contents, "rng_state.pth")
+            contents.world_size = contents.world_size or 1
+            return
+        # one process writes `rng_state.pth`: a numbered file is of a world of two at least
+        known = world_size or max(contents.world_size or 0, max(ranks, default=0) + 1, 2)
+        parts.require_ranks(contents, "rng_state_R.pth", ranks, known)
+        for rank in sorted(ranks):
+            parts.add_archive(contents, f"rng_state_{rank}.pth")
+
+    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+        """Name the directory: `True` would take the highest number, whole or not."""
+        path = os.path.abspath(step.path)
+        return Resume(
+            ("--resume_from_checkpoint", path),
+            "trainer.train(resume_from_checkpoint=PATH); axolotl and LLaMA-Factory: `resume_from_checkpoint` of the "
+            "configuration",
+        )
+
+
+FRAMEWORK = HuggingFace()

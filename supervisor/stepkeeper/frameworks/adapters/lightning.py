@@ -1,0 +1,96 @@
+"""Lightning: single files, and directories of FSDP, ModelParallel and DeepSpeed strategies."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from stepkeeper.frameworks import inert, parts
+from stepkeeper.frameworks.adapters import deepspeed
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.tree import Tree
+
+_SUFFIX = ".ckpt"
+_NUMBER = re.compile(r"step[=_](\d{1,18})")
+_DEPTH_MAX = 5
+_DIRECTORIES_MAX = 2000
+_NEEDED = ("state_dict", "optimizer_states", "loops", "global_step")
+_META = "meta.pt"
+
+
+class Lightning(Framework):
+    """`*.ckpt`, whose step stands inside: names are free, and `last.ckpt` says nothing."""
+
+    name = "lightning"
+    title = "Lightning (file and sharded)"
+    rule = (
+        "file: a whole archive with state, optimizers, loops, step; directory: `meta.pt`, written last, and whole DCP"
+    )
+    imports = ("lightning", "pytorch_lightning", "lightning_fabric")
+    commands = ("lightning",)
+    save_door = SaveDoor(Door.CALLBACK, "a Callback that calls `trainer.save_checkpoint`, at the end of a batch")
+
+    def list_steps(self, root: Path) -> list[Step]:
+        """Return `*.ckpt` below a directory, as `lightning_logs/version_0/checkpoints/` has them."""
+        found: list[Step] = []
+        for seen, (at, directories, files) in enumerate(os.walk(root), start=1):
+            depth = len(Path(at).relative_to(root).parts)
+            checkpoints = [name for name in directories if name.endswith(_SUFFIX)]
+            directories[:] = sorted(set(directories).difference(checkpoints)) if depth < _DEPTH_MAX else []
+            for name in (*checkpoints, *(each for each in files if each.endswith(_SUFFIX))):
+                path = Path(at, name)
+                if not path.is_symlink():
+                    found.append(Step(path, _number(name)))
+            if seen >= _DIRECTORIES_MAX:
+                break
+        return found
+
+    def is_step(self, path: Path) -> bool:
+        """Go by the suffix."""
+        return path.name.endswith(_SUFFIX) and (path.is_dir() or path.is_file())
+
+    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+        """Read the state without its tensors."""
+        contents = Contents(Tree(step.path), step.number, world_size)
+        tree = contents.tree
+        if step.path.name in tree.files and tree.root == step.path.parent:
+            state = parts.read_pickle(contents, step.path.name) if parts.add_archive(contents, step.path.name) else None
+            keys = inert.plain(state)
+            if isinstance(keys, dict):
+                self._state(contents, state, missing=[key for key in _NEEDED if key not in keys])
+            elif not contents.problems:
+                contents.problem(f"{step.path.name}: holds no state of a Trainer")
+        elif "checkpoint" in tree.directories and deepspeed.is_engine(tree, "checkpoint"):
+            deepspeed.add_engine(contents, "checkpoint", world_size)
+        else:
+            keys = parts.add_dcp(contents)
+            if _META not in tree:
+                contents.problem(f"{_META}: {tree.why_missing(_META)}; Lightning writes it last")
+            elif parts.add_archive(contents, _META):
+                state = parts.read_pickle(contents, _META)
+                sharded = any(key.startswith("optimizer") for key in keys)
+                self._state(contents, state, missing=[] if sharded else ["optimizer states"])
+        return contents
+
+    @staticmethod
+    def _state(contents: Contents, state: object, *, missing: list[str]) -> None:
+        number = inert.whole_number(state, "global_step")
+        if number is None:
+            contents.problem("says no global_step: it is no checkpoint of a Trainer")
+        contents.number = number
+        if missing:
+            contents.not_resumable = f"holds the weights alone (save_weights_only): no {', '.join(missing)}"
+
+    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+        """Name the file: "last" goes by the time of change."""
+        path = os.path.abspath(step.path)
+        return Resume(("--ckpt_path", path), "trainer.fit(..., ckpt_path=PATH); LightningCLI: `fit --ckpt_path PATH`")
+
+
+def _number(name: str) -> int | None:
+    found = _NUMBER.search(name)
+    return int(found[1]) if found else None
+
+
+FRAMEWORK = Lightning()

@@ -1,0 +1,61 @@
+"""Megatron-Bridge: Megatron's `torch_dist` with files of its own beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from stepkeeper.frameworks import parts
+from stepkeeper.frameworks.adapters import megatron
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, named
+from stepkeeper.frameworks.tree import Tree
+
+_STEP = re.compile(r"iter_(\d{7,18})")
+_OWN = ("train_state.pt", "run_config.yaml")
+
+
+class MegatronBridge(Framework):
+    """As Megatron; `run_config.yaml` is written after the tracker names the directory."""
+
+    name = "megatron-bridge"
+    title = "Megatron-Bridge"
+    rule = "as Megatron torch_dist, with `train_state.pt` and `run_config.yaml`"
+    imports = ("megatron.bridge",)
+    commands = ()
+    save_door = SaveDoor(Door.SIGNAL, "`train.exit_signal_handler=True`: SIGTERM saves and exits")
+
+    def list_steps(self, root: Path) -> list[Step]:
+        """Return `iter_NNNNNNN`."""
+        return named(root, _STEP)
+
+    def is_step(self, path: Path) -> bool:
+        """Go by the name and by what only Bridge writes."""
+        return (
+            _STEP.fullmatch(path.name) is not None
+            and path.is_dir()
+            and any((place / name).exists() for place, name in self._signs(path))
+        )
+
+    @staticmethod
+    def _signs(path: Path) -> list[tuple[Path, str]]:
+        return [*((path, name) for name in _OWN), (path.parent, "latest_train_state.pt")]
+
+    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+        """Require Bridge's own files too."""
+        contents = Contents(Tree(step.path), step.number, world_size)
+        megatron.add_torch_dist(contents)
+        parts.add_archive(contents, "train_state.pt")
+        parts.add_plain(contents, "run_config.yaml")
+        return contents
+
+    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+        """Name directory and step."""
+        root = os.path.abspath(step.path.parent)
+        return Resume(
+            (f"checkpoint.load={root}", f"checkpoint.ckpt_step={step.number}"),
+            "CheckpointConfig(load=..., ckpt_step=...)",
+        )
+
+
+FRAMEWORK = MegatronBridge()

@@ -1,0 +1,62 @@
+"""NeMo 2."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from stepkeeper.frameworks.adapters import megatron
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.tree import Tree
+
+_UNFINISHED = "-unfinished"
+_NUMBER = re.compile(r"(?:^|[-_])step=(\d{1,18})")
+
+
+class Nemo(Framework):
+    """`NAME--...-step=N.../{weights,context}`, with a sibling `...-unfinished` while it is written or removed."""
+
+    name = "nemo"
+    title = "NeMo 2"
+    rule = "no sibling `-unfinished`; `weights/` whole as Megatron torch_dist or DCP; `context/` with its files"
+    imports = ("nemo.lightning", "nemo.collections", "nemo", "nemo_run")
+    commands = ("nemo",)
+    save_door = SaveDoor(Door.CALLBACK, "its PreemptionCallback saves on SIGTERM at the end of a batch")
+
+    def list_steps(self, root: Path) -> list[Step]:
+        """Return the directories with `weights/`, also below `checkpoints/`."""
+        found = []
+        for place in (root, root / "checkpoints"):
+            if place == root or (place.is_dir() and not place.is_symlink()):
+                with os.scandir(place) as entries:
+                    names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+                found += [Step(place / name, _number(name)) for name in names if self.is_step(place / name)]
+        return found
+
+    def is_step(self, path: Path) -> bool:
+        """Go by what it holds."""
+        return (path / "weights").is_dir() and ((path / "context").is_dir() or _number(path.name) is not None)
+
+    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+        """Require weights and context, and no marker."""
+        contents = Contents(Tree(step.path), step.number, world_size)
+        marker = f"{step.path.name}{_UNFINISHED}"
+        if os.path.lexists(step.path.parent / marker):
+            contents.problem(f"{marker} is there: its save or its removal did not end")
+        megatron.add_torch_dist(contents, "weights")
+        if not contents.tree.below("context"):
+            contents.problem("context/: missing or empty")
+        return contents
+
+    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+        """Name the directory for AutoResume."""
+        return Resume((), f"AutoResume(resume_from_path={os.path.abspath(step.path)!r}, resume_if_exists=True)")
+
+
+def _number(name: str) -> int | None:
+    found = _NUMBER.search(name)
+    return int(found[1]) if found else None
+
+
+FRAMEWORK = Nemo()

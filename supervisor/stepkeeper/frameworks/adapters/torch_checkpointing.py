@@ -1,0 +1,78 @@
+"""The package torch_checkpointing."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from stepkeeper.frameworks import parts
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.tree import Tree
+
+_ITEM = re.compile(r"(.+)_(\d{1,6})\.(?:pt|safetensors)")
+_TEMPORARY = "tmp_"
+_METADATA = "metadata.pkl"
+_LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
+
+
+class TorchCheckpointing(Framework):
+    """A directory that is renamed from `tmp_NAME` when all ranks have written: `ITEM_RANK.pt`."""
+
+    name = "torch-checkpointing"
+    title = "torch_checkpointing"
+    rule = "the final name (not `tmp_...`), and the file of each item of each rank, without a gap"
+    imports = ("torch_checkpointing",)
+    commands = ()
+    save_door = SaveDoor(Door.CALL, "the script calls `manager.save`")
+
+    def list_steps(self, root: Path) -> list[Step]:
+        """Return the directories that hold files of items."""
+        with os.scandir(root) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return [Step(root / name, _number(name)) for name in names if self.is_step(root / name)]
+
+    def is_step(self, path: Path) -> bool:
+        """Go by what it holds."""
+        try:
+            names = os.listdir(path) if path.is_dir() else []
+        except PermissionError:
+            return False
+        return any(map(_ITEM.fullmatch, names)) and not any(name.endswith(".distcp") for name in names)
+
+    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+        """Require the file of each item of each rank."""
+        contents = Contents(Tree(step.path), step.number, world_size)
+        if step.path.name.startswith(_TEMPORARY):
+            contents.problem("its name is that of a save that did not end")
+        items: dict[str, set[int]] = {}
+        for name in sorted(contents.tree.files):
+            if found := _ITEM.fullmatch(name):
+                items.setdefault(found[1], set()).add(int(found[2]))
+                if name.endswith(".safetensors"):
+                    parts.add_safetensors(contents, name)
+                else:
+                    parts.add_archive(contents, name)
+                    parts.read_pickle(contents, name)
+        known = world_size or max((rank for ranks in items.values() for rank in ranks), default=0) + 1
+        for item, ranks in items.items():
+            parts.require_ranks(contents, f"{item}_R.pt", ranks, known)
+        if not items:
+            contents.problem("holds no file of an item")
+        if _METADATA in contents.tree:
+            parts.add_archive(contents, _METADATA)
+        if not any("optim" in item for item in items):
+            contents.note("no item in it is called optimizer: perhaps it holds the model alone")
+        return contents
+
+    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+        """Name nothing: the package has no command line and does not look for the newest."""
+        return Resume((), "manager.load(PATH, into=...) in the script")
+
+
+def _number(name: str) -> int | None:
+    found = _LAST_NUMBER.search(name)
+    return int(found[1]) if found else None
+
+
+FRAMEWORK = TorchCheckpointing()

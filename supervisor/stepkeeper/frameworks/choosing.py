@@ -1,0 +1,131 @@
+"""The checkpoints of a directory, newest first, each with its verdict; and the newest one to resume from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from stepkeeper.frameworks.first_sight import FirstSight
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, Step
+from stepkeeper.frameworks.tree import TreeError
+from stepkeeper.frameworks.verify import Deep, verify
+from stepkeeper_trainer.formats.reading import Reading
+
+
+class State(Enum):
+    """What is known of a checkpoint."""
+
+    VERIFIED = "verified"
+    COMPLETE = "complete, not yet verified"
+    NOT_RESUMABLE = "complete, and not resumable"
+    UNSETTLED = "incomplete, and changed just now: perhaps still being written"
+    TORN = "damaged or incomplete"
+
+    @property
+    def chosen_from(self) -> bool:
+        """Whether a training may resume from it."""
+        return self in (State.VERIFIED, State.COMPLETE)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One checkpoint, and what was found."""
+
+    step: Step
+    number: int | None
+    state: State
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    contents: Contents | None
+    deep: Deep | None = None
+    resume: Resume | None = None
+    finished: bool | None = None
+
+    @property
+    def bytes(self) -> int | None:
+        """Return the size of its parts."""
+        if self.contents is None:
+            return None
+        files = self.contents.tree.files
+        return sum(files[name].st_size for name in self.contents.parts if name in files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """How checkpoints are judged."""
+
+    environment: Mapping[str, str]
+    deep: bool
+    cached: bool
+    world_size: int | None
+    reading: Reading
+
+
+def judge(framework: Framework, step: Step, how: How) -> Judged:
+    """Judge one checkpoint.  Raises OSError where it is gone or cannot be listed."""
+    try:
+        contents = framework.complete(step, world_size=how.world_size)
+    except TreeError as error:
+        return Judged(step, step.number, State.TORN, (str(error),), (), None)
+    number = contents.number if contents.number is not None else step.number
+    if contents.problems:
+        state = State.TORN if contents.tree.quiet() else State.UNSETTLED
+        return Judged(step, number, state, tuple(contents.problems), tuple(contents.notes), contents)
+    deep = None
+    notes = list(contents.notes)
+    if how.deep:
+        deep = verify(contents, how.reading, FirstSight(how.environment), cached=how.cached)
+        notes += [note for note in deep.notes if note not in notes]
+        if deep.problems:
+            return Judged(step, number, State.TORN, deep.problems, tuple(notes), contents, deep)
+    if reason := framework.resumable(contents):
+        return Judged(step, number, State.NOT_RESUMABLE, (reason,), tuple(notes), contents, deep)
+    state = State.VERIFIED if how.deep else State.COMPLETE
+    resume, finished = framework.resume(step, contents), framework.finished(contents)
+    return Judged(step, number, state, (), tuple(notes), contents, deep, resume, finished)
+
+
+def judge_all(framework: Framework, root: Path, how: How) -> list[Judged]:
+    """Judge every checkpoint of a directory, newest first.  Raises OSError."""
+    return _newest_first([each for step in framework.list_steps(root) if (each := _if_there(framework, step, how))])
+
+
+def _if_there(framework: Framework, step: Step, how: How) -> Judged | None:
+    try:
+        return judge(framework, step, how)
+    except FileNotFoundError:
+        return None  # retention has removed it meanwhile
+
+
+def _newest_first(judged: list[Judged]) -> list[Judged]:
+    def key(each: Judged) -> tuple[int, float, str]:
+        changed_at = each.contents.tree.changed_at() if each.contents is not None else 0.0
+        return (-1 if each.number is None else each.number, changed_at, each.step.path.name)
+
+    return sorted(judged, key=key, reverse=True)
+
+
+def newest(framework: Framework, root: Path, how: How) -> tuple[Judged | None, list[Judged]]:
+    """Choose the newest checkpoint that is whole and resumable; also return those that were passed over.
+
+    Bytes are read of one checkpoint after the other, the newest first, until one is right.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    shallow = How(
+        environment=how.environment, deep=False, cached=how.cached, world_size=how.world_size, reading=how.reading
+    )
+    skipped: list[Judged] = []
+    for each in judge_all(framework, root, shallow):
+        found: Judged | None = each
+        if each.state.chosen_from and how.deep:
+            found = _if_there(framework, each.step, how)
+        if found is None:
+            continue
+        if found.state.chosen_from:
+            return found, skipped
+        skipped.append(found)
+    return None, skipped

@@ -1,0 +1,187 @@
+"""What an adapter of a framework must answer, and the records in which it answers."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from stepkeeper.frameworks.tree import Tree
+
+
+class Kind(Enum):
+    """What can be verified in a file."""
+
+    ARCHIVE = "torch.save archive"  # one CRC32 for each record
+    ITEMS = "DCP file"  # one torch.save archive for each item
+    SAFETENSORS = "safetensors"  # structure only: the format has no checksum
+    PLAIN = "file"  # was parsed, or has no structure that can be checked
+
+
+class Door(Enum):
+    """How a save can be asked for from outside the training script."""
+
+    SIGNAL = "signal"
+    CALLBACK = "callback"
+    CALL = "call in the script"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDoor:
+    """How to ask a framework for a save, and what to know about it."""
+
+    door: Door
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One checkpoint as its name shows it; nothing in it was read."""
+
+    path: Path  # a directory, or a single file
+    number: int | None  # None: the name does not say it
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file that belongs to a checkpoint."""
+
+    name: str  # relative to the tree's root
+    kind: Kind
+    items: tuple[tuple[int, int], ...] = ()  # of a DCP file: start and length
+    sha256: str | None = None  # as the framework itself recorded it
+
+
+@dataclass(slots=True)
+class Contents:
+    """What an adapter found in a checkpoint without reading tensors."""
+
+    tree: Tree
+    number: int | None = None
+    world_size: int | None = None
+    parts: dict[str, Part] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    keys: frozenset[str] = frozenset()  # top-level names of the state, where they were read
+    not_resumable: str = ""  # why training cannot go on from it, although it is complete
+    target: int | None = None  # the step at which the training ends, where the checkpoint says it
+
+    def problem(self, text: str) -> None:
+        """Record one thing that is wrong, once."""
+        if text not in self.problems:
+            self.problems.append(text)
+
+    def note(self, text: str) -> None:
+        """Record what a person should know, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How the framework is made to resume from one checkpoint."""
+
+    arguments: tuple[str, ...]  # for the command line; empty: there is none that every script takes
+    how: str
+
+
+class Framework(Protocol):
+    """One framework.  `list_steps` and `complete` are an adapter's own; the rest follows from them in most."""
+
+    name: str  # as `--framework` takes it
+    title: str
+    rule: str  # when a checkpoint counts as complete, for people
+    imports: tuple[str, ...]  # modules whose import in a script shows this framework
+    commands: tuple[str, ...]  # words of a command that show it
+    save_door: SaveDoor
+
+    def list_steps(self, root: Path) -> list[Step]:
+        """Return the checkpoints below a directory, by their names alone, in any order.  Raises OSError."""
+        ...
+
+    def is_step(self, path: Path) -> bool:
+        """Tell whether a path itself is one checkpoint of this framework.  Raises OSError."""
+        ...
+
+    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+        """Read names, sizes and metadata; what is missing or torn is in `problems`.
+
+        Args:
+            step: the checkpoint.
+            world_size: number of ranks, where the caller knows it and the checkpoint does not say it.
+
+        Raises:
+            OSError: it cannot be listed.
+        """
+        ...
+
+    def resumable(self, contents: Contents) -> str:
+        """Return why training cannot go on from a complete checkpoint; empty: it can."""
+        return contents.not_resumable
+
+    def resume(self, step: Step, contents: Contents) -> Resume:
+        """Return how to resume from a checkpoint."""
+        ...
+
+    def progress(self, root: Path) -> int | None:
+        """Return the highest step that the names below a directory show; None: they show none.  Raises OSError."""
+        return max((step.number for step in self.list_steps(root) if step.number is not None), default=None)
+
+    def finished(self, contents: Contents) -> bool | None:
+        """Tell whether a checkpoint is the end of its training; None: it does not say."""
+        if contents.number is None or contents.target is None:
+            return None
+        return contents.number >= contents.target
+
+
+def named(root: Path, pattern: re.Pattern[str], *, files: bool = False) -> list[Step]:
+    """Return the entries of a directory whose whole name matches; group 1, where there is one, is the step.
+
+    Links are passed over: the checkpoint that one leads to is listed by its own name.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    return [
+        Step(root / name, _number(found))
+        for name, found in _matching(root, pattern, files=files, directories=not files)
+    ]
+
+
+def _matching(
+    root: Path, pattern: re.Pattern[str], *, files: bool, directories: bool
+) -> list[tuple[str, re.Match[str]]]:
+    found = []
+    with os.scandir(root) as entries:
+        for entry in entries:
+            match = pattern.fullmatch(entry.name)
+            wanted = (files and entry.is_file(follow_symlinks=False)) or (
+                directories and entry.is_dir(follow_symlinks=False)
+            )
+            if match and wanted:
+                found.append((entry.name, match))
+    return found
+
+
+DIGITS_MAX = 18  # a step that is longer is no step
+
+
+def _number(match: re.Match[str]) -> int | None:
+    text = match[1] if match.re.groups else ""
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX else None
+
+
+def name_matches(path: Path, pattern: re.Pattern[str]) -> bool:
+    """Tell whether a directory's own name is that of a checkpoint."""
+    return pattern.fullmatch(path.name) is not None and path.is_dir()
+
+
+def quoted(arguments: Sequence[str]) -> str:
+    """Return arguments as a shell would take them."""
+    return shlex.join(arguments)

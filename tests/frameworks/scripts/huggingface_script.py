@@ -1,0 +1,54 @@
+"""A script with the Trainer of Hugging Face."""
+
+import shared
+import torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+
+class Data(Dataset):
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x = torch.randn(shared.FEATURES, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "labels": x.sum().sin().reshape(1)}
+
+
+class Model(shared.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.1)  # shows whether the RNG state of each rank came back
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.layers(self.dropout(x))
+        return {"loss": torch.nn.functional.mse_loss(out, labels), "logits": out}
+
+
+class Told(Trainer):
+    def training_step(self, model, inputs, *rest, **more):
+        loss = super().training_step(model, inputs, *rest, **more)
+        shared.log(options.losses, self.state.global_step + 1, loss.item())
+        return loss
+
+
+options = shared.options()
+shared.seed()
+trainer = Told(
+    model=Model(),
+    args=TrainingArguments(
+        output_dir=options.out,
+        max_steps=options.steps,
+        save_steps=options.every,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        ddp_backend="gloo",
+        report_to=[],
+        disable_tqdm=True,
+        seed=7,
+        learning_rate=0.01,
+    ),
+    train_dataset=Data(),
+)
+trainer.train(resume_from_checkpoint=options.resume or None)

@@ -1,0 +1,48 @@
+"""A script with Lightning: `ddp` writes single files, `sharded` directories."""
+
+import lightning
+import shared
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = shared.Model()
+
+    def configure_model(self) -> None:
+        if options.variant == "sharded":
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch):
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.model(x), y)
+        shared.log(options.losses, self.global_step + 1, loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+options = shared.options()
+shared.seed()
+x = torch.randn(256, shared.FEATURES, generator=torch.Generator().manual_seed(1))
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4)
+sharded = options.variant == "sharded"
+trainer = lightning.Trainer(
+    accelerator="cpu",
+    devices=2,
+    strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+    if sharded
+    else DDPStrategy(process_group_backend="gloo"),
+    max_steps=options.steps,
+    callbacks=[ModelCheckpoint(options.out, every_n_train_steps=options.every, save_top_k=-1, filename="{step}")],
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(Module(), loader, ckpt_path=options.resume or None)

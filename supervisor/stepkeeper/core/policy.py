@@ -34,6 +34,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A restarted bus answers on every node; else a node is taken for lost.  A Slurm step starts within seconds; the
     watchers' lease is as long."""
 
+    ask_within_s: float = 15.0
+    """Slurm answers, or counts as unreachable: the client gives up a call after 6 s, and the next one after 13."""
+
     time_limit_notice_s: float = 1200.0
     """A user signal with less than this left to the time limit is taken for the notice of it.  Users ask for it ten
     minutes early or less, and Slurm may send it a minute earlier still."""
@@ -169,9 +172,6 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     begin_within_s: float = 300.0
     """From StartLaunch until every task runs; a Slurm step that is never created is a failed launch."""
-
-    ask_within_s: float = 15.0
-    """Slurm answers, or counts as unreachable."""
 
     save_margin_s: float = 4.0
     """Kept free between the last moment of a save and the moment Slurm kills: to requeue and leave."""

@@ -57,7 +57,7 @@ def test_a_jump_is_led_back_from_and_a_slow_launch_and_the_data_loader_that_is_w
     assert (said.cause, said.rule) == (Cause.NUMERICAL, "loss-spike"), training.story()
     assert said.step in range(SPIKE_AT, SPIKE_AT + 30), "words are of the newest step"
     chosen = [record.event.step for record in training.events(on.CheckpointChosen)]
-    assert chosen[1] in (100, 110), training.story()
+    assert chosen[-1] in (100, 110), training.story()  # step 120 has the jump: it is found first, and rolled back from
     (slower,) = told(training, do.TellSlowLaunch)
     assert slower.seconds > 1.5 * slower.usual, training.story()
     assert slower.nodes == (slow,), slower

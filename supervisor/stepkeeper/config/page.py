@@ -84,8 +84,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "policy.loss_spike", "policy.skip_data_steps", "policy.replay_differs", "policy.slow_node",
     ),
     "Storage and Slurm": (
-        "free_gib_min", "group_readable", "policy.storage_wait_s", "slurm_client", "policy.ask_within_s",
-        "policy.slurm_away_for_s",
+        "free_gib_min", "group_readable", "policy.storage_wait_s", "slurm_client", "policy.slurm_away_for_s",
     ),
     "Log and metrics": (
         "log_format", "progress_log_every_s", "metrics_textfile", "metrics_port", "metrics_address",

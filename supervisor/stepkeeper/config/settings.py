@@ -70,14 +70,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Nodes of the allocation that take no part until another one fails."""
 
     min_nodes: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
-    """Go on with so few nodes when others fail, before the job is requeued; 0: never with fewer."""
+    """A launch may have as few nodes as this when others fail, before the job is requeued; 0: never fewer."""
 
     micro_batches: Annotated[int, About(unit="micro-batches", metavar="N", least=0, most=COUNT_MAX)] = 0
     """Micro-batches of one optimizer step, of all ranks together: a launch has only so many nodes that its ranks share
     them evenly, so that a smaller world takes the same steps; 0: any number of nodes."""
 
     free_gib_min: Annotated[float, About(unit="GiB", metavar="GIB", least=0, most=1e9)] = 1.0
-    """What the run directory's storage must have free before each launch."""
+    """Free space that the run directory's storage must have before each launch."""
 
     group_readable: Annotated[bool, About()] = False
     """Let your group read the run directory."""
@@ -90,8 +90,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `logs/attempt-000/supervisor.jsonl` of the run directory too (docs/log.md)."""
 
     same_code: Annotated[bool, About()] = False
-    """Do not resume by other code (git commit, uncommitted changes, scripts) than that of the attempt before; without
-    it, other code is told in the log."""
+    """Refuse to resume with other code (git commit, uncommitted changes, scripts) than the attempt before had.  By
+    default the log only reports the difference."""
 
     checkpoint_every: Annotated[str | None, About(metavar="RULE")] = None
     """How often the ranks save, instead of what the script says: `500 steps`, `30 min`, `auto` (as often as pays),
@@ -133,7 +133,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `pyslurm:PYTHON` names the interpreter that has it, where Stepkeeper's own has none."""
 
     notify_command: Annotated[str | None, About(metavar="COMMAND")] = None
-    """A shell command that tells a person; run only where the run stops and needs one, with `STEPKEEPER_REASON`,
+    """A shell command that runs when the run has stopped and needs manual repair, with `STEPKEEPER_REASON`,
     `STEPKEEPER_EXIT_CODE`, `STEPKEEPER_CAUSE`, `STEPKEEPER_RUN_DIR` and `STEPKEEPER_JOB_ID` in its environment."""
 
     warm_standby: Annotated[bool, About()] = False
@@ -141,20 +141,20 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     the allocation takes it instead of starting Python anew (docs/warm-standby.md)."""
 
     warm_standby_imports: Annotated[str | None, About(metavar="MODULES", has_flag=False)] = None
-    """Modules that it imports too, with commas between, such as `transformers,datasets`; none may start CUDA."""
+    """Modules that a warm standby imports too, with commas between (`transformers,datasets`); none may start CUDA."""
 
     verify_mib_per_s: Annotated[float, About(unit="MiB/s", metavar="MIB/S", least=0, most=1e6)] = 0.0
-    """Each node reads step directories no faster than this when they are verified; 0: no limit."""
+    """Each node verifies step directories no faster than this; 0: no limit."""
 
     metrics_textfile: Annotated[str | None, About(metavar="DIR")] = None
     """A directory in which metrics for Prometheus are kept up to date, for node_exporter's textfile collector
     (docs/metrics.md)."""
 
     metrics_port: Annotated[int | None, About(metavar="PORT", least=0, most=65535)] = None
-    """Serve them over HTTP too, at /metrics; 0: any free port, which the log names."""
+    """Serve the metrics over HTTP, at /metrics; 0: any free port, which the log names."""
 
     metrics_address: Annotated[str, About(metavar="ADDRESS", has_flag=False)] = "127.0.0.1"
-    """Where that port is open: by default to this node alone."""
+    """The address of `metrics_port`: by default only this node can reach it."""
 
     framework: Annotated[str, About(metavar="NAME", has_flag=False)] = "auto"
     """Which framework wrote the checkpoints that `stepkeeper checkpoints ls|verify|latest` looks at, where they are not

@@ -34,6 +34,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A restarted bus answers on every node; else a node is taken for lost.  A Slurm step starts within seconds; the
     watchers' lease is as long."""
 
+    ask_within_s: float = 15.0
+    """Slurm answers, or counts as unreachable: the client gives up a call after 6 s, and the next one after 13."""
+
     time_limit_notice_s: float = 1200.0
     """A user signal with less than this left to the time limit is taken for the notice of it.  Users ask for it ten
     minutes early or less, and Slurm may send it a minute earlier still."""
@@ -166,19 +169,18 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is set, in the group `policy`.  Seconds unless the name says otherwise."""
 
     choose_within_s: float = 3600.0
-    """Reading the newest step directory byte by byte: large states on slow storage take their time."""
+    """Time limit of reading the newest step directory byte by byte before a launch.  Large states on slow storage take
+    longer."""
 
     begin_within_s: float = 300.0
-    """From StartLaunch until every task runs; a Slurm step that is never created is a failed launch."""
-
-    ask_within_s: float = 15.0
-    """Slurm answers, or counts as unreachable."""
+    """Time limit from the start of a launch until every task runs; the import of a container counts.  A Slurm step that
+    is never created is a failed launch."""
 
     save_margin_s: float = 4.0
-    """Kept free between the last moment of a save and the moment Slurm kills: to requeue and leave."""
+    """Time between the end of a save and the moment at which Slurm kills: the requeue needs it."""
 
     stop_within_s: float = 900.0
-    """For the save when a person asks to save and end; then the ranks are killed."""
+    """Time limit of the save after `stepkeeper stop`; then the ranks are killed."""
 
     stop_signal: str = "TERM"
     """The signal that has a script without the trainer library save and end: TERM, INT, HUP, QUIT, USR1 or USR2.  Its
@@ -189,21 +191,21 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     at least 60 s, at most a fifth of the attempt."""
 
     leave_within_s: float = 15.0
-    """From the commit (or the word that training is over) to the exit of the last rank."""
+    """Time limit from the commit (or the end of training) to the exit of the last rank."""
 
     read_back: str = "off"
     """Read back, past the page cache and where possible on another node than wrote it, what was saved while training
     goes on: off, newest (no more than one at a time, the newest), all."""
 
     failures_max: int = 3
-    """Launches that failed without a newly verified step in between; then the run stops."""
+    """The run stops after so many failed launches without a newly verified step in between."""
 
     resubmit: str = "auto"
     """Where Slurm may not requeue the job (`--no-requeue`, JobRequeue=0): submit it again, to start after its end and
     to go on with its run (auto), or end and say how to go on (never)."""
 
     node_losses_max: int = 10
-    """Lost and faulty nodes without a newly verified step in between; then the run stops."""
+    """The run stops after so many lost and faulty nodes without a newly verified step in between."""
 
     exclude_lost_for_s: float = 900.0
     """A lost node is given back before a requeue, and excluded at it, for so long: Slurm may not miss it yet.
@@ -212,7 +214,7 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     slurm_away_for_s: float = 3600.0
-    """A launch that could not begin because Slurm did not answer waits for it so long; then it counts as failed."""
+    """A launch that cannot begin because Slurm does not answer waits so long; then it counts as failed."""
 
     excluded_max: int = 8
     """Nodes that a job excludes at a time, the newest faults first, lost nodes last: more would leave it nothing to run
@@ -238,7 +240,7 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The storage failed its test at the start: the test is repeated for so long; then the run stops."""
 
     hang_watch: bool = True
-    """Look for training that stands still, by its own step times."""
+    """Look for training that has stopped making progress, by its own step times."""
 
     hang_least_s: float = 120.0
     """No shorter silence is looked at, but for half a minute in a run with even steps, where no rank does anything."""

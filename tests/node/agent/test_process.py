@@ -89,7 +89,7 @@ class Process:
             f'node_name = "n1"\nsocket = "{self.directory}/run/agent.sock"\nstate_dir = "{self.directory}/state"\n'
             f'run_dir = "{self.directory}/run"\nkernel_log = "{self.directory}/kmsg"\nslurm_bin = "{self.bin}"\n'
             f"{'' if 'nvml =' in self.settings else 'nvml = false'}\n{self.settings}\n{self.tables}\n"
-            f'[test]\nboot_id_file = "{self.directory}/boot_id"\n'
+            f'[test]\nboot_id_file = "{self.directory}/boot_id"\nonly_pci_prefix = "0000:"\n'
         )
         config.chmod(0o644)
         with (self.directory / "log").open("ab") as log:

@@ -369,7 +369,7 @@ MUTATIONS = (
     ),
     Mutation(
         "settling",
-        "    tried = Tried(cause=cause, place=place, count=max(count, index) + 1, step=step, stepped_back=back)",
+        "    tried = Tried(cause=cause, place=place, count=max(count, index) + 1, repeats=times, step=step, stepped_back=back)",
         "    tried = Tried(cause=cause, place=place, count=1, step=step, stepped_back=back)",
         "a failure in the same way goes on along its row",
         "storage_full_waits",
@@ -400,9 +400,17 @@ MUTATIONS = (
         "failure",
     ),
     Mutation(
+        "settling",
+        "    unseen = times > count + 1  #",
+        "    unseen = False  #",
+        "the same failure is bounded where launches may have progressed unseen",
+        "script_that_fails_the_same_way",
+        "same_failure",
+    ),
+    Mutation(
         "phases",
-        "    if unseen:  # unknown progress is not none\n        state = replace(state, failures=0, tried=())\n",
-        "",
+        "        state = replace(state, failures=0, tried=tried)\n",
+        "        pass\n",
         "unknown progress is not none",
         "script_that_ran_long",
         "failure",

@@ -21,7 +21,7 @@ import msgspec
 
 from stepkeeper import logpage
 from stepkeeper.config import page as configuration
-from stepkeeper.core import effects, events
+from stepkeeper.core import effects, events, reasons
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.store import journal
@@ -95,7 +95,11 @@ def _events_page() -> str:
     out += ["## Effects", "", "Every effect has its name in `effect`.", ""]
     for each in typing.get_args(effects.Effect):
         out += _section(each, effects, ())
-    out += ["## Structures inside events", ""]
+    out += ["## Reasons", "", inspect.cleandoc(_doc(reasons)), "", "A reason has its name in `reason`.", ""]
+    facts = [
+        [f"`{_tag(each)}`", _facts(each), inspect.cleandoc(_doc(each))] for each in typing.get_args(reasons.Reason)
+    ]
+    out += [*_table("name facts meaning", facts), "", "## Structures inside events", ""]
     for structure in _inside():
         out += [f"### {structure.__name__}", "", inspect.cleandoc(_doc(structure)), ""]
         if issubclass(structure, StrEnum):
@@ -113,7 +117,7 @@ def _inside() -> list[type]:
     while waiting:
         kind = waiting.pop(0)
         if isinstance(kind, type) and issubclass(kind, StrEnum | msgspec.Struct):
-            if kind not in told and kind is not Phase:
+            if kind not in told and kind is not Phase and kind not in typing.get_args(reasons.Reason):
                 found[kind] = None
             told.add(kind)
             hints = typing.get_type_hints(kind) if issubclass(kind, msgspec.Struct) else {}
@@ -124,8 +128,15 @@ def _inside() -> list[type]:
 
 
 def _section(declared: Any, module: ModuleType, known: tuple[str, ...]) -> list[str]:
-    tag = str(declared.__struct_config__.tag)
-    return [f"### {tag}", "", inspect.cleandoc(_doc(declared)), "", *_fields(declared, module, known)]
+    return [f"### {_tag(declared)}", "", inspect.cleandoc(_doc(declared)), "", *_fields(declared, module, known)]
+
+
+def _tag(declared: Any) -> str:
+    return str(declared.__struct_config__.tag)
+
+
+def _facts(declared: Any) -> str:
+    return ", ".join(f"`{field.name}`" for field in msgspec.structs.fields(declared))
 
 
 def _doc(thing: Any) -> str:

@@ -126,7 +126,6 @@ class Supervisor:
         self.exit_code: int | None = None
         self.next_at: dict[str, float] = {}  # what is done every few seconds, and when next
         inbox.report = self._part_failed
-        inbox.watch_threads()
         now = inbox.clock.now()
         self.stalls = Stalls(now)
         self.resumed_at = 0.0  # what was put into the inbox before it counts as of then
@@ -156,6 +155,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Take events until an effect ends the attempt."""
+        self.inbox.watch_threads()
         while self.exit_code is None:
             wait_s = self._wait_s()
             self.stalls.waits(wait_s)

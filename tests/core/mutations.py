@@ -360,6 +360,15 @@ MUTATIONS = (
         "exception_short_of_the_place",
         "failure",
     ),
+    Mutation(
+        "settling.settle",
+        never,
+        "unseen",
+        "the same failure is bounded where launches may have progressed unseen",
+        "script_that_fails_the_same_way",
+        "same_failure",
+        nth=1,
+    ),
     Mutation("phases.relaunch", never, "unseen", "unknown progress is not none", "script_that_ran_long", "failure"),
     Mutation(
         "bus.restart_bus",

@@ -49,7 +49,7 @@ def test_a_loss_that_stays_no_number_is_told_once(wrong: float) -> None:
     (anomaly,) = played([*curve(10), *[wrong] * 50])[1]
 
     assert (anomaly.rule, anomaly.step) == (NOT_FINITE, 11)
-    assert anomaly.text == "the loss is no finite number since step 11"
+    assert (anomaly.step, anomaly.loss) == (11, None)
 
 
 def test_a_single_one_passes() -> None:
@@ -71,7 +71,6 @@ def test_a_jump_right_after_a_resume_is_named_so() -> None:
     (anomaly,) = played([7.0] * 10, resumed, 251)[1]
 
     assert (anomaly.rule, anomaly.step) == (DISCONTINUITY, 251)
-    assert "after the resume" in anomaly.text
     assert played(curve(300)[250:], resumed, 251)[1] == [], "one that goes on as before is none"
 
 

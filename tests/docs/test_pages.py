@@ -8,7 +8,7 @@ import typing
 import msgspec
 
 from stepkeeper import docs, logpage
-from stepkeeper.core import effects, events
+from stepkeeper.core import effects, events, reasons
 from stepkeeper.store import journal
 
 
@@ -21,7 +21,7 @@ def test_every_log_event_says_what_it_means() -> None:
 def test_the_calls_are_found_with_their_keys() -> None:
     found = {(line.program, line.name): line for line in logpage.found()}
 
-    assert found["supervisor", "decision"].keys[:2] == ("why", "...")
+    assert found["supervisor", "decision"].keys[:2] == ("why", "reason")
     assert found["supervisor", "exit"].keys == ("code", "reason")
     assert found["supervisor", "journal_not_written"].levels == ("warning",)
     assert "decision" in [name for program, name in found if program == "node agent"]
@@ -42,7 +42,13 @@ def test_every_structure_in_a_record_has_a_section_with_its_keys() -> None:
 
     walk(journal.Record)
     assert len(kinds) > len(typing.get_args(events.Event)) + len(typing.get_args(effects.Effect))
-    for kind in kinds - {journal.Record}:
+    known = set(typing.get_args(reasons.Reason))
+    assert known <= kinds
+    for kind in known:
+        row = re.search(rf"^\| `{kind.__struct_config__.tag}` \| (.*?) \|", page, re.MULTILINE)
+        assert row, kind
+        assert [f"`{key}`" for key in kind.__struct_fields__] == [each for each in row.group(1).split(", ") if each]
+    for kind in kinds - known - {journal.Record}:
         tag = kind.__struct_config__.tag
         section = re.search(rf"^### {tag or kind.__name__}\n(.*?)(?=^##|\Z)", page, re.DOTALL | re.MULTILINE)
         assert section, kind

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from stepkeeper.core import events as on
@@ -24,8 +23,8 @@ def test_the_journal_reads_as_a_timeline(command: Command, run: RunDirectory) ->
     for words in (
         "0.0    starting    attempt_started",
         "why: got SIGTERM",
-        "-> ask_slurm why='got SIGTERM'",
-        "-> exit code=10 reason=preempted",
+        "-> ask_slurm reasons='got SIGTERM'",
+        "-> exit code=10 reasons=preempted",
         "1.0    training    checkpoint_committed",
         "skipped=(directory=step_00000300 problem=torn ",
         "loss=2.25",
@@ -38,9 +37,8 @@ def test_json_gives_the_records_as_they_stand(command: Command, run: RunDirector
 
     said = command("events", run.path, "--json")
 
-    assert [json.loads(line) for line in said.out.splitlines()] == [
-        json.loads(msgspec.json.encode(record)) for record in build.story(run)
-    ]
+    written = run.journal.read_text().splitlines()
+    assert [json.loads(line) for line in said.out.splitlines()] == [json.loads(line) for line in written]
 
 
 def test_json_keeps_what_a_newer_version_added(command: Command, run: RunDirectory) -> None:

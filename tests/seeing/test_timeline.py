@@ -553,5 +553,5 @@ def test_a_slow_node_that_a_spare_replaces_is_no_stop_that_somebody_asked_for() 
 
     assert (launch.ending, launch.why) == (
         Ending.RESTARTED,
-        "step 10 is committed; n2 is slow: a spare takes its place",
+        "step 10 is committed; a spare takes the place of n2",
     )

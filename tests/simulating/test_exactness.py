@@ -130,7 +130,7 @@ def test_hours_of_words_fit_into_samples_and_the_replay_is_exact() -> None:
     assert found.differences == []
     assert len(lines) < len(events) / 5
     said = " ".join(line.record.why for line in lines if line.record is not None)
-    for told in ("d is slow", "the loss is", "the ranks' stacks are looked at", "steps slower", "preempted"):
+    for told in ("d is slow", "the loss is", "the stacks of the ranks are collected", "steps slower", "preempts"):
         assert told in said
 
 

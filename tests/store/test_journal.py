@@ -47,6 +47,7 @@ def test_records_read_back_as_they_were_written(tmp_path: Path) -> None:
     first = record(
         effects=(do.AskSlurm(reasons=in_words("x")), do.Requeue(), do.Exit(code=10, reasons=in_words("r"))),
         why="because",
+        reasons=in_words("because"),
     )
     records = [first, *(record(at=float(i)) for i in range(1000))]
 

@@ -109,7 +109,7 @@ def test_without_a_spare_the_world_shrinks_where_that_is_allowed(lab: Lab, agent
     assert losses.keys() == expected.keys()
     different = [step for step in losses if not math.isclose(float(losses[step]), float(expected[step]), rel_tol=ALIKE)]
     assert not different, training.story()
-    assert "it shrinks to 1" in training.output()
+    assert "the launch shrinks to 1" in training.output()
 
 
 @pytest.mark.campaign

@@ -3,6 +3,8 @@
 import pytest
 
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
+from stepkeeper.core.causes import Notice
 from tests.lab import Lab
 from tests.stories.test_first_hour import asked
 from tests.training import Training, assert_complete
@@ -21,9 +23,11 @@ def test_a_chain_of_time_limited_jobs_needs_neither_a_signal_nor_a_hand(lab: Lab
 
     assert len(training.events(on.AttemptStarted)) >= 2, training.story()
     first = [record for record in training.records() if record.attempt == 0]
-    assert any(record.why.startswith("time limit") for record in first), training.story()
+    reasons = [reason for record in first for reason in record.reasons]
+    notices = [each.notice for each in reasons if isinstance(each, because.SlurmSaid)]
+    assert Notice.TIME_LIMIT in notices, training.story()
     if not any(isinstance(record.event, on.SignalReceived) for record in first):  # Slurm may send it a minute early
-        assert any(record.why == "the time limit is near" for record in first), training.story()
+        assert because.TimeLimitNear() in reasons, training.story()
     assert any(isinstance(record.event, on.CheckpointCommitted) and record.event.emergency for record in first)
     why = asked(training, "explain", str(training.run_dir), "--attempt", "0")
     assert "time_limit" in why, why

@@ -64,7 +64,7 @@ def test_a_jump_is_led_back_from_and_a_slow_launch_and_the_data_loader_that_is_w
     assert "this launch steps slower than those before it" in training.output()
     (late,) = told(training, do.TellSlowNode)
     assert (late.node, late.rank, late.loading) == (slow, training.launches()[1].index(slow), True), late
-    assert f"the data loader of rank {late.rank} on {slow} is slow, and not the node" in training.output()
+    assert f"the data loader of rank {late.rank} on {slow} is slow, not the node" in training.output()
     assert len(training.launches()) == 2, "the node was replaced"
 
 

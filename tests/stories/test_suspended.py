@@ -65,7 +65,7 @@ def assert_it_only_paused(training: Training, reference: Training, least_s: floa
         assert told == [], training.story()
     assert not (training.run_dir / "rescues.jsonl").exists(), training.story()
     assert any(seconds >= least_s for seconds in suspensions(training)), training.story()
-    assert "suspended for" in training.output()
+    assert "did not run for" in training.output()
     seen = see(RunDirectory(training.run_dir))
     assert seen.accounts.wall[Use.SUSPENDED] >= (least_s - 5) * SECOND, training.story()
     assert sum(seen.accounts.wall.values()) == seen.accounts.wall_total

@@ -14,7 +14,8 @@ import structlog
 from stepkeeper.actions import calling, judging, rollback
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause, Finding
+from stepkeeper.core.causes import Cause
+from stepkeeper.core.reasons import Finding
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
@@ -93,7 +94,9 @@ def test_a_rank_that_we_killed_ourselves_is_no_evidence(run: RunDirectory, inbox
 
 
 def test_what_the_rules_saw_is_evidence(run: RunDirectory, inbox: Inbox) -> None:
-    found = Finding(cause=Cause.HANG, rule="progress-silence", text="rank 1 sleeps", rank=1, node="n1", step=33)
+    found = Finding(
+        cause=Cause.HANG, rule="progress-silence", reasons=in_words("rank 1 sleeps"), rank=1, node="n1", step=33
+    )
 
     said = judged(run, inbox, witness(), found)
 
@@ -105,7 +108,7 @@ def test_the_first_wrong_loss_counts_and_not_the_first_word_of_it(run: RunDirect
     """Words are one a second, rows one a step."""
     rows = "".join(f"{step},{'nan' if step >= 40 else 2.0},,,,,1,0\n" for step in range(30, 60))
     (run.path / "metrics.csv").write_text("step,loss,tokens,lr,grad_norm,time,attempt,launch\n" + rows)
-    found = Finding(cause=Cause.NUMERICAL, rule="loss-not-finite", text="no number", step=43)
+    found = Finding(cause=Cause.NUMERICAL, rule="loss-not-finite", reasons=in_words("no number"), step=43)
 
     said = judged(run, inbox, witness(), found)
 

@@ -58,7 +58,7 @@ def test_a_preempted_run_is_seen_while_it_runs_and_afterwards(lab: Lab, tmp_path
     least, most = 60 * STEP_S, document["wall_total_s"] - document["wall_s"]["queue"]
     assert 0.5 * least < document["wall_s"]["productive"] < most  # steps of a busy machine take longer
     tell("report", training.run_dir, "-o", tmp_path / "page.html")
-    assert "preempted (Slurm says" in (tmp_path / "page.html").read_text()
+    assert "Slurm preempts the job (Slurm says" in (tmp_path / "page.html").read_text()
     assert "today's rules decide the same" in tell("dev", "replay", training.run_dir)
 
 

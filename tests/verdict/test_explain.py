@@ -9,7 +9,8 @@ import pytest
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause, Finding
+from stepkeeper.core.causes import Cause
+from stepkeeper.core.reasons import Finding
 from stepkeeper.core.state import Phase
 from stepkeeper.logtext import as_text
 from stepkeeper.printing import instant
@@ -279,7 +280,11 @@ def test_wrong_use_is_said_in_one_line(command: Command, run: RunDirectory, tmp_
 def test_what_the_supervisor_saw_of_a_hang_is_explained(command: Command, run: RunDirectory) -> None:
     """Its ranks were ended by us: that they were killed says nothing."""
     found = Finding(
-        cause=Cause.HANG, rule="progress-silence", text="stands still: rank 1 is in load", rank=1, node="n2"
+        cause=Cause.HANG,
+        rule="progress-silence",
+        reasons=in_words("stands still: rank 1 is in load"),
+        rank=1,
+        node="n2",
     )
     ended = on.LaunchEnded(at=START + 13, launch=0, code=137)
     records = [

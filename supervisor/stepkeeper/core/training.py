@@ -91,7 +91,7 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
         return Decision(state)
     state, seconds = save_seconds(state, event.seconds)
     pace = saved(state.pace, seconds, by_disk=event.by_disk)
-    state = replace(state, saving=None, bus_restarts=0, pace=pace, went_back=False)
+    state = replace(state, saving=None, bus_restarts=0, node_losses=0, pace=pace, went_back=False)
     state = alive(state, event.at, policy)
     state = expecting(state, policy) if state.limit_at is not None else state
     why: Why = (because.Committed(step=event.step),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -53,8 +53,18 @@ class Judging:
         only_pci_prefix: str = "",
         kernel_log: bool = True,
         gpus: Iterable[tuple[str, str]] = (),
+        devices: Callable[[], Iterable[str]] = lambda: (),
     ) -> None:
-        """`gpus`: address and UUID of those that were there since the boot, or are on the PCI bus."""
+        """Begin.
+
+        Args:
+            catalogue: what codes mean.
+            expected_gpus: that the node should have; 0: unknown.
+            only_pci_prefix: of the devices that count, and are taken for there, in a test.
+            kernel_log: somebody reads it.
+            gpus: address and UUID of those that were there since the boot, or are on the PCI bus.
+            devices: asked for the addresses of NVIDIA's devices that are on the PCI bus now.
+        """
         self.catalogue = catalogue
         self.health: dict[str, GpuHealth] = {}
         self.driver = ""
@@ -64,6 +74,7 @@ class Judging:
         self._short_told = False
         self._expected_gpus = expected_gpus
         self._prefix = only_pci_prefix
+        self._devices = devices
         self._known = {pci: uuid for pci, uuid in gpus if pci.startswith(only_pci_prefix)}
 
     @property
@@ -90,6 +101,16 @@ class Judging:
             case _:
                 return []  # gaps and evidence are logged, and prove nothing
 
+    def _is_there(self, pci: str) -> bool:
+        """Tell whether the node has this device, or had it since the boot.
+
+        Records with the prefix of a netfilter rule, or of another module, look like the driver's: what they name need
+        not exist.  A GPU that is lost is known by then.
+        """
+        if self._prefix:
+            return pci.startswith(self._prefix)
+        return pci in self._known or pci in self.health or pci in set(self._devices())
+
     def _of_event(self, event: NvmlXid) -> Fault:
         return judge_xid_event(
             event,
@@ -109,10 +130,10 @@ class Judging:
             return [] if self._prefix or record.sequence < 0 else [loaded]
         if (report := parse(record.text)) is None:
             told = announcement(record.text)
-            if told is None or not told.pci.startswith(self._prefix):
+            if told is None or not self._is_there(told.pci):
                 return []
             return [on.GpusListed(at=at, gpus=(Gpu(index=-1, pci=told.pci, uuid=told.uuid),))]
-        if not report.pci.startswith(self._prefix):
+        if not self._is_there(report.pci):
             return []
         from_journal = record.sequence < 0
         fault = judge(

@@ -133,7 +133,7 @@ class Inbox(inbox.Inbox[Event]):
         """Report what other threads of this process raise, too: nothing else would."""
 
         def hook(args: threading.ExceptHookArgs) -> None:
-            if args.exc_value is not None:
+            if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
                 self.failed(Part.OTHER, args.exc_value)
 
         threading.excepthook = hook

@@ -113,7 +113,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _plain(text: str) -> Any:
-    return msgspec.to_builtins(typed(text))
+    return list(msgspec.to_builtins(typed(text)))
 
 
 def _with_reasons(value: Any, *keys: str) -> Any:

@@ -17,7 +17,7 @@ from stepkeeper.node.core import incidents
 from stepkeeper.node.core.policy import Policy
 from stepkeeper.node.core.state import Incident, State
 from stepkeeper.node.judging import Judging, concerns
-from stepkeeper.node.sensors.evidence import EvidenceReader
+from stepkeeper.node.sensors.evidence import EvidenceReader, Roots, device_addresses
 from stepkeeper.node.sensors.kmsg import KernelLog, boot_id
 from stepkeeper.node.sensors.nvml import NvmlProcess
 from stepkeeper.node.sensors.readings import Evidence, KernelRecord, Reading
@@ -48,7 +48,7 @@ class OwnSenses:
         self._say = say
         self._since = (since or time.time()) - CLOCKS_S
         self._readings: queue.Queue[Reading | None] = queue.Queue(READINGS_WAITING_MAX)
-        self._judging = Judging(load())
+        self._judging = Judging(load(), devices=lambda: device_addresses(Roots()))
         self._policy = Policy()
         self._state = State(node=node, boot_id=boot_id())
         self._said: dict[str, tuple[object, ...]] = {}

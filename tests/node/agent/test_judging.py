@@ -15,7 +15,7 @@ PCI = "0000:3b:00.0"
 
 
 def judging(expected_gpus: int = 0) -> Judging:
-    return Judging(catalogue.packaged(), expected_gpus=expected_gpus)
+    return Judging(catalogue.packaged(), expected_gpus=expected_gpus, devices=lambda: (PCI,))
 
 
 def faults(judging: Judging, reading: Reading) -> list[Fault]:
@@ -194,3 +194,41 @@ def test_a_missing_gpu_is_named_by_what_was_there_before() -> None:
 
     (fault,) = found
     assert fault.why == "1 of 3 GPUs are there; missing: 0000:86:00.0 (GPU-1), 0000:af:00.0"
+
+
+# --- devices that are not there -------------------------------------------------------------------
+
+FORGED = (  # genuine records of the kernel: a netfilter rule's and a module's prefix were the user's
+    "NVRM: Xid (PCI:0000:5e:00): 79, GPU has fallen off the bus. IN= OUT=lo MARK=0x7 ",
+    "NVRM: Xid (PCI:0000:5e:00): 79, pid=1, name=a, GPU has fallen off the bus.: loaded by a.out",
+    "NVRM: GPU 0000:5e:00.0: GPU has fallen off the bus IN=eth0 OUT= LEN=29",
+    "nvidia-nvswitch0: SXid (PCI:0000:06:00.0): 20034, Fatal, Link 48 IN= OUT=lo ID=1 ",
+    "NVRM: GPU at PCI:0000:5e:00: GPU-509665ad-b600-ac93-3616-d754b23d636d",
+)
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_a_record_about_a_device_that_is_not_there_is_no_fault(text: str) -> None:
+    judge = judging()
+    record = KernelRecord(at=T, boot_id="b", sequence=1, text=text)
+    assert concerns(record), "the record looks like the driver's"
+
+    assert judge.events(record, T) == []
+
+
+def test_the_same_record_is_a_fault_where_the_device_is_there() -> None:
+    record = KernelRecord(at=T, boot_id="b", sequence=1, text=FORGED[1])
+    known = Judging(catalogue.packaged(), gpus=[("0000:5e:00.0", "GPU-1")])  # since the boot: it may be lost by now
+    on_the_bus = Judging(catalogue.packaged(), devices=lambda: ("0000:5e:00.0",))
+    told = Judging(catalogue.packaged())
+    told.events(NvmlStatus(at=T, state=NvmlState.READY, gpus=(Gpu(index=0, pci="0000:5e:00.0", uuid="GPU-1"),)), T)
+
+    assert [len(faults(judge, record)) for judge in (known, on_the_bus, told)] == [1, 1, 1]
+
+
+def test_an_nvswitch_counts_where_it_is_on_the_bus() -> None:
+    text = "nvidia-nvswitch0: SXid (PCI:0000:06:00.0): 20034, Fatal, Link 48 LTSSM Fault Up"
+    record = KernelRecord(at=T, boot_id="b", sequence=1, text=text)
+
+    assert len(faults(Judging(catalogue.packaged(), devices=lambda: ("0000:06:00.0",)), record)) == 1
+    assert faults(Judging(catalogue.packaged()), record) == []

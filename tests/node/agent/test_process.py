@@ -91,6 +91,7 @@ class Process:
             f'node_name = "n1"\nstate_dir = "{self.directory}/state"\nrun_dir = "{self.directory}/run"\n'
             f'slurm_bin = "{self.bin}"\n{self.settings}\n{self.tables}\n'
             f'[test]\nboot_id_file = "{self.directory}/boot_id"\nkernel_log = "{self.directory}/kmsg"\n'
+            'only_pci_prefix = "0000:"\n'
             f"nvml = {str(self.nvml).lower()}\n[test.limits]\n{self.limits}"
         )
         config.chmod(0o644)

@@ -281,6 +281,8 @@ def storage_test(directory: Path, *, size: int = TEST_BYTES, limit_s: float = TE
             _test(directory, size, progress)
         except OSError as error:
             progress.problem = f"{directory}: cannot {progress.act}: {error.strerror or error}"
+        except Exception as error:  # noqa: BLE001 - a test that was not made has not passed
+            progress.problem = f"{directory}: cannot {progress.act}: {error!r}"
         finally:
             progress.done.set()
 

@@ -59,6 +59,12 @@ def gpu_addresses(roots: Roots) -> tuple[str, ...]:
     )
 
 
+def device_addresses(roots: Roots) -> tuple[str, ...]:
+    """Return the PCI addresses of all of NVIDIA's devices, NVSwitches too, as the kernel knows them."""
+    devices = roots.sys / "bus/pci/devices"
+    return tuple(name for name in _names(devices) if _text(devices / name / "vendor") == NVIDIA)
+
+
 def aer(roots: Roots, at: float) -> Iterator[Evidence]:
     """Tell how many PCIe errors each GPU has reported since boot."""
     for address in gpu_addresses(roots):

@@ -171,6 +171,30 @@ MUTATIONS = (
     # --- time ---------------------------------------------------------------------------------------
     Mutation(
         "deadlines",
+        "    if state.phase is Phase.REQUEUEING and state.requeue_by is not None and event.at >= state.requeue_by:",
+        "    if state.phase is Phase.DONE and state.requeue_by is not None and event.at >= state.requeue_by:",
+        "a requeue that Slurm never answers has an end",
+        "requeue_that_is_never_answered",
+        "time",
+    ),
+    Mutation(
+        "notices",
+        "        state = replace(state, requeue_by=_earlier(state.requeue_by, event.at + state.kill_wait_s))",
+        "        state = replace(state, requeue_by=_earlier(state.requeue_by, event.at + 3600.0))",
+        "SIGTERM ends a requeue that nobody takes",
+        "told_to_end_while_nobody_takes_the_requeue",
+        "time",
+    ),
+    Mutation(
+        "bus",
+        "        lost_before = deadline is not None and not all_ready(state)",
+        "        lost_before = deadline is not None",
+        "a watcher that is lost has its full time to come back",
+        "watcher_lost_while_the_nodes_are_cleared",
+        "time",
+    ),
+    Mutation(
+        "deadlines",
         "            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, late)",
         "            return Decision(replace(state, deadline_at=event.at + 10.0), (), late)",
         "ranks are killed at the deadline of a save",

@@ -36,6 +36,8 @@ for each in all:
 """
 OVERWRITING = """\
 import ctypes, os, sys, time
+if os.path.basename(sys.argv[1]) == "without":
+    ctypes.CDLL(None).prctl(15, b"srun", 0, 0, 0)
 if "overwrites" in sys.argv:
     fields = open("/proc/self/stat").read().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])
@@ -122,7 +124,7 @@ def test_nothing_is_learned_outside_of_slurm_or_of_our_own_step() -> None:
     assert not steps.has(os.getpid())
 
 
-def test_nothing_is_learned_of_the_batch_step_nor_of_an_srun(tmp_path: Path, run_id: str) -> None:
+def test_nothing_is_learned_of_the_batch_step(tmp_path: Path, run_id: str) -> None:
     """The srun of a launch has the environment of its ranks: what is beside it is the supervisor."""
     batch = Step(tmp_path / "batch", run_id, "slurmstepd: [7.batch]")
     steps = RankSteps()
@@ -132,6 +134,14 @@ def test_nothing_is_learned_of_the_batch_step_nor_of_an_srun(tmp_path: Path, run
         assert set(rank_processes(run_id, NODE, attempt_max=0, steps=steps)) == {batch.pids["wrapper"]}
     finally:
         batch.close()
+
+
+def test_nothing_is_learned_from_an_srun(step: Step) -> None:
+    """Also where the title of its slurmstepd does not tell."""
+    steps = RankSteps()
+    steps.learn(step.pids["without"])
+
+    assert not steps
 
 
 def test_what_was_learned_is_forgotten_with_its_launch(step: Step, run_id: str) -> None:

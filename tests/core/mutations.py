@@ -169,6 +169,30 @@ MUTATIONS = (
     # --- time ---------------------------------------------------------------------------------------
     Mutation(
         "deadlines.on_tick",
+        never,
+        "requeue_by",
+        "a requeue that Slurm never answers has an end",
+        "requeue_that_is_never_answered",
+        "time",
+    ),
+    Mutation(
+        "notices.on_signal",
+        first,
+        "_earlier",
+        "SIGTERM ends a requeue that nobody takes",
+        "told_to_end_while_nobody_takes_the_requeue",
+        "time",
+    ),
+    Mutation(
+        "bus.restart_bus",
+        drop,
+        "all_ready",
+        "a watcher that is lost has its full time to come back",
+        "watcher_lost_while_the_nodes_are_cleared",
+        "time",
+    ),
+    Mutation(
+        "deadlines.on_tick",
         does_nothing,
         "STOPPING",
         "ranks are killed at the deadline of a save",

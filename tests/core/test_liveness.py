@@ -37,10 +37,10 @@ class Watching:
             self.ran_s += LOOK_EVERY_S
             self.look()
             if words:
-                self.word()
+                self.message()
 
-    def word(self) -> None:
-        self.peer, self.ran_s = self.peer.heard(self.now), 0.0
+    def message(self) -> None:
+        self.peer, self.ran_s = self.peer.received(self.now), 0.0
         assert self.life is Life.ALIVE, "one word ends every suspicion"
 
     def stop(self, seconds: float) -> None:
@@ -55,7 +55,7 @@ class Watching:
         away_s = self.stalls.look(self.now)
         if away_s:
             self.peer = self.peer.paused(away_s, self.now)
-        self.peer = self.peer.looked(self.now)
+        self.peer = self.peer.rebased(self.now)
 
     @property
     def life(self) -> Life:
@@ -111,7 +111,7 @@ def test_gone_is_never_missed(history: list[tuple[str, float]]) -> None:
 def test_one_word_clears_everything(history: list[tuple[str, float]]) -> None:
     """Also after a false alarm: the next loss is noticed like the first."""
     watching = play(history)
-    watching.word()
+    watching.message()
     watching.run(SUSPECT_AFTER_S - LOOKS, words=False)
     assert watching.life is Life.ALIVE
     watching.run(LOOKS + LOOK_EVERY_S, words=False)
@@ -130,7 +130,7 @@ def test_a_hint_makes_suspect_from_its_instant_on() -> None:
 
     assert [peer.life(at) for at in (1.9, 2.0)] == [Life.ALIVE, Life.SUSPECT]
     assert (peer.suspect_at, peer.gone_at) == (2.0, GONE_AFTER_S)
-    assert peer.heard(3.0) == Peer(3.0)
+    assert peer.received(3.0) == Peer(3.0)
 
 
 def test_a_watcher_acts_later_than_its_supervisor_gives_up_its_node() -> None:

@@ -126,9 +126,10 @@ def test_a_bus_whose_srun_is_killed_costs_the_run_nothing(
     """Also while the controller is away for half a minute and longer: watchers see that their supervisor writes."""
     training = patient(lab, f"bus-killed-{controller}-{moment}", after=12)
     MOMENTS[moment](training)
+    of_bus, watcher = bus(training), one_watcher(training)
     with lab.hung_slurmctld() if controller == "away" else contextlib.nullcontext():
-        processes.send(bus(training), signal.SIGKILL)
-        processes.send(one_watcher(training), signal.SIGTERM)  # a stray one, as the controller or a person may send it
+        processes.send(of_bus, signal.SIGKILL)
+        processes.send(watcher, signal.SIGTERM)  # a stray one, as a person may send it
         time.sleep(SUSPECT_S)
     ready = len(training.events(on.WatcherReady))
     training.until(

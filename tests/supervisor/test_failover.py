@@ -29,7 +29,7 @@ import sys
 from stepkeeper.core import liveness
 liveness.SUSPECT_AFTER_S, liveness.GONE_AFTER_S = 0.6, 3.0
 from stepkeeper.watcher import main
-main.BUS_BACK_WITHIN_S, main.ACKNOWLEDGE_WITHIN_S, main.LOOK_EVERY_S, main.RESCUE_AGAIN_S = 0.5, 0.3, 0.3, 0.3
+main.BUS_BACK_WITHIN_S, main.ACKNOWLEDGE_WITHIN_S, main.PROBE_EVERY_S, main.RESCUE_AGAIN_S = 0.5, 0.3, 0.3, 0.3
 main.ALIVE_EVERY_S = 0.2
 sys.exit(main.main())
 """

@@ -22,6 +22,7 @@ WITHIN_S = 60.0
 STEPD = """\
 import ctypes, os, subprocess, sys
 ctypes.CDLL(None).prctl(15, b"slurmstepd", 0, 0, 0)
+sys.executable = os.readlink("/proc/self/exe")
 place, overwriting, ranks = sys.argv[1], sys.argv[2], {**os.environ, **eval(sys.argv[3])}
 def start(name, *options, env=ranks, **more):
     process = subprocess.Popen([sys.executable, "-c", overwriting, f"{place}/{name}", *options], env=env, **more)
@@ -35,6 +36,8 @@ for each in all:
 """
 OVERWRITING = """\
 import ctypes, os, sys, time
+if os.path.basename(sys.argv[1]) == "without":
+    ctypes.CDLL(None).prctl(15, b"srun", 0, 0, 0)
 if "overwrites" in sys.argv:
     fields = open("/proc/self/stat").read().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])
@@ -47,11 +50,11 @@ time.sleep(600)
 class Step:
     """One Slurm step on this node: pids by name."""
 
-    def __init__(self, place: Path, run_id: str | None) -> None:
+    def __init__(self, place: Path, run_id: str | None, title: str = "slurmstepd: [7.1]") -> None:
         place.mkdir()
         variables = {"STEPKEEPER_RUN_ID": run_id, "SLURMD_NODENAME": NODE} if run_id else {"SLURMD_NODENAME": NODE}
-        words = [sys.executable, "-c", STEPD, str(place), OVERWRITING, repr(variables)]
-        self.stepd = subprocess.Popen(words, start_new_session=True)
+        words = [title, "-c", STEPD, str(place), OVERWRITING, repr(variables)]
+        self.stepd = subprocess.Popen(words, executable=sys.executable, start_new_session=True)
         names = ("wrapper", "rank", "left", "without")
         limit = time.monotonic() + WITHIN_S
         while not all((place / name).exists() for name in names):
@@ -119,6 +122,26 @@ def test_nothing_is_learned_outside_of_slurm_or_of_our_own_step() -> None:
 
     assert not steps
     assert not steps.has(os.getpid())
+
+
+def test_nothing_is_learned_of_the_batch_step(tmp_path: Path, run_id: str) -> None:
+    """The srun of a launch has the environment of its ranks: what is beside it is the supervisor."""
+    batch = Step(tmp_path / "batch", run_id, "slurmstepd: [7.batch]")
+    steps = RankSteps()
+    try:
+        steps.learn(batch.pids["wrapper"])
+        assert not steps
+        assert set(rank_processes(run_id, NODE, attempt_max=0, steps=steps)) == {batch.pids["wrapper"]}
+    finally:
+        batch.close()
+
+
+def test_nothing_is_learned_from_an_srun(step: Step) -> None:
+    """Also where the title of its slurmstepd does not tell."""
+    steps = RankSteps()
+    steps.learn(step.pids["without"])
+
+    assert not steps
 
 
 def test_what_was_learned_is_forgotten_with_its_launch(step: Step, run_id: str) -> None:

@@ -1,8 +1,8 @@
-"""Whether somebody who speaks to us regularly is alive, suspect or gone: one rule for all who wait for others.  Pure.
+"""Whether a peer that sends messages regularly is alive, suspect or gone: one rule for all who wait for others.  Pure.
 
 The supervisor judges its watchers by it, and each watcher its supervisor.  Silence makes a peer suspect, and only
 `GONE_AFTER_S` of silence makes it gone.  A hint (a closed pipe, a signal) makes it suspect early and never gone: what
-follows from a suspicion costs a living peer nothing.  One word of the peer ends every suspicion.
+follows from a suspicion costs a living peer nothing.  One message of the peer ends every suspicion.
 
 Seconds are those of the caller's monotonic clock.  Time in which the caller did not run itself is nobody's silence.
 """
@@ -13,8 +13,8 @@ from enum import StrEnum
 
 import msgspec
 
-EVERY_S = 5.0  # whoever is judged by this rule speaks at least so often
-SUSPECT_AFTER_S = 12.0  # two words in a row are missing
+EVERY_S = 5.0  # whoever is judged by this rule sends a message at least so often
+SUSPECT_AFTER_S = 12.0  # two messages in a row are missing
 # Longer than a supervisor takes to give up a node (suspect, then `watcher_back_within`): whoever is cut off from the
 # others alone must not act for them before they have gone on without it.
 GONE_AFTER_S = 60.0
@@ -31,13 +31,13 @@ class Life(StrEnum):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """One whose words we wait for."""
+    """One whose messages we wait for."""
 
-    heard_at: float
-    hint_at: float | None = None  # from then on it is suspect, unless a word comes before
+    last_message_at: float
+    hint_at: float | None = None  # from then on it is suspect, unless a message comes before
 
-    def heard(self, at: float) -> Peer:
-        """A word came: it is alive, whatever was suspected."""
+    def received(self, at: float) -> Peer:
+        """A message came: it is alive, whatever was suspected."""
         return Peer(at)
 
     def hinted(self, at: float) -> Peer:
@@ -45,17 +45,17 @@ class Peer(msgspec.Struct, frozen=True):
         return replace(self, hint_at=at if self.hint_at is None else min(at, self.hint_at))
 
     def paused(self, seconds: float, at: float) -> Peer:
-        """We did not run for so long until `at`: nothing that was said meanwhile could be heard."""
+        """We did not run for so long until `at`: nothing that was sent meanwhile could be received."""
         hint_at = None if self.hint_at is None else self.hint_at + seconds
-        return Peer(min(at, self.heard_at + seconds), hint_at)
+        return Peer(min(at, self.last_message_at + seconds), hint_at)
 
-    def looked(self, at: float) -> Peer:
+    def rebased(self, at: float) -> Peer:
         """Follow a clock that was set back: else silence would not count until it is where it was."""
-        return self if at >= self.heard_at else self.paused(at - self.heard_at, at)
+        return self if at >= self.last_message_at else self.paused(at - self.last_message_at, at)
 
     def life(self, at: float) -> Life:
         """Tell whether it is alive."""
-        silent_s = at - self.heard_at
+        silent_s = at - self.last_message_at
         if silent_s >= GONE_AFTER_S:
             return Life.GONE
         hinted = self.hint_at is not None and at >= self.hint_at
@@ -64,10 +64,10 @@ class Peer(msgspec.Struct, frozen=True):
     @property
     def suspect_at(self) -> float:
         """When it becomes suspect."""
-        late_at = self.heard_at + SUSPECT_AFTER_S
+        late_at = self.last_message_at + SUSPECT_AFTER_S
         return late_at if self.hint_at is None else min(late_at, self.hint_at)
 
     @property
     def gone_at(self) -> float:
         """When it counts as gone."""
-        return self.heard_at + GONE_AFTER_S
+        return self.last_message_at + GONE_AFTER_S

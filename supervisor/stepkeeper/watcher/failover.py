@@ -1,7 +1,7 @@
 """What a watcher does about a supervisor that may be gone: look for signs of it, ask Slurm, and requeue the job.
 
-Shared storage and Slurm's commands may hang, so all of that is done on a thread, one look at a time.  The loop of the
-watcher hears the supervisor meanwhile: one word of it cancels the look, which then changes nothing any more.
+Shared storage and Slurm's commands may hang, so all of that is done on a thread, one probe at a time.  The loop of the
+watcher receives messages of the supervisor meanwhile: one of them cancels the probe, which then changes nothing.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ STATUS_NAME, JOURNAL_NAME = "status.json", "journal.jsonl"  # a supervisor that 
 
 
 class Found(Enum):
-    """What one look tells the watcher's loop before it ends."""
+    """What one probe reports to the watcher's loop before it ends."""
 
-    SIGN = auto()  # the supervisor has written to the run directory since the look before
+    SIGN = auto()  # the supervisor has written to the run directory since the probe before
     LOST = auto()  # the supervisor is lost, and the job is about to end: the ranks are to save now
     UNKNOWN = auto()  # Slurm sent SIGTERM, and neither it nor the supervisor answers: a save can do no harm
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Something of a look, for the watcher's loop."""
+    """Something that a probe found, for the watcher's loop."""
 
-    look: int
+    probe: int
     what: Found | Result
 
 
 class Failover:
-    """Looks on a thread.  `fileno` is readable when `take` has something."""
+    """Probes on a thread.  `fileno` is readable when `take` has something."""
 
     def __init__(self, assignment: Assignment, node: str) -> None:
         """Begin with no suspicion."""
@@ -50,65 +50,65 @@ class Failover:
         self._node = node
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._look = 0  # the newest; what an older one finds counts no more
+        self._probe = 0  # the newest; what an older one finds counts no more
         self._runs = threading.Lock()
-        self._signs: tuple[object, ...] | None = None  # as the look before saw them; None: there was none
+        self._signs: tuple[object, ...] | None = None  # as the probe before saw them; None: there was none
         self._written = Peer(0.0)
 
     def fileno(self) -> int:
         """For select."""
         return self._reader
 
-    def look(self, *, gone: bool, signaled: bool, again: bool) -> bool:
-        """Begin a look; false where one is still under way.
+    def probe(self, *, gone: bool, signaled: bool, again: bool) -> bool:
+        """Begin a probe; false where one is still under way.
 
         Args:
             gone: the supervisor counts as gone: then a job that runs is requeued, too.
             signaled: Slurm sent SIGTERM: the job may be ending right now.
-            again: an earlier look came to nothing: a controller that is overloaded is given more time to answer.
+            again: an earlier probe came to nothing: a controller that is overloaded is given more time to answer.
         """
         if not self._runs.acquire(blocking=False):
             return False
-        self._look += 1
-        work = (self._look, gone, signaled, again)
+        self._probe += 1
+        work = (self._probe, gone, signaled, again)
         threading.Thread(target=self._work, args=work, name="failover", daemon=True).start()
         return True
 
     def cancel(self) -> None:
-        """The supervisor was heard, or new doubts begin: a look that is under way changes nothing any more.
+        """The supervisor sent a message, or new doubts begin: a probe that is under way changes nothing any more.
 
         Signs count only from now on: what was written before a signal says nothing about who lives after it.
         """
-        self._look += 1
+        self._probe += 1
         self._signs = None
 
     def take(self) -> list[Found | Result]:
-        """Return what the look at hand has found."""
+        """Return what the newest probe has found."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._reader, 4096)
         found = []
         while not self._reports.empty():
             report = self._reports.get()
-            if report.look == self._look:
+            if report.probe == self._probe:
                 found.append(report.what)
         return found
 
     # --- the thread -------------------------------------------------------------------------------
 
-    def _work(self, look: int, gone: bool, signaled: bool, again: bool) -> None:  # noqa: FBT001 - of `look`
+    def _work(self, probe: int, gone: bool, signaled: bool, again: bool) -> None:  # noqa: FBT001 - of `probe`
         # imported now: a watcher whose supervisor lives needs none of it, and its memory stays small
         from stepkeeper.watcher.rescue import Result, rescue  # noqa: PLC0415
 
         def cancelled() -> bool:
-            return self._look != look
+            return self._probe != probe
 
         def put(what: Found | Result) -> None:
-            self._reports.put(Report(look, what))
+            self._reports.put(Report(probe, what))
             with contextlib.suppress(BlockingIOError):  # full: the loop wakes anyway
                 os.write(self._writer, b"\0")
 
         try:
-            writes = self._writes(look)
+            writes = self._writes(probe)
             gone = gone and writes is not None and writes is not Life.ALIVE
             result = rescue(
                 self._assignment, self._node, gone=gone, asks=gone or (signaled and writes is not Life.ALIVE),
@@ -119,18 +119,18 @@ class Failover:
             put(result)
             if writes is Life.ALIVE:
                 put(Found.SIGN)
-        except Exception as error:  # noqa: BLE001 - told, and tried again: nobody else can save the run
-            put(Result(done=False, why=f"the look itself failed: {error!r}"))
+        except Exception as error:  # noqa: BLE001 - reported, and tried again: nobody else can save the run
+            put(Result(done=False, why=f"the probe itself failed: {error!r}"))
         finally:
             self._runs.release()
 
-    def _writes(self, look: int) -> Life | None:
-        """Tell by its files whether the supervisor lives, by the rule for its words; None: nothing to compare with yet.
+    def _writes(self, probe: int) -> Life | None:
+        """Tell by its files whether the supervisor lives, by the rule for its messages; None: not known yet.
 
         What counts is that they change, not the instants in them: clocks of two nodes need not agree.
         """
         now, found = time.monotonic(), signs(Path(self._assignment.run_directory))
-        if self._look != look:  # cancelled while the storage hung
+        if self._probe != probe:  # cancelled while the storage hung
             return None
         before, self._signs = self._signs, found
         if before is None:

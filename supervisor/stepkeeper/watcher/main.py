@@ -43,7 +43,7 @@ KILL_AGAIN_EVERY_S = 0.05
 STEP_LOOKS_MAX = 60  # one with each `Alive`: what a launch without the library and our wrapper may take to begin
 SAVE_AGAIN_EVERY_S = 1.0
 SAVE_AGAIN_FOR_S = 60.0  # a request that is not for good: the ranks have heard it by then
-LOOK_EVERY_S = SUSPECT_AFTER_S / 2  # for signs of a supervisor that was not heard, while nothing else is known of it
+PROBE_EVERY_S = SUSPECT_AFTER_S / 2  # of a supervisor that sends nothing, while nothing else is known of it
 
 
 class Watcher:
@@ -79,12 +79,12 @@ class Watcher:
         self.save_until = 0.0
         self.supervisor = Peer(time.monotonic())
         self.failover = Failover(assignment, self.node)
-        self.signaled_by_slurm = False  # since the supervisor was heard last
-        self.look_at = 0.0  # the next look for a supervisor that is not heard
-        self.looks = 0  # since it was heard last
+        self.signaled_by_slurm = False  # since the newest message of the supervisor
+        self.probe_at = 0.0  # the next probe of a supervisor that sends nothing
+        self.probes = 0  # since its newest message
         self.requests = 0  # that we made in its place
-        self.said = ""  # of the newest look
-        self.asked_to_save = False  # the ranks, in its place, since it was heard last
+        self.said = ""  # of the newest probe
+        self.asked_to_save = False  # the ranks, in its place, since its newest message
         self.lost = False  # and to stop
         self.quit = False
         self.alive_at = 0.0
@@ -160,7 +160,7 @@ class Watcher:
     def _obey(self, message: bus.ToWatcher) -> None:  # noqa: C901, PLR0912 - one case a word
         match message:
             case bus.Lease():
-                self._hear_supervisor()
+                self._on_supervisor_alive()
                 self.launch = message.launch
             case bus.Save():
                 self.saving = SaveRequest(
@@ -280,14 +280,14 @@ class Watcher:
             return
         self.supervisor = self.supervisor.paused(away_s, time.monotonic())
         self.save_until += away_s
-        self.look_at += away_s
+        self.probe_at += away_s
         self.say(bus.Note(node=self.node, text=f"suspended for {away_s:.0f} s"))
 
     # --- the clock --------------------------------------------------------------------------------
 
     def _wait_s(self) -> float:
         now = time.monotonic()
-        until = [self.alive_at, self._next_look_at()]
+        until = [self.alive_at, self._next_probe_at()]
         if self.progress is not None:
             until.append(self.progress_at)
         if self.clearing is not None:
@@ -312,8 +312,8 @@ class Watcher:
         if self.saving is not None and now >= self.save_again_at:
             self.save_again_at = now + SAVE_AGAIN_EVERY_S
             self.ranks.send(self.saving.launch, self.saving)
-        if now >= self._next_look_at():
-            self._look_for_supervisor(now)
+        if now >= self._next_probe_at():
+            self._probe_supervisor(now)
 
     def _learn_steps(self) -> None:
         """Look for ranks that say nothing, a few times after a launch: later their environment may be overwritten."""
@@ -380,38 +380,38 @@ class Watcher:
         )
         self.clearing = None
 
-    # --- when the supervisor is not heard ----------------------------------------------------------
+    # --- when the supervisor sends nothing ----------------------------------------------------------
 
-    def _hear_supervisor(self) -> None:
-        """It lives: whatever was suspected is over, and a look that is under way changes nothing."""
-        self.supervisor = self.supervisor.heard(time.monotonic())
+    def _on_supervisor_alive(self) -> None:
+        """It lives: whatever was suspected is over, and a probe that is under way changes nothing."""
+        self.supervisor = self.supervisor.received(time.monotonic())
         self.failover.cancel()
         self.signaled_by_slurm = self.asked_to_save = self.lost = False
-        self.looks, self.look_at = 0, 0.0
+        self.probes, self.probe_at = 0, 0.0
 
-    def _next_look_at(self) -> float:
-        """Return when to look for the supervisor: the first nodes of the job look before the others."""
+    def _next_probe_at(self) -> float:
+        """Return when to probe the supervisor: the first nodes of the job do so before the others."""
         index = self.assignment.nodes.index(self.node) if self.node in self.assignment.nodes else 0
         late_s = index * RESCUE_STAGGER_S
         if index >= RESCUERS:
             late_s = RESCUERS_LATE_S + index / len(self.assignment.nodes) * RESCUE_AGAIN_MAX_S
-        return max(self.supervisor.suspect_at + late_s, self.look_at)
+        return max(self.supervisor.suspect_at + late_s, self.probe_at)
 
-    def _look_for_supervisor(self, now: float) -> None:
-        """Begin a look on the failover's thread, and plan the next one."""
+    def _probe_supervisor(self, now: float) -> None:
+        """Begin a probe on a thread, and plan the next one."""
         gone = self.supervisor.life(now) is Life.GONE
-        begun = self.failover.look(gone=gone, signaled=self.signaled_by_slurm, again=self.looks > 0)
-        self.looks += begun
-        pause_s = LOOK_EVERY_S
+        begun = self.failover.probe(gone=gone, signaled=self.signaled_by_slurm, again=self.probes > 0)
+        self.probes += begun
+        pause_s = PROBE_EVERY_S
         if gone or self.signaled_by_slurm:
-            pause_s = min(RESCUE_AGAIN_S * 1.5**self.looks, RESCUE_AGAIN_MAX_S)
-        self.look_at = now + pause_s * random.uniform(0.7, 1.3)  # noqa: S311 - so that nodes do not ask in step
+            pause_s = min(RESCUE_AGAIN_S * 1.5**self.probes, RESCUE_AGAIN_MAX_S)
+        self.probe_at = now + pause_s * random.uniform(0.7, 1.3)  # noqa: S311 - so that nodes do not ask in step
 
     def _on_failover(self) -> None:
         for found in self.failover.take():
             match found:
                 case Found.SIGN:
-                    self._hear_supervisor()
+                    self._on_supervisor_alive()
                 case Found.LOST:
                     self._save_in_its_place(stop=True)
                 case Found.UNKNOWN:
@@ -420,7 +420,7 @@ class Watcher:
                     self._on_result(found)
 
     def _save_in_its_place(self, *, stop: bool) -> None:
-        """Ask the ranks for a save, once until the supervisor is heard; they go on where nothing is certain yet."""
+        """Ask the ranks for a save, once until the supervisor is back; they go on where nothing is certain yet."""
         if self.launch is None or self.lost or (self.asked_to_save and not stop):
             return
         self.requests += 1

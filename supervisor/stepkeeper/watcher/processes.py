@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 from stepkeeper.watcher.assignment import VARIABLE, Assignment, read
 
-_CGROUP = re.compile(rb"^[^:\n]*:[^:\n]*:(\S*/job_\d+/step_[^/\s]+)", re.MULTILINE)  # version 1 and 2
-_STEPD = b"slurmstepd"
+_CGROUP = re.compile(rb"^[^:\n]*:[^:\n]*:(\S*/job_\d+/step_\d+)(?=[/\s]|$)", re.MULTILINE)  # version 1 and 2
+_STEPD, _SRUN = b"slurmstepd", b"srun"
+_NO_TASKS = re.compile(rb"\.(batch|extern|interactive)\]")  # in the title of a slurmstepd: its step has no ranks
 _STATE, _PARENT, _SESSION = 0, 1, 3  # in /proc/PID/stat, counted behind the name
 
 
@@ -63,8 +64,13 @@ class RankSteps:
         return bool(self._cgroups or self._sessions)
 
     def learn(self, pid: int) -> None:
-        """Remember the Slurm step of a rank; nothing where it is not below a slurmstepd, or is our own."""
+        """Remember the Slurm step of a rank; nothing where it is not below a slurmstepd, or is our own.
+
+        The srun of a launch has the environment of its ranks, and is in the batch step, beside the supervisor.
+        """
         with contextlib.suppress(OSError):  # ended meanwhile
+            if _stat(pid)[0] == _SRUN:
+                return
             self._cgroups |= _cgroups(pid) - _cgroups(os.getpid())
             session = _session_of_stepd(pid)
             if session is not None and session != _session_of_stepd(os.getpid()):
@@ -99,7 +105,8 @@ def _session_of_stepd(pid: int) -> int | None:
         for above in _ancestors(pid):
             name, fields = _stat(above)
             if name == _STEPD:
-                return int(fields[_SESSION])
+                with open(f"/proc/{above}/cmdline", "rb") as file:
+                    return None if _NO_TASKS.search(file.read()) else int(fields[_SESSION])
     return None
 
 

@@ -61,7 +61,7 @@ def rescue(  # noqa: C901, PLR0912 - what is looked at, in its order
         asks: whether Slurm is asked; without that only the run directory is read.
         again: an earlier try came to nothing: a controller that is overloaded is given more time to answer.
         lost: called once it is certain that Slurm is about to end the ranks, and that the run is to go on.
-        cancelled: whether the supervisor was heard meanwhile: then nothing is changed any more.
+        cancelled: whether the supervisor is back meanwhile: then nothing is changed any more.
         client: Slurm's commands by default.
     """
     client = client or SlurmCommands(call_within_s=PATIENT_S if again else CALL_WITHIN_S)

@@ -80,6 +80,30 @@ def ranks_that_do_not_die_hold_up_no_requeue_beyond_slurms_limit(turns):
 
 
 @promise
+def a_requeue_that_nobody_takes_ends(turns):
+    """Its controller may be gone for good, and nobody may be left who would end us."""
+    for turn in turns:
+        state = turn.after
+        if state.phase is Phase.REQUEUEING:
+            assert state.requeue_by is not None
+            over = decide(state, on.Tick(at=state.requeue_by), POLICY).state
+            assert over.phase in (Phase.CLOSING, Phase.DONE)
+        told = isinstance(turn.event, on.SignalReceived) and turn.event.signal in ("TERM", "INT")
+        if told and turn.before.phase is state.phase is Phase.REQUEUEING:
+            assert state.requeue_by <= turn.event.at + state.kill_wait_s
+
+
+@promise
+def a_watcher_that_is_lost_has_its_full_time_to_come_back(turns):
+    """Whatever else was waited for, and however little time that had left."""
+    for turn in turns:
+        before, after = turn.before, turn.after
+        begins = isinstance(turn.event, on.WatcherLost) and after.bus > before.bus and all_watched(before)
+        if begins and after.phase is before.phase and after.phase in (Phase.STARTING, Phase.TRAINING):
+            assert after.deadline_at >= turn.event.at + POLICY.watcher_back_within_s
+
+
+@promise
 def a_late_tick_in_saving_kills(turns):
     """The deadline is the deadline."""
     for turn in turns:

@@ -25,7 +25,7 @@ from stepkeeper.node.core.state import Incident, Outcome, State
 from stepkeeper.node.inbox import Do, Inbox, Item, Stop
 from stepkeeper.node.notify import Systemd
 from stepkeeper.node.sensors import nvml
-from stepkeeper.node.sensors.evidence import device_addresses
+from stepkeeper.node.sensors.evidence import Roots, device_addresses
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid, Reading
 from stepkeeper.node.setup_watch import SetupWatch
 from stepkeeper.node.sight import KERNEL_LOG, Sight

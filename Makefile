@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest test-torch-oldest
+.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest test-torch-oldest test-state-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -76,6 +76,17 @@ test-slurm-newest: setup  ## the Slurm client and a preemption on the newest Slu
 
 test-torch-oldest: setup  ## the trainer library on the oldest torch and Python it supports; skipped loudly where they cannot be had
 	$(V)/python -m tests.torch_oldest $(ONE) -n $(AT_ONCE)
+
+# an environment beside .venv, whose packages it uses, with those of the file besides
+STATE_PACKAGES ?= /var/tmp/stepkeeper-state-packages
+test-state-packages: setup  ## resumes with torchao, bitsandbytes, torchdata.nodes and Hugging Face's streaming data sets
+	@cmp -s tests/requirements-state-packages.txt $(STATE_PACKAGES)/.ready || { \
+	    rm -rf $(STATE_PACKAGES) && $(PYTHON) -m venv $(STATE_PACKAGES) && \
+	    $(V)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
+	        >"$$($(STATE_PACKAGES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/project.pth" && \
+	    $(STATE_PACKAGES)/bin/pip install --quiet -r tests/requirements-state-packages.txt && \
+	    cp tests/requirements-state-packages.txt $(STATE_PACKAGES)/.ready; }
+	PYTHONPATH=trainer:supervisor:. $(STATE_PACKAGES)/bin/python -m pytest $(ONE) -rP tests/trainer/test_state_packages.py
 
 bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption

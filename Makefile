@@ -77,14 +77,15 @@ test-slurm-newest: setup  ## the Slurm client and a preemption on the newest Slu
 test-torch-oldest: setup  ## the trainer library on the oldest torch and Python it supports; skipped loudly where they cannot be had
 	$(V)/python -m tests.torch_oldest $(ONE) -n $(AT_ONCE)
 
-# an environment beside .venv, whose packages it uses, with those of the file besides
+# an environment of its own, which has the packages of .venv besides
 STATE_PACKAGES ?= /var/tmp/stepkeeper-state-packages
+PURELIB = -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
 test-state-packages: setup  ## resumes with torchao, bitsandbytes, torchdata.nodes and Hugging Face's streaming data sets
-	@cmp -s tests/requirements-state-packages.txt $(STATE_PACKAGES)/.ready || { \
-	    rm -rf $(STATE_PACKAGES) && $(PYTHON) -m venv $(STATE_PACKAGES) && \
-	    $(V)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
-	        >"$$($(STATE_PACKAGES)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/project.pth" && \
-	    $(STATE_PACKAGES)/bin/pip install --quiet -r tests/requirements-state-packages.txt && \
+	@cmp -s tests/requirements-state-packages.txt $(STATE_PACKAGES)/.ready || \
+	    { rm -rf $(STATE_PACKAGES) && $(PYTHON) -m venv $(STATE_PACKAGES); }
+	@$(V)/python $(PURELIB) >"$$($(STATE_PACKAGES)/bin/python $(PURELIB))/project.pth"
+	@cmp -s tests/requirements-state-packages.txt $(STATE_PACKAGES)/.ready || \
+	    { $(STATE_PACKAGES)/bin/pip install --quiet -r tests/requirements-state-packages.txt && \
 	    cp tests/requirements-state-packages.txt $(STATE_PACKAGES)/.ready; }
 	PYTHONPATH=trainer:supervisor:. $(STATE_PACKAGES)/bin/python -m pytest $(ONE) -rP tests/trainer/test_state_packages.py
 

@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest test-torch-oldest test-frameworks
+.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest test-torch-oldest test-frameworks test-state-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -81,6 +81,18 @@ test-torch-oldest: setup  ## the trainer library on the oldest torch and Python 
 test-frameworks: setup  ## checkpoints of the real Hugging Face, Lightning, DeepSpeed, Megatron ...: written, torn, chosen, resumed
 	nice -n 10 $(V)/python -m tests.frameworks.environments
 	$(V)/python -m pytest -m frameworks tests/frameworks $(ONE) -rs
+
+# an environment of its own, which has the packages of .venv besides
+STATE_PACKAGES ?= /var/tmp/stepkeeper-state-packages
+PURELIB = -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
+test-state-packages: setup  ## resumes with torchao, bitsandbytes, torchdata.nodes and Hugging Face's streaming data sets
+	@cmp -s tests/requirements-state-packages.txt $(STATE_PACKAGES)/.ready || \
+	    { rm -rf $(STATE_PACKAGES) && $(PYTHON) -m venv $(STATE_PACKAGES); }
+	@$(V)/python $(PURELIB) >"$$($(STATE_PACKAGES)/bin/python $(PURELIB))/project.pth"
+	@cmp -s tests/requirements-state-packages.txt $(STATE_PACKAGES)/.ready || \
+	    { $(STATE_PACKAGES)/bin/pip install --quiet -r tests/requirements-state-packages.txt && \
+	    cp tests/requirements-state-packages.txt $(STATE_PACKAGES)/.ready; }
+	PYTHONPATH=trainer:supervisor:. $(STATE_PACKAGES)/bin/python -m pytest $(ONE) -rP tests/trainer/test_state_packages.py
 
 bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption

@@ -56,6 +56,46 @@ def save(rank: int, directory: Path, *, flat: bool = True, background: str = "",
     return 0
 
 
+def fsdp1(rank: int, directory: Path) -> int:
+    """Train with FSDP1, save, and go on in fresh objects as in these: to the last bit."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415
+
+    warnings.simplefilter("ignore")
+
+    def built() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        body = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 3))
+        model = FullyShardedDataParallel(body, device_id=torch.device("cpu"), use_orig_params=True)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            torch.manual_seed(100 * rank + step)
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 6)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = built()
+    train(model, optimizer, range(3))
+    own, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": own, "optim": optim}, storage_writer=StepkeeperWriter(directory, step=3))
+    expected = train(model, optimizer, range(3, 6))
+
+    again, moments = built()
+    train(again, moments, range(7, 8))  # what is loaded replaces all of it
+    own, optim = get_state_dict(again, moments)
+    state = {"model": own, "optim": optim}
+    dcp.load(state, storage_reader=StepkeeperReader(directory / "checkpoints/step_00000003"))
+    set_state_dict(again, moments, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert train(again, moments, range(3, 6)) == expected
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), again.parameters(), strict=True))
+    return 0
+
+
 def load(rank: int, directory: Path, *, flat: bool = True, reader: str = "ours", manager: bool = False) -> int:
     """Load by plain DCP: what a writer or a manager has saved, with our reader or with stock's."""
     model, optimizer = _built(filled=False)

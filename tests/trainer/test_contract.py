@@ -201,7 +201,7 @@ UNPICKLING = {
 
 OWN = [
     ("standby.py", "exec(code, main.__dict__)"),  # what the user has asked for: the training itself
-    ("objects.py", "pickle.loads(view_bytes(data))"),  # from ranks of the same launch, as torch exchanges objects
+    ("groups.py", "pickle.loads(view_bytes(data))"),  # from ranks of the same launch, as torch exchanges objects
 ]
 
 

@@ -278,6 +278,14 @@ def test_the_step_that_a_supervisor_resumes_from_is_the_parent(tmp_path: Path) -
     assert read_manifest(run_dir / "checkpoints/step_00000009").parent == read_manifest(first).save_id
 
 
+@pytest.mark.campaign
+def test_fsdp1_goes_on_to_the_last_bit(stage: Stage, tmp_path: Path) -> None:
+    """The manager refuses it: only collectives of all ranks give its state."""
+    ended = stage.play(f"{SCENES}:fsdp1", tmp_path / "run", ranks=2)
+
+    assert ended.codes == [0, 0], ended.said
+
+
 def test_a_supervisor_hears_of_each_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as watcher:
         watcher.bind("")

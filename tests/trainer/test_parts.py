@@ -120,6 +120,20 @@ def test_a_named_tuple_comes_back_as_one() -> None:
         ("os.system", "has not imported"),
     ],
 )
+def test_what_is_loaded_without_tensors_is_not_asked_for_its_state_before() -> None:
+    """A `torchdata.nodes.Loader` that was asked begins its iterator, and a state that is loaded then is not used."""
+
+    class Asked(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            raise AssertionError("it has begun")
+
+    part = StatefulPart("loader", Asked({}))
+
+    part.apply({"at": 3}, part.targets({"at": 3}, {}))
+
+    assert part.value.state == {"at": 3}  # type: ignore[attr-defined]
+
+
 def test_a_named_tuple_that_the_script_lacks_is_named_before_anything_is_loaded(kind: str, told: str) -> None:
     part = StatefulPart("loader", Loader({"at": (1,)}))
 

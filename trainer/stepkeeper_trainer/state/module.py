@@ -70,12 +70,14 @@ class ModulePart:
         """Take a module; FSDP2, DDP, tensor parallel and compiled ones give their state as they are.
 
         Raises:
-            StateError: it is sharded by FSDP1, whose state is neither the parameters' nor the optimizer's own.
+            StateError: it is sharded by FSDP1.  Its state is made by collectives of all ranks, each time it is asked
+                for: a thread that saves between two steps cannot do that, nor can one that finds a rank missing.
         """
         if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
             raise StateError(
-                f"{name} is sharded by FullyShardedDataParallel (FSDP1), whose state cannot be saved right: "
-                "shard it with torch.distributed.fsdp.fully_shard (FSDP2)"
+                f"{name} is sharded by FullyShardedDataParallel (FSDP1), whose state only collectives of all ranks "
+                "give: shard it with torch.distributed.fsdp.fully_shard (FSDP2), or save by "
+                "torch.distributed.checkpoint with StepkeeperWriter"
             )
         self.name, self.module = name, module
         self._prefix = f"{name}."

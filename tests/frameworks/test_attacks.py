@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
@@ -17,7 +18,7 @@ import pytest
 
 from stepkeeper.cli import main
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.frameworks import inert
+from stepkeeper.frameworks import inert, recognise
 from tests.frameworks import attacks, layouts
 
 MEMORY_BYTES, CPU_S = 768 * 1024 * 1024, 60
@@ -30,6 +31,9 @@ ENGINE = list(attacks.engine_attacks())
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("originals")
+    importlib.import_module("stepkeeper.commands.checkpoints")  # once, and not in each forked process
+    importlib.import_module("stepkeeper.config.resolve")
+    recognise.known()
     return {name: layouts.LAYOUTS[name].build(root / name, 200) for name in ("huggingface", "dcp", "deepspeed-1")}
 
 

@@ -31,29 +31,28 @@ class Case:
 MP = "mp_rank_00_model_states.pt"
 CASES = [
     Case("dcp", "", "dcp_script.py", ["torch.distributed.checkpoint", "torch.distributed.fsdp"], [
-        Kill(1, "openat", "step_4/__1_0.distcp"),
+        Kill(1, "open", "step_4/__1_0.distcp"),
         Kill(0, "fsync", "step_4/__0_0.distcp"),
         Kill(0, "rename", "step_4/.metadata.tmp"),
     ]),
     Case("huggingface", "huggingface", "huggingface_script.py", ["transformers", "accelerate"], [
-        Kill(0, "openat", "checkpoint-4/model.safetensors"),
         Kill(0, "write", "checkpoint-4/optimizer.pt"),
-        Kill(1, "openat", "checkpoint-4/rng_state_1.pth"),
+        Kill(1, "open", "checkpoint-4/rng_state_1.pth"),
         Kill(0, "write", "checkpoint-4/trainer_state.json"),
     ]),
     Case("accelerate", "huggingface", "accelerate_script.py", ["accelerate"], [
         Kill(0, "write", "checkpoint_4/optimizer.bin"),
-        Kill(0, "openat", "checkpoint_4/scheduler.bin"),
+        Kill(0, "open", "checkpoint_4/scheduler.bin"),
         Kill(1, "write", "checkpoint_4/random_states_1.pkl"),
     ]),
     Case("lightning", "lightning", "lightning_script.py", ["lightning"], [
-        Kill(0, "openat", "step=4.ckpt"),
-        Kill(0, "sendfile", "step=4.ckpt"),  # half of it, where its temporary file lies on another file system
+        Kill(0, "open", "step=4.ckpt"),
+        Kill(0, "write", "step=4.ckpt"),  # half of it, where its temporary file lies on another file system
     ]),
     Case("lightning-sharded", "lightning", "lightning_script.py", ["lightning"], [
         Kill(1, "write", "step=4.ckpt/__1_0.distcp"),
         Kill(0, "rename", "step=4.ckpt/.metadata.tmp"),
-        Kill(0, "openat", "step=4.ckpt/meta.pt"),
+        Kill(0, "open", "step=4.ckpt/meta.pt"),
     ], arguments="--variant sharded"),
     Case("torchtitan", "torchtitan", "torchtitan_script.py", ["torchtitan.components.checkpoint"], [
         Kill(1, "write", "checkpoint/step-4/__1_0.distcp"),
@@ -64,20 +63,20 @@ CASES = [
     ], arguments="--variant 0"),
     Case("deepspeed-2", "deepspeed", "deepspeed_script.py", ["deepspeed"], [
         Kill(0, "write", f"global_step4/{MP}"),
-        Kill(1, "openat", "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        Kill(0, "openat", "latest"),
+        Kill(1, "open", "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        Kill(0, "open", "latest"),
     ], arguments="--variant 2"),
     Case("deepspeed-3", "deepspeed", "deepspeed_script.py", ["deepspeed"], [
         Kill(1, "write", "global_step4/zero_pp_rank_1_mp_rank_00_model_states.pt"),
         Kill(1, "write", "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     ], arguments="--variant 3"),
     Case("megatron", "megatron", "megatron_script.py", ["megatron.core.dist_checkpointing"], [
-        Kill(0, "openat", "iter_0000004/common.pt"),
+        Kill(0, "open", "iter_0000004/common.pt"),
         Kill(0, "rename", "iter_0000004/.metadata.tmp"),
-        Kill(0, "openat", "iter_0000004/metadata.json"),
+        Kill(0, "open", "iter_0000004/metadata.json"),
     ]),
     Case("torch-checkpointing", "torch_checkpointing", "torch_checkpointing_script.py", ["torch_checkpointing"], [
-        Kill(1, "openat", "tmp_step_4/model_1.pt"),
+        Kill(1, "open", "tmp_step_4/model_1.pt"),
         Kill(0, "rename", "tmp_step_4"),
     ]),
 ]  # fmt: skip
@@ -173,7 +172,9 @@ def test_a_run_that_died_in_a_save_goes_on_from_what_latest_names(
     assert chosen == 4 or found["skipped"] or not any("4" in path.name for path in out.iterdir()), found
 
     again = tmp_path / "again"
-    codes = played.framework.play(out, again, resume=found["chosen"]["directory"])
+    # what is left of a save of torch_checkpointing is in the way of its next save: it goes on elsewhere
+    place = tmp_path / "elsewhere" if case.name == "torch-checkpointing" else out
+    codes = played.framework.play(place, again, resume=found["chosen"]["directory"])
 
     logs = "".join(Path(f"{again}.log.{rank}").read_text()[-1500:] for rank in range(2))
     assert codes == [0, 0], logs

@@ -1,7 +1,7 @@
 """Runs in the environment of a framework: imports it once, then forks the ranks of each run from there.
 
-Each line on stdin is a request, each line on stdout its answer, both JSON.  A rank waits at its gate before its
-script begins, so that strace can be attached to it.
+Each line on stdin is a request, each line on stdout its answer, both JSON.  A rank waits at its gate until both are
+there.
 """
 
 from __future__ import annotations

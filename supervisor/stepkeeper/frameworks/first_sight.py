@@ -142,7 +142,9 @@ def unchanged(record: Record, name: str, status: os.stat_result) -> Seen | None:
 
 def compare(record: Record, now: Mapping[str, tuple[os.stat_result, str]]) -> Compared:
     """Compare files and their digests with those of before."""
-    untouched, rotten, other = [], [], sorted(record.files.keys() - now.keys())
+    untouched: list[str] = []
+    rotten: list[str] = []
+    other = sorted(record.files.keys() - now.keys())
     for name, (status, digest) in now.items():
         before = record.files.get(name)
         if before is None:

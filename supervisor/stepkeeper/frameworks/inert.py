@@ -16,7 +16,7 @@ PICKLE_BYTES_MAX = 32 * 1024 * 1024
 KEY_MAX = 2**40  # larger numbers as keys could be made to collide
 OLD_NUMBER = 0x1950A86A20F9469CFC6C
 """The number with which files of `torch.save` before version 1.6 begin."""
-COPIES_MAX = 2_000_000
+COPIES_MAX = 500_000
 """Items that are copied out of lists: a few bytes of a pickle could ask for the same long list again and again."""
 
 
@@ -106,6 +106,8 @@ def read(data: bytes) -> Read:
     machine = _Machine()
     try:
         return machine.run(pickletools.genops(data))
+    except InertError:
+        raise
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InertError(f"its pickle is torn or damaged: {type(error).__name__}: {str(error)[:120]}") from error
 
@@ -132,6 +134,8 @@ def read_old(data: bytes) -> Read:
 def _next(stream: io.BytesIO) -> Read:
     try:
         return _Machine().run(pickletools.genops(stream))
+    except InertError:
+        raise
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InertError(f"its pickle is torn or damaged: {type(error).__name__}: {str(error)[:120]}") from error
 
@@ -289,6 +293,10 @@ def _pop(machine: _Machine, _: Any) -> None:
         machine.marked()
 
 
+def _pop_mark(machine: _Machine, _: Any) -> None:
+    machine.marked()
+
+
 def _from_marked(make: Callable[[list[Any]], Any]) -> Callable[[_Machine, Any], None]:
     def act(machine: _Machine, _: Any) -> None:
         items = machine.marked()
@@ -398,7 +406,7 @@ _ACTS: dict[str, Callable[[_Machine, Any], None]] = {
     "TUPLE3": _tuple(3),
     "MARK": _mark,
     "POP": _pop,
-    "POP_MARK": lambda machine, _: machine.marked() and None,
+    "POP_MARK": _pop_mark,
     "DUP": lambda machine, _: machine.stack.append(machine.stack[-1]),
     "GLOBAL": _global,
     "STACK_GLOBAL": _stack_global,

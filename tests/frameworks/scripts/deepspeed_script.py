@@ -6,6 +6,7 @@ import torch
 
 options = shared.options()
 shared.seed()
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile that for minutes, at its first start
 deepspeed.init_distributed(dist_backend="gloo")
 model = shared.Model()
 engine, *_ = deepspeed.initialize(

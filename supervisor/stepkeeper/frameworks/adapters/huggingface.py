@@ -49,6 +49,8 @@ class HuggingFace(Framework):
         state = parts.add_json(contents, "trainer_state.json")
         if isinstance(state, dict):
             self._state(contents, state, step.number)
+        elif "trainer_state.json" in contents.parts:
+            contents.problem("trainer_state.json: is no state of a Trainer")
         engines = sorted(name for name in contents.tree.directories if _DEEPSPEED.fullmatch(name))
         for engine in engines[-1:]:
             deepspeed.add_engine(contents, engine, world_size)

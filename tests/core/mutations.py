@@ -369,8 +369,8 @@ MUTATIONS = (
     ),
     Mutation(
         "settling",
-        "    tried = Tried(cause=cause, place=place, count=max(count, index) + 1, repeats=times, step=step, stepped_back=back)",
-        "    tried = Tried(cause=cause, place=place, count=1, step=step, stepped_back=back)",
+        "count=max(count, index) + 1, repeats=times",
+        "count=1, repeats=times",
         "a failure in the same way goes on along its row",
         "storage_full_waits",
         "again",

@@ -18,7 +18,8 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core import reason_text
-from stepkeeper.core.reasons import Reason, Sentence
+from stepkeeper.core.losses import DISCONTINUITY
+from stepkeeper.core.reasons import FaultyNodesGiven, LaunchSlow, LossWrong, Reason, ReplayDiffers, Sentence
 from stepkeeper.seeing.timeline import Timeline
 from stepkeeper.simulating.scenario import play
 from stepkeeper.store import journal
@@ -80,6 +81,23 @@ def test_a_sentence_is_short_and_a_reason_survives_the_journal(kind: type[msgspe
         assert said.strip()
         assert all(len(sentence.split()) <= WORDS_MAX for sentence in said.replace(": ", "; ").split("; ")), said
         assert msgspec.json.decode(msgspec.json.encode(each), type=Reason) == each  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        (
+            LossWrong(rule=DISCONTINUITY, step=5, loss=7.0, usual=3.25),
+            "after the resume is 7 since step 5, and was 3.25",
+        ),
+        (LaunchSlow(seconds=1.4, usual=1.0, launches=2, slowest="b", factor=1.4, rank=3), "node is b: 1.40 times"),
+        (LaunchSlow(seconds=1.4, usual=1.0, launches=2, all_new=True), "all its nodes are new"),
+        (ReplayDiffers(step=3, then=1.0, now=1.5, deterministic=True), "its nodes are the same"),
+        (FaultyNodesGiven(nodes=("a", "b", "c", "d", "e", "f"), used=False), "(a, b, c, d and 2 others)"),
+    ],
+)
+def test_facts_change_the_sentence(reason: Reason, said: str) -> None:
+    assert said in reason_text.text((reason,))
 
 
 # --- sentences decide nothing ---------------------------------------------------------------------

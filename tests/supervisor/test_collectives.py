@@ -305,7 +305,7 @@ def test_who_cannot_tell_is_neither_ended_nor_waited_for(tmp_path: Path) -> None
 
 MUTE = """
 import faulthandler, sys, time
-from stepkeeper_trainer.formats import collectives, nccl_dumps
+from stepkeeper_trainer.formats import collectives
 faulthandler.register(collectives.SIGNAL, file=open("/dev/null", "w"), chain=False)
 print("ready", flush=True)
 time.sleep(600)

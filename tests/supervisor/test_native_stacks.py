@@ -28,8 +28,8 @@ from stepkeeper_trainer.formats import collectives
 WITHIN_S = 60.0
 RANK = """
 import ctypes, faulthandler, os, subprocess, sys, time
-from stepkeeper_trainer.formats import stacks
-faulthandler.register(stacks.SIGNAL, file=open(sys.argv[1], "a"), all_threads=True, chain=False)
+from stepkeeper_trainer.formats import collectives
+faulthandler.register(collectives.STACKS_SIGNAL, file=open(sys.argv[1], "a"), all_threads=True, chain=False)
 libc = ctypes.CDLL(None)
 
 def pauses():  # in one line, for ever: its stack is the same whenever it is taken; a signal ends each pause

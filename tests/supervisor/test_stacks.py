@@ -27,8 +27,8 @@ from stepkeeper_trainer.formats import collectives
 
 RANK = """
 import faulthandler, sys, threading, time
-from stepkeeper_trainer.formats import stacks
-faulthandler.register(stacks.SIGNAL, file=open(sys.argv[1], "a"), all_threads=True, chain=False)
+from stepkeeper_trainer.formats import collectives
+faulthandler.register(collectives.STACKS_SIGNAL, file=open(sys.argv[1], "a"), all_threads=True, chain=False)
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
 def stuck():

@@ -243,7 +243,10 @@ def test_a_save_in_which_a_rank_is_killed_never_counts(stage: Stage, tmp_path: P
     assert choice.chosen is not None
     assert choice.chosen.step == 1
     save(run_dir, 2)  # the next launch clears up, and goes on
-    assert sorted(os.listdir(run_dir / "checkpoints")) == ["lineage.jsonl", "step_00000001", "step_00000002"]
+    there = set(os.listdir(run_dir / "checkpoints")) - {
+        ".verified"
+    }  # made by verifying files that are some seconds old
+    assert there == {"lineage.jsonl", "step_00000001", "step_00000002"}
     assert read_manifest(run_dir / "checkpoints/step_00000002").parent == choice.chosen.manifest.save_id  # type: ignore[union-attr]
 
 

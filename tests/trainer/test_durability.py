@@ -21,11 +21,11 @@ OURS = """
 import os, sys, time, torch
 sys.path[:0] = [sys.argv[2] + "/trainer", sys.argv[2]]
 from stepkeeper_trainer import CheckpointManager
-from stepkeeper_trainer.save import files, writer
-files.FILE_BYTES_MIN = 1000
+from stepkeeper_trainer.save import persist, writer
+persist.FILE_BYTES_MIN = 1000
 width, late, close = int(sys.argv[3]), len(sys.argv) > 4, writer.HashingFile.close
 if width > 60:  # two moments and a weight: one file that is written past the page cache, in several pieces
-    files.FILE_BYTES_MIN, writer.WRITE_BYTES = 1 << 30, 1 << 20
+    persist.FILE_BYTES_MIN, writer.WRITE_BYTES = 1 << 30, 1 << 20
 def close_and_cut(file):
     close(file)
     if file._path.suffix == ".distcp":

@@ -64,7 +64,6 @@ CASES = [
     Case("deepspeed-2", "deepspeed", "deepspeed_script.py", ["deepspeed"], [
         Kill(0, "write", f"global_step4/{MP}"),
         Kill(1, "open", "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        Kill(0, "open", "latest"),
     ], arguments="--variant 2"),
     Case("deepspeed-3", "deepspeed", "deepspeed_script.py", ["deepspeed"], [
         Kill(1, "write", "global_step4/zero_pp_rank_1_mp_rank_00_model_states.pt"),

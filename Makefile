@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest test-torch-oldest test-frameworks test-state-packages
+.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest test-torch-oldest test-frameworks test-state-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -42,19 +42,23 @@ system:
 	$(V)/pip install --quiet -e . -r tests/requirements-dev.txt
 	@touch $@
 
-demo: setup  ## a training job on a real Slurm is preempted and loses nothing
+# each process of a test would compile what it imports: what runs as root writes no bytecode.  It takes a second
+compiled: setup
+	@$(V)/python -m compileall -q supervisor trainer tests
+
+demo: compiled  ## a training job on a real Slurm is preempted and loses nothing
 	$(AS_ROOT) $(V)/python -m tests.demo
 
 # style and types are looked at while the first stories wait for Slurm; what they say comes at the end
-test: setup  ## all tests, the stories on a real Slurm included, and `lint`
+test: compiled  ## all tests, the stories on a real Slurm included, and `lint`
 	@{ $(LINT); } >$(LINTED) 2>&1 & linting=$$!; \
 	$(AS_ROOT) $(V)/python -m pytest -m 'not campaign and not newest and not frameworks' $(PYTEST); tested=$$?; \
 	wait $$linting || { cat $(LINTED); exit 1; }; tail -n 2 $(LINTED); exit $$tested
 
-campaign: setup  ## the long ones: each thing that can befall a run, at each moment
+campaign: compiled  ## the long ones: each thing that can befall a run, at each moment
 	$(AS_ROOT) $(V)/python -m pytest -m 'campaign and not newest' $(PYTEST)
 
-newest-slurm: setup  ## build the newest Slurm, where that has not been done
+newest-slurm: compiled  ## build the newest Slurm, where that has not been done
 	$(AS_ROOT) $(V)/python -m tests.lab.newest_or_skip
 
 # one session instead of two, so that nobody waits for the last one twice

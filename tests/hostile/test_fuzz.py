@@ -22,7 +22,7 @@ from tests.hostile.looking import Ended, command, commands, look, reader, reader
 from tests.hostile.planting import OWNER, plant
 
 RUN = Path(__file__).parent.parent / "fixtures" / "run-0.1-failures"
-FEW, IN_ONE = 40, 20
+FEW, IN_ONE = 20, 20
 MANY = int(os.environ.get("STEPKEEPER_FUZZ_CASES", "4000"))
 FIRST = int(os.environ.get("STEPKEEPER_FUZZ_FIRST", "1000"))
 LOOKS = 15  # at each case

@@ -13,6 +13,7 @@ TIMES = 3
 """A wrong order of kills loses the ranks in most runs, though not in every one."""
 
 
+@pytest.mark.campaign  # as are the stories that lose the batch node
 @pytest.mark.usefixtures("slurm")
 def test_a_lost_batch_node_takes_no_rank_of_another_node_along() -> None:
     """Its srun must not live long enough to cancel the step: else a story blames the supervisor for lost ranks."""

@@ -16,14 +16,9 @@ pytestmark = pytest.mark.slurm
 STEP = 13
 
 
+@pytest.mark.campaign  # how a rank answers there is played by tests/trainer/test_notice_anywhere.py
 @pytest.mark.parametrize(
-    ("place", "step"),
-    [
-        ("evaluation", STEP),
-        pytest.param("loader", STEP, marks=pytest.mark.campaign),
-        pytest.param("compilation", STEP, marks=pytest.mark.campaign),
-        pytest.param("warm-up", 0, marks=pytest.mark.campaign),
-    ],
+    ("place", "step"), [("evaluation", STEP), ("loader", STEP), ("compilation", STEP), ("warm-up", 0)]
 )
 def test_a_preemption_far_from_the_end_of_a_step_loses_none(
     lab: Lab, reference: Training, place: str, step: int

@@ -153,6 +153,7 @@ def test_an_own_srun_line_has_slurms_signal_once(lab: Lab) -> None:
     story.assert_went_on(0, 1)
 
 
+@pytest.mark.campaign  # `stop` sends what a notice sends, as in the story before
 def test_a_shell_script_saves_in_its_trap_when_the_run_is_stopped(lab: Lab) -> None:
     """`stepkeeper stop` and an administrator's requeue are passed on like a preemption."""
     training = Training(lab, name="own-shell")

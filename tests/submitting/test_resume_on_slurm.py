@@ -7,6 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.lab.jobs import ENDED
@@ -17,6 +19,7 @@ USER = "games"
 STEPS = 60
 
 
+@pytest.mark.campaign  # `stepkeeper resume` of a submitted run: test_submit_on_slurm
 def test_a_run_of_the_users_own_batch_script_goes_on_by_one_word(lab: Lab) -> None:
     """The script is gone meanwhile; its arguments have blanks, and a setting was a variable."""
     training = Training(lab, name="own-script", user=USER)

@@ -37,6 +37,7 @@ def launch(script: Path, ranks: int, name: str = "train", **environment: str) ->
     return Ranks(ranks, run_dir, command=[sys.executable, script.name], cwd=script.parent, environment=environment)
 
 
+@pytest.mark.campaign  # test_runs stops and resumes train_lm; the page's script runs in the next test
 def test_the_script_is_stopped_by_a_signal_and_goes_on(script: Path) -> None:
     """Two ranks in a Slurm job, no supervisor, no argument: one SIGTERM to one rank saves and stops both."""
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}

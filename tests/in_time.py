@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 GRACE_S = 45.0
+REAP_EVERY_S = 0.02
 LATE = 124
 """As of coreutils' timeout."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -33,20 +34,37 @@ def main(until: float, minutes: float, name: str, command: list[str]) -> int:
     _say(f"{name} begins, and has {limit_s / 60:.1f} minutes")
     # a shell's background commands ignore SIGINT
     part = subprocess.Popen(command, process_group=0, preexec_fn=_default_interrupt)  # noqa: PLW1509 - no thread here
-    code = LATE
     try:
-        code = part.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        _say(f"{name} RAN OUT OF TIME after {limit_s / 60:.1f} minutes: its processes are ended")
-        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
-            os.killpg(part.pid, signal.SIGINT)
-            part.wait(GRACE_S)
+        code = _wait(part.pid, limit_s)
+        if code is None:
+            _say(f"{name} RAN OUT OF TIME after {limit_s / 60:.1f} minutes: its processes are ended")
+            os.killpg(part.pid, signal.SIGINT)  # its pid is taken until it is waited for
+            _wait(part.pid, GRACE_S)
+            code = LATE
     finally:
         left = _kill_all()
+        part.returncode = 0  # nobody waits for it any more
     if left:
         _say(f"{name} left behind, killed now: {', '.join(left)}")
     _say(f"{name} took {time.monotonic() - began:.0f} s, exit code {code}")
     return code
+
+
+def _wait(wanted: int, within_s: float) -> int | None:
+    """Return the exit code of one child, None where it has not ended in time.
+
+    Others that end meanwhile are reaped, as init would have done: who looks for them must find them gone, not zombies.
+    """
+    until = time.monotonic() + within_s
+    while True:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == wanted:
+            return os.waitstatus_to_exitcode(status)
+        if not ended:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return None
+            time.sleep(min(REAP_EVERY_S, left_s))
 
 
 def _say(what: str) -> None:
@@ -74,8 +92,7 @@ def _kill_all() -> list[str]:
                 if name:  # a zombie has none
                     found[pid] = f"{name[:80]} ({pid})"
                 os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):  # reaped by Popen
-                os.waitpid(pid, os.WNOHANG)
+            os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
     return list(found.values())
 

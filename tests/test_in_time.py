@@ -67,6 +67,22 @@ def test_what_a_part_leaves_behind_is_named_and_ended(tmp_path: Path) -> None:
     assert not running(tmp_path)
 
 
+def test_an_orphan_that_has_ended_is_gone_at_once(tmp_path: Path) -> None:
+    looks = (
+        "import pathlib, subprocess, sys, time\n"
+        "shell = ['sh', '-c', 'sleep 0.3 & echo $!']\n"
+        "said = subprocess.run(shell, stdout=subprocess.PIPE, timeout=60).stdout\n"
+        "place = pathlib.Path('/proc', said.decode().strip())\n"
+        "until = time.monotonic() + 30\n"
+        "while place.exists() and time.monotonic() < until:\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(place.exists())\n"
+    )
+    code, said = play(tmp_path, 1, sys.executable, "-c", looks)
+
+    assert code == 0, said
+
+
 def test_a_part_says_how_long_it_took(tmp_path: Path) -> None:
     code, said = play(tmp_path, 1, "true")
 

@@ -18,7 +18,7 @@ REQUIREMENTS = ROOT / "tests/requirements-torch-oldest.txt"
 OLDEST = "3.10"
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 """Where a torch without CUDA is to be had; the package index has one with CUDA, of 3 GB, which needs no GPU either."""
-WITHIN_S = 1800.0
+WITHIN_S = 600.0  # of a download: who cannot have it in this time goes on without
 MODULES = (
     "against_stock",
     "any_state",

@@ -69,7 +69,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "Checkpoints": (
         "load_memory_gib", "verify_mib_per_s", "policy.choose_within_s", "policy.read_back", "local_keep",
-        "peer_copies", "cold_tier", "cold_keep", "cold_zstd", "copy_rate",
+        "peer_copies", "cold_tier", "cold_keep", "cold_zstd", "copy_rate", "framework",
     ),
     "Notices, time limit, stop": (
         "policy.save_margin_s", "policy.time_limit_margin", "policy.leave_within_s", "policy.stop_within_s",

@@ -96,7 +96,11 @@ def add_engine(contents: Contents, directory: str, world_size: int | None) -> No
     if main is None:
         contents.problem(f"{below}mp_rank_00_model_states.pt: missing: the parallel dimensions are not known")
         return
-    facts = _facts(parts.read_pickle(contents, below + main))
+    state = parts.read_pickle(contents, below + main)
+    facts = _facts(state)
+    for name in ("dp_world_size", "mp_world_size"):
+        if inert.field_of(state, name) is not None and not inert.whole_number(state, name):
+            contents.problem(f"{below}{main}: {name} is no number of ranks")
     if contents.number is None:
         contents.number = facts.number
     if facts.number is not None and not directory and contents.number != facts.number:

@@ -90,7 +90,7 @@ def play(directory: Path, scene: str, rank: int) -> None:
         "gloo", init_method=f"file://{place}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=FOREVER_S)
     )
     faulthandler.register(accounts.STACKS_SIGNAL, file=(place / f"{rank}.txt").open("w"), chain=False)
-    collectives.listen(place, rank)
+    collectives.listen_for_collectives(place, rank)
     SCENES[scene](rank)
 
 

@@ -106,7 +106,7 @@ def test_whatever_a_wrapped_scontrol_prints_the_question_is_answered(inbox: Inbo
     slurm.ask(SlurmCommands(), "7", inbox=inbox)
     slurm.ask_idle(SlurmCommands(), "7", do.AskIdleNodes(like=("a",)), inbox=inbox)
 
-    found = [each for each in events(inbox, 3) if not isinstance(each, on.PartFailed)]
+    found = [each for each in events(inbox, 2) if not isinstance(each, on.PartFailed)]
 
     assert {type(each) for each in found} <= {on.SlurmAnswered, on.IdleNodes}
     assert any(isinstance(each, on.SlurmAnswered) and each.job is None and each.error for each in found)
@@ -144,6 +144,6 @@ def test_a_diagnosis_that_cannot_be_made_is_answered(inbox: Inbox, tmp_path: Pat
 def test_a_storage_test_that_cannot_be_made_has_failed(inbox: Inbox, tmp_path: Path) -> None:
     storage.test(Path(f"{tmp_path}/a\0b"), do.TestStorage(), within_s=5.0, inbox=inbox).join(WITHIN_S)
 
-    tested = [each for each in events(inbox, 2) if isinstance(each, on.StorageTested)]
+    tested = [each for each in events(inbox, 1) if isinstance(each, on.StorageTested)]
 
     assert [each.ok for each in tested] == [False]

@@ -112,14 +112,6 @@ def test_a_named_tuple_comes_back_as_one() -> None:
     assert type(join(skeleton, tensors, named=False)["at"][0]) is tuple
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        ("gone.Point", "gone.Point, which the script has not imported"),
-        (f"{__name__}.Point", "of 1 fields"),
-        ("os.system", "has not imported"),
-    ],
-)
 def test_what_is_loaded_without_tensors_is_not_asked_for_its_state_before() -> None:
     """A `torchdata.nodes.Loader` that was asked begins its iterator, and a state that is loaded then is not used."""
 
@@ -134,6 +126,14 @@ def test_what_is_loaded_without_tensors_is_not_asked_for_its_state_before() -> N
     assert part.value.state == {"at": 3}  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("gone.Point", "gone.Point, which the script has not imported"),
+        (f"{__name__}.Point", "of 1 fields"),
+        ("os.system", "has not imported"),
+    ],
+)
 def test_a_named_tuple_that_the_script_lacks_is_named_before_anything_is_loaded(kind: str, told: str) -> None:
     part = StatefulPart("loader", Loader({"at": (1,)}))
 

@@ -98,9 +98,7 @@ def add_engine(contents: Contents, directory: str, world_size: int | None) -> No
         return
     state = parts.read_pickle(contents, below + main)
     facts = _facts(state)
-    for name in ("dp_world_size", "mp_world_size"):
-        if inert.field_of(state, name) is not None and not inert.whole_number(state, name):
-            contents.problem(f"{below}{main}: {name} is no number of ranks")
+    _check_dimensions(contents, below + main, state)
     if contents.number is None:
         contents.number = facts.number
     if facts.number is not None and not directory and contents.number != facts.number:
@@ -158,6 +156,12 @@ def _require(contents: Contents, what: str, wanted: Iterable[tuple[int, int]], f
     extra = len(found.difference(wanted))
     if extra:
         contents.note(f"{what}: {extra} more than this job had ranks: left from a save before it")
+
+
+def _check_dimensions(contents: Contents, name: str, state: Any) -> None:
+    for key in ("dp_world_size", "mp_world_size"):
+        if inert.field_of(state, key) is not None and not inert.whole_number(state, key):
+            contents.problem(f"{name}: {key} is no number of ranks")
 
 
 def _facts(state: Any) -> _Facts:

@@ -29,6 +29,7 @@ from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, Tier,
 PARTIAL = ".part"
 _STAGING = ".copy-"
 TRASH = ".trash-"
+REMOVALS = 3  # another rank may make a file between the listing of a directory and its removal
 
 
 class DirectoryTier:
@@ -122,8 +123,8 @@ def staging_directory(checkpoints: Path, step: int, save_id: str) -> Path:
 def give_up(directory: Path) -> None:
     """Remove a step that will never be finished.
 
-    It has another name first: who still writes to it by its own makes no file there any more.  What cannot be removed
-    now is cleared at the next start.
+    It has another name first: who still writes to it by its own makes no file there any more, but for one that is
+    being made just now.  What cannot be removed now is cleared at the next start.
     """
     trash = directory.with_name(f"{TRASH}{directory.name}")
     try:
@@ -132,7 +133,10 @@ def give_up(directory: Path) -> None:
         return
     except OSError:
         trash = directory  # a disk that takes no name may still let go of files
-    shutil.rmtree(trash, ignore_errors=True)
+    for _ in range(REMOVALS):
+        shutil.rmtree(trash, ignore_errors=True)
+        if not trash.exists():
+            return
 
 
 def write_file(path: Path, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -167,6 +167,32 @@ def _matching(
             if match and wanted:
                 found.append((entry.name, match))
     return found
+
+
+def by_content(root: Path, is_step: Callable[[Path], bool], number: Callable[[str], int | None]) -> list[Step]:
+    """Return the directories in a directory that are checkpoints by what they hold: their names are the script's own.
+
+    Links are passed over, as by `named`.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    with os.scandir(root) as entries:
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return [Step(root / name, number(name)) for name in names if is_step(root / name)]
+
+
+_LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
+
+
+def last_number(name: str) -> int | None:
+    """Return the last number in a name, which counts as the step; None: there is none.
+
+    >>> last_number("run2-step-300")
+    300
+    """
+    found = _LAST_NUMBER.search(name)
+    return int(found[1]) if found else None
 
 
 DIGITS_MAX = 18  # a step that is longer is no step

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, named
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, name_matches, named
 from stepkeeper.frameworks.tree import Tree
 
 _STEP = re.compile(r"epoch_\d{1,9}_step_(\d{1,18})")
@@ -34,7 +34,7 @@ class Automodel(Framework):
 
     def is_step(self, path: Path) -> bool:
         """Go by the name, which the framework fixes."""
-        return _STEP.fullmatch(path.name) is not None and path.is_dir()
+        return name_matches(path, _STEP)
 
     def complete(self, step: Step, *, world_size: int | None) -> Contents:
         """Require what a resume loads."""

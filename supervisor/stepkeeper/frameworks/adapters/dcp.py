@@ -7,12 +7,11 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, by_content, last_number
 from stepkeeper.frameworks.tree import Tree
 
 _FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp|\.metadata|__\d{1,9}\.metadata")
 _OWN = re.compile(r"__\d{1,9}\.metadata")
-_LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
 _OPTIMIZER = re.compile(r"optim|(?:^|\.)(?:state|param_groups)\.")
 
 
@@ -28,9 +27,7 @@ class PlainDcp(Framework):
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return the directories that hold files of DCP."""
-        with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        return [Step(root / name, _number(name)) for name in names if self.is_step(root / name)]
+        return by_content(root, self.is_step, last_number)
 
     def is_step(self, path: Path) -> bool:
         """Go by what it holds."""
@@ -57,11 +54,6 @@ class PlainDcp(Framework):
     def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
         """Name nothing: how a script takes it is its own affair."""
         return Resume((), "dcp.load(..., checkpoint_id=PATH) in the script")
-
-
-def _number(name: str) -> int | None:
-    found = _LAST_NUMBER.search(name)
-    return int(found[1]) if found else None
 
 
 FRAMEWORK = PlainDcp()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepkeeper.frameworks import inert, parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, by_content
 from stepkeeper.frameworks.tree import Tree
 
 _TAG = re.compile(r"global_step(\d{1,18})(?:_universal)?")
@@ -51,9 +51,7 @@ class DeepSpeed(Framework):
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return the directories that hold states of DeepSpeed; the tag is the script's own."""
-        with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        return [Step(root / name, _number(name)) for name in names if self.is_step(root / name)]
+        return by_content(root, self.is_step, _number)
 
     def is_step(self, path: Path) -> bool:
         """Go by what it holds."""

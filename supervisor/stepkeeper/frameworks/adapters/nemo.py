@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks.adapters import megatron
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, by_content
 from stepkeeper.frameworks.tree import Tree
 
 _UNFINISHED = "-unfinished"
@@ -29,9 +29,7 @@ class Nemo(Framework):
         found = []
         for place in (root, root / "checkpoints"):
             if place == root or (place.is_dir() and not place.is_symlink()):
-                with os.scandir(place) as entries:
-                    names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-                found += [Step(place / name, _number(name)) for name in names if self.is_step(place / name)]
+                found += by_content(place, self.is_step, _number)
         return found
 
     def is_step(self, path: Path) -> bool:

@@ -7,13 +7,12 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, by_content, last_number
 from stepkeeper.frameworks.tree import Tree
 
 _ITEM = re.compile(r"(.+)_(\d{1,6})\.(?:pt|safetensors)")
 _TEMPORARY = "tmp_"
 _METADATA = "metadata.pkl"
-_LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
 
 
 class TorchCheckpointing(Framework):
@@ -28,9 +27,7 @@ class TorchCheckpointing(Framework):
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return the directories that hold files of items."""
-        with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        return [Step(root / name, _number(name)) for name in names if self.is_step(root / name)]
+        return by_content(root, self.is_step, last_number)
 
     def is_step(self, path: Path) -> bool:
         """Go by what it holds."""
@@ -68,11 +65,6 @@ class TorchCheckpointing(Framework):
     def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
         """Name nothing: the package has no command line and does not look for the newest."""
         return Resume((), "manager.load(PATH, into=...) in the script")
-
-
-def _number(name: str) -> int | None:
-    found = _LAST_NUMBER.search(name)
-    return int(found[1]) if found else None
 
 
 FRAMEWORK = TorchCheckpointing()

@@ -22,8 +22,9 @@ def pytest_configure(config):
 DRAWS = """
 import os, pathlib
 from hypothesis import given, settings, strategies as st
+from tests import conftest
 drawn = []
-@settings(max_examples=20, database=None, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1_000_000))
 def test_draws(number): drawn.append(number)
 def test_writes():
@@ -39,7 +40,7 @@ def git(directory: Path, *words: str) -> None:
 def session(directory: Path, look: str, *options: str, **variables: str) -> str:
     """Play a session there; return its seed."""
     environment = {name: value for name, value in os.environ.items() if name != seeding.VARIABLE}
-    environment |= {"PYTHONPATH": str(ROOT), "LOOK": look, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **variables}
+    environment |= {"PYTHONPATH": str(ROOT), "LOOK": look, "CI": "true", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **variables}
     plugins = ["-p", "xdist.plugin", "-p", "_hypothesis_pytestplugin", "-p", "no:cacheprovider"]
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *plugins, "--rootdir", str(directory), *options, str(directory)],

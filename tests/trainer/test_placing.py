@@ -243,9 +243,13 @@ def test_where_copies_cannot_keep_up_the_newest_goes_and_the_rest_stays_on_the_d
         files = content(step)
         saves.append(nodes.write(make(step, files), files))
     nodes.start(rate=300.0)  # the first one is on its way until the others are complete on the disks
-    for upload in saves:
-        nodes.hand_over(upload)
     limit_at = time.monotonic() + LATE_S
+    nodes.hand_over(saves[0])
+    while not all(any((each.directory / name).exists() for name in each.files) for each in saves[0]):
+        assert time.monotonic() < limit_at
+        time.sleep(0.01)
+    for upload in saves[1:]:
+        nodes.hand_over(upload)
     while not all(any(ready.save.step == 300 for ready in list(each._waiting)) for each in nodes.placings):
         assert time.monotonic() < limit_at
         time.sleep(0.01)

@@ -9,7 +9,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.growing import dismiss, give_up
-from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, closed, release, stop
+from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, closed, release, stop
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import NO_SIGNAL, Doubt, Next, Phase, Plan, State
@@ -92,9 +92,15 @@ def _without_bus(state: State, why: Why) -> Decision:
 
 def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:
     """Beside training, no watcher at all came back in time: are the nodes lost, or is only Slurm away?"""
-    if state.doubt is Doubt.ASKED and state.asking and state.signal == NO_SIGNAL:
-        state = replace(state, asking=False, again=False, signal="")
-        return try_bus_again(state, at, policy, answered=False, error=f"no answer in {policy.ask_within_s:g} s")
+    if state.doubt is Doubt.ASKED and state.asking:
+        prompted = state.signal != NO_SIGNAL
+        state = replace(state, asking=False, again=False, signal=state.signal if prompted else "")
+        late = f"no answer in {policy.ask_within_s:g} s"
+        decision = try_bus_again(state, at, policy, answered=False, error=late)
+        if not prompted:
+            return decision
+        more = ask(decision.state, decision.why)  # what a signal means is still to be found out
+        return Decision(more.state, (*decision.effects, *more.effects), decision.why)
     state = replace(state, doubt=Doubt.ASKED, deadline_at=at + policy.ask_within_s)
     why = (because.NoWatcher(),)
     return Decision(state, (), why) if state.asking else ask_unprompted(state, why)

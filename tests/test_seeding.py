@@ -40,7 +40,13 @@ def git(directory: Path, *words: str) -> None:
 def session(directory: Path, look: str, *options: str, **variables: str) -> str:
     """Play a session there; return its seed."""
     environment = {name: value for name, value in os.environ.items() if name != seeding.VARIABLE}
-    environment |= {"PYTHONPATH": str(ROOT), "LOOK": look, "CI": "true", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **variables}
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "LOOK": look,
+        "CI": "true",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        **variables,
+    }
     plugins = ["-p", "xdist.plugin", "-p", "_hypothesis_pytestplugin", "-p", "no:cacheprovider"]
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *plugins, "--rootdir", str(directory), *options, str(directory)],

@@ -58,7 +58,7 @@ def test_there_are_fixtures_with_more_than_half_of_what_a_journal_can_hold() -> 
     }
 
     assert len(RELEASES) > 1
-    assert {on.Asked, on.Judged, on.Replayed, on.WatcherLost, on.RankExited, on.CheckpointVerified} <= held
+    assert {on.Requested, on.Judged, on.Replayed, on.WatcherLost, on.RankExited, on.CheckpointVerified} <= held
     assert len(held) >= len(typing.get_args(on.Event)) / 2
 
 

@@ -17,8 +17,8 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 SUPERVISOR, AGENT = "supervisor", "node agent"
 MEANINGS = {
     # supervisor
-    "ask_not_answered": "a request such as `stepkeeper save` was taken, and its answer could not be written",
-    "asks_unreadable": "what people ask of the run (`stepkeeper save`, `stop`) cannot be read; the run goes on",
+    "request_not_answered": "a request such as `stepkeeper save` was taken, and its answer could not be written",
+    "requests_unreadable": "what people ask of the run (`stepkeeper save`, `stop`) cannot be read; the run goes on",
     "attempt_started": "the first line: where the ranks print, what runs where, how the attempt before ended",
     "code_changed": "this attempt runs other code than the one before",
     "code_not_recorded": "the run directory did not take the record of the code",
@@ -66,11 +66,11 @@ MEANINGS = {
     "agent_stopped": "the last line, and why",
     "alarm": "somebody should look",
     "evidence": "what the kernel log or another sensor showed",
-    "hasten_accepted": "a job's supervisor asks for its requeued job to start at once",
-    "hasten_over": "what came of that",
-    "hasten_waits_for_slurm": "Slurm does not answer yet",
-    "hastened_job_requeued": "the agent requeues a job itself, and why",
-    "job_hastened": "a requeued job is eligible at once, and what that saved",
+    "expedite_accepted": "a job's supervisor asks for its requeued job to start at once",
+    "expedite_over": "what came of that",
+    "expedite_waits_for_slurm": "Slurm does not answer yet",
+    "expedited_job_requeued": "the agent requeues a job itself, and why",
+    "job_expedited": "a requeued job is eligible at once, and what that saved",
     "job_joined": "a job on this node wants to hear of faults",
     "jobs_unknown": "Slurm did not say which jobs are on this node",
     "kernel_log_gap": "the kernel's log lost records before they were read",

@@ -67,7 +67,7 @@ def give_back(client: SlurmClient, job: str, keep: Sequence[str]) -> str:
     return ""
 
 
-class Again(msgspec.Struct, frozen=True, kw_only=True):
+class RequeuePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The job that goes on with the run in place of ours."""
 
     job_id: int
@@ -76,7 +76,7 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
 
 def resubmit(
     client: SlurmClient, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
-) -> Again:
+) -> RequeuePlan:
     """Submit the job again where Slurm may not requeue it, once; the arguments are those of `requeue`.
 
     Raises:
@@ -99,7 +99,7 @@ def resubmit(
         trouble.append("it had been submitted before")
     if new.unknown:
         trouble.append(f"what it may lack of job {job}: {'; '.join(new.unknown)}")
-    return Again(job_id=new.job_id, besides="; ".join(trouble))
+    return RequeuePlan(job_id=new.job_id, besides="; ".join(trouble))
 
 
 def _hasten(assignment: Assignment, excluded: tuple[str, ...] | None) -> None:

@@ -26,7 +26,7 @@ from stepkeeper.actions import (
     standing,
     storage,
 )
-from stepkeeper.actions.crew import Crew, Limits
+from stepkeeper.actions.crew import Limits, VerifyPool
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
@@ -45,7 +45,7 @@ from stepkeeper.store import status as status_file
 from stepkeeper.store.journal import JournalWriter
 from stepkeeper.store.recorder import Recorder
 from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.telling import Telling
+from stepkeeper.telling import DecisionLog
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.lease import Lease
@@ -57,12 +57,12 @@ OPTIONAL: dict[type, Part] = {  # effects that training can do without
     do.Look: Part.DIAGNOSIS,
     do.CollectStacks: Part.STACKS,
     do.JudgeLaunch: Part.DIAGNOSIS,
-    do.TellSlowNode: Part.LOG,
-    do.TellSlowLaunch: Part.LOG,
-    do.TellReplay: Part.LOG,
-    do.CallPerson: Part.NOTIFY,
+    do.ReportSlowNode: Part.LOG,
+    do.ReportSlowLaunch: Part.LOG,
+    do.ReportReplay: Part.LOG,
+    do.NotifyUser: Part.NOTIFY,
     do.AskIdleNodes: Part.ASK_IDLE_NODES,
-    do.AnswerAsk: Part.ANSWER,
+    do.AnswerRequest: Part.ANSWER,
 }
 CALL_ENDS_WITHIN_S = 5.0  # after its time limit
 
@@ -111,9 +111,9 @@ class Supervisor:
         self.launch: launch.Launch | None = None
         self.writers: checkpoints.Writers | None = None  # of what the ranks save
         assignment = setting.assignment
-        self.crew = Crew(setting.lease.node, len(assignment.nodes), setting.reading, self._note_node)
-        self.witness = judging.Witness(setting.lease.attempt, setting.lease.restart_count)
-        self.standing = standing.Standing(inbox)
+        self.crew = VerifyPool(setting.lease.node, len(assignment.nodes), setting.reading, self._note_node)
+        self.evidence_buffer = judging.EvidenceBuffer(setting.lease.attempt, setting.lease.restart_count)
+        self.standing = standing.StackCollector(inbox)
         self.standbys: standbys.Standbys | None = None
         if setting.standby_imports is not None:
             modules = setting.standby_imports
@@ -143,7 +143,7 @@ class Supervisor:
             updated_at=now,
             alive_at=now,
         )
-        self.telling = Telling(
+        self.decision_log = DecisionLog(
             status=status,
             status_path=setting.directory.status,
             recorder=Recorder(setting.lease, setting.policy),
@@ -164,7 +164,7 @@ class Supervisor:
             if event is not None:
                 self._feed(event if event.at >= self.resumed_at else msgspec.structs.replace(event, at=self.resumed_at))
             self._on_clock()
-        self.telling.close(STORAGE_WITHIN_S)
+        self.decision_log.close(STORAGE_WITHIN_S)
         if self.call is not None:
             self.call.join(self.setting.policy.notify_within_s + CALL_ENDS_WITHIN_S)
         return self.exit_code
@@ -183,7 +183,7 @@ class Supervisor:
         self.resumed_at = now
         if self.bus is not None:
             self.bus.forgive(away_s)
-        self._feed(on.StoodStill(at=now, seconds=round(away_s, 1)))
+        self._feed(on.Suspended(at=now, seconds=round(away_s, 1)))
 
     def _on_clock(self) -> None:
         now = self.inbox.clock.now()
@@ -195,11 +195,11 @@ class Supervisor:
             self.bus.check_silence()
             if self.standbys is not None:
                 self.standbys.renew()
-            self.telling.look_at_journal()
+            self.decision_log.look_at_journal()
         if (self.time_asked is None or not self.time_asked.is_alive()) and self.inbox.clock.was_set():
             self.time_asked = slurm.ask_time(inbox=self.inbox)
         if self._is_due("alive", status_file.ALIVE_EVERY_S):
-            self.telling.alive(now)
+            self.decision_log.alive(now)
 
     def _is_due(self, what: str, every_s: float) -> bool:
         now = self.inbox.clock.now()
@@ -220,9 +220,9 @@ class Supervisor:
         before = self.state
         decision = decide(before, event, self.setting.policy)
         self.state = decision.state
-        self.inbox.guard(Part.EVIDENCE, self.witness.hear)(event, decision.effects)
-        self.inbox.guard(Part.JOURNAL, self.telling.journal)(before, event, decision)
-        self.inbox.guard(Part.LOG, self.telling.decided)(before, event, decision)
+        self.inbox.guard(Part.EVIDENCE, self.evidence_buffer.add)(event, decision.effects)
+        self.inbox.guard(Part.JOURNAL, self.decision_log.journal)(before, event, decision)
+        self.inbox.guard(Part.LOG, self.decision_log.decided)(before, event, decision)
         for effect in decision.effects:
             part = OPTIONAL.get(type(effect))
             if part is None:
@@ -268,12 +268,14 @@ class Supervisor:
                 self._collect_stacks(effect)
             case do.JudgeLaunch():
                 within_s = setting.policy.judge_within_s
-                judging.judge(setting.directory, self.witness.launch(effect), within_s=within_s, inbox=self.inbox)
+                judging.diagnose(
+                    setting.directory, self.evidence_buffer.launch(effect), within_s=within_s, inbox=self.inbox
+                )
             case do.RollBack():
                 rollback.roll_back(setting.directory.checkpoints, effect, setting.lease, inbox=self.inbox)
-            case do.TellSlowNode() | do.TellSlowLaunch() | do.TellReplay():
-                self.telling.found(effect)
-            case do.CallPerson():
+            case do.ReportSlowNode() | do.ReportSlowLaunch() | do.ReportReplay():
+                self.decision_log.found(effect)
+            case do.NotifyUser():
                 self._call_person(effect)
             case do.ReleaseNodes():
                 slurm.release(self.client, setting.assignment.slurm_name, effect.keep, inbox=self.inbox)
@@ -281,16 +283,16 @@ class Supervisor:
                 if self.bus is not None:
                     self.bus.check(effect, gpus=setting.gpus_per_node, free_bytes=setting.free_bytes_min)
             case do.AskIdleNodes():
-                slurm.ask_idle(self.client, setting.assignment.slurm_name, effect, inbox=self.inbox)
+                slurm.query_idle_nodes(self.client, setting.assignment.slurm_name, effect, inbox=self.inbox)
             case do.AskSlurm():
-                slurm.ask(self.client, setting.assignment.slurm_name, inbox=self.inbox)
+                slurm.query_job(self.client, setting.assignment.slurm_name, inbox=self.inbox)
             case do.Requeue():
                 self._requeue(effect)
-            case do.AnswerAsk():
+            case do.AnswerRequest():
                 answering.answer(setting.directory.path, effect, inbox=self.inbox, on_error=self._not_answered)
             case do.Exit():
                 self.exit_code = effect.code
-                self.telling.ended(effect)
+                self.decision_log.ended(effect)
             case _:
                 assert_never(effect)
 
@@ -298,7 +300,7 @@ class Supervisor:
         self.log.error("part_failed", part=part.value, error=repr(error), traceback=trace)
 
     def _not_answered(self, error: OSError) -> None:
-        self.log.warning("ask_not_answered", error=f"{error.filename}: {error.strerror}")
+        self.log.warning("request_not_answered", error=f"{error.filename}: {error.strerror}")
 
     # --- acts -------------------------------------------------------------------------------------
 
@@ -316,8 +318,8 @@ class Supervisor:
             inbox=self.inbox,
             attempt=self.setting.lease.attempt,
             note=self._note_node,
-            on_share=self.inbox.guard(Part.READERS, self.crew.heard),
-            on_stack=self.inbox.guard(Part.STACKS, self.standing.heard),
+            on_share=self.inbox.guard(Part.READERS, self.crew.receive),
+            on_stack=self.inbox.guard(Part.STACKS, self.standing.receive),
             on_told=self._note_told,
             after_s=effect.after_s,
             size=len(effect.nodes),
@@ -347,8 +349,8 @@ class Supervisor:
         if self.bus is not None:
             self.bus.say(lines.Stacks(launch=effect.launch, number=number))
 
-    def _call_person(self, effect: do.CallPerson) -> None:
-        self.call = calling.call_person(
+    def _call_person(self, effect: do.NotifyUser) -> None:
+        self.call = calling.notify_user(
             effect,
             calling.Call(
                 job=self.setting.assignment.slurm_name,
@@ -380,7 +382,7 @@ class Supervisor:
             resume_from=effect.resume_from,
             answered=self.state.has_library,
             newest=not effect.went_back,
-            skip_data=",".join(f"{each.step}:{each.steps}" for each in effect.left_out),
+            skipped_data=",".join(f"{each.step}:{each.steps}" for each in effect.skipped_data),
         )
         waiting = self.standbys.variables(effect.launch, effect.nodes) if self.standbys is not None else {}
         self.launch = launch.Launch(job, meeting, {**self.environment, **waiting}, inbox=self.inbox)
@@ -398,7 +400,7 @@ class Supervisor:
                     why=shorten(text(effect.reasons)),
                     deadline_at=None if effect.deadline_at is None else self.inbox.clock.to_wall(effect.deadline_at),
                     signal=name if effect.stop and not has_it else "",
-                    heard=self.state.heard,
+                    heard=self.state.library_seen,
                 )
             )
 
@@ -410,7 +412,7 @@ class Supervisor:
 
     def _requeue(self, effect: do.Requeue) -> None:
         """Make the journal durable first: Slurm ends us within milliseconds of the requeue."""
-        self.telling.flush(STORAGE_WITHIN_S)
+        self.decision_log.flush(STORAGE_WITHIN_S)
         slurm.requeue(
             self.client,
             self.setting.assignment,

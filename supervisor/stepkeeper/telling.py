@@ -20,10 +20,10 @@ from stepkeeper.store.recorder import Recorder
 
 STATUS_EVERY_S = 2.0
 
-Told = do.TellSlowNode | do.TellSlowLaunch | do.TellReplay
+Told = do.ReportSlowNode | do.ReportSlowLaunch | do.ReportReplay
 
 
-class Telling:
+class DecisionLog:
     """Of one attempt.  Nothing here waits for storage: journal and status have threads of their own."""
 
     def __init__(
@@ -86,19 +86,19 @@ class Telling:
     def found(self, effect: Told) -> None:
         """Tell of what the rules noticed."""
         match effect:
-            case do.TellSlowNode() if effect.over:
+            case do.ReportSlowNode() if effect.over:
                 self._log.info("node_keeps_up", node=effect.node)
-            case do.TellSlowNode() if effect.loading:
+            case do.ReportSlowNode() if effect.loading:
                 slow = {"factor": effect.factor, "since": effect.since}
                 self._log.warning("loader_is_slow", node=effect.node, rank=effect.rank, **slow)
-            case do.TellSlowNode():
+            case do.ReportSlowNode():
                 self._log.warning("node_is_slow", node=effect.node, factor=effect.factor, since=effect.since)
-            case do.TellSlowLaunch():
+            case do.ReportSlowLaunch():
                 nodes = ",".join(effect.nodes)
-                self._log.warning("launch_is_slow", seconds=effect.seconds, usual=effect.usual, suspects=nodes)
-            case do.TellReplay() if effect.equal:
+                self._log.warning("launch_is_slow", seconds=effect.seconds, baseline=effect.baseline, suspects=nodes)
+            case do.ReportReplay() if effect.equal:
                 self._log.info("replay_equal", steps=effect.steps)
-            case do.TellReplay():
+            case do.ReportReplay():
                 nodes = ",".join(effect.nodes)
                 self._log.warning("replay_differs", step=effect.step, then=effect.then, now=effect.now, new_nodes=nodes)
             case _:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause, LeftOut
+from stepkeeper.core.causes import Cause, SkippedData
 from stepkeeper.core.policy import Policy
 from tests.core.beginnings import (
     AGAIN,
@@ -40,7 +40,7 @@ _TAKES_OVER = on.AttemptStarted(
     nodes=("a", "b"),
     batch_node="a",
     kill_wait_s=30.0,
-    left_out=(LeftOut(step=18, steps=1),),
+    skipped_data=(SkippedData(step=18, steps=1),),
 )
 
 

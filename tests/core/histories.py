@@ -63,7 +63,7 @@ skipped = st.sampled_from(((), (), _damaged[:1], _damaged))
 FIELDS = {
     on.Tick: {},
     on.PartFailed: {"part": st.just("diagnosis"), "error": st.just("ValueError: x")},
-    on.StoodStill: {"seconds": st.sampled_from((6.0, 300.0))},
+    on.Suspended: {"seconds": st.sampled_from((6.0, 300.0))},
     on.ClockSet: {"seconds": st.sampled_from((-3600.0, 3.0, 3600.0))},
     on.SignalReceived: {"signal": st.sampled_from(("TERM", "INT", "USR1", "USR2"))},
     on.NodeSignaled: {"node": _nodes, "signal": st.just("TERM")},
@@ -130,7 +130,7 @@ FIELDS = {
         **_launch, **_save, "directory": _directory, "bytes": small, "seconds": st.sampled_from((1.0, 300.0)),
         "by_disk": st.booleans(),
     },
-    on.SaveGaveUp: {**_launch, **_save, "error": st.just("full")},
+    on.SaveFailed: {**_launch, **_save, "error": st.just("full")},
     on.TrainingFinished: {**_launch, "step": small},
     on.TrainingStopped: {**_launch, "step": small},
     on.LaunchEnded: {
@@ -156,7 +156,7 @@ FIELDS = {
         "node": st.sampled_from(("", *NODES)),
     },
     on.RolledBack: {**_launch, "directory": _directory, "step": small, "error": st.sampled_from(("", "", "full"))},
-    on.Asked: {
+    on.Requested: {
         "name": st.sampled_from(("ask-1", "ask-2")),
         "kind": st.sampled_from(("save", "stop")),
         "by": st.just("ada"),

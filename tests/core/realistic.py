@@ -28,8 +28,8 @@ OFTEN = {  # how often of a hundred what comes unasked is this
     on.BusEnded: 4,
     on.TrainingStopped: 4,
     on.TrainingFinished: 2,
-    on.Asked: 3,
-    on.StoodStill: 1,
+    on.Requested: 3,
+    on.Suspended: 1,
     on.ClockSet: 1,
     on.RunDirectoryGone: 1,
     on.Superseded: 1,
@@ -140,7 +140,14 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
         case do.AskUncleared():
             missing = draw(st.sampled_from(((), state.nodes[:1], state.nodes)))
             return on.NodesNotCleared(at=at, launch=effect.launch, nodes=missing), []
-        case do.Look() | do.CallPerson() | do.AnswerAsk() | do.TellSlowNode() | do.TellSlowLaunch() | do.TellReplay():
+        case (
+            do.Look()
+            | do.NotifyUser()
+            | do.AnswerRequest()
+            | do.ReportSlowNode()
+            | do.ReportSlowLaunch()
+            | do.ReportReplay()
+        ):
             return None, []
         case do.CollectStacks():
             if draw(st.integers(0, 3)) == 0:

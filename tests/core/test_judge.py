@@ -6,7 +6,7 @@ import pytest
 
 from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobFacts, JobState
-from stepkeeper.core.judge import Judgement, judge
+from stepkeeper.core.judge import Judgement, judge_eviction
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 
@@ -20,7 +20,7 @@ def facts(**changes) -> JobFacts:
 
 
 def judged(job: JobFacts | None, **state) -> Judgement:
-    return judge(State(restart_count=2, kill_wait_s=30.0, **state), job, AT, POLICY)
+    return judge_eviction(State(restart_count=2, kill_wait_s=30.0, **state), job, AT, POLICY)
 
 
 COMPLETING = {"state": JobState.COMPLETING, "slurm_state": "COMPLETING", "end_at": AT}

@@ -119,7 +119,7 @@ def test_whatever_fails_for_ever_ends_and_calls_a_person_once(cause: Cause, step
     world = World(cause, step=step, checkpoint=checkpoint).play()
 
     assert world.code in (ExitCode.CAUSE_STAYS, ExitCode.TRAINING_FAILED, ExitCode.NODES_LOST)
-    assert world.count(do.CallPerson) == 1
+    assert world.count(do.NotifyUser) == 1
     assert world.count(do.StartLaunch) <= POLICY.node_losses_max + 2
 
 
@@ -133,7 +133,7 @@ def test_the_same_failure_after_an_hour_unseen_ends_the_run_at_the_third_launch(
     world.play()
 
     assert (world.code, world.count(do.StartLaunch)) == (ExitCode.TRAINING_FAILED, POLICY.failures_max)
-    assert world.count(do.CallPerson) == 1
+    assert world.count(do.NotifyUser) == 1
 
 
 def test_other_failures_after_an_hour_unseen_are_no_lack_of_progress():

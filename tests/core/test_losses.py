@@ -15,8 +15,8 @@ from stepkeeper.core.losses import (
     SPIKE,
     Losses,
     carried,
-    heard,
     launched,
+    observe,
 )
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import LossWrong
@@ -34,7 +34,7 @@ def curve(steps: int, *, seed: int = 0) -> list[float]:
 def played(values: list[float | None], losses: Losses | None = None, first: int = 1) -> tuple[Losses, list[LossWrong]]:
     losses, found = losses or Losses(), []
     for step, loss in enumerate(values, first):
-        losses, anomaly = heard(losses, step, loss, POLICY)
+        losses, anomaly = observe(losses, step, loss, POLICY)
         found += [anomaly] if anomaly is not None else []
     return losses, found
 

@@ -26,7 +26,7 @@ from stepkeeper.store import journal
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.telemetry.tally import Tally
 from stepkeeper.verdict import gathering
-from stepkeeper.verdict.joining import judge
+from stepkeeper.verdict.joining import classify
 from tests.core.test_scenarios import SCENARIOS
 from tests.seeing.build import START, Journal, see, wrong_loss
 
@@ -122,7 +122,7 @@ def failed() -> Journal:
     told.tell(on.LaunchEnded(at=START + 330, launch=0, code=75, stopped=True))
     told.begin(400)
     told.launch(405, resume=20)
-    told.tell(on.Asked(at=START + 406, name="stop-1", kind="stop", by="ada"))
+    told.tell(on.Requested(at=START + 406, name="stop-1", kind="stop", by="ada"))
     told.tell(on.LaunchEnded(at=START + 407, launch=0, code=75, stopped=True))
     told.begin(500, wrapped=False)
     told.tell(*[on.WatcherReady(at=START + 501, node=node, bus=1) for node in ("n1", "n2")])
@@ -153,7 +153,7 @@ def all_facts(path: Path) -> object:
     records = list(journal.read(run.journal))
     verdicts = [
         [(each.rule, each.cause, each.role) for each in gathering.of_journal(launch)]
-        + [judge(gathering.of_journal(launch)).cause]
+        + [classify(gathering.of_journal(launch)).cause]
         for launch in gathering.launches(run)
     ]
     carried = msgspec.structs.replace(journal.reconstruct(run.journal), previous="")

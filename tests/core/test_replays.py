@@ -27,7 +27,7 @@ def trained(*losses: float) -> State:
 def equal(state: State, then: float, now: float) -> bool:
     event = parse(f"100 Replayed worst=20 then={then!r} now={now!r}", state)
     (told,) = decide(state, event, POLICY).effects
-    assert isinstance(told, do.TellReplay)
+    assert isinstance(told, do.ReportReplay)
     return told.equal
 
 

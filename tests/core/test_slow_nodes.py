@@ -14,8 +14,8 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
-from stepkeeper.core.stragglers import Slow, Stragglers, Verdict, heard, launched
-from stepkeeper.core.usual import LaunchPace, Usual
+from stepkeeper.core.stragglers import Slow, Stragglers, Verdict, launched, observe_pace
+from stepkeeper.core.usual import Baseline, LaunchPace
 from stepkeeper.simulating.scenario import given_training
 
 POLICY = Policy()
@@ -36,7 +36,7 @@ def played(found: list[dict[str, float]], known: Stragglers | None = None) -> tu
     known, told = known or Stragglers(), []
     names = tuple(found[0])
     for number, own in enumerate(found):
-        known, verdicts = heard(known, names, own, at=EVERY_S * number, step_seconds=1.0, policy=POLICY)
+        known, verdicts = observe_pace(known, names, own, at=EVERY_S * number, step_seconds=1.0, policy=POLICY)
         told += verdicts
     return known, told
 
@@ -76,7 +76,7 @@ def test_a_launch_begins_without_suspects_and_remembers_places() -> None:
 
 
 def test_a_pace_is_compared_with_launches_of_as_many_nodes() -> None:
-    known = Usual()
+    known = Baseline()
     for seconds in (1.0, 1.02, 0.99):
         known, slower = usual.stepped(known, 4, seconds, POLICY)
         assert slower is None
@@ -85,31 +85,31 @@ def test_a_pace_is_compared_with_launches_of_as_many_nodes() -> None:
     slower = usual.stepped(known, 4, 1.3, POLICY)[1]
 
     assert slower is not None
-    assert (slower.seconds, slower.usual, slower.launches) == (1.3, 1.0, 3)
+    assert (slower.seconds, slower.baseline, slower.launches) == (1.3, 1.0, 3)
 
 
 def test_launches_that_differ_much_anyway_are_not_slow() -> None:
-    known = Usual(paces=tuple(LaunchPace(nodes=4, seconds=seconds) for seconds in (1.0, 1.5, 0.7, 1.2, 0.9)))
+    known = Baseline(paces=tuple(LaunchPace(nodes=4, seconds=seconds) for seconds in (1.0, 1.5, 0.7, 1.2, 0.9)))
 
     assert usual.stepped(known, 4, 1.6, POLICY)[1] is None
 
 
 def test_few_launches_are_kept() -> None:
-    known = Usual()
+    known = Baseline()
     for _ in range(50):
         known, _ = usual.stepped(known, 4, 1.0, POLICY)
 
     assert len(known.paces) == usual.LAUNCHES_KEPT
 
 
-def train(state: State, seconds: float) -> tuple[State, list[do.TellSlowLaunch], list[str]]:
+def train(state: State, seconds: float) -> tuple[State, list[do.ReportSlowLaunch], list[str]]:
     """Do steps until the launch has a pace."""
     told, words = [], []
     for step in range(1, 70):  # twice as many words as a pace needs, less the warm-up
         event = on.Progressed(at=100.0 + step, launch=state.launch, step=step, tokens=1, loss=1.0, step_seconds=seconds)
         decision = decide(state, event, POLICY)
         state = decision.state
-        told += [effect for effect in decision.effects if isinstance(effect, do.TellSlowLaunch)]
+        told += [effect for effect in decision.effects if isinstance(effect, do.ReportSlowLaunch)]
         words += [text(decision.why)] if decision.why else []
     return state, told, words
 
@@ -132,21 +132,21 @@ def train(state: State, seconds: float) -> tuple[State, list[do.TellSlowLaunch],
 def test_a_slow_launch_is_told_with_the_node_that_may_be_why(
     before: tuple[str, ...], slowest: tuple[str, Slow], suspects: tuple[str, ...], said: str
 ) -> None:
-    known = Usual(paces=(LaunchPace(nodes=2, seconds=1.0),))  # of an attempt before, through the journal
-    state = replace(given_training(), usual=known, launched_before=before, stragglers=Stragglers(slowest=slowest))
+    known = Baseline(paces=(LaunchPace(nodes=2, seconds=1.0),))  # of an attempt before, through the journal
+    state = replace(given_training(), baseline=known, launched_before=before, stragglers=Stragglers(slowest=slowest))
 
     state, (told,), (why,) = train(state, 1.4)
 
     assert told.nodes == suspects
     assert why == text(told.reasons)
     assert why == f"this launch steps slower than those before it: 1.4 s a step, and 1 s in 1 of them; {said}"
-    assert state.usual.paces[-1] == LaunchPace(nodes=2, seconds=1.4)
+    assert state.baseline.paces[-1] == LaunchPace(nodes=2, seconds=1.4)
 
 
 def test_what_the_nodes_take_is_waited_for_before_a_slow_launch_is_told() -> None:
-    known = Usual(paces=(LaunchPace(nodes=2, seconds=1.0),))
-    state = replace(given_training(), usual=known, launched_before=("a", "b"))
-    told: list[do.TellSlowLaunch] = []
+    known = Baseline(paces=(LaunchPace(nodes=2, seconds=1.0),))
+    state = replace(given_training(), baseline=known, launched_before=("a", "b"))
+    told: list[do.ReportSlowLaunch] = []
     for step in range(1, 60):
         at = 100.0 + step
         progressed = on.Progressed(at=at, launch=state.launch, step=step, tokens=1, loss=1.0, step_seconds=1.4)
@@ -154,23 +154,23 @@ def test_what_the_nodes_take_is_waited_for_before_a_slow_launch_is_told() -> Non
         for event in (progressed, paced) if step == 45 else (progressed,):
             decision = decide(state, event, POLICY)
             state = decision.state
-            told += [effect for effect in decision.effects if isinstance(effect, do.TellSlowLaunch)]
+            told += [effect for effect in decision.effects if isinstance(effect, do.ReportSlowLaunch)]
 
     assert [each.nodes for each in told] == [("b",)]
 
 
 def test_a_launch_as_fast_as_those_before_says_nothing() -> None:
-    known = Usual(paces=(LaunchPace(nodes=2, seconds=1.0),))
+    known = Baseline(paces=(LaunchPace(nodes=2, seconds=1.0),))
 
-    state, told, words = train(replace(given_training(), usual=known), 1.02)
+    state, told, words = train(replace(given_training(), baseline=known), 1.02)
 
     assert (told, words) == ([], [])
-    assert len(state.usual.paces) == 2
+    assert len(state.baseline.paces) == 2
 
 
 def slow_windows(
     *, own: float, loads: float, rank: int | None = 3, policy: Policy = POLICY
-) -> tuple[State, list[do.TellSlowNode]]:
+) -> tuple[State, list[do.ReportSlowNode]]:
     """Play windows in which b takes `own` seconds for a step, of which it loads data for `loads`; a takes 0.5, 0.1."""
     state, told = replace(given_training(), launched=("a", "b"), nodes=("a", "b", "c")), []
     for number in range(20):
@@ -185,7 +185,7 @@ def slow_windows(
         )
         decision = decide(state, event, policy)
         state = decision.state
-        told += [effect for effect in decision.effects if isinstance(effect, do.TellSlowNode)]
+        told += [effect for effect in decision.effects if isinstance(effect, do.ReportSlowNode)]
     return state, told
 
 

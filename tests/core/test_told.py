@@ -51,19 +51,19 @@ DECISIONS = {
         "growing_back_at_the_next_launch: StartLaunch > CheckNodes > StartLaunch / ReleaseNodes",
     ),
     "an exception, no GPU memory left: once more, then stop": (
-        "exception_once_and_again: JudgeLaunch > StartLaunch > JudgeLaunch > CallPerson > Exit 29 / Requeue",
-        "gpu_memory_once_and_again: JudgeLaunch > StartLaunch > JudgeLaunch > CallPerson > Exit 29 / Requeue",
+        "exception_once_and_again: JudgeLaunch > StartLaunch > JudgeLaunch > NotifyUser > Exit 29 / Requeue",
+        "gpu_memory_once_and_again: JudgeLaunch > StartLaunch > JudgeLaunch > NotifyUser > Exit 29 / Requeue",
     ),
     "what another start does not change: stop at once": (
-        "configuration_stops_at_once: JudgeLaunch > CallPerson > Exit 29 / StartLaunch, Requeue",
-        "version_mismatch_stops_at_once: JudgeLaunch > CallPerson > Exit 29 / StartLaunch, Requeue",
+        "configuration_stops_at_once: JudgeLaunch > NotifyUser > Exit 29 / StartLaunch, Requeue",
+        "version_mismatch_stops_at_once: JudgeLaunch > NotifyUser > Exit 29 / StartLaunch, Requeue",
     ),
     "NaN, a spike, a discontinuity: back, twice: stop": (
-        "nan_goes_back_before_it: JudgeLaunch > RollBack > StartLaunch > JudgeLaunch > CallPerson > Exit 29",
+        "nan_goes_back_before_it: JudgeLaunch > RollBack > StartLaunch > JudgeLaunch > NotifyUser > Exit 29",
         "nan_right_behind_a_checkpoint: JudgeLaunch > JudgeLaunch > RollBack > StartLaunch > JudgeLaunch > Exit 29",
         "loss_is_no_number: KillRanks > JudgeLaunch",
         "loss_jumps_and_training_goes_back: KillRanks > JudgeLaunch > RollBack > StartLaunch",
-        "replay_differs_and_rolls_back: TellReplay > KillRanks > StartLaunch > TellReplay > KillRanks > StopBus",
+        "replay_differs_and_rolls_back: ReportReplay > KillRanks > StartLaunch > ReportReplay > KillRanks > StopBus",
         "loss_goes_wrong_and_data_is_left_out: RollBack > StartLaunch leaves out",
     ),
     "a jump of the loss is told, and ends nothing, by default": (
@@ -76,32 +76,32 @@ DECISIONS = {
         "hang_is_only_slow: CollectStacks / KillRanks",
     ),
     "storage is full: wait with growing pauses": (
-        "storage_full_at_the_start: TestStorage > StartLaunch / CallPerson",
-        "storage_full_waits: JudgeLaunch > StartLaunch > JudgeLaunch / CallPerson, Requeue",
+        "storage_full_at_the_start: TestStorage > StartLaunch / NotifyUser",
+        "storage_full_waits: JudgeLaunch > StartLaunch > JudgeLaunch / NotifyUser, Requeue",
     ),
     "storage lies, or stays unwritable: stop": (
-        "storage_lies: TestStorage > CallPerson > Exit 23 / StartLaunch",
-        "storage_stays_read_only: TestStorage > TestStorage > CallPerson > Exit 23 / StartLaunch",
+        "storage_lies: TestStorage > NotifyUser > Exit 23 / StartLaunch",
+        "storage_stays_read_only: TestStorage > TestStorage > NotifyUser > Exit 23 / StartLaunch",
     ),
     "cancelled: stop, and no requeue": (
-        "scancel_in_training: AskSlurm > KillRanks > Exit 11 / Requeue, CallPerson",
+        "scancel_in_training: AskSlurm > KillRanks > Exit 11 / Requeue, NotifyUser",
         "scancel_during_save: RequestSave stop > KillRanks > Exit 11 / Requeue",
         "scancel_during_requeue: AskSlurm > AskSlurm > Exit 11 / Requeue",
         "scancel_while_starting: Exit 11 / Requeue, StartLaunch",
     ),
     "most nodes at once: not theirs": ("most_nodes_are_not_fit: StartLaunch / ReleaseNodes, Requeue",),
-    "no progress: three launches, then stop": ("three_failures: StartLaunch > StartLaunch > CallPerson > Exit 20",),
+    "no progress: three launches, then stop": ("three_failures: StartLaunch > StartLaunch > NotifyUser > Exit 20",),
     "the same step twice: one checkpoint back, then stop": (
-        "same_step_twice_steps_back: StartLaunch > RollBack > StartLaunch > CallPerson > Exit 29",
+        "same_step_twice_steps_back: StartLaunch > RollBack > StartLaunch > NotifyUser > Exit 29",
     ),
-    "unknown progress is not none": ("script_that_ran_long: StartLaunch > JudgeLaunch / CallPerson",),
+    "unknown progress is not none": ("script_that_ran_long: StartLaunch > JudgeLaunch / NotifyUser",),
     "what Slurm ended is in no budget": (
         "launch_ends_while_slurm_is_silent: JudgeLaunch > AskSlurm",
-        "preempted_says_the_log: JudgeLaunch > StartLaunch / CallPerson",
+        "preempted_says_the_log: JudgeLaunch > StartLaunch / NotifyUser",
     ),
     "a person asks for a save, or for the end": (
-        "asked_to_save: AnswerAsk > RequestSave / KillRanks",
-        "asked_to_stop: AnswerAsk > RequestSave stop > Exit 27 / Requeue, CallPerson",
+        "asked_to_save: AnswerRequest > RequestSave / KillRanks",
+        "asked_to_stop: AnswerRequest > RequestSave stop > Exit 27 / Requeue, NotifyUser",
     ),
     "one choice at a notice: a new save": (
         "notice_in_a_save_that_makes_way: RequestSave stop > VerifyCheckpoint / KillRanks",
@@ -167,7 +167,7 @@ SLURM = {
     ),
     "Slurm cannot be asked: save, no requeue on a guess": (
         "slurm_unreachable: RequestSave stop > AskSlurm > AskSlurm > AskSlurm > Requeue > Exit 10",
-        "slurm_stays_unreachable: RequestSave stop > AskSlurm > AskSlurm > CallPerson > Exit 25 / Requeue",
+        "slurm_stays_unreachable: RequestSave stop > AskSlurm > AskSlurm > NotifyUser > Exit 25 / Requeue",
     ),
     "exit 0 in grace time is COMPLETED": (
         "finished_in_grace: Exit 0 / Requeue",
@@ -181,7 +181,7 @@ SLURM = {
     "a site requeues nothing": (
         "requeue_forbidden: AskSlurm > Requeue anew > Exit 10",
         "requeue_forbidden_by_the_site: Requeue > AskSlurm > Requeue anew > Exit 10",
-        "resubmit_never: AskSlurm > CallPerson > Exit 24 / Requeue",
+        "resubmit_never: AskSlurm > NotifyUser > Exit 24 / Requeue",
     ),
     "an exclusion that never ends leaves nothing to run on": (
         "known_bad_node_and_no_other: StartBus / ReleaseNodes",
@@ -208,10 +208,10 @@ SLURM = {
     "srun hangs, or fails at once": (
         "launch_never_begins: StartLaunch > KillRanks > StartLaunch",
         "launch_cannot_begin_without_slurm: StartLaunch > AskSlurm > AskSlurm > StartLaunch / JudgeLaunch",
-        "launch_refused: CallPerson > Exit 22",
+        "launch_refused: NotifyUser > Exit 22",
     ),
     "srun's status is the largest, not the first": (
-        "exit_93_after_another_failure: CallPerson > Exit 21 / Requeue",
+        "exit_93_after_another_failure: NotifyUser > Exit 21 / Requeue",
         "launch_end_overtakes_the_words: JudgeLaunch",
     ),
     "a killed Slurm step may leave processes": (
@@ -223,8 +223,8 @@ SLURM = {
         "limit_was_lifted: AskSlurm / RequestSave, KillRanks",
     ),
     "an allocation without a batch script": (
-        "salloc_preempted: RequestSave stop > CallPerson > Exit 13 / Requeue",
-        "salloc_interrupted_by_hand: RequestSave stop > Exit 27 / Requeue, CallPerson",
+        "salloc_preempted: RequestSave stop > NotifyUser > Exit 13 / Requeue",
+        "salloc_interrupted_by_hand: RequestSave stop > Exit 27 / Requeue, NotifyUser",
     ),
     "suspended": (
         "suspended_in_training: CollectStacks / KillRanks",
@@ -253,7 +253,7 @@ def _short(kind: str, fields: str) -> str:
             return "Requeue anew"
         case "Requeue" if "exclude" in said:
             return f"Requeue without {', '.join(re.findall(r'[a-z]+', said['exclude']))}"
-        case "StartLaunch" if "left_out" in said:
+        case "StartLaunch" if "skipped_data" in said:
             return "StartLaunch leaves out"
         case _:
             return kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import LeftOut
+from stepkeeper.core.causes import SkippedData
 from stepkeeper.seeing.incidents import Incidents
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper_trainer.formats import lineage
@@ -81,10 +81,10 @@ def test_explain_says_that_the_run_goes_on_without_the_data(command: Command, ru
 
 
 def test_each_window_is_an_incident_once_though_the_next_attempt_takes_it_over() -> None:
-    first, second = LeftOut(step=18, steps=1), LeftOut(step=1250, steps=2)
+    first, second = SkippedData(step=18, steps=1), SkippedData(step=1250, steps=2)
     seen = Incidents()
     for at, (attempt, windows) in enumerate([(0, ()), (0, (first,)), (1, (first,)), (1, (first, second))]):
-        seen.take(build.record(on.Tick(at=at), attempt=attempt, left_out=windows, why="rollback"), at, 0)
+        seen.take(build.record(on.Tick(at=at), attempt=attempt, skipped_data=windows, why="rollback"), at, 0)
 
     assert [(each.at, each.kind, each.what, each.decided) for each in seen.found] == [
         (1, "data left out", "the data of 1 step, at step 18", "rollback"),

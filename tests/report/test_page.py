@@ -58,7 +58,7 @@ class Page(HTMLParser):
 
 
 def recorded() -> Timeline:
-    told = history.tell(journal.read(RECORDED / "journal.jsonl"))
+    told = history.read_history(journal.read(RECORDED / "journal.jsonl"))
     found = checkpoints.checkpoints(told, None, None)
     return timeline.build(told, row_files.read(RECORDED / "metrics.csv"), found)
 
@@ -106,10 +106,10 @@ def hostile() -> Timeline:
     told.steps(1, 5, at=1)
     fault = {"incident": EVIL, "name": EVIL, "action": EVIL, "leave": False, "why": EVIL, "gpu": EVIL}
     told.tell(on.NodeFaulted(at=START + 6, node=EVIL, **fault))
-    told.tell(on.SaveGaveUp(at=START + 6, launch=0, step=5, save_id="x", error=EVIL))
+    told.tell(on.SaveFailed(at=START + 6, launch=0, step=5, save_id="x", error=EVIL))
     told.tell(on.LaunchRefused(at=START + 7, launch=0, error=EVIL))
-    found = checkpoints.checkpoints(history.tell(told.records), None, {EVIL: OnDisk(5, problem=EVIL)})
-    return timeline.build(history.tell(told.records), told.rows, found)
+    found = checkpoints.checkpoints(history.read_history(told.records), None, {EVIL: OnDisk(5, problem=EVIL)})
+    return timeline.build(history.read_history(told.records), told.rows, found)
 
 
 def test_hostile_names_stay_words() -> None:
@@ -127,7 +127,7 @@ def test_hostile_names_stay_words() -> None:
 def test_what_looks_like_a_secret_is_not_shown() -> None:
     told = failed_and_relaunched()
     told.tell(
-        on.SaveGaveUp(at=START + 66, launch=1, step=25, save_id="x", error="token=hf_abcdefghijklmnopqrstuvwxyz0123")
+        on.SaveFailed(at=START + 66, launch=1, step=25, save_id="x", error="token=hf_abcdefghijklmnopqrstuvwxyz0123")
     )
 
     assert "hf_abcdefghijklmnop" not in page(told.see(), ABOUT)
@@ -190,8 +190,8 @@ def test_of_very_many_incidents_the_newest_are_told() -> None:
     told.begin(0)
     told.launch(0)
     record = told.records[-1]
-    failed = [on.SaveGaveUp(at=START + n, launch=0, step=n, save_id="s", error="full") for n in range(5010)]
-    seen = history.tell([*told.records, *(msgspec.structs.replace(record, event=each) for each in failed)])
+    failed = [on.SaveFailed(at=START + n, launch=0, step=n, save_id="s", error="full") for n in range(5010)]
+    seen = history.read_history([*told.records, *(msgspec.structs.replace(record, event=each) for each in failed)])
 
     assert seen.incidents.left_out == 10
     assert seen.incidents.found[-1].what == "step 5009: full"
@@ -202,12 +202,12 @@ def test_a_run_without_losses_and_one_without_anything_have_a_page_too() -> None
     told.begin(0)
 
     assert "No step with a loss was reported" in page(told.see(), ABOUT)
-    assert "No supervisor has worked on it yet" in page(timeline.build(history.tell([]), {}), ABOUT)
+    assert "No supervisor has worked on it yet" in page(timeline.build(history.read_history([]), {}), ABOUT)
 
 
 def test_the_page_of_16384_gpus_over_54_days_is_small() -> None:
     big = Big(step_s=30.0)  # fewer rows, so that the test is quick: the page does not depend on them
-    told = history.tell(big.records())
+    told = history.read_history(big.records())
     seen = timeline.build(told, big.rows, checkpoints.checkpoints(told, None, None))
 
     html = page(seen, ABOUT)
@@ -234,7 +234,7 @@ def test_states_of_step_directories() -> None:
     lineage = Lineage(commits, "s20", marks)
     disk = {"step_00000005": OnDisk(5), "step_00000020": OnDisk(20, "s20"), "step_00000099": OnDisk(99, problem="torn")}
 
-    found = {each.step: each for each in checkpoints.checkpoints(history.tell(told.records), lineage, disk)}
+    found = {each.step: each for each in checkpoints.checkpoints(history.read_history(told.records), lineage, disk)}
 
     assert found[5].states == ("verified",)
     assert found[5].resumed == 1
@@ -258,7 +258,7 @@ def failed_for_good() -> Timeline:
     told.rank_dies(40.5)
     chosen = on.CheckpointChosen(at=START + 41, directory="/r/checkpoints/step_00000010", step=10)
     told.tell(chosen, on.BusEnded(at=START + 42, bus=1, code=0))
-    tale = history.tell(told.records)
+    tale = history.read_history(told.records)
     return timeline.build(tale, told.rows, checkpoints.checkpoints(tale, None, None))
 
 

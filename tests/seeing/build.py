@@ -110,7 +110,7 @@ class Journal:
 
 
 def see(records: Iterable[Record], rows: dict[Key, Rows], **more: object) -> Timeline:
-    return timeline.build(history.tell(records), rows, **more)  # type: ignore[arg-type]
+    return timeline.build(history.read_history(records), rows, **more)  # type: ignore[arg-type]
 
 
 def killed() -> Journal:

@@ -109,8 +109,8 @@ def test_the_number_of_steps_comes_from_the_script_by_way_of_the_bus() -> None:
     assert [each.total_steps for each in (older, newer) if isinstance(each, messages.Hello)] == [None, None]
 
     event = on.RankHello(at=1.0, launch=0, rank=0, node="n1", total_steps=1000)
-    assert changed(begun(), event)["total_steps"] == 1000
-    assert "total_steps" not in changed(begun(), msgspec.structs.replace(event, total_steps=None)), (
+    assert changed(all_tasks_started(), event)["total_steps"] == 1000
+    assert "total_steps" not in changed(all_tasks_started(), msgspec.structs.replace(event, total_steps=None)), (
         "what was told stays"
     )
 
@@ -118,7 +118,7 @@ def test_the_number_of_steps_comes_from_the_script_by_way_of_the_bus() -> None:
 # --- what is claimed ------------------------------------------------------------------------------
 
 
-def begun() -> Status:
+def all_tasks_started() -> Status:
     return Status(
         run_id="r", job_id=7, restart_count=0, attempt=0, launch=0, launched=False, phase="starting", nodes=("n1",),
         started_at=0.0, updated_at=0.0,
@@ -135,7 +135,7 @@ def test_a_launch_has_a_number_only_when_it_was_started() -> None:
     told.launch(0)
     told.rank_dies(5)
     seen: list[tuple[str, bool, int]] = []
-    state, status = State(), begun()
+    state, status = State(), all_tasks_started()
     for record in told.records:
         after = decide(state, record.event, Policy()).state
         status = msgspec.structs.replace(status, **status_file.changes(status, record.event, state, after))
@@ -150,7 +150,7 @@ def test_a_launch_has_a_number_only_when_it_was_started() -> None:
 def test_a_launch_begins_at_the_step_that_it_goes_on_from() -> None:
     preparing, running = State(launch=1, resume_step=100), State(launch=1, resume_step=100, running=True)
     cleared = on.NodesCleared(at=2.0, launch=1, address="n1", port=1, nodes=("n1",))
-    before = msgspec.structs.replace(begun(), launched=True, step=130, tokens=9, loss=0.5)
+    before = msgspec.structs.replace(all_tasks_started(), launched=True, step=130, tokens=9, loss=0.5)
 
     assert "step" not in status_file.changes(before, cleared, preparing, preparing), "how far the last launch came"
     now = msgspec.structs.replace(before, **status_file.changes(before, cleared, preparing, running))
@@ -208,7 +208,7 @@ def test_a_requeued_run_waits_and_has_not_ended(run: RunDirectory) -> None:
 
 def test_a_loss_that_is_no_number_is_told_and_not_left_out(command: Command, run: RunDirectory) -> None:
     event = on.Progressed(at=1.0, launch=0, step=5, tokens=0, not_finite=True)
-    assert changed(begun(), event) == {
+    assert changed(all_tasks_started(), event) == {
         "phase": "starting", "step": 5, "tokens": 0, "loss": None, "step_seconds": None, "loss_not_finite": True,
     }  # fmt: skip
     build.write_status(run, loss=None, loss_not_finite=True)

@@ -106,7 +106,7 @@ def test_silence_before_somebody_acts_is_hung() -> None:
 
 
 def suspended(told: Journal, until: float, seconds: float) -> None:
-    told.tell(on.StoodStill(at=START + until, seconds=seconds))
+    told.tell(on.Suspended(at=START + until, seconds=seconds))
 
 
 def test_a_suspended_step_is_no_longer_than_the_others() -> None:
@@ -235,7 +235,7 @@ def test_a_launch_that_left_as_somebody_asked_has_not_failed() -> None:
     told.begin(0)
     told.launch(0)
     told.steps(1, 10, at=0)
-    told.tell(on.Asked(at=START + 10, name="stop-1", kind="stop", by="ada"))
+    told.tell(on.Requested(at=START + 10, name="stop-1", kind="stop", by="ada"))
     told.commit(10, at=12, seconds=2, emergency=True)
     told.tell(on.TrainingStopped(at=START + 12, launch=0, step=10))
     told.tell(on.RankExited(at=START + 12, launch=0, rank=0, node="n1", code=75))
@@ -353,7 +353,7 @@ def test_a_journal_that_tells_nothing_is_an_empty_timeline() -> None:
 def test_a_recorded_run_adds_up() -> None:
     """A rank was killed and a job preempted: a run of the reference script on a real Slurm."""
     seen = timeline.build(
-        history.tell(journal.read(RECORDED / "journal.jsonl")), row_files.read(RECORDED / "metrics.csv")
+        history.read_history(journal.read(RECORDED / "journal.jsonl")), row_files.read(RECORDED / "metrics.csv")
     )
 
     assert_adds_up(seen)

@@ -10,7 +10,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 from stepkeeper.seeing.model import Use
 from stepkeeper.simulating import clockwork
-from stepkeeper.simulating.clockwork import Clockwork
+from stepkeeper.simulating.clockwork import Simulator
 from stepkeeper.simulating.many import simulate
 from stepkeeper.simulating.world import PRESETS, Kind, World
 
@@ -52,7 +52,7 @@ def test_published_rates_come_to_published_shares() -> None:
 def test_every_second_goes_somewhere() -> None:
     world = World(nodes=512, spares=1, failures=20.0, days=20.0, preemptions_per_day=2.0, time_limit_s=21_600.0)
 
-    result = Clockwork(world, Policy(), seed=4).run()
+    result = Simulator(world, Policy(), seed=4).run()
 
     assert sum(result.spent.values()) == pytest.approx(result.wall_s)
     assert result.wall_s == pytest.approx(20 * 86_400.0)
@@ -65,7 +65,7 @@ def test_every_second_goes_somewhere() -> None:
 def test_the_same_seed_is_the_same_run() -> None:
     world = World(spares=4, days=10.0)
 
-    first, again, other = (Clockwork(world, Policy(), seed=seed).run() for seed in (7, 7, 8))
+    first, again, other = (Simulator(world, Policy(), seed=seed).run() for seed in (7, 7, 8))
 
     assert first == again
     assert first != other
@@ -74,7 +74,7 @@ def test_the_same_seed_is_the_same_run() -> None:
 def test_a_notice_costs_a_save_and_no_step() -> None:
     world = World(failures=0.0, preemptions_per_day=4.0, days=20.0, nodes=8)
 
-    result = Clockwork(world, Policy(), seed=1).run()
+    result = Simulator(world, Policy(), seed=1).run()
 
     assert result.happened[Kind.PREEMPTION] > 50
     assert result.spent[Use.LOST] == 0
@@ -85,7 +85,7 @@ def test_a_notice_costs_a_save_and_no_step() -> None:
 def test_without_failures_only_the_start_and_the_saves_cost() -> None:
     world = World(failures=0.0, days=10.0, interval_s=995.0, blocked_s=5.0)
 
-    result = Clockwork(world, Policy(), seed=1).run()
+    result = Simulator(world, Policy(), seed=1).run()
 
     assert result.launches == 1
     assert result.spent[Use.PRODUCTIVE] / (result.wall_s - result.spent[Use.STARTING]) == pytest.approx(0.995, abs=1e-3)
@@ -95,7 +95,7 @@ def test_budgets_hold_in_a_world_where_nothing_gets_done() -> None:
     """A failure every minute: the run ends for a person again and again, and never spins."""
     world = World(nodes=1000, failures=1440.0, days=2.0, interval_s=600.0, person_s=HOUR, queue_s=0.0)
 
-    result = Clockwork(world, Policy(), seed=1).run()
+    result = Simulator(world, Policy(), seed=1).run()
 
     assert result.persons >= 5
     assert result.launches < 2 * 1440
@@ -141,7 +141,7 @@ def test_growing_back_pays_where_the_queue_is_short() -> None:
 
 
 def test_every_second_and_every_node_hour_of_a_smaller_world_goes_somewhere() -> None:
-    result = Clockwork(ELASTIC, Policy(grow_back="checkpoint"), seed=3).run()
+    result = Simulator(ELASTIC, Policy(grow_back="checkpoint"), seed=3).run()
 
     assert sum(result.spent.values()) == pytest.approx(result.wall_s)
     assert min(result.spent.values()) >= 0
@@ -158,10 +158,10 @@ def test_a_run_that_misses_nothing_asks_for_nothing() -> None:
         asked.extend(effect for effect in decision.effects if isinstance(effect, do.AskIdleNodes))
 
     world = msgspec.structs.replace(ELASTIC, failures=0.0, days=5.0)
-    Clockwork(world, Policy(grow_back="checkpoint"), seed=1, listener=listen).run()
+    Simulator(world, Policy(grow_back="checkpoint"), seed=1, listener=listen).run()
     assert not asked
 
-    Clockwork(ELASTIC, Policy(grow_back="checkpoint"), seed=1, listener=listen).run()
+    Simulator(ELASTIC, Policy(grow_back="checkpoint"), seed=1, listener=listen).run()
     assert asked
 
 

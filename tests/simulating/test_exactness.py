@@ -16,7 +16,7 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
-from stepkeeper.simulating.clockwork import Clockwork
+from stepkeeper.simulating.clockwork import Simulator
 from stepkeeper.simulating.replaying import replay
 from stepkeeper.simulating.scenario import given_training, parse
 from stepkeeper.simulating.world import World
@@ -153,7 +153,7 @@ def test_the_replay_of_simulated_weeks_is_exact(grow_back: str) -> None:
             data = msgspec.json.encode(record)
             lines.append(journal.Line(msgspec.json.decode(data, type=journal.Record), data))
 
-    Clockwork(world, policy, seed=2, listener=listen).run()
+    Simulator(world, policy, seed=2, listener=listen).run()
     found = replay(lines, dict.fromkeys(range(1000), policy), words=True)
 
     assert found.differences == []

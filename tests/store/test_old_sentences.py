@@ -68,7 +68,7 @@ def test_a_stored_journal_is_decided_again_as_then(stored: Path) -> None:
 @pytest.mark.parametrize("stored", STORED, ids=lambda path: path.name)
 def test_a_stored_journal_tells_what_it_told(stored: Path) -> None:
     records = list(journal.read(stored / "journal.jsonl"))
-    endings = [launch.ending.value for launch in timeline.build(history.tell(records), {}).launches()]
+    endings = [launch.ending.value for launch in timeline.build(history.read_history(records), {}).launches()]
 
     assert all(record.reasons for record in records if record.why)
     assert (
@@ -87,7 +87,7 @@ def test_effects_exclusions_and_changes_of_the_state_are_read_too() -> None:
         "event": {"event": "tick", "at": 1.0}, "why": "the deadline has passed",
         "effects": [
             {"effect": "exit", "code": 10, "reason": "preempted (Slurm says RUNNING)"},
-            {"effect": "answer_ask", "name": "a", "said": "refused: no rank", "ok": False},
+            {"effect": "answer_request", "name": "a", "said": "refused: no rank", "ok": False},
             {"effect": "judge_launch", "launch": 0, "found": {"cause": "hang", "rule": "r", "text": "stands still"}},
         ],
         "excluded": [{"node": "n1", "why": "it was lost", "until": 9.0}, {"node": "n2", "why": "XID 79", "until": 9.0}],

@@ -78,7 +78,7 @@ def test_lines_are_not_appended_through_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 def test_an_ask_of_somebody_else_is_not_heard(tmp_path: Path) -> None:
-    ask = asks.Ask(kind="stop", job_id=7, at=time.time())
+    ask = asks.Request(kind="stop", job_id=7, at=time.time())
     ours = asks.write(tmp_path, ask)
     theirs = asks.write(tmp_path, ask)
     os.chown(tmp_path / asks.DIRECTORY / theirs, 12345, 12345)
@@ -177,7 +177,7 @@ def test_what_root_asks_can_be_read_and_answered_by_the_runs_owner() -> None:
         run = Path(place, "run")
         run.mkdir(mode=0o700)
         give(run, ALICE)
-        name = asks.write(run, asks.Ask(kind="save", job_id=7, at=1.0, by="root"))
+        name = asks.write(run, asks.Request(kind="save", job_id=7, at=1.0, by="root"))
         answered_by(run, name)
         answered = asks.read_answer(run, name)
         assert asks.waiting(run, 7) == {}

@@ -161,7 +161,7 @@ def test_data_that_makes_the_loss_nan_is_left_out_and_a_launch_that_says_nothing
     starts = [
         effect for record in training.records() for effect in record.effects if isinstance(effect, do.StartLaunch)
     ]
-    assert [[(each.step, each.steps) for each in start.left_out] for start in starts] == [[], [(18, 1)], [(18, 1)]]
+    assert [[(each.step, each.steps) for each in start.skipped_data] for start in starts] == [[], [(18, 1)], [(18, 1)]]
     logs = "".join(path.read_text() for path in training.run_dir.glob("logs/attempt-000/launch-002/*.log"))
     assert "data_skipped step=18 steps=1 samples=8" in logs
     told = lineage.read(training.run_dir / "checkpoints")

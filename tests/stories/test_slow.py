@@ -46,7 +46,7 @@ def test_a_jump_is_led_back_from_and_a_slow_launch_and_the_data_loader_that_is_w
     slow = next(node for node in training.launches()[0] if node != lab.job(training.job_id).batch_host)
     training.until(lambda: len(training.launches()) > 1, "the launch after the jump", timeout_s=TOLD_S)
     slow_down(training, slow)
-    for kind in (do.TellSlowLaunch, do.TellSlowNode):
+    for kind in (do.ReportSlowLaunch, do.ReportSlowNode):
         training.until(lambda kind=kind: told(training, kind), f"{kind.__name__} of the slow launch", timeout_s=TOLD_S)
     committed = len(training.events(on.CheckpointCommitted))
     training.wait_event(on.CheckpointCommitted, count=committed + 1)  # now a spare would take the place
@@ -58,11 +58,11 @@ def test_a_jump_is_led_back_from_and_a_slow_launch_and_the_data_loader_that_is_w
     assert said.step in range(SPIKE_AT, SPIKE_AT + 30), "words are of the newest step"
     chosen = [record.event.step for record in training.events(on.CheckpointChosen)]
     assert chosen[-1] in (100, 110), training.story()  # step 120 has the jump: it is found first, and rolled back from
-    (slower,) = told(training, do.TellSlowLaunch)
-    assert slower.seconds > 1.5 * slower.usual, training.story()
+    (slower,) = told(training, do.ReportSlowLaunch)
+    assert slower.seconds > 1.5 * slower.baseline, training.story()
     assert slower.nodes == (slow,), slower
     assert "this launch steps slower than those before it" in training.output()
-    (late,) = told(training, do.TellSlowNode)
+    (late,) = told(training, do.ReportSlowNode)
     assert (late.node, late.rank, late.loading) == (slow, training.launches()[1].index(slow), True), late
     assert f"the data loader of rank {late.rank} on {slow} is slow, not the node" in training.output()
     assert len(training.launches()) == 2, "the node was replaced"
@@ -91,13 +91,13 @@ def test_a_node_that_is_really_slow_is_replaced_by_a_spare_and_no_loss_shows_it(
     training.until(lambda: told_pid.exists() and told_pid.read_text(), "the rank's pid")
     first = training.launches()[0]
     with throttled(int(told_pid.read_text()), SHARE):
-        training.until(lambda: told(training, do.TellSlowNode), "the word on the slow node", timeout_s=TOLD_S)
+        training.until(lambda: told(training, do.ReportSlowNode), "the word on the slow node", timeout_s=TOLD_S)
         (place / "hurry").touch()
         (place / "hurry").chmod(0o644)
         training.until(lambda: len(training.launches()) > 1, "the launch with the spare", timeout_s=TOLD_S)
     training.wait_end(TOLD_S)
 
-    (named,) = told(training, do.TellSlowNode)
+    (named,) = told(training, do.ReportSlowNode)
     assert (named.node, named.rank, named.loading) == (first[1], 1, False), training.story()
     assert named.factor > 2, named
     assert f"{first[1]} is slow: rank 1 works" in training.output()

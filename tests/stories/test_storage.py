@@ -65,7 +65,7 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_and_no_step(
     training.wait_end()
 
     assert_complete(training, reference)
-    assert training.events(on.SaveGaveUp), training.story()
+    assert training.events(on.SaveFailed), training.story()
     assert len(training.launches()) == 1, training.story()
     assert whole
     assert set(whole) <= set(training.committed())

@@ -53,7 +53,7 @@ def wants_its_cpus(training: Training, partition: str) -> int:
 
 
 def suspensions(training: Training) -> list[float]:
-    return [record.event.seconds for record in training.events(on.StoodStill)]
+    return [record.event.seconds for record in training.events(on.Suspended)]
 
 
 def assert_it_only_paused(training: Training, reference: Training, least_s: float) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from stepkeeper.watcher import checking as looking
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.checking import Checking
+from stepkeeper.watcher.checking import NodeChecks
 
 LONG_S = 600.0
 
@@ -27,13 +27,13 @@ def directory(tmp_path: Path) -> Path:
     return path
 
 
-def ask(checking: Checking, *, free_bytes: int = 0, behind_s: float = 0.0) -> tuple[str, ...]:
+def ask(checking: NodeChecks, *, free_bytes: int = 0, behind_s: float = 0.0) -> tuple[str, ...]:
     now = time.time()
     wanted = bus.Clear(launch=1, at=now + behind_s, free_bytes=free_bytes)
     return checking.report(wanted, now).problems
 
 
-def look_ahead_of_a_loss(checking: Checking, directory: Path) -> None:
+def look_ahead_of_a_loss(checking: NodeChecks, directory: Path) -> None:
     """Look while all is well, and lose the directory after that."""
     checking.begin()
     assert checking._ahead is not None
@@ -42,7 +42,7 @@ def look_ahead_of_a_loss(checking: Checking, directory: Path) -> None:
 
 
 def test_a_look_begun_ahead_is_used_once(directory: Path) -> None:
-    checking = Checking(directory, fresh_s=LONG_S)
+    checking = NodeChecks(directory, fresh_s=LONG_S)
     assert ask(checking) == ()
     look_ahead_of_a_loss(checking, directory)
 
@@ -51,21 +51,21 @@ def test_a_look_begun_ahead_is_used_once(directory: Path) -> None:
 
 
 def test_an_old_look_is_not_used(directory: Path) -> None:
-    checking = Checking(directory, fresh_s=0.0)
+    checking = NodeChecks(directory, fresh_s=0.0)
     assert ask(checking) == ()
     look_ahead_of_a_loss(checking, directory)
     assert len(ask(checking)) == 1
 
 
 def test_a_look_for_other_wishes_is_not_used(directory: Path) -> None:
-    checking = Checking(directory, fresh_s=LONG_S)
+    checking = NodeChecks(directory, fresh_s=LONG_S)
     assert ask(checking) == ()
     look_ahead_of_a_loss(checking, directory)
     assert len(ask(checking, free_bytes=1)) == 1
 
 
 def test_the_clock_is_compared_at_the_question_whenever_the_rest_was_looked_at(directory: Path) -> None:
-    checking = Checking(directory, fresh_s=LONG_S)
+    checking = NodeChecks(directory, fresh_s=LONG_S)
     assert ask(checking) == ()
     checking.begin()
     (problem,) = ask(checking, behind_s=LONG_S)
@@ -73,13 +73,13 @@ def test_the_clock_is_compared_at_the_question_whenever_the_rest_was_looked_at(d
 
 
 def test_nobody_looks_ahead_of_the_first_launch(directory: Path) -> None:
-    checking = Checking(directory)
+    checking = NodeChecks(directory)
     checking.begin()
     assert checking._ahead is None
 
 
 def test_a_node_that_takes_no_part_leaves_the_look_to_the_launch(directory: Path) -> None:
-    checking = Checking(directory, fresh_s=LONG_S)
+    checking = NodeChecks(directory, fresh_s=LONG_S)
     assert ask(checking) == ()
     look_ahead_of_a_loss(checking, directory)
     now = time.time()

@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 
-from stepkeeper.actions.standing import Standing
+from stepkeeper.actions.standing import StackCollector
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.clock import Clock
@@ -21,9 +21,9 @@ from stepkeeper.store.logs import STACKS_NAME
 from stepkeeper.verdict import gathering
 from stepkeeper.verdict.causes import Cause
 from stepkeeper.verdict.collectives import compare, find_suspect, in_words
-from stepkeeper.verdict.joining import judge
+from stepkeeper.verdict.joining import classify
 from stepkeeper.watcher import messages as lines
-from stepkeeper.watcher.accounts import Asked
+from stepkeeper.watcher.accounts import FlightRecorderRequest
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.collectives import Account, Place, trim
 from stepkeeper_trainer.formats.decoding import DecodeError
@@ -279,7 +279,7 @@ def test_a_timeout_of_nccl_is_explained_by_what_the_ranks_recorded(tmp_path: Pat
         "milliseconds before timing out.\n"
     )
 
-    verdict = judge(gathering.of_logs(tmp_path))
+    verdict = classify(gathering.of_logs(tmp_path))
 
     assert verdict.cause is Cause.COLLECTIVE_TIMEOUT
     (recorded,) = [piece for piece in verdict.evidence if piece.rule == "nccl-flight-recorder"]
@@ -297,7 +297,7 @@ def test_a_timeout_of_nccl_is_explained_by_what_the_ranks_recorded(tmp_path: Pat
 def test_who_cannot_tell_is_neither_ended_nor_waited_for(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"]) as rank:  # the signal would end it
         try:
-            assert Asked(tmp_path, {0: rank.pid}, clock=lambda: 0.0).take() == {}
+            assert FlightRecorderRequest(tmp_path, {0: rank.pid}, clock=lambda: 0.0).take() == {}
             assert rank.poll() is None
         finally:
             rank.kill()
@@ -322,7 +322,7 @@ def test_an_account_of_an_earlier_request_does_not_count(tmp_path: Path) -> None
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
 
-        assert Asked(tmp_path, {0: rank.pid}, clock=lambda: float(next(ticks))).take() == {}
+        assert FlightRecorderRequest(tmp_path, {0: rank.pid}, clock=lambda: float(next(ticks))).take() == {}
 
         assert rank.poll() is None
         rank.kill()
@@ -337,7 +337,7 @@ def test_each_word_of_a_watcher_names_its_node() -> None:
 def test_the_supervisor_joins_what_stacks_and_collectives_say() -> None:
     """Over the bus's own reader: each word of a watcher is of a node."""
     inbox = Inbox(Clock())
-    standing = Standing(inbox)
+    standing = StackCollector(inbox)
     number = standing.begin(do.CollectStacks(launch=4, nodes=("a", "b"), within_s=600.0))
     words: list[lines.Stood | lines.Entered | lines.StacksTaken] = [
         lines.Stood(node="a", number=number, rank=0, where="is in step (train.py:7)"),
@@ -352,7 +352,7 @@ def test_the_supervisor_joins_what_stacks_and_collectives_say() -> None:
         heard = lines.decode_from_watcher(lines.encode(word))
         assert isinstance(heard, lines.Stood | lines.Entered | lines.StacksTaken)
         assert heard.node
-        standing.heard(heard)
+        standing.receive(heard)
 
     event = inbox.get(60.0)
 

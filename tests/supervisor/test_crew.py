@@ -9,13 +9,13 @@ import pytest
 
 from stepkeeper.actions import checkpoints as acts
 from stepkeeper.actions import shares as sharing
-from stepkeeper.actions.crew import Crew, Limits, Wanted
+from stepkeeper.actions.crew import Limits, VerifyPool, Wanted
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.clock import Clock
 from stepkeeper.sources.inbox import Inbox
 from stepkeeper.watcher import messages as lines
-from stepkeeper.watcher.sharing import ShareReader
+from stepkeeper.watcher.sharing import ShardReader
 from stepkeeper_trainer.formats import cache as caching
 from stepkeeper_trainer.formats.manifest import read_manifest
 from tests.trainer.test_verify import flip, make_big, total
@@ -34,11 +34,11 @@ class Watchers:
         self.told: list[lines.ToWatcher] = []
         self.heard: Callable[[lines.ShareRead], None] | None = None
         self.on_ask: Callable[[lines.Read], None] = lambda _message: None
-        self._readers = {node: ShareReader(checkpoints, node, self._say) for node in nodes}
+        self._readers = {node: ShardReader(checkpoints, node, self._say) for node in nodes}
 
     def use(self, node: str, checkpoints: Path) -> None:
         """See the run directory elsewhere: a mount that went wrong."""
-        self._readers[node] = ShareReader(checkpoints, node, self._say)
+        self._readers[node] = ShardReader(checkpoints, node, self._say)
 
     def readers(self) -> set[str]:
         return set(self.alive)
@@ -80,10 +80,10 @@ def watchers(tmp_path: Path) -> Watchers:
 
 
 @pytest.fixture
-def crew(watchers: Watchers, notes: list[str]) -> Iterator[Crew]:
-    crew = Crew(OWN, 3, SMALL, lambda node, text: notes.append(f"{node}: {text}"))
+def crew(watchers: Watchers, notes: list[str]) -> Iterator[VerifyPool]:
+    crew = VerifyPool(OWN, 3, SMALL, lambda node, text: notes.append(f"{node}: {text}"))
     crew.use(watchers)
-    watchers.heard = crew.heard
+    watchers.heard = crew.receive
     yield crew
     crew.begin()  # ends what a failed test left under way
 
@@ -95,7 +95,7 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
-def choose(checkpoints: Path, crew: Crew) -> on.Event:
+def choose(checkpoints: Path, crew: VerifyPool) -> on.Event:
     inbox = Inbox(Clock())
     acts.choose(checkpoints, crew=crew, inbox=inbox)
     event = inbox.get(ANSWER_S)
@@ -104,7 +104,7 @@ def choose(checkpoints: Path, crew: Crew) -> on.Event:
 
 
 def verify_back(
-    step: Path, crew: Crew, writers: acts.Writers | None = None, *, patient: bool = False
+    step: Path, crew: VerifyPool, writers: acts.Writers | None = None, *, patient: bool = False
 ) -> on.CheckpointVerified:
     inbox = Inbox(Clock())
     effect = do.VerifyCheckpoint(directory=step.name, from_disk=True)
@@ -118,7 +118,9 @@ def asked(watchers: Watchers) -> list[lines.Read]:
     return [message for message in watchers.told if isinstance(message, lines.Read)]
 
 
-def test_all_nodes_read_each_byte_once_and_the_result_is_remembered(tmp_path: Path, watchers: Watchers, crew: Crew):
+def test_all_nodes_read_each_byte_once_and_the_result_is_remembered(
+    tmp_path: Path, watchers: Watchers, crew: VerifyPool
+):
     step = make_big(tmp_path, chunks=40)
     threads = threading.active_count()
 
@@ -134,7 +136,7 @@ def test_all_nodes_read_each_byte_once_and_the_result_is_remembered(tmp_path: Pa
     until(lambda: threading.active_count() <= threads, "threads are left")  # who answered may be about to end
 
 
-def test_a_small_step_is_read_by_the_supervisor_alone(tmp_path: Path, watchers: Watchers, crew: Crew):
+def test_a_small_step_is_read_by_the_supervisor_alone(tmp_path: Path, watchers: Watchers, crew: VerifyPool):
     step = make_big(tmp_path, files=1, chunks=2)
 
     chosen = choose(tmp_path, crew)
@@ -145,7 +147,7 @@ def test_a_small_step_is_read_by_the_supervisor_alone(tmp_path: Path, watchers: 
 
 
 @pytest.mark.parametrize("offset", [10, 64 * 1024 * 39 + 5], ids=["first", "last"])
-def test_a_damaged_step_is_passed_over_and_the_one_before_is_used(tmp_path: Path, crew: Crew, offset: int):
+def test_a_damaged_step_is_passed_over_and_the_one_before_is_used(tmp_path: Path, crew: VerifyPool, offset: int):
     older, newer = make_big(tmp_path, 1, chunks=40), make_big(tmp_path, 2, chunks=40, seed=1)
     flip(newer / "__3_0.distcp", offset)
 
@@ -160,7 +162,7 @@ def test_a_damaged_step_is_passed_over_and_the_one_before_is_used(tmp_path: Path
     assert "__3_0.distcp: bytes of chunk" in skipped.problem
 
 
-def test_a_lost_watcher_s_share_is_read_by_the_others(tmp_path: Path, watchers: Watchers, crew: Crew):
+def test_a_lost_watcher_s_share_is_read_by_the_others(tmp_path: Path, watchers: Watchers, crew: VerifyPool):
     step = make_big(tmp_path, chunks=40)
     watchers.mute = {"n1"}
 
@@ -178,7 +180,7 @@ def test_a_lost_watcher_s_share_is_read_by_the_others(tmp_path: Path, watchers: 
 
 
 def test_a_watcher_that_never_answers_costs_no_more_than_its_limit(
-    tmp_path: Path, watchers: Watchers, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, watchers: Watchers, crew: VerifyPool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sharing, "STALLED_S", 0.5)
     monkeypatch.setattr(sharing, "PATIENCE_MIN_S", 0.5)
@@ -195,8 +197,8 @@ def test_watchers_that_come_while_it_is_read_take_part(tmp_path: Path, watchers:
     """The supervisor looks for the step before any watcher of the attempt answers."""
     make_big(tmp_path, chunks=40)
     slowly = Limits(shared_mib_min=0.25, mib_per_s=2.0)  # alone it would take seconds
-    crew = Crew(OWN, 3, slowly, lambda _node, text: notes.append(text))
-    watchers.heard = crew.heard
+    crew = VerifyPool(OWN, 3, slowly, lambda _node, text: notes.append(text))
+    watchers.heard = crew.receive
     inbox = Inbox(Clock())
     before = set(threading.enumerate())
     acts.choose(tmp_path, crew=crew, inbox=inbox)
@@ -211,7 +213,7 @@ def test_watchers_that_come_while_it_is_read_take_part(tmp_path: Path, watchers:
 
 
 def test_a_node_with_a_bad_mount_does_not_condemn_a_good_step(
-    tmp_path: Path, watchers: Watchers, crew: Crew, notes: list[str]
+    tmp_path: Path, watchers: Watchers, crew: VerifyPool, notes: list[str]
 ):
     step = make_big(tmp_path, chunks=40)
     watchers.use("n1", tmp_path / "stale")
@@ -224,7 +226,9 @@ def test_a_node_with_a_bad_mount_does_not_condemn_a_good_step(
     assert [note for note in notes if note.startswith("n1: could not read a share")]
 
 
-def test_what_a_node_wrote_is_read_back_from_the_disk_by_another_one(tmp_path: Path, watchers: Watchers, crew: Crew):
+def test_what_a_node_wrote_is_read_back_from_the_disk_by_another_one(
+    tmp_path: Path, watchers: Watchers, crew: VerifyPool
+):
     step = make_big(tmp_path, files=6, chunks=20)
     writers = acts.Writers((OWN, "n1", "n2"), ranks_per_node=2)
     avoid = writers.of_shares(read_manifest(step), 12)
@@ -240,7 +244,7 @@ def test_what_a_node_wrote_is_read_back_from_the_disk_by_another_one(tmp_path: P
     assert not [message for message in given if message.node in avoid[message.index] and len(avoid[message.index]) == 1]
 
 
-def test_what_was_read_back_is_not_read_again_at_the_next_start(tmp_path: Path, crew: Crew):
+def test_what_was_read_back_is_not_read_again_at_the_next_start(tmp_path: Path, crew: VerifyPool):
     step = make_big(tmp_path, chunks=40)
     read_back = verify_back(step, crew)
 
@@ -252,7 +256,7 @@ def test_what_was_read_back_is_not_read_again_at_the_next_start(tmp_path: Path, 
 
 
 def test_what_was_saved_a_moment_ago_is_read_when_a_change_would_show(
-    tmp_path: Path, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, crew: VerifyPool, monkeypatch: pytest.MonkeyPatch
 ):
     """Else the result could not be remembered, and the next start would read it all again."""
     monkeypatch.setattr(caching, "SETTLED_S", 1.0)
@@ -267,13 +271,13 @@ def test_what_was_saved_a_moment_ago_is_read_when_a_change_would_show(
 
 
 def test_a_new_bus_is_asked_anew_for_what_the_one_before_had_begun(
-    tmp_path: Path, watchers: Watchers, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, watchers: Watchers, crew: VerifyPool, monkeypatch: pytest.MonkeyPatch
 ):
     """Its watchers stand on the same nodes, and know nothing of it."""
     monkeypatch.setattr(sharing, "STALLED_S", 600.0)
     step = make_big(tmp_path, chunks=40)
     successors = Watchers(tmp_path, "n1", "n2")
-    successors.heard = crew.heard
+    successors.heard = crew.receive
     watchers.mute = {"n1", "n2"}
     watchers.on_ask = lambda _message: crew.use(successors)
 
@@ -285,7 +289,7 @@ def test_a_new_bus_is_asked_anew_for_what_the_one_before_had_begun(
     assert asked(successors)
 
 
-def test_a_damaged_step_is_found_when_it_is_read_back(tmp_path: Path, crew: Crew):
+def test_a_damaged_step_is_found_when_it_is_read_back(tmp_path: Path, crew: VerifyPool):
     step = make_big(tmp_path, chunks=40)
     flip(step / "__2_0.distcp", 5)
 
@@ -299,9 +303,9 @@ def test_a_newer_verification_ends_the_one_before(tmp_path: Path, watchers: Watc
     """The emergency checkpoint counts, not the one that was being read back."""
     step = make_big(tmp_path, chunks=40)
     newest = make_big(tmp_path, 2, files=1, chunks=2, seed=1)
-    crew = Crew(OWN, 3, Limits(shared_mib_min=0.25, mib_per_s=0.5), lambda _node, text: notes.append(text))
+    crew = VerifyPool(OWN, 3, Limits(shared_mib_min=0.25, mib_per_s=0.5), lambda _node, text: notes.append(text))
     crew.use(watchers)
-    watchers.heard = crew.heard
+    watchers.heard = crew.receive
     inbox = Inbox(Clock())
     effect = do.VerifyCheckpoint(directory=step.name)
     acts.verify_back(tmp_path, effect, writers=None, patient=False, crew=crew, inbox=inbox)
@@ -312,10 +316,10 @@ def test_a_newer_verification_ends_the_one_before(tmp_path: Path, watchers: Watc
     assert inbox.get(0.5) is None, "nobody waits for the older one any more"
 
 
-def test_an_unreadable_word_of_a_share_is_not_needed(crew: Crew, tmp_path: Path):
+def test_an_unreadable_word_of_a_share_is_not_needed(crew: VerifyPool, tmp_path: Path):
     """Late words of an older verification change nothing."""
     step = make_big(tmp_path, chunks=40)
-    crew.heard(lines.ShareRead(node="n1", number=-1, index=0, of=3, bytes_read=1, done=True, problem="old"))
+    crew.receive(lines.ShareRead(node="n1", number=-1, index=0, of=3, bytes_read=1, done=True, problem="old"))
 
     number = crew.begin()
     read = crew.read(Wanted(directory=step, of=3), number, None)
@@ -324,7 +328,7 @@ def test_an_unreadable_word_of_a_share_is_not_needed(crew: Crew, tmp_path: Path)
     assert read.verdict.ok
 
 
-def test_a_step_that_was_removed_meanwhile_is_no_damaged_one(tmp_path: Path, crew: Crew):
+def test_a_step_that_was_removed_meanwhile_is_no_damaged_one(tmp_path: Path, crew: VerifyPool):
     step = make_big(tmp_path)
     gone = step.rename(tmp_path / ".trash")
 

@@ -45,16 +45,18 @@ def run(tmp_path: Path) -> RunDirectory:
 # --- why it failed --------------------------------------------------------------------------------
 
 
-def judged(run: RunDirectory, inbox: Inbox, witness: judging.Witness, found: Finding | None = None) -> on.Judged:
-    judging.judge(run, witness.launch(do.JudgeLaunch(launch=0, found=found)), within_s=WITHIN_S, inbox=inbox)
+def judged(
+    run: RunDirectory, inbox: Inbox, evidence_buffer: judging.EvidenceBuffer, found: Finding | None = None
+) -> on.Judged:
+    judging.diagnose(run, evidence_buffer.launch(do.JudgeLaunch(launch=0, found=found)), within_s=WITHIN_S, inbox=inbox)
     event = inbox.get(WITHIN_S)
     assert isinstance(event, on.Judged)
     return event
 
 
-def witness(*events: on.Event) -> judging.Witness:
+def evidence_buffer(*events: on.Event) -> judging.EvidenceBuffer:
     """Return one that heard a launch in which rank 1 failed and we killed the other."""
-    heard = judging.Witness(1, 1)
+    heard = judging.EvidenceBuffer(1, 1)
     heard.hear(on.Tick(at=0), [do.StartLaunch(launch=0, resume_from=None, address="a", port=1)])
     for event in events:
         heard.hear(event, [])
@@ -75,7 +77,7 @@ def test_the_first_rank_that_failed_and_its_log_tell_why(run: RunDirectory, inbo
         "step,loss,tokens,lr,grad_norm,time,attempt,launch\n1,2.5,8,,,,0,0\n41,2.0,8,,,,1,0\n42,1.9,9,,,,1,0\n"
     )
 
-    said = judged(run, inbox, witness(exited(1, 5.0, code=1), on.LaunchEnded(at=6.0, launch=0, code=1)))
+    said = judged(run, inbox, evidence_buffer(exited(1, 5.0, code=1), on.LaunchEnded(at=6.0, launch=0, code=1)))
 
     assert (said.cause, said.rank, said.step, said.launch) == (Cause.GPU_MEMORY, 1, 42, 0)
     assert said.location == "OutOfMemoryError at /w/train.py:61 in main"
@@ -84,7 +86,7 @@ def test_the_first_rank_that_failed_and_its_log_tell_why(run: RunDirectory, inbo
 
 def test_a_rank_that_we_killed_ourselves_is_no_evidence(run: RunDirectory, inbox: Inbox) -> None:
     """Else every end of ours would look like a lack of memory."""
-    ours, others = judging.Witness(1, 1), judging.Witness(1, 1)
+    ours, others = judging.EvidenceBuffer(1, 1), judging.EvidenceBuffer(1, 1)
     for heard, kill in ((ours, [do.KillRanks(launch=0, reasons=in_words("late"))]), (others, [])):
         heard.hear(on.Tick(at=4.0), kill)
         heard.hear(exited(1, 5.0, signal=9), [])
@@ -98,7 +100,7 @@ def test_what_the_rules_saw_is_evidence(run: RunDirectory, inbox: Inbox) -> None
         cause=Cause.HANG, rule="progress-silence", reasons=in_words("rank 1 sleeps"), rank=1, node="n1", step=33
     )
 
-    said = judged(run, inbox, witness(), found)
+    said = judged(run, inbox, evidence_buffer(), found)
 
     assert (said.cause, said.rank, said.node, said.step) == (Cause.HANG, 1, "n1", 33)
     assert said.confidence >= 0.85
@@ -110,7 +112,7 @@ def test_the_first_wrong_loss_counts_and_not_the_first_word_of_it(run: RunDirect
     (run.path / "metrics.csv").write_text("step,loss,tokens,lr,grad_norm,time,attempt,launch\n" + rows)
     found = Finding(cause=Cause.NUMERICAL, rule="loss-not-finite", reasons=in_words("no number"), step=43)
 
-    said = judged(run, inbox, witness(), found)
+    said = judged(run, inbox, evidence_buffer(), found)
 
     assert (said.cause, said.rule, said.step) == (Cause.NUMERICAL, "loss-not-finite", 40)
 
@@ -122,7 +124,7 @@ def test_torchs_error_files_are_read(run: RunDirectory, inbox: Inbox) -> None:
     document = {"message": {"message": "KeyError: 5", "extraInfo": {"py_callstack": stack, "timestamp": "5"}}}
     (errors / "rank-3.json").write_text(json.dumps(document))
 
-    said = judged(run, inbox, witness())
+    said = judged(run, inbox, evidence_buffer())
 
     assert (said.cause, said.rank, said.location) == (Cause.EXCEPTION, 3, "KeyError at /w/data.py:7 in get")
 
@@ -131,7 +133,7 @@ def test_logs_that_cannot_be_read_leave_the_rest_of_the_evidence(run: RunDirecto
     (run.logs(1, 0) / "n1.log").symlink_to("/nowhere")
     (run.path / "metrics.csv").mkdir()
 
-    said = judged(run, inbox, witness(exited(1, 5.0, signal=11)))
+    said = judged(run, inbox, evidence_buffer(exited(1, 5.0, signal=11)))
 
     assert said.cause is Cause.SEGFAULT
 
@@ -146,9 +148,9 @@ def test_of_a_thousand_nodes_those_that_failed_are_read_first(
         (run.logs(1, 0) / f"n{node}.log").write_bytes(b"0: waiting for the others, as ever\n" * 4000)
     with (run.logs(1, 0) / "n299.log").open("a") as file:
         file.write("299: torch.OutOfMemoryError: CUDA out of memory.\n")
-    heard = witness(exited(299, 5.0, code=1))
+    heard = evidence_buffer(exited(299, 5.0, code=1))
 
-    judging.judge(run, heard.launch(do.JudgeLaunch(launch=0)), within_s=1 / judging.READING_SHARE, inbox=inbox)
+    judging.diagnose(run, heard.launch(do.JudgeLaunch(launch=0)), within_s=1 / judging.READING_SHARE, inbox=inbox)
     said = inbox.get(WITHIN_S)
 
     assert isinstance(said, on.Judged)
@@ -157,7 +159,7 @@ def test_of_a_thousand_nodes_those_that_failed_are_read_first(
 
 
 def test_a_fault_just_before_the_launch_belongs_to_it_and_old_events_do_not() -> None:
-    heard = judging.Witness(1, 1)
+    heard = judging.EvidenceBuffer(1, 1)
     for at in (10.0, 1000.0):
         fault = on.NodeFaulted(at=at, node="n1", incident="i", name="XID 79", action="a", leave=True, why="lost")
         heard.hear(fault, [])
@@ -272,8 +274,8 @@ def called(slurm: Slurm, inbox: Inbox, command: str | None, within_s: float = WI
         events[name] = dict(event)
         raise structlog.DropEvent
 
-    thread = calling.call_person(
-        do.CallPerson(code=29, reasons=in_words("ValueError: token=abcdefghijklmnop"), cause=Cause.EXCEPTION),
+    thread = calling.notify_user(
+        do.NotifyUser(code=29, reasons=in_words("ValueError: token=abcdefghijklmnop"), cause=Cause.EXCEPTION),
         calling.Call(job="7", run_directory="/r", command=command, within_s=within_s),
         client=slurm,
         environment={"PATH": "/usr/bin:/bin"},

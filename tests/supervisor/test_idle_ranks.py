@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from stepkeeper.actions.standing import Standing
+from stepkeeper.actions.standing import StackCollector
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.clock import Clock
@@ -72,11 +72,13 @@ def test_a_process_that_is_gone_is_not_said_to_rest():
 
 def collected(*stood: lines.Stood, nodes: tuple[str, ...] = ("a",)) -> on.StacksCollected:
     inbox = Inbox(Clock())
-    standing = Standing(inbox)
+    standing = StackCollector(inbox)
     number = standing.begin(do.CollectStacks(launch=1, nodes=nodes, within_s=0.2 if len(nodes) > 1 else WITHIN_S))
     for word in stood:
-        standing.heard(lines.Stood(node="a", number=number, rank=word.rank, where="", waits=word.waits, idle=word.idle))
-    standing.heard(lines.StacksTaken(node="a", number=number))
+        standing.receive(
+            lines.Stood(node="a", number=number, rank=word.rank, where="", waits=word.waits, idle=word.idle)
+        )
+    standing.receive(lines.StacksTaken(node="a", number=number))
     event = inbox.get(WITHIN_S)
     assert isinstance(event, on.StacksCollected)
     return event

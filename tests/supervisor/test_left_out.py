@@ -7,7 +7,7 @@ from pathlib import Path
 from stepkeeper.actions import rollback
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause, LeftOut
+from stepkeeper.core.causes import Cause, SkippedData
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
@@ -23,14 +23,16 @@ from tests.reasons import in_words
 
 WITHIN_S = 90.0
 LEASE = Lease(job_id=7, restart_count=0, attempt=1, node="n1", pid=1, taken_at=0.0)
-WINDOW = LeftOut(step=250, steps=2)
+WINDOW = SkippedData(step=250, steps=2)
 
 
-def rolled(tmp_path: Path, *windows: LeftOut) -> lineage.Lineage:
+def rolled(tmp_path: Path, *windows: SkippedData) -> lineage.Lineage:
     run = build.make_run(tmp_path / "run")
     build.make_steps(run)
     inbox = Inbox(Clock())
-    effect = do.RollBack(launch=3, below_step=250, reasons=in_words("cause numerical at step 250"), left_out=windows)
+    effect = do.RollBack(
+        launch=3, below_step=250, reasons=in_words("cause numerical at step 250"), skipped_data=windows
+    )
     rollback.roll_back(run.checkpoints, effect, LEASE, inbox=inbox)
     assert isinstance(inbox.get(WITHIN_S), on.RolledBack)
     told = lineage.read(run.checkpoints)
@@ -40,7 +42,7 @@ def rolled(tmp_path: Path, *windows: LeftOut) -> lineage.Lineage:
 
 
 def test_the_lineage_says_which_data_is_left_out_after_a_rollback(tmp_path: Path) -> None:
-    told = rolled(tmp_path, WINDOW, LeftOut(step=260, steps=2))
+    told = rolled(tmp_path, WINDOW, SkippedData(step=260, steps=2))
 
     assert told.left_out == (lineage.LeftOut(step=250, steps=2), lineage.LeftOut(step=260, steps=2))
 
@@ -78,4 +80,4 @@ def test_a_supervisor_that_is_killed_right_after_the_decision_leaves_it_to_the_n
             assert record is not None
             file.write(lines.encode(record) + b"\n")
 
-    assert journal.reconstruct(path).left_out == (WINDOW,)
+    assert journal.reconstruct(path).skipped_data == (WINDOW,)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.actions.standing import Standing
+from stepkeeper.actions.standing import StackCollector
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.clock import Clock
@@ -143,11 +143,11 @@ def of_kind(words: list, kind: type) -> list:
 def summary_of(words: list) -> str:
     """What the supervisor makes of it."""
     inbox = Inbox(Clock())
-    standing = Standing(inbox)
+    standing = StackCollector(inbox)
     number = standing.begin(do.CollectStacks(launch=3, nodes=("n1",), within_s=600.0))
     for word in words:
         if isinstance(word, lines.OfStacks):
-            standing.heard(
+            standing.receive(
                 lines.decode_from_watcher(lines.encode(word).replace(b'"number":7', b'"number":%d' % number))
             )
     event = inbox.get(WITHIN_S)
@@ -277,7 +277,7 @@ def test_a_rank_that_was_stopped_before_stays_so(rank, tmp_path: Path) -> None:
 def test_a_program_that_is_gone_is_told(tmp_path: Path) -> None:
     found = spying.dump(str(tmp_path / "nothing"), os.getpid(), native=False, within_s=5.0)
 
-    assert found == spying.Spied(problem=f"{tmp_path / 'nothing'}: No such file or directory")
+    assert found == spying.PySpyStacks(problem=f"{tmp_path / 'nothing'}: No such file or directory")
 
 
 def test_ranks_whose_turn_does_not_come_are_left_out() -> None:

@@ -82,9 +82,9 @@ def word(node: str, own: float, *, step: int = 5, rank: int | None = None, loads
 def test_a_round_names_the_slowest_ranks_and_what_loading_usually_takes() -> None:
     paces = Paces()
     for number in range(SLOWEST_TOLD + 2):
-        paces.heard(word(f"n{number}", 0.5 + number, rank=number, loads=0.1 * number), 1, 10.0)
+        paces.receive(word(f"n{number}", 0.5 + number, rank=number, loads=0.1 * number), 1, 10.0)
 
-    event = paces.heard(word("n0", 0.5), 1, 25.0)
+    event = paces.receive(word("n0", 0.5), 1, 25.0)
 
     assert event is not None
     assert event.loading == 0.2
@@ -94,13 +94,13 @@ def test_a_round_names_the_slowest_ranks_and_what_loading_usually_takes() -> Non
 
 def test_a_round_is_over_when_a_node_speaks_again() -> None:
     paces = Paces()
-    assert paces.heard(word("b", 0.5), 1, 10.0) is None
-    assert paces.heard(word("a", 0.9, step=6), 1, 11.0) is None
+    assert paces.receive(word("b", 0.5), 1, 10.0) is None
+    assert paces.receive(word("a", 0.9, step=6), 1, 11.0) is None
 
-    event = paces.heard(word("b", 0.5), 1, 25.0)
+    event = paces.receive(word("b", 0.5), 1, 25.0)
 
     assert event == on.NodesPaced(at=25.0, launch=1, step=6, step_seconds=1.0, own=(("a", 0.9), ("b", 0.5)))
-    assert paces.heard(word("b", 0.5), 1, 40.0) == on.NodesPaced(
+    assert paces.receive(word("b", 0.5), 1, 40.0) == on.NodesPaced(
         at=40.0, launch=1, step=5, step_seconds=1.0, own=(("b", 0.5),)
     )  # a has not spoken since
 
@@ -113,6 +113,6 @@ def test_every_field_of_a_ranks_word_has_its_place_in_the_event_or_is_left_out(w
 
 def test_a_new_launch_begins_a_new_round() -> None:
     paces = Paces()
-    paces.heard(word("a", 0.9), 1, 10.0)
+    paces.receive(word("a", 0.9), 1, 10.0)
 
-    assert paces.heard(word("a", 0.5), 2, 11.0) is None
+    assert paces.receive(word("a", 0.5), 2, 11.0) is None

@@ -103,8 +103,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_whatever_a_wrapped_scontrol_prints_the_question_is_answered(inbox: Inbox, site: Path) -> None:
     assert site
-    slurm.ask(SlurmCommands(), "7", inbox=inbox)
-    slurm.ask_idle(SlurmCommands(), "7", do.AskIdleNodes(like=("a",)), inbox=inbox)
+    slurm.query_job(SlurmCommands(), "7", inbox=inbox)
+    slurm.query_idle_nodes(SlurmCommands(), "7", do.AskIdleNodes(like=("a",)), inbox=inbox)
 
     found = [each for each in events(inbox, 2) if not isinstance(each, on.PartFailed)]
 
@@ -131,7 +131,7 @@ def test_without_a_job_id_slurm_is_asked_again_which_finds_the_job(said: str) ->
 def test_a_diagnosis_that_cannot_be_made_is_answered(inbox: Inbox, tmp_path: Path, reported: Reported) -> None:
     """The run directory's name holds a byte that no path may have: nothing there can even be opened."""
     launch = gathering.Launch(0, 3, None, (), 0, newest=True)
-    judging.judge(RunDirectory(Path(f"{tmp_path}/a\0b")), launch, within_s=1.0, inbox=inbox)
+    judging.diagnose(RunDirectory(Path(f"{tmp_path}/a\0b")), launch, within_s=1.0, inbox=inbox)
 
     failed, judged = events(inbox, 2)
 

@@ -3,7 +3,7 @@
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.actions.shares import PATIENCE_MIN_S, STALLED_S, Shares
+from stepkeeper.actions.shares import PATIENCE_MIN_S, STALLED_S, Shards
 from stepkeeper_trainer.formats.verify import ShareVerdict
 
 
@@ -11,12 +11,12 @@ def found(index: int, of: int, *problems: str) -> ShareVerdict:
     return ShareVerdict(index, of, problems, 10, "m", "s", 0.0)
 
 
-def taken(shares: Shares, *readers: str, now: float = 0.0) -> list[int | None]:
+def taken(shares: Shards, *readers: str, now: float = 0.0) -> list[int | None]:
     return [shares.next_for(reader, now) for reader in readers]
 
 
 def test_each_share_goes_to_one_reader_and_whoever_is_done_takes_the_next():
-    shares = Shares(3)
+    shares = Shards(3)
     shares.here({"a", "b"})
 
     assert taken(shares, "a", "b", "a") == [0, 1, None]
@@ -31,7 +31,7 @@ def test_each_share_goes_to_one_reader_and_whoever_is_done_takes_the_next():
 
 
 def test_a_lost_reader_s_share_is_read_by_another():
-    shares = Shares(2)
+    shares = Shards(2)
     shares.here({"a", "b"})
     taken(shares, "a", "b")
 
@@ -42,7 +42,7 @@ def test_a_lost_reader_s_share_is_read_by_another():
 
 
 def test_a_reader_that_comes_later_takes_part():
-    shares = Shares(2)
+    shares = Shards(2)
     shares.here({"a"})
     taken(shares, "a")
     shares.here({"a", "b"})
@@ -51,13 +51,13 @@ def test_a_reader_that_comes_later_takes_part():
 
 
 def test_a_stalled_reader_s_share_is_read_by_an_idle_one_and_the_first_answer_counts():
-    shares = Shares(1)
+    shares = Shards(1)
     shares.here({"a", "b"})
     taken(shares, "a")
-    shares.heard("a", 0, 5, 1.0)
+    shares.receive("a", 0, 5, 1.0)
 
     assert taken(shares, "b", now=STALLED_S) == [None]
-    shares.heard("a", 0, 5, 2.0)  # the same number: it has not moved
+    shares.receive("a", 0, 5, 2.0)  # the same number: it has not moved
     assert taken(shares, "b", now=1.0 + STALLED_S) == [0]
     assert shares.next_for("c", 99.0) is None, "not here"
     shares.done("b", found(0, 1), 20.0)
@@ -67,30 +67,30 @@ def test_a_stalled_reader_s_share_is_read_by_an_idle_one_and_the_first_answer_co
 
 
 def test_a_slow_reader_s_share_is_read_by_an_idle_one_once_it_takes_much_longer_than_the_others():
-    shares = Shares(2)
+    shares = Shards(2)
     shares.here({"a", "b"})
     taken(shares, "a", "b")
     shares.done("a", found(0, 2), 3.0)
     for second in range(4, 7):
-        shares.heard("b", 1, second, float(second))
+        shares.receive("b", 1, second, float(second))
 
     assert taken(shares, "a", now=PATIENCE_MIN_S - 0.1) == [None]
     assert taken(shares, "a", now=6.1) == [1]
 
 
 def test_nobody_reads_what_he_wrote_while_there_is_another_one():
-    shares = Shares(2, avoid={0: {"a"}, 1: {"b"}})
+    shares = Shards(2, avoid={0: {"a"}, 1: {"b"}})
     shares.here({"a", "b"})
 
     assert taken(shares, "a", "b") == [1, 0]
 
-    alone = Shares(2, avoid={0: {"a"}, 1: {"b"}})
+    alone = Shards(2, avoid={0: {"a"}, 1: {"b"}})
     alone.here({"a"})
     assert taken(alone, "a") == [0]
 
 
 def test_damage_is_believed_when_a_second_reader_sees_it_too():
-    shares = Shares(2)
+    shares = Shards(2)
     shares.here({"a", "b"})
     taken(shares, "a", "b")
 
@@ -107,7 +107,7 @@ def test_damage_is_believed_when_a_second_reader_sees_it_too():
 
 
 def test_a_node_that_cannot_read_what_another_can_is_mistaken_and_the_step_is_right():
-    shares = Shares(1)
+    shares = Shards(1)
     shares.here({"a", "b"})
     taken(shares, "a")
     shares.done("a", found(0, 1, "Stale file handle"), 1.0)
@@ -120,7 +120,7 @@ def test_a_node_that_cannot_read_what_another_can_is_mistaken_and_the_step_is_ri
 
 
 def test_a_single_reader_reads_twice_before_it_is_believed():
-    shares = Shares(1)
+    shares = Shards(1)
     shares.here({"a"})
     taken(shares, "a")
     shares.done("a", found(0, 1, "bytes are wrong"), 1.0)
@@ -142,7 +142,7 @@ ACTS = st.lists(
 @given(ACTS, st.integers(1, 5))
 def test_whatever_befalls_readers_a_patient_one_ends_it(acts: list[tuple[str, str, int]], of: int):
     """No history leaves a share that nobody may read, and none is right that nobody found right."""
-    shares, here, now = Shares(of), {"a", "b", "c"}, 0.0
+    shares, here, now = Shards(of), {"a", "b", "c"}, 0.0
     busy: dict[str, int] = {}
     right: set[int] = set()
     for reader, act, pause in acts:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.actions.standing import Standing, find_suspect, summarise
+from stepkeeper.actions.standing import StackCollector, find_suspect, summarise
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.clock import Clock
@@ -227,11 +227,11 @@ def test_where_all_do_the_same_nobody_is_suspected() -> None:
 
 def test_a_watcher_that_does_not_answer_is_waited_for_only_so_long() -> None:
     inbox = Inbox(Clock())
-    standing = Standing(inbox)
+    standing = StackCollector(inbox)
     number = standing.begin(do.CollectStacks(launch=4, nodes=("a", "b"), within_s=2.0))
-    standing.heard(msgspec.structs.replace(stood(0, "sleeps"), number=number))
-    standing.heard(lines.StacksTaken(node="a", number=number))
-    standing.heard(lines.StacksTaken(node="b", number=number + 1))
+    standing.receive(msgspec.structs.replace(stood(0, "sleeps"), number=number))
+    standing.receive(lines.StacksTaken(node="a", number=number))
+    standing.receive(lines.StacksTaken(node="b", number=number + 1))
 
     event = inbox.get(WITHIN_S)
 
@@ -242,13 +242,13 @@ def test_a_watcher_that_does_not_answer_is_waited_for_only_so_long() -> None:
 
 def test_all_watchers_answers_end_the_collection_at_once() -> None:
     inbox = Inbox(Clock())
-    standing = Standing(inbox)
+    standing = StackCollector(inbox)
     number = standing.begin(do.CollectStacks(launch=4, nodes=("a",), within_s=600.0))
-    standing.heard(lines.StacksTaken(node="a", number=number))
+    standing.receive(lines.StacksTaken(node="a", number=number))
 
     began = time.monotonic()
 
     assert inbox.get(WITHIN_S) is not None
     assert time.monotonic() - began < WITHIN_S
-    standing.heard(lines.StacksTaken(node="a", number=number))
+    standing.receive(lines.StacksTaken(node="a", number=number))
     assert inbox.get(0.1) is None, "it came twice"

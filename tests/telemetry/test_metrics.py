@@ -52,7 +52,7 @@ def failing() -> Journal:
     told.launch(10)
     told.steps(1, 20, at=20)
     told.commit(10, at=31, seconds=2.5)
-    told.tell(on.SaveGaveUp(at=START + 35, launch=0, step=15, save_id="x", error="disk full"))
+    told.tell(on.SaveFailed(at=START + 35, launch=0, step=15, save_id="x", error="disk full"))
     told.rank_dies(40)
     told.launch(45, resume=10)
     told.steps(11, 5, at=50)
@@ -136,7 +136,7 @@ def test_a_loss_that_goes_wrong_is_counted_once() -> None:
 def test_suspended_time_is_counted() -> None:
     tally = Tally()
     told = failing()
-    told.tell(on.StoodStill(at=START + 70, seconds=9), on.StoodStill(at=START + 95, seconds=21))
+    told.tell(on.Suspended(at=START + 70, seconds=9), on.Suspended(at=START + 95, seconds=21))
     for record in told.records:
         tally.take(record)
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.sharing import ShareReader
+from stepkeeper.watcher.sharing import ShardReader
 from stepkeeper_trainer.formats.manifest import FileEntry, read_manifest, seal
 from stepkeeper_trainer.formats.steps import newest_verified
 from stepkeeper_trainer.formats.verify import join_shares, verify, verify_share
@@ -186,7 +186,7 @@ def by_commands(step: Path, tmp_path: Path) -> None:
 def by_watchers(step: Path, _tmp_path: Path) -> None:
     """Each reads its share of the bytes, which are as the manifest has them; who joins the shares looks at the plan."""
     said: list[bus.FromWatcher] = []
-    reader = ShareReader(step.parent, "node", said.append)
+    reader = ShardReader(step.parent, "node", said.append)
     for index in range(2):
         reader.read(bus.Read(node="node", number=1, directory=step.name, index=index, of=2))
     wait_until(lambda: sum(isinstance(word, bus.ShareRead) and word.done for word in said) == 2)

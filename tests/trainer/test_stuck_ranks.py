@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.verdict.collectives import compare, find_suspect, in_words
-from stepkeeper.watcher.accounts import Asked, catches
+from stepkeeper.watcher.accounts import FlightRecorderRequest, catches
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.collectives import raw_file, reduce_parsed
 from tests.trainer.stuck_ranks import LATE, SCENES, WORLD
@@ -54,7 +54,7 @@ def told(ranks: tuple[Path, dict[str, dict[int, int]]]) -> Callable[[str, Callab
             for pid in pids[scene].values():
                 # as a watcher does: the kernel gives the second of two signals to another thread, torch's or gloo's
                 os.kill(pid, collectives.STACKS_SIGNAL) if catches(pid, collectives.STACKS_SIGNAL) else None
-            places = Asked(directory / scene, pids[scene]).take()
+            places = FlightRecorderRequest(directory / scene, pids[scene]).take()
             found = compare(places, pids[scene])
             text = in_words(found, places)
             if (len(places) == accounts and enough(text)) or time.monotonic() > give_up_at:

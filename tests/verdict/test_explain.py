@@ -330,8 +330,10 @@ def over(code: int, reason: str) -> journal.Record:
 
 def test_a_run_that_somebody_had_stopped_names_him_and_when(command: Command, run: RunDirectory) -> None:
     why = "ada asks to save and end"
-    ask = on.Asked(at=START + 9, name="stop-1", kind="stop", by="ada")
-    build.write_journal(run, [*stopping(ask, why, do.AnswerAsk(name="stop-1", reasons=in_words(why))), over(27, why)])
+    ask = on.Requested(at=START + 9, name="stop-1", kind="stop", by="ada")
+    build.write_journal(
+        run, [*stopping(ask, why, do.AnswerRequest(name="stop-1", reasons=in_words(why))), over(27, why)]
+    )
 
     said = command("explain", run.path).out
     document = explained(command, run.path)
@@ -346,8 +348,8 @@ def test_a_run_that_somebody_had_stopped_names_him_and_when(command: Command, ru
 
 
 def test_an_ask_that_was_refused_is_no_reason(command: Command, run: RunDirectory) -> None:
-    ask = on.Asked(at=START + 5, name="stop-1", kind="stop", by="ada")
-    refused = do.AnswerAsk(name="stop-1", reasons=in_words("refused: no rank"), ok=False)
+    ask = on.Requested(at=START + 5, name="stop-1", kind="stop", by="ada")
+    refused = do.AnswerRequest(name="stop-1", reasons=in_words("refused: no rank"), ok=False)
     build.write_journal(run, [build.record(ask, phase=Phase.SAVING, attempt=0, why="refused", effects=(refused,))])
     failing(run)
     build.write_log(run, "n2", labelled(1, STACK))
@@ -362,8 +364,8 @@ def test_a_rank_that_fails_in_the_save_that_somebody_asked_for_is_the_cause(
     command: Command, run: RunDirectory
 ) -> None:
     why = "ada asks to save and end"
-    ask = on.Asked(at=START + 5, name="stop-1", kind="stop", by="ada")
-    build.write_journal(run, stopping(ask, why, do.AnswerAsk(name="stop-1", reasons=in_words(why)))[:2])
+    ask = on.Requested(at=START + 5, name="stop-1", kind="stop", by="ada")
+    build.write_journal(run, stopping(ask, why, do.AnswerRequest(name="stop-1", reasons=in_words(why)))[:2])
     failing(run)
     build.write_log(run, "n2", labelled(1, STACK))
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from stepkeeper.core.events import JobFacts, JobState, NodeFaulted, RankExited
 from stepkeeper.verdict import planes
 from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
-from stepkeeper.verdict.joining import NO_EVIDENCE, judge
+from stepkeeper.verdict.joining import NO_EVIDENCE, classify
 
 AT = 1_790_000_000.0
 EXITED = RankExited(at=AT, launch=0, rank=3, node="n2", code=1)
@@ -45,13 +45,13 @@ def test_the_order_in_which_evidence_comes_does_not_matter(evidence: list[Eviden
     other = list(evidence)
     chance.shuffle(other)  # type: ignore[attr-defined]
 
-    assert judge(other) == judge(evidence)
+    assert classify(other) == classify(evidence)
 
 
 @settings(max_examples=150, phases=(Phase.explicit, Phase.generate))
 @given(st.lists(EVIDENCE, max_size=8))
 def test_a_cascade_is_the_verdict_only_where_no_root_failed(evidence: list[Evidence]) -> None:
-    verdict = judge(evidence)
+    verdict = classify(evidence)
     failures = {Cause.FINISHED, Cause.UNKNOWN}
     roots = [each for each in evidence if each.role is Role.ROOT and each.cause not in failures]
 
@@ -60,7 +60,7 @@ def test_a_cascade_is_the_verdict_only_where_no_root_failed(evidence: list[Evide
 
 
 def test_without_evidence_nothing_is_claimed() -> None:
-    verdict = judge([])
+    verdict = classify([])
 
     assert (verdict.cause, verdict.rule, verdict.confidence) == (Cause.UNKNOWN, NO_EVIDENCE, 0.0)
 
@@ -71,7 +71,7 @@ def test_the_rank_that_failed_first_is_the_root() -> None:
     later = RankExited(at=AT + 5, launch=0, rank=0, node="n1", code=1)
     both = [*first, piece(Cause.GPU_MEMORY, confidence=0.95, rank=0, line=2), *planes.exits([EXITED, later])]
 
-    verdict = judge(both)
+    verdict = classify(both)
 
     assert (verdict.cause, verdict.rank) == (Cause.EXCEPTION, 3)
     assert verdict.otherwise is not None
@@ -81,9 +81,9 @@ def test_the_rank_that_failed_first_is_the_root() -> None:
 def test_a_collective_timeout_gives_way_to_a_rank_that_says_more() -> None:
     timeout = piece(Cause.COLLECTIVE_TIMEOUT, Role.CASCADE, 0.8, rank=0)
 
-    assert judge([timeout]).cause is Cause.COLLECTIVE_TIMEOUT
-    assert judge([timeout, piece(Cause.GPU_MEMORY, rank=1)]).cause is Cause.GPU_MEMORY
-    assert judge([timeout, *planes.exits([RankExited(at=AT, launch=0, rank=1, node="n", signal=9)])]).cause is (
+    assert classify([timeout]).cause is Cause.COLLECTIVE_TIMEOUT
+    assert classify([timeout, piece(Cause.GPU_MEMORY, rank=1)]).cause is Cause.GPU_MEMORY
+    assert classify([timeout, *planes.exits([RankExited(at=AT, launch=0, rank=1, node="n", signal=9)])]).cause is (
         Cause.HOST_MEMORY
     )
 
@@ -92,9 +92,9 @@ def test_a_fault_of_the_node_explains_a_cuda_error_but_not_a_full_gpu() -> None:
     fault = planes.faults([FAULT])
     cuda = piece(Cause.EXCEPTION, confidence=0.85, rule="cuda-program-error", rank=3, node="n2")
 
-    assert judge([*fault, cuda]).cause is Cause.NODE_FAULT
-    assert judge([*fault, piece(Cause.GPU_MEMORY, rank=3, node="n2")]).cause is Cause.GPU_MEMORY
-    assert judge([*fault, piece(Cause.CONFIGURATION, rank=3)]).cause is Cause.CONFIGURATION
+    assert classify([*fault, cuda]).cause is Cause.NODE_FAULT
+    assert classify([*fault, piece(Cause.GPU_MEMORY, rank=3, node="n2")]).cause is Cause.GPU_MEMORY
+    assert classify([*fault, piece(Cause.CONFIGURATION, rank=3)]).cause is Cause.CONFIGURATION
 
 
 def test_a_program_fault_of_the_driver_is_no_fault_of_the_node() -> None:
@@ -102,8 +102,8 @@ def test_a_program_fault_of_the_driver_is_no_fault_of_the_node() -> None:
         [NodeFaulted(at=AT, node="n2", incident="i", name="XID 13", action="log", leave=False, why="")]
     )
 
-    assert judge(hint).cause is not Cause.UNKNOWN or judge(hint).confidence == 0.0
-    assert judge([*hint, piece(Cause.EXCEPTION, confidence=0.85)]).cause is Cause.EXCEPTION
+    assert classify(hint).cause is not Cause.UNKNOWN or classify(hint).confidence == 0.0
+    assert classify([*hint, piece(Cause.EXCEPTION, confidence=0.85)]).cause is Cause.EXCEPTION
 
 
 def test_slurms_word_comes_last_unless_it_came_first() -> None:
@@ -111,9 +111,9 @@ def test_slurms_word_comes_last_unless_it_came_first() -> None:
     after = planes.slurm([(AT + 20, job(preempt_at=AT + 20))], restarts=0)
     crash = [piece(Cause.EXCEPTION, confidence=0.75, rank=3, node="n2"), *planes.exits([EXITED])]
 
-    assert judge(preempted).cause is Cause.PREEMPTED
-    assert judge([*preempted, *crash]).cause is Cause.PREEMPTED
-    assert judge([*after, *crash]).cause is Cause.EXCEPTION
+    assert classify(preempted).cause is Cause.PREEMPTED
+    assert classify([*preempted, *crash]).cause is Cause.PREEMPTED
+    assert classify([*after, *crash]).cause is Cause.EXCEPTION
 
 
 def test_what_slurm_says_of_a_jobs_end_is_told_apart() -> None:
@@ -125,9 +125,9 @@ def test_what_slurm_says_of_a_jobs_end_is_told_apart() -> None:
         "CANCELLED by 1000": Cause.CANCELLED,
     }
     for state, cause in said.items():
-        assert judge(planes.slurm([(AT, job(slurm_state=state))], restarts=0)).cause is cause
-    assert judge(planes.slurm([(AT, job(reason="TimeLimit"))], restarts=0)).cause is Cause.TIME_LIMIT
-    assert judge(planes.slurm([(AT, job(restarts=1))], restarts=0)).cause is Cause.PREEMPTED
+        assert classify(planes.slurm([(AT, job(slurm_state=state))], restarts=0)).cause is cause
+    assert classify(planes.slurm([(AT, job(reason="TimeLimit"))], restarts=0)).cause is Cause.TIME_LIMIT
+    assert classify(planes.slurm([(AT, job(restarts=1))], restarts=0)).cause is Cause.PREEMPTED
     assert planes.slurm([(AT, job(slurm_state="RUNNING"))], restarts=0) == []
 
 
@@ -143,19 +143,19 @@ def test_exits_name_the_first_rank_and_count_a_death_once() -> None:
         (0, "exit-killed", Role.CASCADE),
         (3, "exit-segfault", Role.ROOT),
     ]
-    assert judge(found).cause is Cause.SEGFAULT
+    assert classify(found).cause is Cause.SEGFAULT
 
 
 def test_an_exit_code_above_128_is_a_signal() -> None:
     found = planes.exits([RankExited(at=AT, launch=0, rank=0, node="n", code=139)])
 
-    assert judge(found).cause is Cause.SEGFAULT
+    assert classify(found).cause is Cause.SEGFAULT
 
 
 def test_all_ranks_with_code_zero_are_finished() -> None:
     found = planes.exits([RankExited(at=AT, launch=0, rank=rank, node="n", code=0) for rank in range(2)])
 
-    assert judge(found).cause is Cause.FINISHED
+    assert classify(found).cause is Cause.FINISHED
 
 
 def test_independent_evidence_raises_and_another_root_lowers_the_confidence() -> None:
@@ -163,7 +163,7 @@ def test_independent_evidence_raises_and_another_root_lowers_the_confidence() ->
     same = piece(Cause.GPU_MEMORY, confidence=0.7, rule="other", rank=1, line=2)
     else_ = piece(Cause.STORAGE, confidence=0.9, rank=1, line=3)
 
-    assert judge([one, same]).confidence > judge([one]).confidence > judge([one, else_]).confidence
+    assert classify([one, same]).confidence > classify([one]).confidence > classify([one, else_]).confidence
 
 
 def test_the_exit_that_had_the_ranks_killed_is_no_kill_of_ours() -> None:
@@ -174,13 +174,13 @@ def test_the_exit_that_had_the_ranks_killed_is_no_kill_of_ours() -> None:
     found = planes.exits([first, ours], killed_at=AT)
 
     assert [(each.rank, each.rule) for each in found] == [(1, "exit-killed")]
-    assert judge(found).cause is Cause.HOST_MEMORY
+    assert classify(found).cause is Cause.HOST_MEMORY
 
 
 def test_being_told_to_end_gives_way_to_whatever_failed() -> None:
     told = piece(Cause.CANCELLED, Role.CASCADE, 0.4, rank=0)
     reported = piece(Cause.EXCEPTION, Role.CONFIRMATION, 0.35, rank=1)
 
-    assert judge([told]).cause is Cause.CANCELLED
-    assert judge([told, reported]).cause is Cause.EXCEPTION
-    assert judge([told, piece(Cause.COLLECTIVE_TIMEOUT, Role.CASCADE, 0.3)]).cause is Cause.COLLECTIVE_TIMEOUT
+    assert classify([told]).cause is Cause.CANCELLED
+    assert classify([told, reported]).cause is Cause.EXCEPTION
+    assert classify([told, piece(Cause.COLLECTIVE_TIMEOUT, Role.CASCADE, 0.3)]).cause is Cause.COLLECTIVE_TIMEOUT

@@ -31,7 +31,7 @@ def test_the_end_of_a_huge_log_is_found_with_little_memory(tmp_path: Path) -> No
 
     assert log.skipped_bytes > 0
     assert sum(len(line.text) for line in log.lines) < reading.HEAD_BYTES_MAX + reading.TAIL_BYTES_MAX
-    assert [each.cause for each in logs.sight(log)] == [Cause.GPU_MEMORY]
+    assert [each.cause for each in logs.log_evidence(log)] == [Cause.GPU_MEMORY]
 
 
 def test_numbers_that_tell_are_read_in_every_line_of_progress() -> None:
@@ -67,7 +67,7 @@ def test_the_end_of_a_pipe_is_found_too() -> None:
     writer.join(30.0)
 
     assert log.skipped_bytes > 0
-    assert [each.location for each in logs.sight(log)] == ["OutOfMemoryError at /w/train.py:61 in main"]
+    assert [each.location for each in logs.log_evidence(log)] == ["OutOfMemoryError at /w/train.py:61 in main"]
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_an_error_that_training_went_on_after_did_not_end_it() -> None:
 
 def test_torchs_error_files_are_read_and_torn_ones_passed_over() -> None:
     message = {"message": OOM, "extraInfo": {"py_callstack": STACK, "timestamp": "1790000000"}}
-    whole = errorfiles.sight(json.dumps({"message": message}).encode(), rank=3)
-    plain = errorfiles.sight(b'{"message": "SIGSEGV received"}')
+    whole = errorfiles.error_file_evidence(json.dumps({"message": message}).encode(), rank=3)
+    plain = errorfiles.error_file_evidence(b'{"message": "SIGSEGV received"}')
 
     assert whole is not None
     assert (whole.cause, whole.rank, whole.at) == (Cause.GPU_MEMORY, 3, 1_790_000_000.0)
@@ -151,7 +151,7 @@ def test_torchs_error_files_are_read_and_torn_ones_passed_over() -> None:
     assert plain is not None
     assert plain.cause is Cause.SEGFAULT
     for torn in (b"", b"{", b"[1]", b"null", b'{"message": 7}', b'{"message": {"message": null}}', b"\xff"):
-        assert errorfiles.sight(torn) is None
+        assert errorfiles.error_file_evidence(torn) is None
 
 
 def test_a_wrong_rule_is_refused_with_its_name() -> None:
@@ -183,4 +183,4 @@ def test_the_page_of_the_rules_is_up_to_date() -> None:
 def test_the_same_rule_for_the_same_rank_is_told_once_with_a_count() -> None:
     log = reading.read(io.BytesIO(b"3: CUDA out of memory\n" * 40 + b"4: CUDA out of memory\n"))
 
-    assert [(each.rank, each.count, each.line) for each in logs.sight(log)] == [(3, 40, 1), (4, 1, 41)]
+    assert [(each.rank, each.count, each.line) for each in logs.log_evidence(log)] == [(3, 40, 1), (4, 1, 41)]

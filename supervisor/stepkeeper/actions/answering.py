@@ -11,7 +11,7 @@ from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import asks
 
 
-def answer(run_directory: Path, effect: do.AnswerAsk, *, inbox: Inbox, on_error: Callable[[OSError], None]) -> None:
+def answer(run_directory: Path, effect: do.AnswerRequest, *, inbox: Inbox, on_error: Callable[[OSError], None]) -> None:
     """Write the answer beside the ask."""
 
     def work() -> None:

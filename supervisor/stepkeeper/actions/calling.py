@@ -33,8 +33,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     within_s: float
 
 
-def call_person(
-    effect: do.CallPerson,
+def notify_user(
+    effect: do.NotifyUser,
     call: Call,
     *,
     client: SlurmClient,
@@ -57,10 +57,10 @@ def call_person(
     return inbox.run(Part.NOTIFY, work)
 
 
-def comment(effect: do.CallPerson) -> str:
+def comment(effect: do.NotifyUser) -> str:
     """Return the job's comment: a code only, for everybody can read it.
 
-    >>> comment(do.CallPerson(code=20))
+    >>> comment(do.NotifyUser(code=20))
     'stepkeeper:20:TRAINING_FAILED'
     """
     cause = f":{effect.cause.value}" if effect.cause is not None else ""
@@ -69,7 +69,7 @@ def comment(effect: do.CallPerson) -> str:
 
 
 def _start(
-    effect: do.CallPerson, call: Call, environment: Mapping[str, str], log: structlog.typing.FilteringBoundLogger
+    effect: do.NotifyUser, call: Call, environment: Mapping[str, str], log: structlog.typing.FilteringBoundLogger
 ) -> tuple[subprocess.Popen[bytes], tempfile.SpooledTemporaryFile[bytes]] | None:
     told = {
         "STEPKEEPER_REASON": redact(text(effect.reasons)),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from stepkeeper.actions.crew import Crew, Read, Wanted
+from stepkeeper.actions.crew import Read, VerifyPool, Wanted
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.sources.inbox import Inbox, Part
@@ -53,7 +53,7 @@ class Writers:
 class Verification:
     """Verifies step directories, large ones together with the watchers of the other nodes."""
 
-    def __init__(self, crew: Crew, number: int) -> None:
+    def __init__(self, crew: VerifyPool, number: int) -> None:
         self.readers: set[str] = set()
         self.bytes_read = 0
         self._crew = crew
@@ -100,7 +100,7 @@ class Verification:
         return verdict
 
 
-def choose(checkpoints: Path, *, crew: Crew, inbox: Inbox, after: threading.Thread | None = None) -> None:
+def choose(checkpoints: Path, *, crew: VerifyPool, inbox: Inbox, after: threading.Thread | None = None) -> None:
     """Find the newest verified step directory; `CheckpointChosen` or `ChoiceFailed` comes, once `after` has ended."""
     verification = Verification(crew, crew.begin())
 
@@ -146,7 +146,7 @@ def verify_back(
     *,
     writers: Writers | None,
     patient: bool,
-    crew: Crew,
+    crew: VerifyPool,
     inbox: Inbox,
 ) -> None:
     """Read back one step directory; `CheckpointVerified` comes, unless a newer verification begins.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.actions.shares import Shares
+from stepkeeper.actions.shares import Shards
 from stepkeeper.sources.bus import Bus
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats.cache import Cache
@@ -78,7 +78,7 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True):
     found: ShareVerdict | None = None
 
 
-class Crew:
+class VerifyPool:
     """Who can read, now."""
 
     def __init__(self, own_node: str, size: int, limits: Limits, note: Callable[[str, str], None]) -> None:
@@ -105,7 +105,7 @@ class Crew:
         """Speak to the watchers of a new bus from now on."""
         self.bus = bus
 
-    def heard(self, message: lines.ShareRead) -> None:
+    def receive(self, message: lines.ShareRead) -> None:
         """Take the word of a watcher."""
         found = None
         if message.done and not message.error:
@@ -207,14 +207,14 @@ class Crew:
 class _Shared:
     """One verification under way: gives out shares until all of them are found."""
 
-    def __init__(self, crew: Crew, wanted: Wanted, number: int, is_old: Callable[[], bool]) -> None:
+    def __init__(self, crew: VerifyPool, wanted: Wanted, number: int, is_old: Callable[[], bool]) -> None:
         self._crew = crew
         self._wanted = wanted
         self._number = number
         self._is_old = is_old
         self._over = False
         self._asked_at: dict[int, float] = {}  # share -> Unix seconds, when it was given out first
-        self.shares = Shares(wanted.of, avoid=wanted.avoid)
+        self.shares = Shards(wanted.of, avoid=wanted.avoid)
 
     def run(self) -> None:
         crew, shares = self._crew, self.shares
@@ -253,7 +253,7 @@ class _Shared:
             self._crew.note(word.reader, f"cannot read shares of step directories: {word.error}")
             self.shares.failed(word.reader)
         elif word.found is None:
-            self.shares.heard(word.reader, word.index, word.bytes_read, now)
+            self.shares.receive(word.reader, word.index, word.bytes_read, now)
         else:
             # the instant of the asking is by our own clock, and before the reading
             began_at = min(word.found.began_at, self._asked_at.get(word.index, 0.0))
@@ -282,7 +282,7 @@ class _Shared:
 class _Far:
     """Tells how far our own share is, now and then."""
 
-    def __init__(self, crew: Crew, word: _Word) -> None:
+    def __init__(self, crew: VerifyPool, word: _Word) -> None:
         self.word = word
         self._crew = crew
         self._bytes = 0

@@ -14,7 +14,7 @@ from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import metrics
 from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.verdict import gathering, reading
-from stepkeeper.verdict.joining import judge as join
+from stepkeeper.verdict.joining import classify as join
 
 TEXT_CHARACTERS_MAX = 300
 READING_SHARE = 0.25  # of the time for a verdict: other logs than the first ones wait no relaunch longer
@@ -30,7 +30,7 @@ _HEARD = (
 )
 
 
-class Witness:
+class EvidenceBuffer:
     """Remembers of the newest launch what a verdict on it needs: the journal may be late, and is long."""
 
     def __init__(self, attempt: int, restarts: int) -> None:
@@ -39,7 +39,7 @@ class Witness:
         self._events: deque[on.Event] = deque(maxlen=HEARD_MAX)
         self._killed_at: float | None = None
 
-    def hear(self, event: on.Event, effects: Sequence[do.Effect]) -> None:
+    def add(self, event: on.Event, effects: Sequence[do.Effect]) -> None:
         """Take in an event and what was ordered because of it."""
         if isinstance(event, _HEARD):
             self._events.append(event)
@@ -69,7 +69,7 @@ class Witness:
         )
 
 
-def judge(run: RunDirectory, launch: gathering.Launch, *, within_s: float, inbox: Inbox) -> None:
+def diagnose(run: RunDirectory, launch: gathering.Launch, *, within_s: float, inbox: Inbox) -> None:
     """Tell why a launch failed; `Judged` comes, unless the storage hangs.
 
     The logs of the nodes whose ranks failed are read first, then others for as long as there is time: of a thousand

@@ -78,7 +78,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     port: int
     resume_from: str | None
-    skip_data: str = ""  # `STEP:STEPS,...`: data that the ranks do not take
+    skipped_data: str = ""  # `STEP:STEPS,...`: data that the ranks do not take
     answered: bool = False  # the trainer library has, in this run: it needs no resume argument
     newest: bool = True  # false: the run goes back on purpose, and what a tier has newer must not be taken
 
@@ -133,7 +133,7 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         "STEPKEEPER_LAUNCH": str(meeting.launch),
         "STEPKEEPER_RESUME_FROM": meeting.resume_from or "",
         "STEPKEEPER_RESUME_NEWEST": "1" if meeting.newest else "",
-        "STEPKEEPER_SKIP_DATA": meeting.skip_data,
+        "STEPKEEPER_SKIP_DATA": meeting.skipped_data,
         "STEPKEEPER_TASKS_PER_NODE": str(job.geometry.tasks_per_node),
         "STEPKEEPER_ERROR_DIR": str(errors_directory(job, meeting.launch)),
         **nccl_recorder(job, meeting.launch, environment),
@@ -245,8 +245,8 @@ class Launch:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=launch_environment(self._job, self._meeting, environment)
-                | reliability.tell(self._job.run_directory)
-                | trackers.tell(self._job.run_directory, environment),
+                | reliability.reliability_variables(self._job.run_directory)
+                | trackers.tracker_variables(self._job.run_directory, environment),
                 start_new_session=True,  # a signal to our process group is for us alone
             )
         except OSError as failure:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 READ_WITHIN_S = 5.0  # an estimate is not worth a later start
 
 
-def tell(run_directory: Path, *, within_s: float = READ_WITHIN_S) -> dict[str, str]:
+def reliability_variables(run_directory: Path, *, within_s: float = READ_WITHIN_S) -> dict[str, str]:
     """Return the variable for the ranks; none where the journal cannot be read in time: they start from the prior."""
     found: list[FailureRate] = []
 

@@ -55,7 +55,7 @@ def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) 
     if chosen is None or chosen.manifest is None:
         raise LookupError(f"no verified step directory is older than step {effect.below_step}")
     why = text(effect.reasons)[:WHY_CHARACTERS_MAX]
-    left_out = tuple(lineage.LeftOut(step=each.step, steps=each.steps) for each in effect.left_out)
+    left_out = tuple(lineage.LeftOut(step=each.step, steps=each.steps) for each in effect.skipped_data)
     if effect.suspect:
         counted = steps.current_lineage(steps.list_steps(checkpoints), lineage.read(checkpoints))
         for entry in counted:

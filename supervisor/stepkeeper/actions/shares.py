@@ -30,7 +30,7 @@ class _Reading(msgspec.Struct, kw_only=True):
     moved_at: float  # when it last read something
 
 
-class Shares:
+class Shards:
     """The shares of one step directory."""
 
     def __init__(self, of: int, *, avoid: Mapping[int, Collection[str]] | None = None) -> None:
@@ -107,7 +107,7 @@ class Shares:
                 return reading.index
         return None
 
-    def heard(self, reader: str, index: int, count: int, now: float) -> None:
+    def receive(self, reader: str, index: int, count: int, now: float) -> None:
         """Note how many bytes of its share a reader has read."""
         reading = self._busy.get(reader)
         if reading is not None and reading.index == index and count > reading.bytes:

@@ -16,7 +16,7 @@ from stepkeeper.watcher.assignment import Assignment
 from stepkeeper_trainer.formats.lease import Lease, LeaseError
 
 
-def ask(client: SlurmClient, job: str, *, inbox: Inbox) -> None:
+def query_job(client: SlurmClient, job: str, *, inbox: Inbox) -> None:
     """Ask for the facts of our job; `SlurmAnswered` comes."""
 
     def work() -> None:
@@ -60,7 +60,7 @@ def release(client: SlurmClient, job: str, keep: tuple[str, ...], *, inbox: Inbo
     )
 
 
-def ask_idle(client: SlurmClient, job: str, effect: do.AskIdleNodes, *, inbox: Inbox) -> None:
+def query_idle_nodes(client: SlurmClient, job: str, effect: do.AskIdleNodes, *, inbox: Inbox) -> None:
     """Ask for idle nodes like some of ours; `IdleNodes` comes."""
 
     def work() -> None:

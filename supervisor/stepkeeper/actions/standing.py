@@ -18,7 +18,7 @@ SHOWN_MAX = 4  # kinds of what ranks do, in the summary
 RANKS_SHOWN_MAX = 4
 
 
-class Standing:
+class StackCollector:
     """Collects one request's words; `StacksCollected` comes when every node has told of its ranks, or time is up."""
 
     def __init__(self, inbox: Inbox) -> None:
@@ -43,7 +43,7 @@ class Standing:
         timer.start()
         return number
 
-    def heard(self, word: lines.OfStacks) -> None:
+    def receive(self, word: lines.OfStacks) -> None:
         """Take in a watcher's word, on a thread of the bus."""
         with self._lock:
             if word.number != self._number:

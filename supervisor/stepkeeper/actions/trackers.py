@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 READ_WITHIN_S = 5.0  # a tracker is not worth a later start
 
 
-def tell(run_directory: Path, environment: Mapping[str, str], *, within_s: float = READ_WITHIN_S) -> dict[str, str]:
+def tracker_variables(
+    run_directory: Path, environment: Mapping[str, str], *, within_s: float = READ_WITHIN_S
+) -> dict[str, str]:
     """Return the variable for the ranks; none where the user has named a run, or storage does not answer in time.
 
     An empty variable counts as named: for scripts in which every rank has a run of its own.

@@ -53,7 +53,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         return ExitCode.FINISHED
     status = _alive(run)
     asked_at = time.time()
-    ask = asks.Ask(kind=kind, job_id=status.job_id, at=asked_at, by=getpass.getuser())
+    ask = asks.Request(kind=kind, job_id=status.job_id, at=asked_at, by=getpass.getuser())
     name = asks.write(run.path, ask)
     over = functools.partial(status_file.is_over, run.status)
     try:
@@ -87,7 +87,7 @@ def _of_the_queue(arguments: argparse.Namespace, run: RunDirectory, waiting: Wai
     Raises:
         StepkeeperError: there is nothing to save or to stop, or Slurm does not answer.
     """
-    queued = queue.ask(waiting.job)
+    queued = queue.query(waiting.job)
     if queue.is_pending(queued) and arguments.kind == "stop":
         queued = _cancel(waiting.job, give_up_at)
         if queue.is_over(queued):
@@ -113,7 +113,7 @@ def _cancel(job: str, give_up_at: float) -> queue.Queued:
         raise StepkeeperError(f"job {job} is not cancelled: {error}", ExitCode.NO_SLURM) from error
 
     def settled() -> queue.Queued | None:
-        queued = queue.ask(job)
+        queued = queue.query(job)
         return None if queued.error or queue.is_pending(queued) else queued
 
     queued = _until(settled, min(give_up_at, time.monotonic() + CANCELLED_WITHIN_S))
@@ -151,13 +151,13 @@ def _saved(run: RunDirectory, asked_at: float, give_up_at: float) -> dict[str, o
     raise StepkeeperError(f"the save of step {found.step} failed: {found.error}", ExitCode.STORAGE)
 
 
-def _end_of_save(run: RunDirectory, asked_at: float) -> list[on.CheckpointCommitted | on.SaveGaveUp]:
+def _end_of_save(run: RunDirectory, asked_at: float) -> list[on.CheckpointCommitted | on.SaveFailed]:
     """Return the newest end of a save since then; nothing before there is one."""
     for record, _ in itertools.islice(journal.read_lines(run.journal, newest_first=True), RECORDS_BACK_MAX):
         event = record.event if record is not None else None
         if event is not None and event.at < asked_at:
             break
-        if isinstance(event, on.CheckpointCommitted | on.SaveGaveUp):
+        if isinstance(event, on.CheckpointCommitted | on.SaveFailed):
             return [event]
     return []
 

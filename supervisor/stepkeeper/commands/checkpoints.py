@@ -147,7 +147,7 @@ def _rows(
     current = {step.path for step in steps.current_lineage(found, lineage)}
     rows = []
     cache = Cache(checkpoints)
-    told = history.tell(journal.read(RunDirectory(checkpoints.parent).journal))
+    told = history.read_history(journal.read(RunDirectory(checkpoints.parent).journal))
     for step in found:
         manifest = step.manifest
         there, seen = reading.look(step, cache)

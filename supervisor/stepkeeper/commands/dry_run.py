@@ -112,7 +112,7 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     if script.starts_ranks:
         assumed.append(script.starts_ranks)
     doubts = own_script.doubts(command, script, append=config.settings.resume_argument)
-    answered = carried.usual.start_s > 0.0
+    answered = carried.baseline.start_s > 0.0
     meeting = Meeting(launch=0, nodes=nodes, address=nodes[0], port=0, resume_from=resume_from, answered=answered)
     training = launch_argv(job, meeting, directory.logs(carried.attempt, meeting.launch))
     return Plan(

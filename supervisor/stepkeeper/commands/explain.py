@@ -27,7 +27,7 @@ from stepkeeper.store.rundir import RunDirectory
 from stepkeeper.verdict import errorfiles, gathering, lasting, logs, reading, rules
 from stepkeeper.verdict.causes import Evidence, Verdict
 from stepkeeper.verdict.gathering import Launch
-from stepkeeper.verdict.joining import NO_EVIDENCE, judge
+from stepkeeper.verdict.joining import NO_EVIDENCE, classify
 from stepkeeper_trainer.formats import lineage as lineages
 
 _CODES = f"""
@@ -94,7 +94,7 @@ def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, 
         raise StepkeeperError(_nothing(run, known, attempt, launch), ExitCode.NOTHING_FOUND)
     failed = [each for each in wanted if each.failed]
     chosen = (failed or wanted)[-1]
-    verdict = judge(gathering.of_launch(run, chosen))
+    verdict = classify(gathering.of_launch(run, chosen))
     if not chosen.failed and chosen.ended is None and verdict.rule == NO_EVIDENCE and _works(run, chosen):
         raise StepkeeperError(
             f"{run.path}: launch {chosen.attempt}.{chosen.launch} runs, and nothing in it has failed: "
@@ -175,12 +175,14 @@ def _of_files(names: list[str]) -> tuple[Verdict, dict[str, Any]]:
         log = _read(name)
         data = "\n".join(line.text for line in log.lines[:2]).lstrip()
         if data.startswith('{"message"'):
-            said = errorfiles.sight("\n".join(line.text for line in log.lines).encode(errors="replace"), node=node)
+            said = errorfiles.error_file_evidence(
+                "\n".join(line.text for line in log.lines).encode(errors="replace"), node=node
+            )
             found += [said] if said is not None else []
         else:
             read[name] = log
-            found += [msgspec.structs.replace(each, log=name) for each in logs.sight(log, node=node)]
-    verdict = judge(found)
+            found += [msgspec.structs.replace(each, log=name) for each in logs.log_evidence(log, node=node)]
+    verdict = classify(found)
     by = next((each.log for each in verdict.evidence if each.log), next(iter(read), ""))
     about = {
         "logs": names,

@@ -79,12 +79,12 @@ def answers(arguments: argparse.Namespace) -> int | None:
         waiting = queue.waiting(run, None)
     except (OSError, msgspec.MsgspecError):
         return None  # the command's own words tell more
-    return show(run, waiting, queue.ask(waiting.job), as_json=as_json) if waiting is not None else None
+    return show(run, waiting, queue.query(waiting.job), as_json=as_json) if waiting is not None else None
 
 
 def _of_slurm(job: str, *, as_json: bool) -> int | None:
     """Print what Slurm says of a job that waits, and that sbatch itself has submitted; None where it knows none."""
-    queued = queue.ask(job)
+    queued = queue.query(job)
     if not queue.is_pending(queued):
         return None
     if as_json:

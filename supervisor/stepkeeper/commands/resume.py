@@ -71,7 +71,7 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         printing.say(f"job {job} is submitted; it goes on with {run.path}")
         printing.say(f"  see            stepkeeper status {job}")
-        printing.say(f"  Slurm says     {queue.words(queue.ask(job), time.time())}")
+        printing.say(f"  Slurm says     {queue.words(queue.query(job), time.time())}")
     return ExitCode.FINISHED
 
 
@@ -99,7 +99,7 @@ def _after(run: RunDirectory, job: str) -> list[str]:
     Raises:
         StepkeeperError: that one works on the run, or waits to do so; or Slurm does not answer.
     """
-    queued = queue.ask(job)
+    queued = queue.query(job)
     if queued.error:
         raise StepkeeperError(f"job {job} may still be there: {queued.error}", ExitCode.NO_SLURM)
     if queue.is_over(queued):

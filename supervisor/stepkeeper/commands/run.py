@@ -204,8 +204,8 @@ def _supervise(arguments: argparse.Namespace) -> int:
             node_counts=sized.counts,
             excluded=carried.excluded,
             tried=carried.tried,
-            usual=carried.usual,
-            left_out=carried.left_out,
+            baseline=carried.baseline,
+            skipped_data=carried.skipped_data,
             nodes_before=carried.nodes,
             losses=metrics.losses_before(directory.path),
             gpus_per_node=allocation.gpus_per_node,
@@ -223,7 +223,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
         directory.path,
         allocation.job_id,
         inbox=inbox,
-        on_error=lambda error: log.warning("asks_unreadable", error=str(error)),
+        on_error=lambda error: log.warning("requests_unreadable", error=str(error)),
     )
     tally = Tally()
     writer = TalliedJournal(directory.journal, tally)
@@ -233,7 +233,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
     try:
         with (
             sharing.kept(directory.path, wanted=settings.group_readable),
-            exported(settings, directory, tally, lambda: supervisor.telling.status, now=clock.now, log=log),
+            exported(settings, directory, tally, lambda: supervisor.decision_log.status, now=clock.now, log=log),
         ):
             return supervisor.run()
     finally:

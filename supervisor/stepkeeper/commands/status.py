@@ -76,7 +76,7 @@ def execute(arguments: argparse.Namespace) -> int:
     job = waiting.job if waiting is not None else None
     if status is not None and is_silent(status, now):
         job = queue.name(status)
-    queued = queue.ask(job) if job is not None else None
+    queued = queue.query(job) if job is not None else None
     if status is None:
         assert waiting is not None, "looked at above"
         return pending.show(run, waiting, queued, as_json=arguments.json)

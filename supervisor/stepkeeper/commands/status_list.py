@@ -33,7 +33,7 @@ def show(runs: list[RunDirectory], *, as_json: bool) -> int:
     """Print one line a run, the newest first; what cannot be read is said in its line."""
     now = time.time()
     looks = [_look(run) for run in runs[:RUNS_MAX]]
-    queued = queue.ask_all({look.waiting.job for look in looks if look.waiting is not None})
+    queued = queue.query_all({look.waiting.job for look in looks if look.waiting is not None})
     if as_json:
         printing.say_json([_document(look, queued, now) for look in looks], indent=2)
     elif runs:

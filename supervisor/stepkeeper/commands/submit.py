@@ -108,7 +108,7 @@ def execute(arguments: argparse.Namespace) -> int:
             printing.say(f"  time limit     {length} an attempt; a longer training is a chain of them")
         printing.say(f"  see            stepkeeper status {shlex.quote(where)}")
         printing.say(f"  stop           stepkeeper stop {shlex.quote(where)} (saves first), or scancel {job}")
-        printing.say(f"  Slurm says     {queue.words(queue.ask(str(job)), time.time())}")
+        printing.say(f"  Slurm says     {queue.words(queue.query(str(job)), time.time())}")
     return ExitCode.FINISHED
 
 

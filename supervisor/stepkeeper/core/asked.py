@@ -19,7 +19,7 @@ from stepkeeper.core.state import Next, Phase, Plan, State
 replace = msgspec.structs.replace
 
 
-def on_asked(state: State, event: on.Asked, policy: Policy) -> Decision:
+def on_requested(state: State, event: on.Requested, policy: Policy) -> Decision:
     """Somebody asks for a checkpoint, or for the end of the run."""
     if event.name in state.answered:
         return Decision(state)  # the answer is on its way
@@ -28,26 +28,26 @@ def on_asked(state: State, event: on.Asked, policy: Policy) -> Decision:
         return Decision(state)
     ok = not any(isinstance(reason, because.SaveRefused) for reason in decision.why)
     told = replace(decision.state, answered=(*decision.state.answered, event.name)[-ANSWERED_MAX:])
-    effects = (do.AnswerAsk(name=event.name, reasons=decision.why, ok=ok), *decision.effects)
+    effects = (do.AnswerRequest(name=event.name, reasons=decision.why, ok=ok), *decision.effects)
     return Decision(told, effects, decision.why)
 
 
 ANSWERED_MAX = 16
 
 
-def _save(state: State, event: on.Asked) -> Decision | None:
+def _save(state: State, event: on.Requested) -> Decision | None:
     """Ask the ranks; without any that could, it is refused at once: the asker waits for an answer."""
     why = (because.SaveAsked(by=event.by),)
     if state.phase is Phase.SAVING or (state.phase is Phase.TRAINING and state.saving is not None):
         return None  # one is under way; the next one can be asked for then
     if state.phase is not Phase.TRAINING:
         return Decision(state, (), (because.SaveRefused(phase=state.phase.value),))
-    if not state.heard:
+    if not state.library_seen:
         return Decision(state, (), (because.SaveRefused(),))
     return Decision(state, (do.RequestSave(stop=False, reasons=why),), why)
 
 
-def _stop(state: State, event: on.Asked, policy: Policy) -> Decision | None:
+def _stop(state: State, event: on.Requested, policy: Policy) -> Decision | None:
     why = (because.StopAsked(by=event.by),)
     plan = Plan(next=Next.END, why=why, code=ExitCode.STOPPED)
     match state.phase:

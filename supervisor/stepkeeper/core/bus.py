@@ -9,10 +9,10 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.growing import dismiss, give_up
-from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, closed, release, stop
+from stepkeeper.core.phases import Decision, all_ready, closed, query_slurm, query_slurm_unprompted, release, stop
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.state import NO_SIGNAL, Doubt, Next, Phase, Plan, State
+from stepkeeper.core.state import NO_SIGNAL, Next, Phase, Plan, SlurmReachability, State
 
 replace = msgspec.structs.replace
 
@@ -92,18 +92,18 @@ def _without_bus(state: State, why: Why) -> Decision:
 
 def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:
     """Beside training, no watcher at all came back in time: are the nodes lost, or is only Slurm away?"""
-    if state.doubt is Doubt.ASKED and state.asking:
+    if state.slurm_reachability is SlurmReachability.ASKED and state.asking:
         prompted = state.signal != NO_SIGNAL
-        state = replace(state, asking=False, again=False, signal=state.signal if prompted else "")
+        state = replace(state, asking=False, requery=False, signal=state.signal if prompted else "")
         late = f"no answer in {policy.ask_within_s:g} s"
         decision = try_bus_again(state, at, policy, answered=False, error=late)
         if not prompted:
             return decision
-        more = ask(decision.state, decision.why)  # what a signal means is still to be found out
+        more = query_slurm(decision.state, decision.why)  # what a signal means is still to be found out
         return Decision(more.state, (*decision.effects, *more.effects), decision.why)
-    state = replace(state, doubt=Doubt.ASKED, deadline_at=at + policy.ask_within_s)
+    state = replace(state, slurm_reachability=SlurmReachability.ASKED, deadline_at=at + policy.ask_within_s)
     why = (because.NoWatcher(),)
-    return Decision(state, (), why) if state.asking else ask_unprompted(state, why)
+    return Decision(state, (), why) if state.asking else query_slurm_unprompted(state, why)
 
 
 def try_bus_again(
@@ -111,7 +111,9 @@ def try_bus_again(
 ) -> Decision:
     """Training goes on; without Slurm for as long as it takes, with it for one more time."""
     deadline = at + policy.watcher_back_within_s
-    state = replace(state, doubt=Doubt.LAST if answered else Doubt.AWAY, deadline_at=deadline)
+    state = replace(
+        state, slurm_reachability=SlurmReachability.LAST if answered else SlurmReachability.AWAY, deadline_at=deadline
+    )
     if answered:
         state = replace(state, bus_tries=0)  # the time is short: almost at once
     suspects = state.silent if answered and state.silent < set(state.nodes) else frozenset[str]()

@@ -44,7 +44,7 @@ class Notice(StrEnum):
     UNKNOWN = "unknown"  # Slurm could not be asked
 
 
-class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+class SkippedData(msgspec.Struct, frozen=True, kw_only=True):
     """Data that the training does not take again: that of `steps` steps from `step` on."""
 
     step: int

@@ -17,12 +17,12 @@ from stepkeeper.core.limit import on_limit_near
 from stepkeeper.core.notices import give_up_requeue, retry_requeue
 from stepkeeper.core.phases import (
     Decision,
-    ask,
-    ask_unprompted,
     close,
     closed,
     go_on_starting,
     kill,
+    query_slurm,
+    query_slurm_unprompted,
     relaunch,
     stop,
     wait_for_slurm,
@@ -30,7 +30,7 @@ from stepkeeper.core.phases import (
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.settling import on_judge_late
 from stepkeeper.core.silence import look_at_start, on_silence
-from stepkeeper.core.state import Blame, Doubt, Next, Phase, Plan, State
+from stepkeeper.core.state import Blame, Next, Phase, Plan, SlurmReachability, State
 from stepkeeper.core.storage import on_storage_late
 
 replace = msgspec.structs.replace
@@ -59,7 +59,7 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
                 late = f"Slurm did not answer in {within_s:g} s"
                 return retry_requeue(state, event.at, late, ExitCode.UNDECIDED, policy)
             state = replace(state, deadline_at=event.at + policy.ask_within_s)
-            return ask(state, (because.RequeueAsked(),))
+            return query_slurm(state, (because.RequeueAsked(),))
         case _:
             assert_never(state.phase)
 
@@ -104,14 +104,16 @@ def _on_slurm_still_away(state: State, at: float, plan: Plan, policy: Policy) ->
         return wait_for_slurm(state, at, (because.SlurmLate(within_s=policy.ask_within_s),), policy)
     if at - state.slurm_away_since < policy.slurm_away_for_s:
         state = replace(state, deadline_at=at + policy.ask_within_s)
-        return ask_unprompted(state, (because.SlurmAsked(),))
+        return query_slurm_unprompted(state, (because.SlurmAsked(),))
     state = replace(state, plan=replace(plan, blame=Blame.TRAINING))
     return relaunch(state, at, (*plan.why, because.SlurmAway(for_s=policy.slurm_away_for_s)), policy)
 
 
 def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
     """Not every task has started, or no rank has the trainer library."""
-    if state.begun or not state.wrapped or state.bus_restarted_in_launch:  # an older bus may have heard of it
+    if (
+        state.all_tasks_started or not state.wrapped or state.bus_restarted_in_launch
+    ):  # an older bus may have heard of it
         return look_at_start(replace(state, deadline_at=None), at, policy, (because.NoLibrary(),))
     why = (because.LaunchNeverBegan(within_s=policy.begin_within_s),)
     state = replace(state, phase=Phase.STOPPING, first_failure=why, plan=Plan(next=Next.RELAUNCH, why=why))
@@ -138,7 +140,7 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
     if not missing:
         plan = Plan(next=Next.END, why=(because.ChoosingLate(),), code=ExitCode.STORAGE)
         return stop(state, at, plan, policy)
-    if state.phase is Phase.TRAINING and not state.ready and state.doubt is not Doubt.LAST:
+    if state.phase is Phase.TRAINING and not state.ready and state.slurm_reachability is not SlurmReachability.LAST:
         return on_no_watcher(state, at, policy)
     # one lost node keeps the whole bus from starting: name that one, if its watcher fell silent first
     lost = tuple([node for node in missing if node in state.silent] or missing)

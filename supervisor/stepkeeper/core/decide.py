@@ -13,7 +13,7 @@ from typing import assert_never
 
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.asked import on_asked
+from stepkeeper.core.asked import on_requested
 from stepkeeper.core.bus import on_watcher_lost
 from stepkeeper.core.deadlines import on_tick
 from stepkeeper.core.faults import on_bus_ended, on_node_faulted, on_nodes_not_cleared, on_nodes_released
@@ -67,7 +67,7 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_tick(state, event, policy)
         case on.PartFailed():
             return Decision(state, (), (because.PartFailed(part=event.part, error=event.error),))
-        case on.StoodStill():
+        case on.Suspended():
             return on_stood_still(state, event)
         case on.ClockSet():
             return on_clock_set(state, event, policy)
@@ -121,7 +121,7 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_save_began(state, event, policy)
         case on.CheckpointCommitted():
             return on_committed(state, event, policy)
-        case on.SaveGaveUp():
+        case on.SaveFailed():
             return on_save_gave_up(state, event, policy)
         case on.TrainingFinished():
             return on_finished(state, event, policy)
@@ -137,8 +137,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_judged(state, event, policy)
         case on.RolledBack():
             return on_rolled_back(state, event, policy)
-        case on.Asked():
-            return on_asked(state, event, policy)
+        case on.Requested():
+            return on_requested(state, event, policy)
         case on.RunDirectoryGone():
             return on_run_directory_gone(state, event, policy)
         case on.Superseded():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stepkeeper.core.causes import Cause, LeftOut
+from stepkeeper.core.causes import Cause, SkippedData
 from stepkeeper.core.reasons import Finding, Why
 
 
@@ -70,7 +70,7 @@ class StartLaunch(_Effect, frozen=True, kw_only=True, tag="start_launch"):
     address: str
     port: int
     nodes: tuple[str, ...] = ()
-    left_out: tuple[LeftOut, ...] = ()  # data that the ranks do not take
+    skipped_data: tuple[SkippedData, ...] = ()  # data that the ranks do not take
     went_back: bool | None = None  # true: on purpose, and the ranks take nothing newer from a tier
 
 
@@ -125,10 +125,10 @@ class RollBack(_Effect, frozen=True, kw_only=True, tag="roll_back"):
     below_step: int
     reasons: Why = ()
     suspect: bool = False  # mark the commits that are left behind: a loss had gone wrong
-    left_out: tuple[LeftOut, ...] = ()  # all data that the ranks do not take from then on, for the lineage
+    skipped_data: tuple[SkippedData, ...] = ()  # all data that the ranks do not take from then on, for the lineage
 
 
-class TellSlowNode(_Effect, frozen=True, kw_only=True, tag="tell_slow_node"):
+class ReportSlowNode(_Effect, frozen=True, kw_only=True, tag="report_slow_node"):
     """Tell that a node holds the others up, or does no more: in the log, the counters and the report."""
 
     node: str
@@ -140,16 +140,16 @@ class TellSlowNode(_Effect, frozen=True, kw_only=True, tag="tell_slow_node"):
     reasons: Why = ()
 
 
-class TellSlowLaunch(_Effect, frozen=True, kw_only=True, tag="tell_slow_launch"):
+class ReportSlowLaunch(_Effect, frozen=True, kw_only=True, tag="report_slow_launch"):
     """Tell that a launch steps slower than those before it, on as many nodes."""
 
     seconds: float  # its median step
-    usual: float  # the median of theirs
+    baseline: float  # the median of theirs
     nodes: tuple[str, ...] = ()  # that may be why
     reasons: Why = ()
 
 
-class TellReplay(_Effect, frozen=True, kw_only=True, tag="tell_replay"):
+class ReportReplay(_Effect, frozen=True, kw_only=True, tag="report_replay"):
     """Tell what came of the steps that were done again after a resume."""
 
     equal: bool  # the same bits, or within what is usual for the run
@@ -161,7 +161,7 @@ class TellReplay(_Effect, frozen=True, kw_only=True, tag="tell_replay"):
     reasons: Why = ()
 
 
-class CallPerson(_Effect, frozen=True, kw_only=True, tag="call_person"):
+class NotifyUser(_Effect, frozen=True, kw_only=True, tag="notify_user"):
     """The run stops and a person is needed: Slurm's job comment, and the user's notify command.  Never fatal."""
 
     code: int
@@ -206,7 +206,7 @@ class Requeue(_Effect, frozen=True, kw_only=True, tag="requeue"):
     resubmit: bool = False  # Slurm may not requeue it: submit another job in its place, once
 
 
-class AnswerAsk(_Effect, frozen=True, kw_only=True, tag="answer_ask"):
+class AnswerRequest(_Effect, frozen=True, kw_only=True, tag="answer_request"):
     """Tell a person what becomes of what was asked."""
 
     name: str
@@ -236,15 +236,15 @@ Effect = (
     | CollectStacks
     | JudgeLaunch
     | RollBack
-    | TellSlowNode
-    | TellSlowLaunch
-    | TellReplay
-    | CallPerson
+    | ReportSlowNode
+    | ReportSlowLaunch
+    | ReportReplay
+    | NotifyUser
     | ReleaseNodes
     | CheckNodes
     | AskIdleNodes
     | AskSlurm
     | Requeue
-    | AnswerAsk
+    | AnswerRequest
     | Exit
 )

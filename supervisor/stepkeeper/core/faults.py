@@ -180,7 +180,7 @@ def _at_most(excluded: tuple[on.Exclusion, ...], state: State, policy: Policy) -
 
 def _not_charged(state: State, left: Mapping[str, Why]) -> State:
     """The launch before failed on such a node: that was no failure of the training."""
-    if not state.charged or not set(left) & set(state.launched):
+    if not state.failure_counted or not set(left) & set(state.launched):
         return state
     if state.failure is None and state.tried:  # it is settled: take that back too
         last = state.tried[-1]
@@ -192,12 +192,12 @@ def _not_charged(state: State, left: Mapping[str, Why]) -> State:
 
 def not_charged(state: State) -> State:
     """The launch before failed, and the training is not to blame."""
-    return replace(state, charged=False, failures=max(0, state.failures - state.charged))
+    return replace(state, failure_counted=False, failures=max(0, state.failures - state.failure_counted))
 
 
 def leave_on_suspicion(state: State, at: float, node: str, why: Why, policy: Policy) -> Decision:
     """The launch before failed on this node, and again: the next one runs without it."""
-    return _leave(replace(state, charged=False), at, {node: why}, policy, exclude=True)
+    return _leave(replace(state, failure_counted=False), at, {node: why}, policy, exclude=True)
 
 
 def exclude(state: State, at: float, node: str, why: Why, policy: Policy) -> State:
@@ -263,9 +263,9 @@ def _without_a_spare(state: State, at: float, why: Why, policy: Policy) -> Decis
             return Decision(state, released.effects, why)
         restarted = restart_bus(state, at, why, policy)
         return Decision(restarted.state, (*released.effects, *restarted.effects), why)
-    if state.wrapped and not state.begun:
+    if state.wrapped and not state.all_tasks_started:
         state = replace(state, deadline_at=at + policy.begin_within_s)
-    elif not state.heard:
+    elif not state.library_seen:
         state = replace(state, deadline_at=at + policy.announce_within_s)
     else:
         state = replace(state, deadline_at=None)

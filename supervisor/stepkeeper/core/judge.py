@@ -38,7 +38,7 @@ def preempted_at_last(job: JobFacts, announced_at: float | None) -> bool:
     return announced_at is None or job.preempt_at > announced_at
 
 
-def judge(state: State, job: JobFacts | None, at: float, policy: Policy) -> Judgement:
+def judge_eviction(state: State, job: JobFacts | None, at: float, policy: Policy) -> Judgement:
     """Tell why Slurm signaled.  `state.term_at` says when the batch process got SIGTERM, if it did."""
     if job is None:
         return _unreachable(state, at, policy)

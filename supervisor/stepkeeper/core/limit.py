@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from stepkeeper.core import reasons as because
-from stepkeeper.core.phases import Decision, ask
+from stepkeeper.core.phases import Decision, query_slurm
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import LIMIT, State
 
@@ -32,4 +32,4 @@ def expecting(state: State, policy: Policy) -> State:
 def on_limit_near(state: State) -> Decision:
     """The margin has begun, as far as we know: is it still so?"""
     state = replace(state, limit_at=None, signal=state.signal if state.asking else LIMIT)
-    return ask(state, (because.TimeLimitNear(),))
+    return query_slurm(state, (because.TimeLimitNear(),))

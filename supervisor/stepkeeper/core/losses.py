@@ -13,7 +13,7 @@ import msgspec
 
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import LossWrong
-from stepkeeper.core.robust import middle
+from stepkeeper.core.robust import median_mad
 
 KEPT_MAX = 128  # words
 ENOUGH = 20  # of them to know what is usual
@@ -46,7 +46,7 @@ def launched(losses: Losses, resume_step: int | None) -> Losses:
     return Losses(recent=kept, resumed=bool(kept))
 
 
-def heard(losses: Losses, step: int, loss: float | None, policy: Policy) -> tuple[Losses, LossWrong | None]:
+def observe(losses: Losses, step: int, loss: float | None, policy: Policy) -> tuple[Losses, LossWrong | None]:
     """Take in a loss; tell of an anomaly once it has lasted.
 
     Args:
@@ -86,7 +86,7 @@ def _wrong(losses: Losses, step: int, loss: float, policy: Policy) -> LossWrong 
     if loss <= 0 or len(losses.recent) < ENOUGH:
         return None
     logs = [log for _, log in losses.recent]
-    median, sigma = middle(logs)
+    median, sigma = median_mad(logs)
     above = math.log(loss) - median
     if above <= max(policy.loss_sigmas * sigma, math.log(policy.loss_times)):
         return None

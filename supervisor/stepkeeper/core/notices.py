@@ -18,15 +18,15 @@ from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import not_charged, without_lost
-from stepkeeper.core.judge import Judgement, judge
+from stepkeeper.core.judge import Judgement, judge_eviction
 from stepkeeper.core.limit import expecting
 from stepkeeper.core.pace import least_save_s
 from stepkeeper.core.phases import (
     Decision,
-    ask,
     can_save,
     close,
     kill,
+    query_slurm,
     relaunch,
     request_save,
     save,
@@ -36,7 +36,7 @@ from stepkeeper.core.phases import (
 )
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Reason, Why
-from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Doubt, Next, Phase, Plan, State
+from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Next, Phase, Plan, SlurmReachability, State
 
 replace = msgspec.structs.replace
 
@@ -69,7 +69,7 @@ def _leaves(state: State) -> bool:
     """
     if state.plan is None or state.plan.next is Next.RELAUNCH:
         return False
-    return state.phase in (Phase.SAVING, Phase.STOPPING, Phase.CLOSING) and (state.told or state.killed)
+    return state.phase in (Phase.SAVING, Phase.STOPPING, Phase.CLOSING) and (state.eviction_confirmed or state.killed)
 
 
 def _ask_about(state: State, at: float, why: Why, policy: Policy) -> Decision:
@@ -80,7 +80,7 @@ def _ask_about(state: State, at: float, why: Why, policy: Policy) -> Decision:
             return Decision(state)  # Slurm ends what it requeues: the answer to that is on its way
         if not state.asking:  # between two tries: what it means cannot wait
             state = replace(state, deadline_at=at + policy.ask_within_s)
-    return ask(state, why)
+    return query_slurm(state, why)
 
 
 def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> Decision:
@@ -89,23 +89,23 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
         return Decision(state)  # too late: it was given up
     if state.suspended.asked:
         state = replace(state, asking=False, suspended=replace(state.suspended, asked=False))
-        return ask(state, (because.SuspendedSinceAsked(),))
-    again = state.again
-    state = replace(state, asking=False, again=False)
+        return query_slurm(state, (because.SuspendedSinceAsked(),))
+    again = state.requery
+    state = replace(state, asking=False, requery=False)
     if event.job is not None:
         state = expecting(replace(state, end_at=event.job.end_at), policy)
         if event.job.state is JobState.RUNNING:
             state = replace(state, preempted_at=event.job.preempt_at)
     if state.phase is Phase.REQUEUEING and again:
         state = replace(state, deadline_at=event.at + policy.ask_within_s)
-        return ask(state, (because.SignalSinceAsked(),))
-    judgement = judge(state, event.job, event.at, policy)
+        return query_slurm(state, (because.SignalSinceAsked(),))
+    judgement = judge_eviction(state, event.job, event.at, policy)
     if state.phase is Phase.REQUEUEING:
         return _requeue_if_right(state, event, judgement, policy)
     decision = _act(state, event, judgement, policy, final=not again)
     if not again or decision.state.phase is Phase.DONE or decision.state.asking:
         return decision
-    more = ask(decision.state, (because.SignalSinceAsked(),))
+    more = query_slurm(decision.state, (because.SignalSinceAsked(),))
     return Decision(more.state, (*decision.effects, *more.effects), decision.why)
 
 
@@ -129,7 +129,9 @@ def _act(  # noqa: C901, PLR0912 - one case a notice
         plan = Plan(next=Next.RELAUNCH, why=state.first_failure)  # no notice explains how that rank ended
         return kill(replace(state, phase=Phase.STOPPING, plan=plan), event.at, policy, plan.why)
     match judgement.notice:
-        case Notice.NOT_FOR_US if final and state.phase is Phase.TRAINING and state.doubt is Doubt.ASKED:
+        case Notice.NOT_FOR_US if (
+            final and state.phase is Phase.TRAINING and state.slurm_reachability is SlurmReachability.ASKED
+        ):
             said = event.job.slurm_state if event.job is not None else ""
             answered = event.job is not None
             return try_bus_again(state, event.at, policy, answered=answered, slurm_state=said, error=event.error)
@@ -138,7 +140,7 @@ def _act(  # noqa: C901, PLR0912 - one case a notice
         case Notice.ASKED_TO_SAVE if not state.batch and asked_for in ("INT", "TERM"):
             return _end_by_hand(state, event.at, asked_for, policy)
         case Notice.ASKED_TO_SAVE:
-            if state.phase is not Phase.TRAINING or not state.heard:
+            if state.phase is not Phase.TRAINING or not state.library_seen:
                 return Decision(state, (), why)
             return Decision(state, (do.RequestSave(stop=False, reasons=(because.GotSignal(signal=asked_for),)),), why)
         case Notice.CANCELLED:
@@ -182,7 +184,7 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
     deadline = judgement.deadline_at
     assert deadline is not None, "whoever takes the allocation says until when"
     runs_out = judgement.notice is Notice.TIME_LIMIT and state.term_at is None  # announced, not yet carried out
-    state = replace(state, told=state.told or not runs_out)
+    state = replace(state, eviction_confirmed=state.eviction_confirmed or not runs_out)
     if not runs_out and state.phase is Phase.STARTING and state.failure is not None:
         # ranks that are told before we are die of it: what ended the launch a moment ago was most likely this
         state = not_charged(replace(state, failure=None))
@@ -213,7 +215,7 @@ def _save_if_it_can(state: State, at: float, deadline: float, plan: Plan, policy
     """
     least_s = least_save_s(state.pace)
     left_s = max(0.0, deadline - at)
-    if not state.heard or state.saving is not None or left_s >= least_s:
+    if not state.library_seen or state.saving is not None or left_s >= least_s:
         return save(state, deadline, plan)
     why = (*plan.why, because.NoTimeToSave(left_s=left_s, quickest_s=state.pace.quickest))
     return stop(state, at, replace(plan, why=why), policy)
@@ -284,7 +286,7 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
     if event.forbidden:
         deadline = event.at + policy.ask_within_s
         state = replace(state, requesting=False, resubmitting=True, deadline_at=deadline)
-        return ask(state, (because.RequeueNotAllowed(error=event.error),))
+        return query_slurm(state, (because.RequeueNotAllowed(error=event.error),))
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
 
 
@@ -295,7 +297,7 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
         why = (because.RequeueFailed(error=error, tries=tries),)
         return close(state, at, Plan(next=Next.END, why=why, code=code), policy)
     wait = min(policy.requeue_retry_s * 2 ** (tries - 1), policy.requeue_retry_max_s)
-    state = replace(state, requeue_tries=tries, asking=False, again=False, requesting=False, deadline_at=at + wait)
+    state = replace(state, requeue_tries=tries, asking=False, requery=False, requesting=False, deadline_at=at + wait)
     return Decision(state, (), (because.RequeueFailed(error=error, again_s=wait, tries=tries),))
 
 

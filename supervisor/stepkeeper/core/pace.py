@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.robust import middle
+from stepkeeper.core.robust import median_mad
 
 KEPT_MAX = 64  # intervals
 ENOUGH = 5  # of them to know what is usual
@@ -69,7 +69,7 @@ def silence_s(pace: Pace, policy: Policy, *, saving: bool) -> float:
     known = pace if len(pace.recent) >= ENOUGH else pace.before
     if known is None:
         return policy.hang_most_s
-    median, spread = middle(known.recent)
+    median, spread = median_mad(known.recent)
     allowed = max(policy.hang_steps * (median + 3 * spread), LONGEST_TIMES * known.longest)
     if pace.heard == 0:  # loading, compiling, the first step
         allowed += LONGEST_TIMES * (known.first or 0.0)
@@ -82,7 +82,7 @@ def steady_s(pace: Pace, policy: Policy, *, saving: bool) -> float | None:
     """Return after which shorter silence a run of even steps may be looked at; None where that is no shorter one."""
     if saving or len(pace.recent) < STEADY:
         return None
-    median, spread = middle(pace.recent)
+    median, spread = median_mad(pace.recent)
     usual = STEADY_TIMES * policy.hang_steps * (median + 3 * spread)
     soon = max(policy.hang_steady_s, usual, LONGEST_TIMES * pace.longest)
     return soon if soon < silence_s(pace, policy, saving=saving) else None

@@ -35,13 +35,13 @@ def can_save(state: State) -> bool:
     """Tell whether ranks that train may have something to save: done steps, or work that only their script knows of."""
     if state.bus_restarted_in_launch:  # what they said meanwhile was not heard
         return True
-    return state.step is not None if state.heard else state.begun or not state.wrapped
+    return state.step is not None if state.library_seen else state.all_tasks_started or not state.wrapped
 
 
 def save(state: State, deadline: float, plan: Plan) -> Decision:
     """Ask all ranks for a save, and to leave."""
     state = replace(state, phase=Phase.SAVING, plan=plan, deadline_at=deadline)
-    why = plan.why if state.heard else (*plan.why, because.StopSignalInstead())
+    why = plan.why if state.library_seen else (*plan.why, because.StopSignalInstead())
     return Decision(state, (request_save(state),), why)
 
 
@@ -52,16 +52,16 @@ def request_save(state: State) -> do.RequestSave:
     return do.RequestSave(stop=True, reasons=state.plan.why, deadline_at=state.deadline_at, slurm_sent=sent)
 
 
-def ask(state: State, why: Why) -> Decision:
+def query_slurm(state: State, why: Why) -> Decision:
     """Ask Slurm; if a question is under way, ask again when it is answered."""
     if state.asking:
-        return Decision(replace(state, again=True), (), why)
+        return Decision(replace(state, requery=True), (), why)
     return Decision(replace(state, asking=True), (do.AskSlurm(reasons=why),), why)
 
 
-def ask_unprompted(state: State, why: Why) -> Decision:
+def query_slurm_unprompted(state: State, why: Why) -> Decision:
     """Ask Slurm though no signal came: only what ends the job counts."""
-    return ask(replace(state, signal=state.signal if state.asking else NO_SIGNAL), why)
+    return query_slurm(replace(state, signal=state.signal if state.asking else NO_SIGNAL), why)
 
 
 def take(state: State, plan: Plan) -> State:
@@ -69,8 +69,8 @@ def take(state: State, plan: Plan) -> State:
     ends = state.plan is not None and state.plan.next is Next.END
     if not ends or plan.code is ExitCode.SUPERSEDED:
         return replace(state, plan=plan)
-    if state.otherwise is None or state.otherwise.next is not Next.END:
-        return replace(state, otherwise=plan)
+    if state.fallback_plan is None or state.fallback_plan.next is not Next.END:
+        return replace(state, fallback_plan=plan)
     return state
 
 
@@ -126,7 +126,7 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
         return finish(state, plan)
     by = at + REQUEUE_FOR_S
     state = replace(state, phase=Phase.REQUEUEING, deadline_at=at + policy.ask_within_s, requeue_by=by)
-    asked = ask(state, (because.RequeueAsked(),))
+    asked = query_slurm(state, (because.RequeueAsked(),))
     return Decision(asked.state, asked.effects, why)
 
 
@@ -138,11 +138,13 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     if not places(state):
         return close(state, at, Plan(next=Next.REQUEUE, why=(*why, room(state)), blame=Blame.NODE), policy)
     charged = state.plan is None or state.plan.blame is Blame.TRAINING
-    unseen = not state.heard and state.launched_at is not None and at - state.launched_at >= policy.unseen_progress_s
+    unseen = (
+        not state.library_seen and state.launched_at is not None and at - state.launched_at >= policy.unseen_progress_s
+    )
     if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`settling`)
         tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.tried)
         state = replace(state, failures=0, tried=tried)
-    judged = charged and (state.begun or not state.wrapped)  # else it says nothing of the training
+    judged = charged and (state.all_tasks_started or not state.wrapped)  # else it says nothing of the training
     failure = Failure(launch=state.launch, step=state.step, judge_by=at + policy.judge_within_s) if judged else None
     judge = (do.JudgeLaunch(launch=state.launch, found=state.found),) if judged else ()
     released = release(state)
@@ -152,12 +154,12 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
         state,
         phase=Phase.STARTING,
         failures=state.failures + charged,
-        charged=charged,
+        failure_counted=charged,
         failure=failure,
         launch=state.launch + 1,
         first_failure=why,
         plan=None,
-        otherwise=None,
+        fallback_plan=None,
         chosen=False,
         clearing=False,
         deadline_at=at + wait,
@@ -174,7 +176,7 @@ def wait_for_slurm(state: State, at: float, why: Why, policy: Policy) -> Decisio
     """No launch can begin without Slurm: ask again in a moment.  That it is away is in nobody's budget."""
     assert state.plan is not None, "STOPPING is entered with a plan"
     plan = replace(state.plan, blame=Blame.SLURM)
-    state = replace(state, plan=plan, asking=False, again=False, deadline_at=at + policy.slurm_again_s)
+    state = replace(state, plan=plan, asking=False, requery=False, deadline_at=at + policy.slurm_again_s)
     return Decision(state, (), (*why, because.WaitForSlurm()))
 
 
@@ -214,7 +216,7 @@ def go_on_starting(state: State, at: float, policy: Policy, why: Why) -> Decisio
 def finish(state: State, plan: Plan) -> Decision:
     """End the supervisor; where the run needs a person, call one."""
     state = replace(state, phase=Phase.DONE, plan=plan, deadline_at=None)
-    call = do.CallPerson(code=int(plan.code), reasons=plan.why, cause=plan.cause)
+    call = do.NotifyUser(code=int(plan.code), reasons=plan.why, cause=plan.cause)
     calls = (call,) if plan.code.needs_person else ()
     return Decision(state, (*calls, do.Exit(code=int(plan.code), reasons=plan.why)), plan.why)
 

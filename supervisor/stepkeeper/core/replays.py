@@ -24,7 +24,7 @@ from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.robust import MAD_TO_SIGMA
 from stepkeeper.core.state import Next, Phase, Plan, State
 
-TELL, ROLLBACK = CHOICES = ("tell", "rollback")
+REPORT_REPLAY, ROLLBACK_REPLAY = CHOICES = ("tell", "rollback")
 RULE = "replay-differs"
 NOISE_SHARE = 0.5  # of what neighbouring steps differ by: the same step on the same data differs by less
 
@@ -37,7 +37,7 @@ def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
         return Decision(state)
     if event.worst is None:
         why: Why = (because.ReplayEqual(steps=event.steps),)
-        return Decision(state, (do.TellReplay(equal=True, steps=event.steps, reasons=why),), why)
+        return Decision(state, (do.ReportReplay(equal=True, steps=event.steps, reasons=why),), why)
     apart = _distance(event.then, event.now)
     tolerance = _tolerance(state.losses, policy)
     if not event.deterministic and apart <= tolerance:
@@ -56,7 +56,7 @@ def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
         ),
     )
     tell = _tell(event, new, why, equal=False)
-    if policy.replay_differs == TELL or state.phase is not Phase.TRAINING:
+    if policy.replay_differs == REPORT_REPLAY or state.phase is not Phase.TRAINING:
         return Decision(state, (tell,), why)
     found = Finding(cause=Cause.NUMERICAL, rule=RULE, reasons=why, step=event.worst)
     plan = Plan(next=Next.RELAUNCH, why=why)
@@ -65,8 +65,8 @@ def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
     return Decision(ended.state, (tell, *ended.effects), why)
 
 
-def _tell(event: on.Replayed, nodes: tuple[str, ...], why: Why, *, equal: bool) -> do.TellReplay:
-    return do.TellReplay(
+def _tell(event: on.Replayed, nodes: tuple[str, ...], why: Why, *, equal: bool) -> do.ReportReplay:
+    return do.ReportReplay(
         equal=equal, steps=event.steps, step=event.worst, then=event.then, now=event.now, nodes=nodes, reasons=why
     )
 

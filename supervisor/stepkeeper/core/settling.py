@@ -16,7 +16,7 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.causes import Cause, LeftOut, Tried
+from stepkeeper.core.causes import Cause, SkippedData, Tried
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
 from stepkeeper.core.ladder import IN_A_STATE, OF_NODE, UNCHARGED, Rung, Try
@@ -190,11 +190,11 @@ def _leave_out(state: State, case: _Case, why: Why, policy: Policy) -> tuple[Sta
     """Have the data on which a loss went wrong left out, if that is wanted, and not too often."""
     if case.cause is not Cause.NUMERICAL or case.step is None or case.step < 1 or not policy.skip_data_steps:
         return state, why
-    if len(state.left_out) >= policy.skip_data_max:
-        return state, (*why, because.DataNotLeftOut(times=len(state.left_out)))
-    window = LeftOut(step=case.step, steps=policy.skip_data_steps)
+    if len(state.skipped_data) >= policy.skip_data_max:
+        return state, (*why, because.DataNotLeftOut(times=len(state.skipped_data)))
+    window = SkippedData(step=case.step, steps=policy.skip_data_steps)
     said = because.DataLeftOut(step=window.step, steps=window.steps)
-    return replace(state, left_out=(*state.left_out, window)), (*why, said)
+    return replace(state, skipped_data=(*state.skipped_data, window)), (*why, said)
 
 
 def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -> Decision:
@@ -214,6 +214,6 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
         below_step=below,
         reasons=why,
         suspect=case.cause is Cause.NUMERICAL,
-        left_out=state.left_out,
+        skipped_data=state.skipped_data,
     )
     return Decision(state, (effect,), (*why, because.GoBackBelow(step=below)))

@@ -41,18 +41,18 @@ def first_word_by(state: State, at: float, policy: Policy) -> float | None:
 
     Import, rendezvous and opening the data can stand still as well, and nobody knows beforehand how long they take.
     """
-    if not policy.hang_watch or not state.usual.start_s:
+    if not policy.hang_watch or not state.baseline.start_s:
         return None
     return at + _start_s(state, policy)
 
 
 def _start_s(state: State, policy: Policy) -> float:
-    return min(max(START_TIMES * state.usual.start_s, policy.hang_least_s), policy.hang_most_s)
+    return min(max(START_TIMES * state.baseline.start_s, policy.hang_least_s), policy.hang_most_s)
 
 
 def look_at_start(state: State, at: float, policy: Policy, why: Why) -> Decision:
     """No word of the trainer library, and none from any launch before: tell what the ranks do, and end nothing."""
-    if state.looking or not policy.hang_watch or state.usual.start_s or not all_ready(state):
+    if state.looking or not policy.hang_watch or state.baseline.start_s or not all_ready(state):
         return Decision(state, (), why)
     return _look(state, at, policy, why)
 
@@ -65,15 +65,15 @@ def on_silence(state: State, at: float, policy: Policy) -> Decision:
         return Decision(_look_again(state, at), (), (because.NoStacks(again=True),))
     if state.looking:
         return _stands_still(state, at, None, policy)
-    unborn = not state.heard and state.wrapped and not state.begun  # that has a deadline of its own
+    unborn = not state.library_seen and state.wrapped and not state.all_tasks_started  # that has a deadline of its own
     if unborn or not all_ready(state):  # words may be lost with the watchers, whose deadline runs
         return Decision(_wait_on(state, at, policy))
-    return _look(state, at, policy, (because.Silent(step=state.step, starting=not state.heard),))
+    return _look(state, at, policy, (because.Silent(step=state.step, starting=not state.library_seen),))
 
 
 def _only_tells(state: State) -> bool:
     """Tell whether the script may have no trainer library at all."""
-    return not state.heard and not state.usual.start_s
+    return not state.library_seen and not state.baseline.start_s
 
 
 def _look(state: State, at: float, policy: Policy, why: Why) -> Decision:
@@ -105,7 +105,7 @@ def _look_again(state: State, at: float) -> State:
 
 def _wait_on(state: State, at: float, policy: Policy) -> State:
     saving = state.saving is not None
-    allowed = silence_s(state.pace, policy, saving=saving) if state.heard else _start_s(state, policy)
+    allowed = silence_s(state.pace, policy, saving=saving) if state.library_seen else _start_s(state, policy)
     return replace(state, early_s=0.0, hang_at=at + min(state.patience, PATIENCE_MAX) * allowed)
 
 

@@ -27,7 +27,7 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
     """Compare what each node works itself for a step."""
     if event.launch != state.launch or not state.running or state.phase is not Phase.TRAINING:
         return Decision(state)
-    known, verdicts = stragglers.heard(
+    known, verdicts = stragglers.observe_pace(
         state.stragglers,
         state.launched,
         dict(event.own),
@@ -53,7 +53,7 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
             state = replace(state, to_replace="")
         why += said
         effects.append(
-            do.TellSlowNode(
+            do.ReportSlowNode(
                 node=verdict.node,
                 factor=round(verdict.how.factor, 3),
                 since=verdict.since,
@@ -94,15 +94,15 @@ def watch_pace(state: State, policy: Policy) -> Decision:
     if state.paced or len(state.pace.recent) < usual.WORDS:
         return Decision(state)
     seconds = statistics.median(state.pace.recent)
-    known, slower = usual.stepped(state.usual, len(state.launched), seconds, policy)
+    known, slower = usual.stepped(state.baseline, len(state.launched), seconds, policy)
     if slower is None:
-        return Decision(replace(state, usual=known, paced=True))
+        return Decision(replace(state, baseline=known, paced=True))
     suspects = _suspects(state)
     if not suspects and not state.stragglers.slowest[0] and len(state.pace.recent) < 2 * usual.WORDS:
         return Decision(state)  # what the nodes take will soon be known, and may name the one that is slow
-    state = replace(state, usual=known, paced=True)
+    state = replace(state, baseline=known, paced=True)
     why = (_slow_launch(state, slower, suspects),)
-    tell = do.TellSlowLaunch(seconds=round(slower.seconds, 6), usual=slower.usual, nodes=suspects, reasons=why)
+    tell = do.ReportSlowLaunch(seconds=round(slower.seconds, 6), baseline=slower.baseline, nodes=suspects, reasons=why)
     return Decision(state, (tell,), why)
 
 
@@ -121,7 +121,7 @@ def _suspects(state: State) -> tuple[str, ...]:
 
 def _slow_launch(state: State, slower: usual.Slower, suspects: tuple[str, ...]) -> because.LaunchSlow:
     new = _new_nodes(state)
-    said = because.LaunchSlow(seconds=slower.seconds, usual=slower.usual, launches=slower.launches)
+    said = because.LaunchSlow(seconds=slower.seconds, usual=slower.baseline, launches=slower.launches)
     if not suspects:
         return replace(said, all_new=bool(new))
     if suspects == new:

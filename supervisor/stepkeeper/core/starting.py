@@ -16,13 +16,21 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import are_lost, lose_nodes, on_unfit, was_lost
 from stepkeeper.core.growing import launched, take_back
 from stepkeeper.core.limit import expecting
-from stepkeeper.core.phases import Decision, all_ready, ask_unprompted, finish, go_on_starting, request_save, stop
+from stepkeeper.core.phases import (
+    Decision,
+    all_ready,
+    finish,
+    go_on_starting,
+    query_slurm_unprompted,
+    request_save,
+    stop,
+)
 from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.settling import past, settle
 from stepkeeper.core.silence import first_word_by
-from stepkeeper.core.state import Doubt, Next, Phase, Plan, State
+from stepkeeper.core.state import Next, Phase, Plan, SlurmReachability, State
 
 replace = msgspec.structs.replace
 
@@ -52,8 +60,8 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         node_counts=event.node_counts,
         excluded=event.excluded,
         tried=event.tried,
-        usual=event.usual,
-        left_out=event.left_out,
+        baseline=event.baseline,
+        skipped_data=event.skipped_data,
         launched_before=event.nodes_before,
         losses=losses.carried(event.losses),
         started_at=event.at,
@@ -93,27 +101,33 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     state = replace(state, ready=state.ready | {event.node})
     everyone = all_ready(state)
     if everyone:
-        state = replace(state, silent=frozenset(), bus_error="", bus_tries=0, doubt=Doubt.NONE)
+        state = replace(state, silent=frozenset(), bus_error="", bus_tries=0, slurm_reachability=SlurmReachability.NONE)
     if state.phase in (Phase.SAVING, Phase.STOPPING):
         first = len(state.ready) == 1
         return _say_again(state, first=first) if first or everyone else Decision(state)
-    if state.doubt is Doubt.LAST and state.silent and set(state.nodes) == state.ready | state.silent:
+    if (
+        state.slurm_reachability is SlurmReachability.LAST
+        and state.silent
+        and set(state.nodes) == state.ready | state.silent
+    ):
         lost = tuple(node for node in state.nodes if node in state.silent)
         return lose_nodes(state, event.at, lost, (are_lost(state, lost),), policy)
     if not everyone:
         return Decision(_bus_comes(state, event.at, policy))
     if state.phase is Phase.TRAINING:
         # a notice meanwhile reached no watcher: only Slurm can tell of it
-        unknown = state.wrapped and not state.begun  # the word of the begin may have been lost: only warn, later
+        unknown = (
+            state.wrapped and not state.all_tasks_started
+        )  # the word of the begin may have been lost: only warn, later
         state = replace(state, deadline_at=event.at + policy.announce_within_s if unknown else None)
-        return ask_unprompted(state, (because.NoticePerhapsMissed(),))
+        return query_slurm_unprompted(state, (because.NoticePerhapsMissed(),))
     return go_on_starting(state, event.at, policy, (because.WatchersReady(),))
 
 
 def _bus_comes(state: State, at: float, policy: Policy) -> State:
     """Slurm is there again, the first watcher proves it: the others get their usual time."""
-    if state.phase is Phase.TRAINING and state.doubt in (Doubt.ASKED, Doubt.AWAY):
-        return replace(state, doubt=Doubt.NONE, deadline_at=at + policy.watcher_back_within_s)
+    if state.phase is Phase.TRAINING and state.slurm_reachability in (SlurmReachability.ASKED, SlurmReachability.AWAY):
+        return replace(state, slurm_reachability=SlurmReachability.NONE, deadline_at=at + policy.watcher_back_within_s)
     return state
 
 
@@ -192,15 +206,15 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         unfit_since=None,
         launched=nodes,
         launched_at=event.at,
-        charged=False,
+        failure_counted=False,
         hints=(),
         running=True,
-        begun=False,
-        heard=False,
+        all_tasks_started=False,
+        library_seen=False,
         bus_restarted_in_launch=False,
         slurm_sent="",
-        told=False,
-        doubt=Doubt.NONE,
+        eviction_confirmed=False,
+        slurm_reachability=SlurmReachability.NONE,
         step=None,
         saving=None,
         reading_back=(),
@@ -226,7 +240,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         nodes=nodes,
         resume_from=state.resume_from,
         went_back=state.went_back or None,
-        left_out=state.left_out,
+        skipped_data=state.skipped_data,
         address=event.address,
         port=event.port,
     )

@@ -6,14 +6,14 @@ from enum import StrEnum
 
 import msgspec
 
-from stepkeeper.core.causes import Cause, LeftOut, Tried
+from stepkeeper.core.causes import Cause, SkippedData, Tried
 from stepkeeper.core.events import Exclusion, Judged
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.losses import Losses
 from stepkeeper.core.pace import Pace
 from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.stragglers import Stragglers
-from stepkeeper.core.usual import Usual
+from stepkeeper.core.usual import Baseline
 
 NODE_TERM = "node TERM"  # a watcher got SIGTERM, and nobody else
 LIMIT = "limit"  # the time limit is near, by our own clock
@@ -40,7 +40,7 @@ class Next(StrEnum):
     END = "end"
 
 
-class Doubt(StrEnum):
+class SlurmReachability(StrEnum):
     """What is known while training goes on and no watcher answers: are the nodes gone, or is Slurm away?"""
 
     NONE = "none"
@@ -139,7 +139,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     bus_error: str = ""  # why the newest bus ended, until every watcher answers again
     bus_restarts: int = 0
     bus_tries: int = 0  # restarts beside training of a bus on which nobody answered: in no budget
-    doubt: Doubt = Doubt.NONE
+    slurm_reachability: SlurmReachability = SlurmReachability.NONE
     bus_open: bool = False
     bus_told: bool = False  # the watchers were asked to leave
 
@@ -155,7 +155,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     launch: int = 0
     launched: tuple[str, ...] = ()  # its nodes
     slurm_away_since: float | None = None  # the launch could not begin, and waits for Slurm
-    charged: bool = False  # the launch before counts as failed
+    failure_counted: bool = False  # the launch before counts as failed
     hints: tuple[tuple[str, str], ...] = ()  # (node, fault) of the launch: faults that do not make a job leave
     running: bool = False  # ranks may run: from StartLaunch to LaunchEnded
     chosen: bool = False  # the checkpoint for the next launch is known
@@ -170,8 +170,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     clearing: bool = False
     asked_uncleared: bool = False  # it takes too long: which nodes are missing?
     wrapped: bool = True  # every task says when it has started
-    begun: bool = False  # every task has, or a rank spoke
-    heard: bool = False  # a rank with the trainer library said hello
+    all_tasks_started: bool = False  # every task has, or a rank spoke
+    library_seen: bool = False  # a rank with the trainer library said hello
     bus_restarted_in_launch: bool = False
     slurm_sent: str = ""  # the newest signal that Slurm sent to the Slurm steps: ranks without a wrapper have it
     step: int | None = None  # last completed step that we heard of, in this launch
@@ -184,8 +184,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     losses: Losses = Losses()
     stragglers: Stragglers = Stragglers()
     to_replace: str = ""  # a slow node, at the next checkpoint
-    left_out: tuple[LeftOut, ...] = ()  # data of steps at which the loss went wrong; carried over as well
-    usual: Usual = Usual()  # carried over attempts through the journal
+    skipped_data: tuple[SkippedData, ...] = ()  # data of steps at which the loss went wrong; carried over as well
+    baseline: Baseline = Baseline()  # carried over attempts through the journal
     paced: bool = False  # this launch was compared with those before
     launched_before: tuple[str, ...] = ()  # nodes of the launch before, or of the attempt before
     hang_at: float | None = None  # in TRAINING: until then a word of the ranks must come
@@ -202,14 +202,14 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     # why it ends
     plan: Plan | None = None
-    otherwise: Plan | None = None  # what comes if outcome.json denies that the training is finished
+    fallback_plan: Plan | None = None  # what comes if outcome.json denies that the training is finished
     term_at: float | None = None  # when Slurm told the batch process to end
     leave_at: float | None = None  # Slurm's limit: by then the requeue must be on its way
     preempted_at: float | None = None  # PreemptTime, as Slurm announced it while the job ran
-    told: bool = False  # Slurm said why it takes the allocation: SIGTERM to the steps is no news
+    eviction_confirmed: bool = False  # Slurm said why it takes the allocation: SIGTERM to the steps is no news
     signal: str = ""  # the newest signal that we asked Slurm about
     asking: bool = False  # at most one question is under way
-    again: bool = False  # something happened since it was asked: its answer may be out of date
+    requery: bool = False  # something happened since it was asked: its answer may be out of date
     requeue_by: float | None = None  # in REQUEUEING: the end, also where Slurm never answers
     requesting: bool = False  # a requeue was ordered, and not answered
     resubmitting: bool = False  # the site let us requeue nothing: the job is submitted again instead
@@ -227,7 +227,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_library(self) -> bool:
         """Whether the trainer library has answered in this run, in this launch or an earlier one."""
-        return self.heard or self.usual.start_s > 0.0
+        return self.library_seen or self.baseline.start_s > 0.0
 
     @property
     def wake_at(self) -> float | None:

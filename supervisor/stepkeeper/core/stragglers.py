@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import msgspec
 
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.robust import middle
+from stepkeeper.core.robust import median_mad
 
 WINDOWS_LEAST = 4  # in which a node was slow, less those in which it was not
 WINDOWS_MOST = 8  # that are counted: a node that keeps up again is cleared within as many
@@ -70,7 +70,7 @@ def launched(stragglers: Stragglers) -> Stragglers:
     return Stragglers(places=stragglers.places)
 
 
-def heard(
+def observe_pace(
     stragglers: Stragglers,
     nodes: tuple[str, ...],
     own: Mapping[str, float],
@@ -140,7 +140,7 @@ def _spread(own: Mapping[str, float]) -> float:
     """Return how far ordinary nodes lie apart: the sigma of the logarithms, robust; 0 where they are too few."""
     if len(own) < SPREAD_FROM:
         return 0.0
-    _, sigma = middle([math.log(seconds) for seconds in own.values()])
+    _, sigma = median_mad([math.log(seconds) for seconds in own.values()])
     return sigma
 
 

@@ -11,7 +11,7 @@ import msgspec
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.limit import expecting
-from stepkeeper.core.phases import Decision, ask_unprompted
+from stepkeeper.core.phases import Decision, query_slurm_unprompted
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase, State, Suspended
 
@@ -20,7 +20,7 @@ SPANS = 0.5  # of the time that we were away: ranks are stopped a little later t
 replace = msgspec.structs.replace
 
 
-def on_stood_still(state: State, event: on.StoodStill) -> Decision:
+def on_stood_still(state: State, event: on.Suspended) -> Decision:
     """Put off everything that is measured in silence; an answer that is on its way may be out of date."""
     away = event.seconds
     why = (because.Suspended(seconds=away),)
@@ -61,7 +61,7 @@ def on_clock_set(state: State, event: on.ClockSet, policy: Policy) -> Decision:
     if state.limit_at is not None:  # else Slurm is being asked about it, or was
         state = expecting(state, policy)
     if state.phase is Phase.SAVING and state.leave_at is not None:  # by when was said by the clock before
-        return ask_unprompted(state, (*why, because.SaveLimitAsked()))
+        return query_slurm_unprompted(state, (*why, because.SaveLimitAsked()))
     return Decision(state, (), why)
 
 

@@ -61,7 +61,7 @@ def _states() -> dict[str, State]:
         phase=Phase.TRAINING,
         clearing=False,
         running=True,
-        heard=True,
+        library_seen=True,
         step=900,
         deadline_at=None,
     )
@@ -92,7 +92,7 @@ def _samples() -> dict[str, on.Event]:
     return {
         "Tick, the deadline has passed": on.Tick(at=LATE),
         "PartFailed": on.PartFailed(at=AT, part="diagnosis", error="ValueError: x"),
-        "StoodStill": on.StoodStill(at=AT, seconds=300.0),
+        "Suspended": on.Suspended(at=AT, seconds=300.0),
         "ClockSet": on.ClockSet(at=AT, seconds=3600.0),
         "SignalReceived TERM": on.SignalReceived(at=AT, signal="TERM"),
         "NodeSignaled": on.NodeSignaled(at=AT, node="a", signal="TERM"),
@@ -140,7 +140,7 @@ def _samples() -> dict[str, on.Event]:
         "CheckpointCommitted, emergency": on.CheckpointCommitted(
             at=AT, launch=0, step=901, save_id="s1", directory=STEP, bytes=1, seconds=1.0, emergency=True
         ),
-        "SaveGaveUp": on.SaveGaveUp(at=AT, launch=0, step=901, save_id="s1", error="full"),
+        "SaveFailed": on.SaveFailed(at=AT, launch=0, step=901, save_id="s1", error="full"),
         "TrainingFinished": on.TrainingFinished(at=AT, launch=0, step=901),
         "TrainingStopped": on.TrainingStopped(at=AT, launch=0, step=901),
         "LaunchEnded, finished": on.LaunchEnded(at=AT, launch=0, code=0, finished=True),
@@ -152,7 +152,7 @@ def _samples() -> dict[str, on.Event]:
         "Judged, a segfault": _judged(Cause.SEGFAULT),
         "RolledBack": on.RolledBack(at=AT, launch=0, directory=STEP, step=901),
         "LaunchRefused": on.LaunchRefused(at=AT, launch=0, error="no srun"),
-        "Asked: stop": on.Asked(at=AT, name="ask", kind="stop", by="ada"),
+        "Requested: stop": on.Requested(at=AT, name="ask", kind="stop", by="ada"),
         "RunDirectoryGone": on.RunDirectoryGone(at=AT, path="/runs/a"),
         "Superseded": on.Superseded(at=AT, by_job_id=7, by_restart_count=1),
     }

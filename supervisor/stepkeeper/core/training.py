@@ -12,7 +12,17 @@ from stepkeeper.core.anomalies import watch_loss
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.limit import expecting
 from stepkeeper.core.pace import saved, stepped
-from stepkeeper.core.phases import Decision, all_ready, ask, ask_unprompted, close, closed, kill, relaunch, take
+from stepkeeper.core.phases import (
+    Decision,
+    all_ready,
+    close,
+    closed,
+    kill,
+    query_slurm,
+    query_slurm_unprompted,
+    relaunch,
+    take,
+)
 from stepkeeper.core.policy import STOP_SIGNALS, Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.silence import alive
@@ -30,7 +40,7 @@ replace = msgspec.structs.replace
 
 def on_launch_began(state: State, event: on.LaunchBegan, policy: Policy) -> Decision:
     """Every task runs: whether the script uses the trainer library is still to be heard."""
-    if event.launch != state.launch or not state.running or state.begun:
+    if event.launch != state.launch or not state.running or state.all_tasks_started:
         return Decision(state)
     why = because.TasksStarted(warm=event.warm, cold=event.cold)
     return Decision(_begun(state, event.at, policy), (), (why,))
@@ -38,31 +48,31 @@ def on_launch_began(state: State, event: on.LaunchBegan, policy: Policy) -> Deci
 
 def _begun(state: State, at: float, policy: Policy) -> State:
     """The launch need not be waited for, but the first word of the library.  A lost watcher keeps its deadline."""
-    if state.begun or state.phase is not Phase.TRAINING or not all_ready(state):
-        return replace(state, begun=True, slurm_away_since=None)
-    return replace(state, begun=True, slurm_away_since=None, deadline_at=at + policy.announce_within_s)
+    if state.all_tasks_started or state.phase is not Phase.TRAINING or not all_ready(state):
+        return replace(state, all_tasks_started=True, slurm_away_since=None)
+    return replace(state, all_tasks_started=True, slurm_away_since=None, deadline_at=at + policy.announce_within_s)
 
 
 def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision:
     """The script can save, stop and resume."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    why: Why = () if state.heard else (because.LibraryAnswers(),)
+    why: Why = () if state.library_seen else (because.LibraryAnswers(),)
     if event.resumed_step is not None and event.resumed_step != state.resume_step:
         why = (because.ResumedElsewhere(step=event.resumed_step, chosen=state.resume_step),)
         state = replace(state, resume_step=event.resumed_step)
-    elif state.heard:
+    elif state.library_seen:
         return Decision(state)
-    if not state.heard and state.launched_at is not None:
-        state = replace(state, usual=usual.started(state.usual, event.at - state.launched_at))
+    if not state.library_seen and state.launched_at is not None:
+        state = replace(state, baseline=usual.started(state.baseline, event.at - state.launched_at))
     return Decision(alive(_heard(state), event.at, policy), (), why)
 
 
 def _heard(state: State) -> State:
     """The trainer library is there: it need not be waited for.  A lost watcher keeps its deadline."""
-    if state.heard or state.phase is not Phase.TRAINING or not all_ready(state):
-        return replace(state, heard=True, begun=True, slurm_away_since=None)
-    return replace(state, heard=True, begun=True, slurm_away_since=None, deadline_at=None)
+    if state.library_seen or state.phase is not Phase.TRAINING or not all_ready(state):
+        return replace(state, library_seen=True, all_tasks_started=True, slurm_away_since=None)
+    return replace(state, library_seen=True, all_tasks_started=True, slurm_away_since=None, deadline_at=None)
 
 
 def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decision:
@@ -122,7 +132,7 @@ def _leaves_to_grow(state: State) -> bool:
     return state.plan is not None and state.plan.to_grow and state.plan.next is Next.RELAUNCH
 
 
-def on_save_gave_up(state: State, event: on.SaveGaveUp, policy: Policy) -> Decision:
+def on_save_gave_up(state: State, event: on.SaveFailed, policy: Policy) -> Decision:
     """A save failed: training goes on, and older steps are untouched."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
@@ -157,7 +167,7 @@ def on_finished(state: State, event: on.TrainingFinished, policy: Policy) -> Dec
     if state.plan is not None and state.plan.code is ExitCode.FINISHED:
         return Decision(state)
     plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
-    state = replace(_leave_soon(state, event.at, policy), phase=Phase.STOPPING, plan=plan, otherwise=state.plan)
+    state = replace(_leave_soon(state, event.at, policy), phase=Phase.STOPPING, plan=plan, fallback_plan=state.plan)
     return Decision(state, (), why)
 
 
@@ -172,7 +182,7 @@ def on_stopped(state: State, event: on.TrainingStopped, policy: Policy) -> Decis
     why = (because.RanksLeftAlone(step=event.step),)
     plan = Plan(next=Next.RELAUNCH, why=why)
     state = replace(_leave_soon(state, event.at, policy), phase=Phase.STOPPING, plan=plan)
-    return ask(_prompted(state), why)
+    return query_slurm(_prompted(state), why)
 
 
 def _prompted(state: State) -> State:
@@ -184,7 +194,7 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
     """A rank ended: if it failed, end the others, but let a commit in flight come to its end."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    if not state.heard and state.wrapped:
+    if not state.library_seen and state.wrapped:
         state = _begun(state, event.at, policy)
     faults = tuple(fault for node, fault in state.hints if node == event.node)
     why: Why = (
@@ -227,13 +237,13 @@ def _ends_as_asked(state: State, event: on.RankExited, policy: Policy) -> bool:
     if state.phase is not Phase.SAVING or event.code == EXIT_GAVE_UP:
         return False
     number = STOP_SIGNALS[policy.stop_signal]
-    return not state.heard or event.signal == number or event.code == SHELL_OF_SIGNAL + number
+    return not state.library_seen or event.signal == number or event.code == SHELL_OF_SIGNAL + number
 
 
 def _slurm_may_have_ended_it(state: State, event: on.RankExited) -> bool:
     """Tell whether Slurm's own signal may have ended a rank that no wrapper shields: others may be saving for it."""
     unasked = state.phase is Phase.TRAINING and state.asking and event.code not in (EXIT_FINISHED, EXIT_GAVE_UP)
-    return unasked and bool(state.slurm_sent) and not state.heard
+    return unasked and bool(state.slurm_sent) and not state.library_seen
 
 
 def _blames_training(plan: Plan) -> bool:
@@ -268,7 +278,7 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
     assert plan is not None, "SAVING and STOPPING are entered with a plan"
     if plan.code is ExitCode.FINISHED and event.code:  # with 0, rank 0's word counts without the file
         failed = (because.OutcomeMissing(error=event.error, code=event.code),)
-        plan = state.otherwise or Plan(next=Next.RELAUNCH, why=failed)
+        plan = state.fallback_plan or Plan(next=Next.RELAUNCH, why=failed)
     if _leaves_to_grow(state) and not state.asking:
         return relaunch(state, event.at, plan.why, policy)
     if plan.next is Next.RELAUNCH:
@@ -277,14 +287,14 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
 
 
 def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> Decision:
-    if not state.heard and event.code == 0:
+    if not state.library_seen and event.code == 0:
         why: Why = (because.CommandEnded(),)
         plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
         if state.wrapped:
             return close(state, event.at, plan, policy)
         # Slurm's signal reaches these ranks before us: a handler that saves ends with 0 as well
         state = replace(state, phase=Phase.STOPPING, plan=plan, deadline_at=event.at + policy.ask_within_s)
-        return Decision(state, (), why) if state.asking else ask_unprompted(state, (*why, because.SlurmAsked()))
+        return Decision(state, (), why) if state.asking else query_slurm_unprompted(state, (*why, because.SlurmAsked()))
     if event.code == EXIT_GAVE_UP:
         plan = Plan(next=Next.END, why=(because.CommandGaveUp(),), code=ExitCode.TRAINING_GAVE_UP)
         return close(state, event.at, plan, policy)
@@ -293,7 +303,7 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
         how = (because.RanksLeftAlone(),)
     elif event.code == 0:
         how = (because.RanksEndedSilently(),)
-    elif state.wrapped and not state.begun and not state.heard:
+    elif state.wrapped and not state.all_tasks_started and not state.library_seen:
         return _never_began(state, event.at, how, policy)
     return _after_failure(state, event, how, policy)
 
@@ -302,7 +312,7 @@ def _never_began(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """Not every task was started: where Slurm itself is away, that is no failure, and the next launch waits for it."""
     since = state.slurm_away_since if state.slurm_away_since is not None else at
     state = replace(state, phase=Phase.STOPPING, plan=Plan(next=Next.RELAUNCH, why=why), slurm_away_since=since)
-    return ask_unprompted(replace(state, deadline_at=at + policy.ask_within_s), (*why, because.SlurmAsked()))
+    return query_slurm_unprompted(replace(state, deadline_at=at + policy.ask_within_s), (*why, because.SlurmAsked()))
 
 
 def _after_failure(state: State, event: on.LaunchEnded, why: Why, policy: Policy) -> Decision:
@@ -311,7 +321,7 @@ def _after_failure(state: State, event: on.LaunchEnded, why: Why, policy: Policy
         return relaunch(state, event.at, why, policy)
     if event.stopped:
         state = _prompted(state)
-    effects = () if state.asking else ask(state, why).effects
+    effects = () if state.asking else query_slurm(state, why).effects
     state = replace(
         state,
         phase=Phase.STOPPING,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.robust import middle
+from stepkeeper.core.robust import median_mad
 
 LAUNCHES_KEPT = 6
 WORDS = 30  # of steps, without the warm-up, until a launch has a pace to compare
@@ -21,7 +21,7 @@ class LaunchPace(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # the median step
 
 
-class Usual(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Baseline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the launches of a run had in common."""
 
     start_s: float = 0.0  # the longest from the start of a launch to the trainer library's first word; 0: none yet
@@ -32,24 +32,24 @@ class Slower(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that steps slower than those before it."""
 
     seconds: float
-    usual: float
+    baseline: float
     launches: int  # that it was compared with
 
 
-def started(usual: Usual, seconds: float) -> Usual:
+def started(baseline: Baseline, seconds: float) -> Baseline:
     """Take in how long a start took."""
-    return replace(usual, start_s=max(usual.start_s, round(seconds, 3)))
+    return replace(baseline, start_s=max(baseline.start_s, round(seconds, 3)))
 
 
-def stepped(usual: Usual, nodes: int, seconds: float, policy: Policy) -> tuple[Usual, Slower | None]:
+def stepped(baseline: Baseline, nodes: int, seconds: float, policy: Policy) -> tuple[Baseline, Slower | None]:
     """Take in the median step of a launch, and compare it with launches of as many nodes."""
-    before = [each.seconds for each in usual.paces if each.nodes == nodes]
+    before = [each.seconds for each in baseline.paces if each.nodes == nodes]
     rounded = float(f"{seconds:.4g}")
-    paces = (*usual.paces, LaunchPace(nodes=nodes, seconds=rounded))[-LAUNCHES_KEPT:]
-    usual = replace(usual, paces=paces)
+    paces = (*baseline.paces, LaunchPace(nodes=nodes, seconds=rounded))[-LAUNCHES_KEPT:]
+    baseline = replace(baseline, paces=paces)
     if not before:
-        return usual, None
-    median, spread = middle(before)
+        return baseline, None
+    median, spread = median_mad(before)
     if seconds <= max(policy.slow_launch_times * median, median + SIGMAS * spread):
-        return usual, None
-    return usual, Slower(seconds=seconds, usual=median, launches=len(before))
+        return baseline, None
+    return baseline, Slower(seconds=seconds, baseline=median, launches=len(before))

@@ -28,7 +28,7 @@ from stepkeeper.node.sensors import nvml
 from stepkeeper.node.sensors.evidence import Roots, device_addresses
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, KernelGap, KernelRecord, NvmlStatus, NvmlXid, Reading
 from stepkeeper.node.setup_watch import SetupWatch
-from stepkeeper.node.sight import KERNEL_LOG, Sight
+from stepkeeper.node.sight import KERNEL_LOG, SensorHealth
 from stepkeeper.node.socket.requests import LookRequest
 from stepkeeper.node.sources import Sources
 from stepkeeper.node.xid.catalogue import Catalogue
@@ -70,7 +70,7 @@ class Agent:
         book.on_failure = self.inbox.fail
         self._systemd = systemd
         self._catalogue = catalogue
-        self._judging = judging.Judging(
+        self._judging = judging.Evaluation(
             catalogue,
             expected_gpus=config.expected_gpus,
             only_pci_prefix=config.test.only_pci_prefix,
@@ -87,7 +87,7 @@ class Agent:
             mistaken=identity.mistaken,
         )
         self._sources = Sources(config, state, client=client, jobs=self, inbox=self.inbox, log=log)
-        self._sight = Sight()
+        self._sensor_health = SensorHealth()
         self._looking = threading.Lock()  # of the two that follow
         self._asked: list[LookRequest] = []
         self._look_runs = False
@@ -186,7 +186,7 @@ class Agent:
             item.what()
         elif isinstance(item, READINGS):
             self._log_reading(item)
-            self._note_sight(item)
+            self._note_sensor_health(item)
             for event in self._judging.events(item, self.inbox.clock.now()):
                 self._feed(event)
             if self._judging.wants_listing and not self._listing_runs:
@@ -205,15 +205,15 @@ class Agent:
     def _listed_again(self) -> None:
         self._listing_runs = False
 
-    def _note_sight(self, item: Reading) -> None:
+    def _note_sensor_health(self, item: Reading) -> None:
         """Say aloud that a sensor sees nothing: no news of it is no good news then."""
-        if not (sensor := self._sight.take(item)):
+        if not (sensor := self._sensor_health.take(item)):
             return
-        if (why := self._sight.blind.get(sensor)) is not None:
+        if (why := self._sensor_health.blind.get(sensor)) is not None:
             self.log.error("alarm", text=f"{sensor}: {why}; faults that it would show are not seen", incident="")
         else:
             self.log.warning("sensor_sees_again", sensor=sensor)
-        self._judging.kernel_log = KERNEL_LOG not in self._sight.blind
+        self._judging.kernel_log = KERNEL_LOG not in self._sensor_health.blind
         self._systemd.say(STATUS=self._status())
 
     def _log_reading(self, item: object) -> None:
@@ -368,7 +368,7 @@ class Agent:
     def _status(self) -> str:
         bad = len(_to_leave_for(self.state))
         drained = f"; drained: {self.state.drain.reason}" if self.state.drain is not None else ""
-        blind = "".join(f"; BLIND: {why}" for why in self._sight.blind.values())
+        blind = "".join(f"; BLIND: {why}" for why in self._sensor_health.blind.values())
         wrong = f"; WRONG SETUP: {', '.join(self._setup.wrong)}" if self._setup.wrong else ""
         return f"{self.policy.mode.value}: {bad} open faults{blind}{wrong}{drained}"
 

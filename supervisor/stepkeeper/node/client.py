@@ -19,8 +19,8 @@ from stepkeeper.node.protocol import (
     MESSAGE_BYTES_MAX,
     SOCKET_VARIABLE,
     Accepted,
+    ExpediteRequeue,
     FromAgent,
-    Hasten,
     Join,
     Joined,
     Look,
@@ -194,7 +194,9 @@ class AgentClient:
         listed = exclude or ()
         if len(listed) > EXCLUDE_MAX or sum(len(name.encode()) + 3 for name in listed) > bytes_max:
             raise AgentError(f"{len(listed)} nodes to exclude are too many for one request: leave out the oldest")
-        return self._ask(Hasten(job_id=job_id, restart_count=restart_count, exclude=exclude), Accepted, within_s)
+        return self._ask(
+            ExpediteRequeue(job_id=job_id, restart_count=restart_count, exclude=exclude), Accepted, within_s
+        )
 
     def _ask(self, message: ToAgent, kind: type[_Answer], within_s: float) -> _Answer:
         self.send(message)

@@ -53,7 +53,7 @@ LAUNCH_FAILED_S = 1.0  # a launch that Slurm fails is over in some milliseconds,
 BEGAN_S = 1.5  # so an attempt that runs this long has begun
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class RequeueRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A job that is about to be requeued."""
 
     job_id: int
@@ -93,9 +93,9 @@ class Verdict(msgspec.Struct, frozen=True):
 _WAIT = Verdict(Next.WAIT)
 
 
-def judge(wish: Wish, progress: Progress, job: OwnedJob, now: float) -> Verdict:
+def judge_request(job_request: RequeueRequest, progress: Progress, job: OwnedJob, now: float) -> Verdict:
     """Return what to do about a job as Slurm shows it now.  Pure."""
-    if wish.uid is not None and job.uid != wish.uid:
+    if job_request.uid is not None and job.uid != job_request.uid:
         return Verdict(Next.DONE, "it is another user's job")
     if job.held:
         return Verdict(Next.DONE, "it is held")
@@ -103,21 +103,21 @@ def judge(wish: Wish, progress: Progress, job: OwnedJob, now: float) -> Verdict:
         return Verdict(Next.DONE, "it was cancelled")
     if progress.sent_at is not None and job.restarts >= progress.sent_restarts:
         return _after(progress, progress.sent_at, job, now)
-    return _before(wish, progress, job, now)
+    return _before(job_request, progress, job, now)
 
 
-def _before(wish: Wish, progress: Progress, job: OwnedJob, now: float) -> Verdict:
+def _before(job_request: RequeueRequest, progress: Progress, job: OwnedJob, now: float) -> Verdict:
     if job.state == "COMPLETING":
         return _WAIT
     if job.state in _ENDED:
         long_ended = progress.ended_at is not None and now - progress.ended_at > ENDED_S
         return Verdict(Next.DONE, f"it ended: {job.state}") if long_ended else _WAIT
-    if job.restarts <= wish.restart_count:
+    if job.restarts <= job_request.restart_count:
         return _WAIT  # not requeued yet
     if job.state not in _PENDING:
         return Verdict(Next.DONE, f"the next attempt is {job.state} already")
     soon = job.eligible_at is not None and job.eligible_at <= now + AFTER_S
-    if soon and (wish.exclude is None or job.exclude == ",".join(wish.exclude)):
+    if soon and (job_request.exclude is None or job.exclude == ",".join(job_request.exclude)):
         return Verdict(Next.DONE, "it is eligible already")
     return Verdict(Next.SEND)
 
@@ -155,19 +155,19 @@ def _never_began(job: OwnedJob) -> bool:
 class _Entry:
     """A wish on its way."""
 
-    def __init__(self, wish: Wish, before: _Entry | None = None) -> None:
+    def __init__(self, job_request: RequeueRequest, before: _Entry | None = None) -> None:
         """`before`: the wish that it replaces, whose pace it keeps."""
-        self.wish = wish
+        self.job_request = job_request
         self.progress = Progress(asked_at=time.time())
         self.began_at = self.next_at = time.monotonic()
         self.unreachable = False
         if before is not None:
             self.next_at = before.next_at
-            if before.wish.restart_count == wish.restart_count:
+            if before.job_request.restart_count == job_request.restart_count:
                 self.began_at = before.began_at
 
 
-class Hastener:
+class RequeueExpediter:
     """Sees to the wishes on one thread.  `add` may be called on any thread and returns at once."""
 
     def __init__(
@@ -205,23 +205,23 @@ class Hastener:
         with self._changed:
             return len(self._entries)
 
-    def knows(self, wish: Wish) -> bool:
+    def knows(self, job_request: RequeueRequest) -> bool:
         """Tell whether this very wish is on its way."""
         with self._changed:
-            known = self._entries.get(wish.job_id)
-            return known is not None and known.wish == wish
+            known = self._entries.get(job_request.job_id)
+            return known is not None and known.job_request == job_request
 
-    def add(self, wish: Wish) -> bool:
+    def add(self, job_request: RequeueRequest) -> bool:
         """Take a wish; a later one for the same job replaces it.  False: there are too many."""
         with self._changed:
-            known = self._entries.get(wish.job_id)
+            known = self._entries.get(job_request.job_id)
             if known is None:
-                each_uid = Counter(each.wish.uid for each in self._entries.values())
-                if len(self._entries) >= WISHES_MAX or each_uid[wish.uid] >= WISHES_PER_UID_MAX:
+                each_uid = Counter(each.job_request.uid for each in self._entries.values())
+                if len(self._entries) >= WISHES_MAX or each_uid[job_request.uid] >= WISHES_PER_UID_MAX:
                     return False
-            elif known.wish == wish:
+            elif known.job_request == job_request:
                 return True  # asked again: it goes on
-            self._entries[wish.job_id] = _Entry(wish, known)
+            self._entries[job_request.job_id] = _Entry(job_request, known)
             self._changed.notify()
         return True
 
@@ -229,7 +229,7 @@ class Hastener:
         """Hear that an attempt of a job has begun for sure: its own processes say so."""
         with self._changed:
             entry = self._entries.get(job_id)
-            if entry is None or restart_count <= entry.wish.restart_count:
+            if entry is None or restart_count <= entry.job_request.restart_count:
                 return
             del self._entries[job_id]
         self._tell_over(entry, "the next attempt has joined")
@@ -255,20 +255,20 @@ class Hastener:
         """Return the wish whose turn it is, when it is; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing, PACE_S)
-            now, users = time.monotonic(), {each.wish.uid for each in self._entries.values()}
+            now, users = time.monotonic(), {each.job_request.uid for each in self._entries.values()}
             self._turns = {uid: at for uid, at in self._turns.items() if uid in users or at > now}
             while not self._closing:
                 first = min(self._entries.values(), key=self._turn_at, default=None)
                 wait_s = None if first is None else self._turn_at(first) - time.monotonic()
                 if first is not None and wait_s is not None and wait_s <= 0:
-                    self._turns[first.wish.uid] = time.monotonic() + self._poll_s
+                    self._turns[first.job_request.uid] = time.monotonic() + self._poll_s
                     return first
                 self._changed.wait(wait_s)
         return None
 
     def _turn_at(self, entry: _Entry) -> float:
         """Return when a wish may be seen to: all wishes of one user together are seen to once in `poll_s`."""
-        return max(entry.next_at, 0.0 if entry.wish.uid is None else self._turns.get(entry.wish.uid, 0.0))
+        return max(entry.next_at, 0.0 if entry.job_request.uid is None else self._turns.get(entry.job_request.uid, 0.0))
 
     def _see_to(self, entry: _Entry) -> None:
         quick = time.monotonic() - entry.began_at < POLL_QUICK_FOR_S or entry.progress.sent_at is not None
@@ -277,13 +277,13 @@ class Hastener:
             self._finish(entry, f"given up after {self._give_up_s:g} s")
             return
         try:
-            job = self._client.owned_job(entry.wish.job_id)
+            job = self._client.owned_job(entry.job_request.job_id)
         except SlurmError as error:
             self._refused(entry, error)
             return
         now = time.time()
         self._note(entry, job, now)
-        verdict = judge(entry.wish, entry.progress, job, now)
+        verdict = judge_request(entry.job_request, entry.progress, job, now)
         match verdict.next:
             case Next.WAIT:
                 pass
@@ -306,7 +306,7 @@ class Hastener:
 
     def _send(self, entry: _Entry, job: OwnedJob) -> None:
         try:
-            exclude = None if entry.wish.exclude is None else ",".join(entry.wish.exclude)
+            exclude = None if entry.job_request.exclude is None else ",".join(entry.job_request.exclude)
             self._client.hasten(job, exclude, AFTER_S)
         except SlurmError as error:
             self._refused(entry, error)
@@ -314,22 +314,22 @@ class Hastener:
         now = time.time()
         entry.progress = msgspec.structs.replace(entry.progress, sent_at=now, sent_restarts=job.restarts)
         self._log.info(
-            "job_hastened",
+            "job_expedited",
             job=job.job_id,
             uid=job.uid,
             restart=job.restarts,
-            exclude=entry.wish.exclude,
+            exclude=entry.job_request.exclude,
             saved_s=None if job.eligible_at is None else round(job.eligible_at - now - AFTER_S, 1),
         )
 
     def _requeue(self, entry: _Entry, job: OwnedJob, why: str) -> None:
-        self._log.warning("hastened_job_requeued", job=job.job_id, uid=job.uid, why=why)
+        self._log.warning("expedited_job_requeued", job=job.job_id, uid=job.uid, why=why)
         try:
             self._client.requeue(job)
         except SlurmError as error:
             self._refused(entry, error)
             return
-        entry.wish = msgspec.structs.replace(entry.wish, restart_count=job.restarts)
+        entry.job_request = msgspec.structs.replace(entry.job_request, restart_count=job.restarts)
         requeues = entry.progress.requeues + 1
         entry.progress = msgspec.structs.replace(entry.progress, sent_at=None, requeues=requeues)
 
@@ -337,7 +337,7 @@ class Hastener:
         """Ask again later: the next answer tells whether the call took effect."""
         if error.unreachable:
             if not entry.unreachable:
-                self._log.warning("hasten_waits_for_slurm", job=entry.wish.job_id, why=str(error))
+                self._log.warning("expedite_waits_for_slurm", job=entry.job_request.job_id, why=str(error))
             entry.unreachable = True
             return
         refusals = entry.progress.refusals + 1
@@ -347,11 +347,11 @@ class Hastener:
 
     def _finish(self, entry: _Entry, why: str) -> None:
         with self._changed:
-            if self._entries.get(entry.wish.job_id) is not entry:
+            if self._entries.get(entry.job_request.job_id) is not entry:
                 return  # a later wish has replaced it, or the next attempt has joined
-            del self._entries[entry.wish.job_id]
+            del self._entries[entry.job_request.job_id]
         self._tell_over(entry, why)
 
     def _tell_over(self, entry: _Entry, why: str) -> None:
         done = entry.progress.sent_at is not None
-        self._log.info("hasten_over", job=entry.wish.job_id, uid=entry.wish.uid, hastened=done, why=why)
+        self._log.info("expedite_over", job=entry.job_request.job_id, uid=entry.job_request.uid, hastened=done, why=why)

@@ -42,7 +42,7 @@ class _Silence(msgspec.Struct):
     told: bool = False
 
 
-class Judging:
+class Evaluation:
     """Remembers the newest health of each GPU and the driver's version.  Used on the loop's thread only."""
 
     def __init__(

@@ -47,7 +47,7 @@ class Look(_Message, frozen=True, kw_only=True, tag="look"):
     why: str = ""
 
 
-class Hasten(_Message, frozen=True, kw_only=True, tag="hasten"):
+class ExpediteRequeue(_Message, frozen=True, kw_only=True, tag="hasten"):
     """Our job is about to be requeued: make it eligible at once; with `exclude`, away from those nodes.
 
     Answered with `Accepted` when the agent will do it once the job has left COMPLETING, or `Refused`.
@@ -101,7 +101,7 @@ class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
     why: str
 
 
-ToAgent = Join | Look | Hasten
+ToAgent = Join | Look | ExpediteRequeue
 FromAgent = Joined | Seen | Looked | Accepted | Refused
 
 

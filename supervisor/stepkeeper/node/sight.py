@@ -16,7 +16,7 @@ LASTED_S = 300.0
 """An NVML process that has lived this long sees again; the pauses between two deaths are shorter."""
 
 
-class Sight:
+class SensorHealth:
     """Remembers which sensors see nothing, and why."""
 
     def __init__(self) -> None:

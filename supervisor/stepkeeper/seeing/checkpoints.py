@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from stepkeeper.seeing.history import Told
+from stepkeeper.seeing.history import History
 from stepkeeper.seeing.model import Checkpoint, Saved, micro
 from stepkeeper_trainer.formats.lineage import PINNED, PRUNED, SUSPECT, Lineage
 from stepkeeper_trainer.formats.manifest import parse_step_name
@@ -25,7 +25,7 @@ class OnDisk(NamedTuple):
     changed_at: float = 0.0  # Unix seconds: the newest change of its files
 
 
-def checkpoints(told: Told, lineage: Lineage | None, disk: Mapping[str, OnDisk] | None) -> list[Checkpoint]:
+def checkpoints(told: History, lineage: Lineage | None, disk: Mapping[str, OnDisk] | None) -> list[Checkpoint]:
     """Return every step directory that anything tells of, oldest step first.
 
     Args:
@@ -69,7 +69,7 @@ def checkpoints(told: Told, lineage: Lineage | None, disk: Mapping[str, OnDisk] 
     return sorted(found, key=lambda each: (each.step, each.at or 0, each.directory))
 
 
-def judged(name: str, told: Told, there: OnDisk | None) -> tuple[str, bool]:
+def judged(name: str, told: History, there: OnDisk | None) -> tuple[str, bool]:
     """Return what is wrong with a step directory, and whether it is known that nothing is.
 
     The journal's newest word counts for the files that it spoke of: not for those that were written to since.

@@ -58,7 +58,7 @@ def ending(record: Record, launch: Launch) -> Ending | None:  # noqa: C901, PLR0
             return Ending.FINISHED if event.finished or _ends_well(record) else left
         case on.LaunchRefused():
             return Ending.FAILURE
-        case on.StoodStill() | on.ClockSet():
+        case on.Suspended() | on.ClockSet():
             return None
         case on.Superseded():
             return Ending.SUPERSEDED
@@ -75,7 +75,7 @@ def ending(record: Record, launch: Launch) -> Ending | None:  # noqa: C901, PLR0
         case on.Tick() | on.WatcherReady() if _leaves_node(record):
             return Ending.NODE
         case _ if record.phase in (Phase.SAVING, Phase.STOPPING) and record.reasons and launch.ending is Ending.RUNNING:
-            told = isinstance(event, on.Asked | on.SignalReceived | on.NodeSignaled)
+            told = isinstance(event, on.Requested | on.SignalReceived | on.NodeSignaled)
             return Ending.STOPPED if told else Ending.RESTARTED  # `reasons` tell more
         case _:
             return None

@@ -81,7 +81,7 @@ class _Look:
             return None
         known = self._queued is not None and self._queued.job == job
         if not known or time.monotonic() >= self._ask_at:
-            self._queued = queue.ask(job, SLURM_WITHIN_S)
+            self._queued = queue.query(job, SLURM_WITHIN_S)
             self._ask_at = time.monotonic() + SLURM_EVERY_S
         return self._queued
 

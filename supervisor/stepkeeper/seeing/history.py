@@ -18,7 +18,7 @@ from stepkeeper.seeing.rows import Key, Rows
 from stepkeeper.store.journal import Record
 
 
-class Told(msgspec.Struct, kw_only=True):
+class History(msgspec.Struct, kw_only=True):
     """What a journal tells, before the rows of the steps are known."""
 
     attempts: list[Attempt] = msgspec.field(default_factory=list)
@@ -30,7 +30,7 @@ class Told(msgspec.Struct, kw_only=True):
     records: int = 0
 
 
-def tell(records: Iterable[Record]) -> Told:
+def read_history(records: Iterable[Record]) -> History:
     """Read the records, oldest first; those of a superseded attempt may stand between the newer one's."""
     teller = _Teller()
     for record in records:
@@ -43,9 +43,9 @@ class _Teller:
         self.open: dict[tuple[int, int, int], Attempt] = {}
         self.resume: dict[tuple[int, int, int], tuple[int, str]] = {}  # for the launch to come
         self.saving: dict[Key, int] = {}  # since when
-        self.seen = Told()
+        self.seen = History()
 
-    def told(self) -> Told:
+    def told(self) -> History:
         self.seen.attempts = sorted(self.open.values(), key=lambda each: each.began)
         return self.seen
 
@@ -94,7 +94,7 @@ class _Teller:
             attempt.phases.append((at, record.phase.value))
 
     def _stand_still(self, attempt: Attempt, record: Record, at: int) -> None:
-        if isinstance(record.event, on.StoodStill):
+        if isinstance(record.event, on.Suspended):
             free = max(attempt.began, attempt.still[-1][1] if attempt.still else attempt.began)
             since = max(free, at - max(0, micro(record.event.seconds)))
             if since < at:
@@ -148,13 +148,13 @@ class _Teller:
             return  # a late word of an earlier one
         match event:
             case on.LaunchBegan():
-                launch.begun = True
+                launch.all_tasks_started = True
             case on.RankHello():
                 _greet(launch, event)
             case on.Progressed():
                 rows = self.seen.progress.setdefault((attempt.number, launch.number), Rows())
                 rows.add(event.at, event.step, math.inf if event.not_finite else event.loss, event.tokens)
-            case on.SaveBegan() | on.CheckpointCommitted() | on.SaveGaveUp():
+            case on.SaveBegan() | on.CheckpointCommitted() | on.SaveFailed():
                 self._save(launch, event, at)
             case on.LaunchEnded() | on.LaunchRefused():
                 launch.ended = at if launch.ended is None else launch.ended
@@ -163,7 +163,7 @@ class _Teller:
             case _:
                 pass  # it says nothing of the launch itself
 
-    def _save(self, launch: Launch, event: on.SaveBegan | on.CheckpointCommitted | on.SaveGaveUp, at: int) -> None:
+    def _save(self, launch: Launch, event: on.SaveBegan | on.CheckpointCommitted | on.SaveFailed, at: int) -> None:
         key = (launch.attempt, launch.number)
         began = self.saving.pop(key, at)
         match event:
@@ -179,7 +179,7 @@ class _Teller:
                     emergency=event.emergency,
                 )
                 launch.saves.append(save)
-            case on.SaveGaveUp():
+            case on.SaveFailed():
                 launch.saves.append(Saved(requested=began, durable=at, step=event.step, error=event.error))
 
     def _end(self, launch: Launch, record: Record) -> None:
@@ -196,6 +196,6 @@ class _Teller:
 
 def _greet(launch: Launch, event: on.RankHello) -> None:
     """A rank speaks; what it resumed from counts, where a tier had something newer."""
-    launch.heard = launch.begun = True
+    launch.heard = launch.all_tasks_started = True
     if event.resumed_step is not None and event.resumed_step != launch.resumed_step:
         launch.resumed_step, launch.resumed_from = event.resumed_step, ""

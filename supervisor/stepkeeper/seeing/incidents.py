@@ -9,7 +9,7 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.causes import LeftOut
+from stepkeeper.core.causes import SkippedData
 from stepkeeper.core.reason_text import text
 from stepkeeper.seeing.model import Incident, left_out_in_words
 from stepkeeper.store.journal import Record
@@ -29,8 +29,8 @@ class Incidents(msgspec.Struct, kw_only=True):
         """Look at one record, which came at `at` (microseconds) in a launch."""
         lost = record.node_losses > self.losses.get(record.attempt, record.node_losses)
         self.losses[record.attempt] = record.node_losses
-        new = record.left_out[self.windows :]  # an attempt takes over those of the one before
-        self.windows = max(self.windows, len(record.left_out))
+        new = record.skipped_data[self.windows :]  # an attempt takes over those of the one before
+        self.windows = max(self.windows, len(record.skipped_data))
         found = ((*said, False) for said in (*_of(record, lost=lost), *_windows(new)))
         for kind, what, node, is_all in (*_told(record), *found):
             if len(self.found) >= INCIDENTS_MAX:
@@ -52,7 +52,7 @@ def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noq
             yield "node fault", f"{event.name}{gpu}: {event.why}{drained}", event.node
         case on.NodesCleared() if event.unfit:
             yield from (("not fit", unfit.why, unfit.node) for unfit in event.unfit)
-        case on.SaveGaveUp():
+        case on.SaveFailed():
             yield "save failed", f"step {event.step}: {event.error}", ""
         case on.CheckpointCommitted() if event.drift:
             yield "copies differ", f"step {event.step}: {event.drift}", ""
@@ -77,7 +77,7 @@ def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noq
             return
 
 
-def _windows(windows: Iterable[LeftOut]) -> Iterator[tuple[str, str, str]]:
+def _windows(windows: Iterable[SkippedData]) -> Iterator[tuple[str, str, str]]:
     for window in windows:
         yield "data left out", left_out_in_words(window.step, window.steps), ""
 
@@ -93,14 +93,14 @@ def _told(record: Record) -> Iterator[tuple[str, str, str, bool]]:
         if isinstance(reason, because.LossWrong):
             yield "loss", text((reason,)), "", record.reasons == (reason,)
     for effect in record.effects:
-        if isinstance(effect, do.TellSlowNode) and effect.loading:
+        if isinstance(effect, do.ReportSlowNode) and effect.loading:
             yield "slow data loader", text(effect.reasons), effect.node, effect.reasons == record.reasons
-        elif isinstance(effect, do.TellSlowNode) and not effect.over:
+        elif isinstance(effect, do.ReportSlowNode) and not effect.over:
             yield "slow node", f"{effect.factor:.2f} times as long for a step as the others", effect.node, False
-        elif isinstance(effect, do.TellSlowLaunch):
+        elif isinstance(effect, do.ReportSlowLaunch):
             node = effect.nodes[0] if effect.nodes else ""
             yield "slow launch", text(effect.reasons), node, effect.reasons == record.reasons
-        elif isinstance(effect, do.TellReplay) and not effect.equal:
+        elif isinstance(effect, do.ReportReplay) and not effect.equal:
             node = effect.nodes[0] if effect.nodes else ""
             yield "replay differs", text(effect.reasons), node, effect.reasons == record.reasons
 

@@ -125,7 +125,7 @@ class Launch(msgspec.Struct, kw_only=True):
     nodes: tuple[str, ...] = ()
     resumed_step: int = 0  # 0: from the beginning
     resumed_from: str = ""
-    begun: bool = False  # every task started
+    all_tasks_started: bool = False  # every task started
     heard: bool = False  # a rank with the trainer library spoke
     phases: list[tuple[int, str]] = msgspec.field(default_factory=list)  # (from when, phase) while it ran
     saves: list[Saved] = msgspec.field(default_factory=list)

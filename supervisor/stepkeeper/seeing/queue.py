@@ -86,7 +86,7 @@ def name(status: Status) -> str:
     return status.slurm_name or str(status.job_id)
 
 
-def ask(job: str, within_s: float = WITHIN_S) -> Queued:
+def query(job: str, within_s: float = WITHIN_S) -> Queued:
     """Ask Slurm for a job: a single call."""
     try:
         found = _squeue([job], within_s)
@@ -95,7 +95,7 @@ def ask(job: str, within_s: float = WITHIN_S) -> Queued:
     return msgspec.structs.replace(found[0], job=job) if found else Queued(job=job)
 
 
-def ask_all(jobs: Collection[str]) -> dict[str, Queued]:
+def query_all(jobs: Collection[str]) -> dict[str, Queued]:
     """Ask Slurm for several jobs by one call; what it does not know, or where it does not answer, is left out."""
     if not jobs:
         return {}

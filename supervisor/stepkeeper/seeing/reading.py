@@ -34,7 +34,7 @@ def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
     Raises:
         OSError: a file is there and cannot be read.
     """
-    told = history.tell(journal.read(run.journal))
+    told = history.read_history(journal.read(run.journal))
     _tell_rescues(run, told)
     found = checkpoints.checkpoints(told, lineages.read(run.checkpoints), on_disk(run.checkpoints))
     return timeline.build(
@@ -85,7 +85,7 @@ def condition_of(directory: Path, run: RunDirectory) -> str:
     newest = journal.read_lines(run.journal, newest_first=True)
     records = [line.record for line in itertools.islice(newest, LINES_BACK_MAX) if line.record is not None]
     there, _ = look(steps.open_step(directory), Cache(directory.parent))
-    problem, verified = checkpoints.judged(directory.name, history.tell(reversed(records)), there)
+    problem, verified = checkpoints.judged(directory.name, history.read_history(reversed(records)), there)
     return checkpoints.condition(problem, verified=verified)
 
 
@@ -98,7 +98,7 @@ def _changed_at(directory: Path) -> float:
         return 0.0  # what is wrong there is told as its problem
 
 
-def _tell_rescues(run: RunDirectory, told: history.Told) -> None:
+def _tell_rescues(run: RunDirectory, told: history.History) -> None:
     """Say of attempts that ended without a word who requeued them."""
     attempts = {(attempt.job_id, attempt.restart_count): attempt for attempt in told.attempts}
     for rescue in rescues.read(run.path):

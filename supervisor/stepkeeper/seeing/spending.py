@@ -174,7 +174,7 @@ def _without_steps(launch: Launch, begin: int, end: int, *, reported: bool) -> I
     for at, until, phase in _cut(launch.phases, begin, end):
         if phase != Phase.TRAINING.value:
             yield at, until, _OF_PHASE.get(phase, Use.STOPPING)
-        elif launch.heard or reported or not launch.begun:
+        elif launch.heard or reported or not launch.all_tasks_started:
             yield at, until, Use.STARTING  # it never came to its first step
         else:
             yield at, until, Use.UNKNOWN

@@ -10,7 +10,7 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.seeing import spending
-from stepkeeper.seeing.history import Told
+from stepkeeper.seeing.history import History
 from stepkeeper.seeing.model import Accounts, Attempt, Checkpoint, Ending, Incident, Launch, Span, patience
 from stepkeeper.seeing.rows import Key, Rows
 
@@ -80,7 +80,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build(
-    told: Told,
+    told: History,
     rows: dict[Key, Rows],
     checkpoints: Sequence[Checkpoint] = (),
     *,

@@ -28,19 +28,19 @@ from stepkeeper.seeing.model import Use
 from stepkeeper.simulating.accounts import Accounts
 from stepkeeper.simulating.progress import Progress
 from stepkeeper.simulating.result import Result
-from stepkeeper.simulating.turns import Turns
+from stepkeeper.simulating.turns import EventQueue
 from stepkeeper.simulating.world import MIX, Kind, World
 
 NAMED_MAX = 64
 TURNS_MAX = 50_000_000  # a run that decides so much is stuck
-CARRIED = ("failures", "best_step", "node_losses", "excluded", "tried", "usual", "left_out")
+CARRIED = ("failures", "best_step", "node_losses", "excluded", "tried", "baseline", "skipped_data")
 CAUSES = {Kind.FAULT: Cause.NODE_FAULT, Kind.LOST: Cause.NODE_LOST, Kind.FAILURE: Cause.NETWORK}
 
 
 Listener = Callable[[State, on.Event, Decision], None]
 
 
-class Clockwork:
+class Simulator:
     """One simulated run."""
 
     def __init__(self, world: World, policy: Policy, seed: int, listener: Listener | None = None) -> None:
@@ -50,7 +50,7 @@ class Clockwork:
         self.random = random.Random(seed)  # noqa: S311 - the same run for the same seed
         self.result = Result()
         self.now = 0.0
-        self.turns = Turns()
+        self.turns = EventQueue()
         self.state = State()
         self.over = False  # this attempt
         self.serial = 0  # of launches, over all attempts

@@ -9,7 +9,7 @@ import msgspec
 
 from stepkeeper.core.policy import Policy
 from stepkeeper.seeing.model import Use
-from stepkeeper.simulating.clockwork import Clockwork
+from stepkeeper.simulating.clockwork import Simulator
 from stepkeeper.simulating.result import Result
 from stepkeeper.simulating.world import World
 from stepkeeper_trainer.formats.interval import Costs, productive_share
@@ -36,7 +36,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def simulate(world: World, policy: Policy, *, runs: int, seed: int) -> Summary:
     """Simulate a choice `runs` times, with seeds from `seed` on: the same each time."""
-    found = [Clockwork(world, policy, seed + index).run() for index in range(runs)]
+    found = [Simulator(world, policy, seed + index).run() for index in range(runs)]
     ettrs = sorted(result.ettr for result in found)
     shares = {use: _mean([result.spent[use] / result.wall_s for result in found]) for use in Use}
     mean = _mean(ettrs)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from stepkeeper.core import events as on
 
 
-class Turn(NamedTuple):
+class QueuedEvent(NamedTuple):
     """One thing that happens."""
 
     at: float
@@ -18,12 +18,12 @@ class Turn(NamedTuple):
     launch: int | None  # it is void when another launch runs
 
 
-class Turns:
+class EventQueue:
     """All that is scheduled."""
 
     def __init__(self) -> None:
         """Nothing is."""
-        self._heap: list[Turn] = []
+        self._heap: list[QueuedEvent] = []
         self._scheduled = 0
 
     @property
@@ -34,9 +34,9 @@ class Turns:
     def add(self, at: float, what: on.Event | str, launch: int | None) -> None:
         """Schedule something; of the same instant, what was scheduled first comes first."""
         self._scheduled += 1
-        heapq.heappush(self._heap, Turn(at, self._scheduled, what, launch))
+        heapq.heappush(self._heap, QueuedEvent(at, self._scheduled, what, launch))
 
-    def pop(self) -> Turn:
+    def pop(self) -> QueuedEvent:
         """Take the next one."""
         return heapq.heappop(self._heap)
 

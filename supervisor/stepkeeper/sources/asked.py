@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from stepkeeper.core.events import Asked
+from stepkeeper.core.events import Requested
 from stepkeeper.sources.inbox import Inbox, Part
 from stepkeeper.store import asks
 
@@ -14,7 +14,7 @@ LOOK_EVERY_S = 5.0
 
 
 def watch(run_directory: Path, job_id: int, *, inbox: Inbox, on_error: Callable[[OSError], None]) -> None:
-    """Emit `Asked` for each ask, again and again until it is answered.  On a thread: shared storage may hang."""
+    """Emit `Requested` for each ask, again and again until it is answered.  On a thread: shared storage may hang."""
     pause = threading.Event()  # never set: the thread ends with the process
 
     def work() -> None:
@@ -28,7 +28,7 @@ def watch(run_directory: Path, job_id: int, *, inbox: Inbox, on_error: Callable[
                 inbox.failed(Part.REQUESTS, error)
                 found = {}
             for name, ask in found.items():
-                inbox.put(Asked(at=inbox.clock.now(), name=name, kind=ask.kind, by=ask.by))
+                inbox.put(Requested(at=inbox.clock.now(), name=name, kind=ask.kind, by=ask.by))
             pause.wait(LOOK_EVERY_S)
 
     inbox.run(Part.REQUESTS, work)

@@ -27,7 +27,7 @@ _EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
     words.Replayed: on.Replayed,
     words.SaveStarted: on.SaveBegan,
     words.Committed: on.CheckpointCommitted,
-    words.SaveFailed: on.SaveGaveUp,
+    words.SaveFailed: on.SaveFailed,
     words.Finished: on.TrainingFinished,
     words.Stopped: on.TrainingStopped,
 }
@@ -255,7 +255,7 @@ class Bus:
                     self._inbox.put(event)
             case lines.Paced():
                 launch = self._launch(message.launch)
-                paced = self._paces.heard(message, launch, at) if launch is not None else None
+                paced = self._paces.receive(message, launch, at) if launch is not None else None
                 if paced is not None:
                     self._inbox.put(paced)
             case lines.Lost():

@@ -17,7 +17,7 @@ class Paces:
         self._launch = -1
         self._heard: dict[str, lines.Paced] = {}
 
-    def heard(self, word: lines.Paced, launch: int, at: float) -> on.NodesPaced | None:
+    def receive(self, word: lines.Paced, launch: int, at: float) -> on.NodesPaced | None:
         """Take in a word; return the round that is over with it.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Allowance:
+class RateLimiter:
     """Grants `burst` at once, and one more every `every_s` seconds, never more than `burst` in store."""
 
     def __init__(self, burst: int, every_s: float) -> None:

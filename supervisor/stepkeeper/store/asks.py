@@ -28,7 +28,7 @@ BYTES_MAX = 4096
 Kind = Literal["save", "stop"]
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What somebody wants."""
 
     kind: Kind
@@ -46,7 +46,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
-def write(run_directory: Path, ask: Ask) -> str:
+def write(run_directory: Path, ask: Request) -> str:
     """Put an ask there, and return its name.
 
     Raises:
@@ -69,7 +69,7 @@ def withdraw(run_directory: Path, name: str) -> bool:
     return True
 
 
-def waiting(run_directory: Path, job_id: int) -> dict[str, Ask]:
+def waiting(run_directory: Path, job_id: int) -> dict[str, Request]:
     """Return the asks of a job that are not answered, by name; those of others than the owner do not count.
 
     Raises:
@@ -85,7 +85,7 @@ def waiting(run_directory: Path, job_id: int) -> dict[str, Ask]:
         if name.endswith(ANSWERED):
             continue
         try:
-            ask = _read(run_directory, name, Ask)
+            ask = _read(run_directory, name, Request)
         except (OSError, DecodeError):
             continue  # withdrawn meanwhile, not an ask, or a stranger's
         if ask.job_id == job_id and ask.format == FORMAT:

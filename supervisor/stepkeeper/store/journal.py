@@ -24,14 +24,14 @@ import xxhash
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import LeftOut, Tried
+from stepkeeper.core.causes import SkippedData, Tried
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event, Exclusion
 from stepkeeper.core.reason_text import text
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Phase
-from stepkeeper.core.usual import Usual
-from stepkeeper.store import lines, old_sentences
+from stepkeeper.core.usual import Baseline
+from stepkeeper.store import lines, old_names, old_sentences
 from stepkeeper_trainer.formats.durable import append_line, write_all
 from stepkeeper_trainer.formats.plain import open_plain
 
@@ -40,7 +40,7 @@ RECORDS_WAITING_MAX = 100_000
 BATCH_RECORDS_MAX = 256  # written with one fsync
 RETRY_AFTER_S = 5.0
 LATE_RECORDS_MAX = 200  # that may stand behind the newest attempt's last one
-_WORDS: dict[type, str] = {do.Exit: "reason", do.CallPerson: "reason", do.AnswerAsk: "said"}  # else `why`
+_WORDS: dict[type, str] = {do.Exit: "reason", do.NotifyUser: "reason", do.AnswerRequest: "said"}  # else `why`
 NODES_EVERY = 64  # records: a reader from the end finds the nodes without reading far
 
 
@@ -63,11 +63,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nodes: tuple[str, ...] | None = None  # of the allocation that are used; None: as in the attempt's record before
     excluded: tuple[Exclusion, ...] = ()  # nodes that the job shall not get
     tried: tuple[Tried, ...] = ()  # how often it failed in the same way
-    left_out: tuple[LeftOut, ...] = ()  # data that the ranks do not take, since a loss went wrong on it
-    usual: Usual = Usual()  # how long starts and steps of the run's launches took
+    skipped_data: tuple[SkippedData, ...] = ()  # data that the ranks do not take, since a loss went wrong on it
+    baseline: Baseline = Baseline()  # how long starts and steps of the run's launches took
     number: int = 0  # of the attempt's records, from 1; 0: of release 0.1, which did not count
     sample: bool = False  # one of many of its kind that came to nothing; the others are left out
-    missed: dict[str, Any] = {}  # changes of the state by what was left out since the record before (`store.recorder`)
+    missed: dict[str, Any] = {}  # changes of the state by what was left out since the record before (`recorder`)
     note: Literal["", "spooled"] = ""  # `spooled`: from the node's disk, when shared storage was late
 
 
@@ -113,6 +113,7 @@ def read_lines(path: Path, *, newest_first: bool = False) -> Iterator[Line]:
 
 def _decode(data: bytes) -> Record | None:
     try:
+        data = old_names.translate(data)
         record = _decoder.decode(data)
         if record.reasons or not (record.why or record.effects or record.excluded or record.missed):
             return record
@@ -292,8 +293,8 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()  # that the attempt before used at last
     excluded: tuple[Exclusion, ...] = ()
     tried: tuple[Tried, ...] = ()
-    usual: Usual = Usual()
-    left_out: tuple[LeftOut, ...] = ()
+    baseline: Baseline = Baseline()
+    skipped_data: tuple[SkippedData, ...] = ()
 
 
 def reconstruct(path: Path, *, now: float | None = None) -> Carried:
@@ -334,6 +335,6 @@ def reconstruct(path: Path, *, now: float | None = None) -> Carried:
         nodes=nodes or (),
         excluded=last.excluded,
         tried=last.tried,
-        usual=last.usual,
-        left_out=last.left_out,
+        baseline=last.baseline,
+        skipped_data=last.skipped_data,
     )

@@ -16,7 +16,7 @@ from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
-from stepkeeper.store.allowance import Allowance
+from stepkeeper.store.allowance import RateLimiter
 from stepkeeper.store.journal import VERSION, Record
 from stepkeeper_trainer.formats.lease import Lease
 
@@ -35,11 +35,11 @@ class Recorder:
         self._lease = lease
         self._number = 0  # of the newest record
         self._known = State()  # as a reader of the journal knows it
-        self._allowances: dict[type[on.Event], Allowance] = {
-            on.Progressed: Allowance(1, policy.progress_every_s),
-            on.NodesPaced: Allowance(1, NODES_PACED_EVERY_S),
-            on.SaveBegan: Allowance(SAVES_AT_ONCE, SAVES_EVERY_S),
-            on.CheckpointCommitted: Allowance(SAVES_AT_ONCE, SAVES_EVERY_S),
+        self._limiters: dict[type[on.Event], RateLimiter] = {
+            on.Progressed: RateLimiter(1, policy.progress_every_s),
+            on.NodesPaced: RateLimiter(1, NODES_PACED_EVERY_S),
+            on.SaveBegan: RateLimiter(SAVES_AT_ONCE, SAVES_EVERY_S),
+            on.CheckpointCommitted: RateLimiter(SAVES_AT_ONCE, SAVES_EVERY_S),
         }
 
     def record(self, before: State, event: on.Event, decision: Decision) -> Record | None:
@@ -50,7 +50,7 @@ class Recorder:
             return None
         sample = came_to_nothing and isinstance(event, SAMPLED)
         limited = sample or (not decision.effects and not isinstance(event, SAMPLED))
-        allowance = self._allowances.get(type(event)) if limited else None
+        allowance = self._limiters.get(type(event)) if limited else None
         if allowance is not None and not allowance.take(event.at):
             return None
         self._number += 1
@@ -74,8 +74,8 @@ class Recorder:
             nodes=state.nodes,
             excluded=state.excluded,
             tried=state.tried,
-            usual=state.usual,
-            left_out=state.left_out,
+            baseline=state.baseline,
+            skipped_data=state.skipped_data,
             number=self._number,
             sample=sample,
             missed=missed,

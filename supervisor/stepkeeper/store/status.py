@@ -94,14 +94,14 @@ def changes(status: Status, event: on.Event, before: State, state: State) -> dic
         if (status.launch, status.launched) != (state.launch, True) and status.step != state.resume_step:
             # what was done after the step that this launch goes on from is lost
             found |= {"step": state.resume_step, "tokens": None, "loss": None, "loss_not_finite": False}
-    if state.has_library or state.begun or (state.running and not state.wrapped):
+    if state.has_library or state.all_tasks_started or (state.running and not state.wrapped):
         found["library"] = state.has_library
     if isinstance(event, on.Progressed):
         found |= {name: getattr(event, name) for name in ("step", "tokens", "loss", "step_seconds")}
         found["loss_not_finite"] = event.not_finite
     if isinstance(event, on.RankHello) and event.total_steps is not None:
         found["total_steps"] = event.total_steps
-    if isinstance(event, on.StoodStill):
+    if isinstance(event, on.Suspended):
         found["suspended_seconds"] = status.suspended_seconds + event.seconds
     if isinstance(event, on.CheckpointCommitted):
         found["checkpoint_step"] = event.step

@@ -50,11 +50,11 @@ class Tally:
             for effect in record.effects:
                 if isinstance(effect, do.StartLaunch):
                     self._counts[metrics.LAUNCHES, ()] += 1
-                elif isinstance(effect, do.TellSlowNode) and not effect.over:
+                elif isinstance(effect, do.ReportSlowNode) and not effect.over:
                     self._counts[metrics.NODES_SLOW, ()] += 1
-                elif isinstance(effect, do.TellReplay):
+                elif isinstance(effect, do.ReportReplay):
                     self._counts[metrics.REPLAYS, ("equal" if effect.equal else "differs",)] += 1
-                elif isinstance(effect, do.TellSlowLaunch):
+                elif isinstance(effect, do.ReportSlowLaunch):
                     self._counts[metrics.LAUNCHES_SLOW, ()] += 1
             self._gauges[metrics.FAILURES] = record.failures
             if record.node_losses > self._losses:
@@ -80,13 +80,13 @@ class Tally:
                 self._gauges[metrics.CHECKPOINT_TIME] = event.at
                 self._gauges[metrics.CHECKPOINT_BYTES] = event.bytes
                 self._gauges[metrics.CHECKPOINT_SECONDS] = event.seconds
-            case on.SaveGaveUp():
+            case on.SaveFailed():
                 self._counts[metrics.CHECKPOINTS, ("failed",)] += 1
             case on.NodeFaulted() as event:
                 self._counts[metrics.NODE_FAULTS, ("yes" if event.leave else "no",)] += 1
             case on.Judged() as event:
                 self._counts[metrics.LAUNCH_FAILURES, (event.cause.value,)] += 1
-            case on.StoodStill() as event:
+            case on.Suspended() as event:
                 self._add(metrics.SUSPENDED_SECONDS, (), max(0.0, event.seconds))
             case on.WatcherLost():
                 self._counts[metrics.WATCHERS_LOST, ()] += 1

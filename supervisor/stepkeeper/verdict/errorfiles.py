@@ -20,7 +20,7 @@ BYTES_MAX = 1024 * 1024
 INSTANT_MAX = 1e11  # Unix seconds; a larger one is no instant
 
 
-def sight(data: bytes, *, rank: int | None = None, node: str = "") -> Evidence | None:
+def error_file_evidence(data: bytes, *, rank: int | None = None, node: str = "") -> Evidence | None:
     """Return what an error file says; None where it is empty, torn, or of another shape."""
     try:
         document = msgspec.json.decode(data[:BYTES_MAX])

@@ -37,7 +37,7 @@ SRUN_NAME = "srun.log"
 _RANK = re.compile(r"(?:rank|error)-(\d{1,8})")
 
 
-class Told(NamedTuple):
+class Announced(NamedTuple):
     """Why a launch was to end, as the journal tells it: neither logs nor Slurm do."""
 
     at: float
@@ -58,7 +58,7 @@ class Launch(NamedTuple):
     newest: bool  # of the run
     killed_at: float | None = None  # we ended its ranks, from then on
     found: Finding | None = None  # what the rules saw of it while it ran
-    told: tuple[Told, ...] = ()  # why it was to end, where that was no failure
+    told: tuple[Announced, ...] = ()  # why it was to end, where that was no failure
     job_id: int = 0  # that it ran in
     started: on.AttemptStarted | None = None  # its attempt
     following: on.AttemptStarted | None = None  # the next attempt, where this launch was the last one of its own
@@ -85,7 +85,7 @@ def launches(run: RunDirectory) -> list[Launch]:
     restarts: dict[tuple[int, int], int] = {}
     killed: dict[tuple[int, int], float] = {}
     seen: dict[tuple[int, int], Finding] = {}
-    told: dict[tuple[int, int], list[Told]] = {}
+    told: dict[tuple[int, int], list[Announced]] = {}
     jobs: dict[tuple[int, int], int] = {}
     starts: dict[int, on.AttemptStarted] = {}
     between: list[on.Event] = []
@@ -151,21 +151,21 @@ def _following(starts: dict[int, on.AttemptStarted], attempt: int) -> on.Attempt
     return next((starts[number] for number in sorted(starts) if number > attempt), None)
 
 
-def _told(record: journal.Record) -> Iterator[Told]:
+def _told(record: journal.Record) -> Iterator[Announced]:
     """Yield why a launch is to end from this record on, if it says so.  What Slurm's answers tell is read off them."""
     if record.phase not in (Phase.SAVING, Phase.STOPPING):
         return
     event, at = record.event, record.event.at
     said = record.reasons[0] if record.reasons and isinstance(event, on.SlurmAnswered) else None
     stops = any(isinstance(effect, do.RequestSave) and effect.stop for effect in record.effects)
-    if isinstance(event, on.Asked) and event.kind == "stop":
-        if any(isinstance(effect, do.AnswerAsk) and effect.ok for effect in record.effects):
+    if isinstance(event, on.Requested) and event.kind == "stop":
+        if any(isinstance(effect, do.AnswerRequest) and effect.ok for effect in record.effects):
             who = f"{event.by or 'somebody'} asked to save and end (stepkeeper stop), {instant(at)}"
-            yield Told(at, "asked-to-stop", Cause.STOPPED, Plane.APPLICATION, who)
+            yield Announced(at, "asked-to-stop", Cause.STOPPED, Plane.APPLICATION, who)
     elif isinstance(said, because.SlurmSaid) and said.notice is Notice.TIME_LIMIT:
-        yield Told(at, "limit-told", Cause.TIME_LIMIT, Plane.SLURM, f"{record.why}, {instant(at)}")
+        yield Announced(at, "limit-told", Cause.TIME_LIMIT, Plane.SLURM, f"{record.why}, {instant(at)}")
     elif stops and not isinstance(said, because.SlurmSaid | because.SlurmUnreachable):
-        yield Told(at, "left-on-purpose", Cause.STOPPED, Plane.APPLICATION, f"{record.why}, {instant(at)}")
+        yield Announced(at, "left-on-purpose", Cause.STOPPED, Plane.APPLICATION, f"{record.why}, {instant(at)}")
 
 
 class End(NamedTuple):
@@ -303,11 +303,13 @@ def of_logs(
             break
         if path.suffix == ".json":
             match = _RANK.fullmatch(path.stem)
-            said = errorfiles.sight(read_plain(path, within=directory), rank=int(match[1]) if match else None)
+            said = errorfiles.error_file_evidence(
+                read_plain(path, within=directory), rank=int(match[1]) if match else None
+            )
             found += [said] if said is not None else []
         else:
             found += of_log(path, ends)
-    return found + recorded.sight(directory, enough)
+    return found + recorded.recorded_evidence(directory, enough)
 
 
 def of_log(path: Path, ends: reading.Ends = reading.THOROUGH) -> list[Evidence]:
@@ -319,7 +321,7 @@ def of_log(path: Path, ends: reading.Ends = reading.THOROUGH) -> list[Evidence]:
     with open_plain(path, within=path.parent) as file:
         log = reading.read(file, ends)
     node = "" if path.name == SRUN_NAME else path.stem
-    return [msgspec.structs.replace(each, log=str(path)) for each in logs.sight(log, node=node)]
+    return [msgspec.structs.replace(each, log=str(path)) for each in logs.log_evidence(log, node=node)]
 
 
 def log_of(directory: Path, node: str) -> Path | None:

@@ -43,7 +43,7 @@ _ROLES = {Role.ROOT: 0, Role.CASCADE: 1, Role.CONFIRMATION: 2}
 _PLANES = {Plane.NODE: 0, Plane.APPLICATION: 1, Plane.SLURM: 2}
 
 
-def judge(evidence: Iterable[Evidence]) -> Verdict:
+def classify(evidence: Iterable[Evidence]) -> Verdict:
     """Return why a launch ended."""
     pieces = _ordered(evidence)
     strongest = _strongest(pieces)

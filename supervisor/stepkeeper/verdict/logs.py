@@ -26,7 +26,7 @@ _PROGRESS = re.compile(
 )
 
 
-def sight(log: Log, *, node: str = "") -> list[Evidence]:
+def log_evidence(log: Log, *, node: str = "") -> list[Evidence]:
     """Return what the rules make of a log, in its order; the same rule for the same rank once, with a count.
 
     Args:

@@ -25,7 +25,7 @@ RULE = "nccl-flight-recorder"
 CONFIDENCE = 0.4
 
 
-def sight(directory: Path, enough: Callable[[], bool]) -> list[Evidence]:
+def recorded_evidence(directory: Path, enough: Callable[[], bool]) -> list[Evidence]:
     """Return who waited for whom, where the ranks of a launch have written dumps.
 
     Args:

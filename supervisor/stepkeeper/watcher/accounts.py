@@ -31,7 +31,7 @@ def catches(pid: int, number: int) -> bool:
     return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
 
 
-class Asked:
+class FlightRecorderRequest:
     """One request to the ranks of a node."""
 
     def __init__(self, directory: Path, pids: Mapping[int, int], clock: Callable[[], float] = time.monotonic) -> None:

@@ -40,7 +40,7 @@ class _Look:
         return self._report
 
 
-class Checking:
+class NodeChecks:
     """The looks at one node."""
 
     def __init__(self, directory: Path, *, gpus: tuple[str, ...] | None = None, fresh_s: float = FRESH_S) -> None:

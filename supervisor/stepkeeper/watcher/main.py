@@ -22,7 +22,7 @@ from stepkeeper.watcher.failover import Failover, Found
 from stepkeeper.watcher.pace import NodePace
 from stepkeeper.watcher.processes import RankSteps, kill_older_watchers, kill_ranks, rank_processes
 from stepkeeper.watcher.ranks import RankSocket, free_port
-from stepkeeper.watcher.senses import Fitness, Senses
+from stepkeeper.watcher.senses import Fitness, NodeSensors
 from stepkeeper.watcher.stacks import StackTaker
 from stepkeeper.wrapper import own_address
 from stepkeeper_trainer.formats.messages import Hello, Progress, SaveRequest, TaskStarted, shorten
@@ -70,7 +70,7 @@ class Watcher:
         self.progress_at = 0.0
         self.progress: Progress | None = None
         self.pace = NodePace(self.node)
-        self.senses = Senses(assignment, self.node, self.steps)
+        self.senses = NodeSensors(assignment, self.node, self.steps)
         self.stacks = StackTaker(assignment, self.node)
         self.clearing: bus.Clear | None = None
         self.fitness: Fitness | None = None  # of the node, as of the newest `Clear`

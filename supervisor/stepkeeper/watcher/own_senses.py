@@ -16,7 +16,7 @@ from stepkeeper.node.core import events as agent
 from stepkeeper.node.core import incidents
 from stepkeeper.node.core.policy import Policy
 from stepkeeper.node.core.state import Incident, State
-from stepkeeper.node.judging import Judging, concerns
+from stepkeeper.node.judging import Evaluation, concerns
 from stepkeeper.node.sensors.evidence import EvidenceReader, Roots, device_addresses
 from stepkeeper.node.sensors.kmsg import KernelLog, boot_id
 from stepkeeper.node.sensors.nvml import NvmlProcess
@@ -31,7 +31,7 @@ READINGS_WAITING_MAX = 1000
 CLOCKS_S = 1.0  # between a record's time and our clock
 
 
-class OwnSenses:
+class OwnSensors:
     """Says `Faulted` and `Note`, from a thread of its own."""
 
     def __init__(
@@ -48,7 +48,7 @@ class OwnSenses:
         self._say = say
         self._since = (since or time.time()) - CLOCKS_S
         self._readings: queue.Queue[Reading | None] = queue.Queue(READINGS_WAITING_MAX)
-        self._judging = Judging(load(), devices=lambda: device_addresses(Roots()))
+        self._judging = Evaluation(load(), devices=lambda: device_addresses(Roots()))
         self._policy = Policy()
         self._state = State(node=node, boot_id=boot_id())
         self._said: dict[str, tuple[object, ...]] = {}

@@ -29,8 +29,8 @@ from stepkeeper.watcher.processes import RankSteps, rank_processes
 from stepkeeper_trainer.formats.messages import shorten
 
 if TYPE_CHECKING:
-    from stepkeeper.watcher.checking import Checking
-    from stepkeeper.watcher.sharing import ShareReader
+    from stepkeeper.watcher.checking import NodeChecks
+    from stepkeeper.watcher.sharing import ShardReader
 
 AGENT_AGAIN_S = 30.0  # an agent that is absent is looked for again
 RESTARTS_WITHIN_S = 20.0  # one that has left may be restarting: it is looked for soon, and nothing takes its place yet
@@ -50,7 +50,7 @@ class Fitness(msgspec.Struct, frozen=True, kw_only=True):
 Word = bus.FromWatcher | Fitness
 
 
-class Senses:
+class NodeSensors:
     """Threads that watch the node.  `fileno` is readable when `take` has something."""
 
     def __init__(self, assignment: Assignment, node: str, steps: RankSteps | None = None) -> None:
@@ -63,8 +63,8 @@ class Senses:
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # of the thread that listens to the agent
         self._closed = threading.Event()
         self._stop_own: Callable[[], None] | None = None
-        self._share_reader: ShareReader | None = None
-        self._checks: Checking | None = None
+        self._share_reader: ShardReader | None = None
+        self._checks: NodeChecks | None = None
         self._noted = ""
         self._gpus = OwnGpus(os.environ, counted=self._counts_gpus)
 
@@ -97,9 +97,9 @@ class Senses:
         """Look whether a launch may start here; `Fitness` comes."""
         if self._checks is None:
             # imported now: a watcher that checks nothing stays small
-            from stepkeeper.watcher.checking import Checking  # noqa: PLC0415
+            from stepkeeper.watcher.checking import NodeChecks  # noqa: PLC0415
 
-            self._checks = Checking(Path(self._assignment.run_directory), gpus=self._gpus.addresses)
+            self._checks = NodeChecks(Path(self._assignment.run_directory), gpus=self._gpus.addresses)
         work = (self._checks, wanted, time.time())
         threading.Thread(target=self._check, args=work, name="checks", daemon=True).start()
 
@@ -118,10 +118,10 @@ class Senses:
         """Read a share of a step directory; `ShareRead` comes, again and again."""
         if self._share_reader is None:
             # imported now: a watcher that reads nothing stays small
-            from stepkeeper.watcher.sharing import ShareReader  # noqa: PLC0415
+            from stepkeeper.watcher.sharing import ShardReader  # noqa: PLC0415
 
             checkpoints = Path(self._assignment.run_directory) / "checkpoints"
-            self._share_reader = ShareReader(checkpoints, self._node, self._put)
+            self._share_reader = ShardReader(checkpoints, self._node, self._put)
         self._share_reader.read(wanted)
 
     def read_no_more(self, number: int) -> None:
@@ -136,7 +136,7 @@ class Senses:
 
     # --- the checks -------------------------------------------------------------------------------
 
-    def _check(self, checking: Checking, wanted: bus.Clear | bus.Check, heard_at: float) -> None:
+    def _check(self, checking: NodeChecks, wanted: bus.Clear | bus.Check, heard_at: float) -> None:
         launch = wanted.launch if isinstance(wanted, bus.Clear) else None
         if wanted.at is None:  # a supervisor of a version that asks for none
             self._put(Fitness(launch=launch, number=wanted.number, unfit=""))
@@ -244,9 +244,9 @@ class Senses:
     def _sense(self) -> None:
         """Watch NVML and the kernel log ourselves, as far as an ordinary user may."""
         if self._stop_own is None:
-            from stepkeeper.watcher.own_senses import OwnSenses  # noqa: PLC0415 - not where there is an agent
+            from stepkeeper.watcher.own_senses import OwnSensors  # noqa: PLC0415 - not where there is an agent
 
-            own = OwnSenses(self._node, self._put, since=self._assignment.started_at, is_ours=self._is_ours)
+            own = OwnSensors(self._node, self._put, since=self._assignment.started_at, is_ours=self._is_ours)
             self._stop_own = own.close
 
     def _rest(self) -> None:

@@ -17,7 +17,7 @@ WAITING_MAX = 64  # shares that were asked for and not begun: far more than are 
 MIB = 2**20
 
 
-class ShareReader:
+class ShardReader:
     """One thread that reads one share after the other."""
 
     def __init__(self, checkpoints: Path, node: str, say: Callable[[bus.FromWatcher], None]) -> None:

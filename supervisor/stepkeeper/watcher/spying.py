@@ -29,7 +29,7 @@ WAKE_WITHIN_S = 0.3
 Found = TypeVar("Found")
 
 
-class Spied(NamedTuple):
+class PySpyStacks(NamedTuple):
     """What py-spy said of a process, or why it said nothing."""
 
     text: str = ""
@@ -42,14 +42,14 @@ def find() -> str | None:
     return shutil.which(NAME) or (beside if os.access(beside, os.X_OK) else None)
 
 
-def dump(program: str, pid: int, *, native: bool, within_s: float) -> Spied:
+def dump(program: str, pid: int, *, native: bool, within_s: float) -> PySpyStacks:
     """Have py-spy write a process's stacks; it is ended after `within_s` seconds, and the process goes on."""
     before = state_of(pid)
     if before in ("", "Z"):
-        return Spied(problem="the process is gone")
+        return PySpyStacks(problem="the process is gone")
     stands = before in ("D", "T", "t")  # it cannot be held: it never answers, or is held already
     if stands and native:
-        return Spied(problem="the process is stopped, or stuck in the kernel")
+        return PySpyStacks(problem="the process is stopped, or stuck in the kernel")
     how = ("--native",) if native else ("--nonblocking",) if stands else ()
     try:
         done = subprocess.run(
@@ -65,14 +65,14 @@ def dump(program: str, pid: int, *, native: bool, within_s: float) -> Spied:
         if not stands:
             _go_on(pid)  # takes back a stop, too, that the process of a busy node has not come to yet
         _wake(pid, before, WAKE_WITHIN_S)
-        return Spied(problem=f"{NAME} did not end in time")
+        return PySpyStacks(problem=f"{NAME} did not end in time")
     except OSError as error:
-        return Spied(problem=f"{program}: {error.strerror}")
+        return PySpyStacks(problem=f"{program}: {error.strerror}")
     _wake(pid, before)
     if done.returncode:
         said = done.stderr.partition("Stack backtrace")[0].split() or [f"it ended with {done.returncode}"]
-        return Spied(problem=f"{NAME}: {' '.join(said)}")
-    return Spied(text=done.stdout)
+        return PySpyStacks(problem=f"{NAME}: {' '.join(said)}")
+    return PySpyStacks(text=done.stdout)
 
 
 def _wake(pid: int, before: str, within_s: float = 0.0) -> None:

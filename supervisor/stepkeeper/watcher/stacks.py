@@ -19,7 +19,7 @@ from pathlib import Path
 
 from stepkeeper.watcher import kernel, spying
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.accounts import Asked, catches
+from stepkeeper.watcher.accounts import FlightRecorderRequest, catches
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.frames import Below, Doing, Frame, below, describe, of_faulthandler, of_py_spy, says_it_all
 from stepkeeper_trainer.formats import collectives
@@ -142,7 +142,7 @@ class StackTaker:
             self._below(spy, wanted, stands, plain)
             # behind the stacks: faulthandler does one thing at a time, and drops a signal that comes meanwhile; and
             # whom py-spy holds answers no signal
-            asked = Asked(self._file(wanted.launch, 0).parent.parent, pids)
+            asked = FlightRecorderRequest(self._file(wanted.launch, 0).parent.parent, pids)
             for rank, places in sorted(asked.take().items()):
                 for place in places:
                     self._say(bus.Entered(node=self._node, number=wanted.number, rank=rank, place=place))
@@ -159,7 +159,7 @@ class StackTaker:
         files = {rank: self._file(launch, rank) for rank in pids}
         until = time.monotonic() + DUMP_WITHIN_S
         found: dict[int, tuple[Frame, ...]] = {}
-        spied: dict[int, spying.Spied] = {}
+        spied: dict[int, spying.PySpyStacks] = {}
         if spy is not None:
             spied = spying.of_each(
                 pids,
@@ -218,7 +218,7 @@ class StackTaker:
                 word = bus.StoodBelow(node=self._node, number=wanted.number, rank=rank, where=shorten(where))
                 self._say(word)
 
-    def _spy_below(self, spy: str, wanted: bus.Stacks, pids: dict[int, int]) -> dict[int, spying.Spied]:
+    def _spy_below(self, spy: str, wanted: bus.Stacks, pids: dict[int, int]) -> dict[int, spying.PySpyStacks]:
         """Return what py-spy says of native code; why it says nothing is told."""
         until = time.monotonic() + self._native_within_s
         spied = spying.of_each(
@@ -229,7 +229,7 @@ class StackTaker:
         )
         problems: dict[str, list[int]] = defaultdict(list)
         for rank in sorted(pids):
-            found = spied.get(rank, spying.Spied(problem="there was no time left"))
+            found = spied.get(rank, spying.PySpyStacks(problem="there was no time left"))
             text = found.text or f"no native stack: {found.problem}\n"
             self._files.append(self._file(wanted.launch, rank), text)
             if found.problem:

@@ -23,7 +23,7 @@ def failures_bound_the_launches_without_progress(turns):
         unseen = after.failures < before.failures and any(each.count == 0 for each in after.tried)
         if after.best_step != before.best_step or unseen:
             launches = taken_back = 0
-        taken_back += after.launched == before.launched and before.charged and not after.charged
+        taken_back += after.launched == before.launched and before.failure_counted and not after.failure_counted
         launches += len(turn.ordered(do.StartLaunch))
         assert launches <= POLICY.failures_max + taken_back
         assert taken_back <= POLICY.node_losses_max + STORAGE_MAX + BY_SLURM
@@ -36,11 +36,11 @@ def each_failed_launch_counts_until_there_is_verified_progress(turns):
         before, after = turn.before, turn.after
         ran_long = before.launched_at is not None and turn.event.at - before.launched_at >= POLICY.unseen_progress_s
         if after.launch > before.launch:
-            kept = 0 if ran_long and not before.heard else before.failures
-            assert after.failures == kept + after.charged
+            kept = 0 if ran_long and not before.library_seen else before.failures
+            assert after.failures == kept + after.failure_counted
         elif after.failures < before.failures:
             progressed = isinstance(turn.event, on.CheckpointChosen) and after.best_step != before.best_step
-            taken_back = before.charged and not after.charged and after.failures == before.failures - 1
+            taken_back = before.failure_counted and not after.failure_counted and after.failures == before.failures - 1
             assert progressed or taken_back
         if turn.ordered(do.StartLaunch) and before.launch:
             assert before.failures < POLICY.failures_max
@@ -53,7 +53,7 @@ def an_hour_of_unseen_training_begins_the_rows_again_and_forgets_no_failure(turn
         before, after = turn.before, turn.after
         relaunched = after.launch > before.launch
         ran_long = before.launched_at is not None and turn.event.at - before.launched_at >= POLICY.unseen_progress_s
-        if relaunched and ran_long and not before.heard:
+        if relaunched and ran_long and not before.library_seen:
             assert after.failures <= 1
             assert all(each.count == 0 for each in after.tried)
             assert [repeats(each) for each in after.tried] == [repeats(each) for each in before.tried]
@@ -94,7 +94,7 @@ def what_was_tried_is_remembered_until_the_place_is_passed(turns):
         if not gone or isinstance(turn.event, on.AttemptStarted):
             continue
         passed = isinstance(turn.event, on.CheckpointChosen) and after.best_step != before.best_step
-        unseen = isinstance(turn.event, on.LaunchEnded | on.SlurmAnswered | on.Tick) and not before.heard
+        unseen = isinstance(turn.event, on.LaunchEnded | on.SlurmAnswered | on.Tick) and not before.library_seen
         assert passed or unseen or after.node_losses > before.node_losses
         if passed:
             assert all(each.step is None or each.step < after.best_step for each in gone)
@@ -104,7 +104,7 @@ def what_was_tried_is_remembered_until_the_place_is_passed(turns):
 def a_person_is_called_exactly_where_one_is_needed(turns):
     """Once, at the end, and never for what goes on by itself."""
     for turn in turns:
-        calls = turn.ordered(do.CallPerson)
+        calls = turn.ordered(do.NotifyUser)
         exits = [exit_ for exit_ in turn.ordered(do.Exit) if CODES[exit_.code].needs_person]
         assert [call.code for call in calls] == [exit_.code for exit_ in exits]
 
@@ -165,6 +165,6 @@ def what_slurm_ended_is_no_failure_of_the_training(turns):
     """The ranks may hear of a preemption before we do, and their end comes first."""
     for turn in turns:
         before, after = turn.before, turn.after
-        leaves = after.plan is not None and after.plan.next is Next.REQUEUE and after.told
+        leaves = after.plan is not None and after.plan.next is Next.REQUEUE and after.eviction_confirmed
         if isinstance(turn.event, on.SlurmAnswered) and before.phase is Phase.STARTING and before.failure and leaves:
-            assert after.failures == max(0, before.failures - before.charged)
+            assert after.failures == max(0, before.failures - before.failure_counted)

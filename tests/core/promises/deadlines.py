@@ -18,7 +18,7 @@ def every_wait_has_a_deadline(turns):
         state = turn.after
         free = state.phase is Phase.DONE or (state.phase is Phase.TRAINING and all_watched(state))
         assert free or state.deadline_at is not None
-        heard = state.phase is Phase.TRAINING and state.heard
+        heard = state.phase is Phase.TRAINING and state.library_seen
         assert not heard or state.hang_at is not None
 
 
@@ -49,7 +49,7 @@ def ranks_are_killed_no_later_than_the_save_deadline(turns):
         assert state.deadline_at is not None
         if isinstance(turn.event, on.SlurmAnswered) and state.term_at is not None:
             limit = state.deadline_at  # Slurm has told everybody to end: its word counts
-        if isinstance(turn.event, on.StoodStill) and limit is not None:  # nobody ran meanwhile; Slurm's limit stays
+        if isinstance(turn.event, on.Suspended) and limit is not None:  # nobody ran meanwhile; Slurm's limit stays
             limit = limit + turn.event.seconds if state.leave_at is None else max(limit, state.leave_at)
         assert limit is None or state.deadline_at <= limit
         limit = state.deadline_at
@@ -60,10 +60,12 @@ def a_notice_ends_ranks_that_can_save_only_where_no_save_could_come(turns):
     """The work since the last save is lost by it: what is not known must not be taken for hopeless."""
     for turn in turns:
         before = turn.before
-        able = before.phase is Phase.TRAINING and (before.step is not None if before.heard else before.begun)
+        able = before.phase is Phase.TRAINING and (
+            before.step is not None if before.library_seen else before.all_tasks_started
+        )
         leaves = turn.after.plan is not None and turn.after.plan.next is Next.REQUEUE
         if able and leaves and isinstance(turn.event, on.SlurmAnswered) and turn.ordered(do.KillRanks):
-            assert before.heard, "nobody knows how long a script of its own way takes to save"
+            assert before.library_seen, "nobody knows how long a script of its own way takes to save"
             assert before.saving is None
             assert before.pace.saves >= SAVES_ENOUGH
             assert turn.after.leave_at - turn.event.at < before.pace.quickest

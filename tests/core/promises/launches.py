@@ -72,10 +72,10 @@ def data_that_is_left_out_stays_so(turns):
     """The next attempt, each launch and the lineage know of all of it, in its order."""
     for turn in turns:
         begins = isinstance(turn.event, on.AttemptStarted) and not turn.before.bus
-        before = turn.event.left_out if begins else turn.before.left_out
-        assert turn.after.left_out[: len(before)] == before
+        before = turn.event.skipped_data if begins else turn.before.skipped_data
+        assert turn.after.skipped_data[: len(before)] == before
         for effect in (*turn.ordered(do.StartLaunch), *turn.ordered(do.RollBack)):
-            assert effect.left_out == turn.after.left_out
+            assert effect.skipped_data == turn.after.skipped_data
 
 
 @promise

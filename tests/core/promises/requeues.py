@@ -74,7 +74,9 @@ def what_slurm_or_the_training_ended_is_never_requeued(turns):
         assert not (over and turn.ordered(do.StartLaunch))
         job = turn.event.job if isinstance(turn.event, on.SlurmAnswered) else None
         heard = (
-            job is not None and turn.before.asking and not (turn.before.phase is Phase.REQUEUEING and turn.before.again)
+            job is not None
+            and turn.before.asking
+            and not (turn.before.phase is Phase.REQUEUEING and turn.before.requery)
         )
         cancelled = job is not None and (
             job.restarts > 0

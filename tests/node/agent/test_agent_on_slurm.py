@@ -14,7 +14,7 @@ from stepkeeper.node.protocol import SOCKET_VARIABLE, Seen
 from stepkeeper.node.xid.model import Action
 from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.messages import Faulted
-from stepkeeper.watcher.senses import Senses
+from stepkeeper.watcher.senses import NodeSensors
 from tests.lab import USERS, Lab
 from tests.lab.agents import Agents
 
@@ -180,7 +180,7 @@ def _faults_that_a_watcher_passes_on(lab: Lab, socket: Path, job: int, node: str
             kill_wait_s=10.0,
             nonce="n",
         )
-        senses = Senses(assignment, node)
+        senses = NodeSensors(assignment, node)
         senses.start()
         words: list[object] = []
 

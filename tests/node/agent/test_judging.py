@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepkeeper.node.core import events as on
-from stepkeeper.node.judging import FRESH_S, Judging, concerns
+from stepkeeper.node.judging import FRESH_S, Evaluation, concerns
 from stepkeeper.node.sensors.readings import Gpu, GpuHealth, KernelRecord, NvmlState, NvmlStatus, NvmlXid, Reading
 from stepkeeper.node.xid import catalogue
 from stepkeeper.node.xid.model import Action, Fault
@@ -14,11 +14,11 @@ T = 1_790_000_000.0
 PCI = "0000:3b:00.0"
 
 
-def judging(expected_gpus: int = 0) -> Judging:
-    return Judging(catalogue.packaged(), expected_gpus=expected_gpus, devices=lambda: (PCI,))
+def judging(expected_gpus: int = 0) -> Evaluation:
+    return Evaluation(catalogue.packaged(), expected_gpus=expected_gpus, devices=lambda: (PCI,))
 
 
-def faults(judging: Judging, reading: Reading) -> list[Fault]:
+def faults(judging: Evaluation, reading: Reading) -> list[Fault]:
     return [each.fault for each in judging.events(reading, reading.at) if isinstance(each, on.FaultSeen)]
 
 
@@ -119,7 +119,7 @@ def test_a_gpu_that_cannot_be_listed_before_a_reset_asks_for_one() -> None:
 LOADED = "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U16)"
 
 
-def resets(judging: Judging, reading: Reading) -> list[on.GpusReset]:
+def resets(judging: Evaluation, reading: Reading) -> list[on.GpusReset]:
     assert concerns(reading)
     return [each for each in judging.events(reading, reading.at) if isinstance(each, on.GpusReset)]
 
@@ -185,7 +185,7 @@ def test_the_place_on_the_gpu_is_taken_from_the_drivers_text(text: str, place: s
 
 def test_a_missing_gpu_is_named_by_what_was_there_before() -> None:
     """By NVML's list since the boot, or by the PCI bus where the agent has just started."""
-    judge = Judging(catalogue.packaged(), expected_gpus=3, gpus=[("0000:af:00.0", "")])
+    judge = Evaluation(catalogue.packaged(), expected_gpus=3, gpus=[("0000:af:00.0", "")])
     pcis = ("0000:3b:00.0", "0000:86:00.0")
     gpus = tuple(Gpu(index=index, pci=pci, uuid=f"GPU-{index}") for index, pci in enumerate(pcis))
     found: list[Fault] = []
@@ -218,9 +218,9 @@ def test_a_record_about_a_device_that_is_not_there_is_no_fault(text: str) -> Non
 
 def test_the_same_record_is_a_fault_where_the_device_is_there() -> None:
     record = KernelRecord(at=T, boot_id="b", sequence=1, text=FORGED[1])
-    known = Judging(catalogue.packaged(), gpus=[("0000:5e:00.0", "GPU-1")])  # since the boot: it may be lost by now
-    on_the_bus = Judging(catalogue.packaged(), devices=lambda: ("0000:5e:00.0",))
-    told = Judging(catalogue.packaged())
+    known = Evaluation(catalogue.packaged(), gpus=[("0000:5e:00.0", "GPU-1")])  # since the boot: it may be lost by now
+    on_the_bus = Evaluation(catalogue.packaged(), devices=lambda: ("0000:5e:00.0",))
+    told = Evaluation(catalogue.packaged())
     told.events(NvmlStatus(at=T, state=NvmlState.READY, gpus=(Gpu(index=0, pci="0000:5e:00.0", uuid="GPU-1"),)), T)
 
     assert [len(faults(judge, record)) for judge in (known, on_the_bus, told)] == [1, 1, 1]
@@ -230,5 +230,5 @@ def test_an_nvswitch_counts_where_it_is_on_the_bus() -> None:
     text = "nvidia-nvswitch0: SXid (PCI:0000:06:00.0): 20034, Fatal, Link 48 LTSSM Fault Up"
     record = KernelRecord(at=T, boot_id="b", sequence=1, text=text)
 
-    assert len(faults(Judging(catalogue.packaged(), devices=lambda: ("0000:06:00.0",)), record)) == 1
-    assert faults(Judging(catalogue.packaged()), record) == []
+    assert len(faults(Evaluation(catalogue.packaged(), devices=lambda: ("0000:06:00.0",)), record)) == 1
+    assert faults(Evaluation(catalogue.packaged()), record) == []

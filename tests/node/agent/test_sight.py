@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepkeeper.node.sensors.readings import Evidence, GpuHealth, NvmlState, NvmlStatus
-from stepkeeper.node.sight import Sight
+from stepkeeper.node.sight import SensorHealth
 
 T = 1_790_000_000.0
 
@@ -13,14 +13,14 @@ def ended(at: float) -> NvmlStatus:
 
 
 def test_a_death_now_and_then_blinds_nobody() -> None:
-    sight = Sight()
+    sight = SensorHealth()
 
     assert not any(sight.take(ended(700.0 * number)) for number in range(10))
 
 
 def test_an_nvml_process_that_dies_in_a_loop_is_told_once_and_its_recovery_too() -> None:
     """It may read every GPU before it dies: that is no recovery."""
-    sight = Sight()
+    sight = SensorHealth()
     said = []
     for at in range(0, 600, 60):
         said.append(sight.take(ended(at)))
@@ -34,7 +34,7 @@ def test_an_nvml_process_that_dies_in_a_loop_is_told_once_and_its_recovery_too()
 
 
 def test_a_kernel_log_that_cannot_be_read_is_told_until_it_can() -> None:
-    sight = Sight()
+    sight = SensorHealth()
 
     def told(readable: float) -> str:
         values = {"readable": readable}

@@ -11,12 +11,20 @@ import structlog
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node.hasten import WISHES_MAX, WISHES_PER_UID_MAX, Hastener, Next, Progress, Wish, judge
+from stepkeeper.node.hasten import (
+    WISHES_MAX,
+    WISHES_PER_UID_MAX,
+    Next,
+    Progress,
+    RequeueExpediter,
+    RequeueRequest,
+    judge_request,
+)
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.nodes import NodeFacts, OwnedJob
 from tests.node.socket.people import until
 
-WISH = Wish(job_id=7, uid=5, restart_count=1, exclude=("n1", "n2"))
+WISH = RequeueRequest(job_id=7, uid=5, restart_count=1, exclude=("n1", "n2"))
 ASKED = Progress(asked_at=1000.0)
 SENT = Progress(asked_at=1000.0, sent_at=1010.0, sent_restarts=2)
 PENDING = OwnedJob(job_id=7, uid=5, state="PENDING", restarts=2, eligible_at=1130.0)
@@ -49,14 +57,14 @@ def job(**changes: Any) -> OwnedJob:
 def test_the_update_is_sent_to_a_requeued_job_that_waits_and_to_no_other(
     changes: dict[str, Any], expected: Next
 ) -> None:
-    assert judge(WISH, ASKED, job(**changes), 1010.0).next is expected
+    assert judge_request(WISH, ASKED, job(**changes), 1010.0).next is expected
 
 
 def test_an_attempt_that_ended_for_good_is_not_waited_for() -> None:
     ended = msgspec.structs.replace(ASKED, ended_at=1000.0)
 
-    assert judge(WISH, ended, job(state="COMPLETED", restarts=1), 1020.0).next is Next.WAIT
-    assert judge(WISH, ended, job(state="COMPLETED", restarts=1), 1031.0).why == "it ended: COMPLETED"
+    assert judge_request(WISH, ended, job(state="COMPLETED", restarts=1), 1020.0).next is Next.WAIT
+    assert judge_request(WISH, ended, job(state="COMPLETED", restarts=1), 1031.0).why == "it ended: COMPLETED"
 
 
 @pytest.mark.parametrize(
@@ -81,20 +89,20 @@ def test_an_attempt_that_ended_for_good_is_not_waited_for() -> None:
 def test_after_the_update_only_a_launch_that_slurm_failed_is_requeued(
     changes: dict[str, Any], at: float, expected: Next
 ) -> None:
-    assert judge(WISH, SENT, job(**changes), at).next is expected
+    assert judge_request(WISH, SENT, job(**changes), at).next is expected
 
 
 def test_an_attempt_that_runs_for_a_while_has_begun() -> None:
     running = msgspec.structs.replace(SENT, running_at=1012.0)
 
-    assert judge(WISH, running, job(state="RUNNING"), 1013.0).next is Next.WAIT
-    assert judge(WISH, running, job(state="RUNNING"), 1014.0).why == "the next attempt started: RUNNING"
+    assert judge_request(WISH, running, job(state="RUNNING"), 1013.0).next is Next.WAIT
+    assert judge_request(WISH, running, job(state="RUNNING"), 1014.0).why == "the next attempt started: RUNNING"
 
 
 def test_a_launch_that_slurm_fails_again_and_again_is_given_up() -> None:
     tried = msgspec.structs.replace(SENT, requeues=2)
 
-    verdict = judge(WISH, tried, job(state="FAILED", reason="JobLaunchFailure"), 1013.0)
+    verdict = judge_request(WISH, tried, job(state="FAILED", reason="JobLaunchFailure"), 1013.0)
 
     assert verdict.next is Next.DONE
     assert "3 times" in verdict.why
@@ -119,7 +127,7 @@ def test_no_history_lets_it_touch_what_it_must_not(
     facts = OwnedJob(
         job_id=7, uid=uid, state=state, restarts=restarts, held=held, eligible_at=eligible_at, reason=reason
     )
-    verdict = judge(WISH, SENT if sent else ASKED, facts, now)
+    verdict = judge_request(WISH, SENT if sent else ASKED, facts, now)
 
     if verdict.next in (Next.SEND, Next.REQUEUE):
         assert uid == WISH.uid
@@ -180,12 +188,12 @@ class SmallSlurm:
         raise AssertionError(name, reason)
 
 
-def over(slurm: SmallSlurm, wish: Wish = WISH, **options: Any) -> str:
+def over(slurm: SmallSlurm, job_request: RequeueRequest = WISH, **options: Any) -> str:
     """Follow a wish to its end, and return why it ended."""
     ends: list[str] = []
-    hastener = Hastener(slurm, _log(ends.append), poll_s=0.01, **options)
+    hastener = RequeueExpediter(slurm, _log(ends.append), poll_s=0.01, **options)
     hastener.start()
-    assert hastener.add(wish)
+    assert hastener.add(job_request)
     until(lambda: ends, "the end of a wish", lambda: slurm.told)
     assert hastener.waiting == 0
     assert hastener.alive
@@ -196,7 +204,7 @@ def over(slurm: SmallSlurm, wish: Wish = WISH, **options: Any) -> str:
 
 def _log(over: Callable[[str], object]) -> structlog.typing.FilteringBoundLogger:
     def keep(_: Any, __: str, event: Any) -> Any:
-        if event["event"] == "hasten_over":
+        if event["event"] == "expedite_over":
             over(event["why"])
         raise structlog.DropEvent
 
@@ -246,18 +254,24 @@ def test_a_wish_has_an_end_whatever_slurm_says() -> None:
 
 
 def test_there_is_room_for_other_users_beside_a_greedy_one() -> None:
-    hastener = Hastener(SmallSlurm(job(state="COMPLETING")), _log(lambda _: None))
-    greedy = [hastener.add(Wish(job_id=i, uid=5, restart_count=0, exclude=())) for i in range(WISHES_PER_UID_MAX + 1)]
-    others = [hastener.add(Wish(job_id=1000 + i, uid=1000 + i, restart_count=0, exclude=())) for i in range(WISHES_MAX)]
+    hastener = RequeueExpediter(SmallSlurm(job(state="COMPLETING")), _log(lambda _: None))
+    greedy = [
+        hastener.add(RequeueRequest(job_id=i, uid=5, restart_count=0, exclude=()))
+        for i in range(WISHES_PER_UID_MAX + 1)
+    ]
+    others = [
+        hastener.add(RequeueRequest(job_id=1000 + i, uid=1000 + i, restart_count=0, exclude=()))
+        for i in range(WISHES_MAX)
+    ]
 
     assert greedy == [True] * WISHES_PER_UID_MAX + [False]
     assert others == [True] * (WISHES_MAX - WISHES_PER_UID_MAX) + [False] * WISHES_PER_UID_MAX
-    assert hastener.add(Wish(job_id=0, uid=5, restart_count=0, exclude=())), "asking again is no new wish"
+    assert hastener.add(RequeueRequest(job_id=0, uid=5, restart_count=0, exclude=())), "asking again is no new wish"
 
 
 def test_the_word_of_the_next_attempt_ends_the_wish_and_that_of_the_same_one_does_not() -> None:
     ends: list[str] = []
-    hastener = Hastener(SmallSlurm(job(state="COMPLETING")), _log(ends.append))
+    hastener = RequeueExpediter(SmallSlurm(job(state="COMPLETING")), _log(ends.append))
     hastener.add(WISH)
 
     hastener.joined(7, 1)
@@ -271,7 +285,7 @@ def test_the_word_of_the_next_attempt_ends_the_wish_and_that_of_the_same_one_doe
 
 def test_an_idle_hastener_asks_nothing() -> None:
     slurm = SmallSlurm(job())
-    hastener = Hastener(slurm, _log(lambda _: None), poll_s=0.01)
+    hastener = RequeueExpediter(slurm, _log(lambda _: None), poll_s=0.01)
     hastener.start()
     threading.Event().wait(0.3)
     hastener.close(5.0)
@@ -281,14 +295,14 @@ def test_an_idle_hastener_asks_nothing() -> None:
 
 def test_a_user_who_changes_his_wishes_asks_slurm_no_more_often() -> None:
     slurm = SmallSlurm(job(state="RUNNING", restarts=1))
-    hastener = Hastener(slurm, _log(lambda _: None), poll_s=0.2)
+    hastener = RequeueExpediter(slurm, _log(lambda _: None), poll_s=0.2)
     hastener.start()
     began = time.monotonic()
     number = 0
     while time.monotonic() - began < 2.0:
         number += 1
         for job_id in (7, 8, 9, 10):
-            hastener.add(Wish(job_id=job_id, uid=1000, restart_count=1, exclude=(f"n{number}",)))
+            hastener.add(RequeueRequest(job_id=job_id, uid=1000, restart_count=1, exclude=(f"n{number}",)))
         time.sleep(0.01)
     lasted_s = time.monotonic() - began
     hastener.close(5.0)

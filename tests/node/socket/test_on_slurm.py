@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from stepkeeper.node.client import AgentClient
-from stepkeeper.node.hasten import Next, Progress, Wish, judge
+from stepkeeper.node.hasten import Next, Progress, RequeueRequest, judge_request
 from stepkeeper.node.socket.server import AgentSocket
 from stepkeeper.slurm.node_commands import NodeCommands
 from stepkeeper.slurm.nodes import OwnedJob
@@ -179,7 +179,10 @@ def test_a_requeued_job_runs_again_long_before_slurm_would_let_it(node: Node) ->
     assert kept_back[0].eligible_at - found.started_at.timestamp() > SLURMS_OWN_WAIT_S
     assert node.client.changes.count(("hasten", str(job), last)) == 1
     assert found.excluded == (last,)
-    assert node.word("hasten_over", job)["why"] in ("the next attempt started: RUNNING", "the next attempt has joined")
+    assert node.word("expedite_over", job)["why"] in (
+        "the next attempt started: RUNNING",
+        "the next attempt has joined",
+    )
     node.lab.cancel(job)
 
 
@@ -201,7 +204,9 @@ def test_a_launch_that_slurm_fails_looks_as_it_is_expected_to(node: Node) -> Non
         pytest.skip("Slurm failed none of 12 launches")
     sent = Progress(asked_at=0.0, sent_at=time.time(), sent_restarts=1)
 
-    verdict = judge(Wish(job_id=job, uid=GAMES, restart_count=0, exclude=()), sent, found, time.time())
+    verdict = judge_request(
+        RequeueRequest(job_id=job, uid=GAMES, restart_count=0, exclude=()), sent, found, time.time()
+    )
 
     assert verdict.next is Next.REQUEUE, found
     node.client.requeue(found)
@@ -215,7 +220,7 @@ def test_a_cancelled_job_is_left_alone(node: Node) -> None:
 
     node.lab.cancel(job)
 
-    assert node.word("hasten_over", job)["why"] == "it was cancelled"
+    assert node.word("expedite_over", job)["why"] == "it was cancelled"
     assert node.lab.job(job).state == "CANCELLED"
     assert not [change for change in node.client.changes if change[1] == str(job)]
 
@@ -230,7 +235,7 @@ def test_a_job_cancelled_after_its_requeue_is_left_alone(node: Node) -> None:
         node.lab.requeue(job)
         node.lab.cancel(job)
 
-        assert node.word("hasten_over", job)["why"] == "it was cancelled"
+        assert node.word("expedite_over", job)["why"] == "it was cancelled"
         assert node.lab.wait_ended(job).state == "CANCELLED"
     finally:
         node.lab.undrain(name)
@@ -242,7 +247,7 @@ def test_a_held_job_is_left_alone(node: Node) -> None:
 
     node.lab.run("scontrol", "requeuehold", str(job))
 
-    assert node.word("hasten_over", job)["why"] == "it is held"
+    assert node.word("expedite_over", job)["why"] == "it is held"
     assert not [change for change in node.client.changes if change[1] == str(job)]
     node.lab.cancel(job)
 
@@ -257,4 +262,4 @@ def test_a_job_that_is_not_requeued_after_all_goes_on(node: Node) -> None:
     assert node.lab.job(job).state == "RUNNING"
     assert not [change for change in node.client.changes if change[1] == str(job)]
     node.lab.cancel(job)
-    assert node.word("hasten_over", job)["why"] == "it was cancelled"
+    assert node.word("expedite_over", job)["why"] == "it was cancelled"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from stepkeeper.node.client import AgentClient, AgentError, AgentRefusedError, connect
-from stepkeeper.node.protocol import SOCKET_VARIABLE, Hasten, Refused, Seen, encode
+from stepkeeper.node.protocol import SOCKET_VARIABLE, ExpediteRequeue, Refused, Seen, encode
 from stepkeeper.watcher.assignment import Assignment
-from stepkeeper.watcher.senses import Senses
+from stepkeeper.watcher.senses import NodeSensors
 from tests.node.socket.people import GAMES, NEWS, WAIT_S, AgentProcess, Person, by, incident, needs_root, raw, until
 
 pytestmark = needs_root
@@ -38,7 +38,7 @@ def floods_names(path: str) -> str:
         client.join(7, 0)
         with pytest.raises(AgentError, match="65 nodes to exclude are too many"):
             client.hasten(7, 0, tuple(f"n{index}" for index in range(65)))
-        client.send(Hasten(job_id=7, restart_count=0, exclude=tuple(f"n{index}" for index in range(65))))
+        client.send(ExpediteRequeue(job_id=7, restart_count=0, exclude=tuple(f"n{index}" for index in range(65))))
         until(lambda: select.select([client], [], [], 1.0)[0], "the refusal")
         (refused,) = client.receive()
         assert isinstance(refused, Refused)
@@ -200,12 +200,12 @@ def test_a_requeued_job_is_hastened_with_its_whole_list_in_one_call(agent: Agent
     agent.job(7, GAMES, state="PENDING", restarts=1, nodes=[], eligible_at=time.time() + 120)
     until(lambda: agent.said("call", "hasten"), "the update", agent.words)
     agent.job(7, GAMES, restarts=1)
-    until(lambda: agent.said("event", "hasten_over"), "the end", agent.words)
+    until(lambda: agent.said("event", "expedite_over"), "the end", agent.words)
 
     assert [(word["job"], word["exclude"], word["after_s"]) for word in agent.said("call", "hasten")] == [
         (7, "n3,n1", 2)
     ]
-    assert agent.said("event", "hasten_over")[0]["why"] == "the next attempt started: RUNNING"
+    assert agent.said("event", "expedite_over")[0]["why"] == "the next attempt started: RUNNING"
 
 
 def test_messages_of_a_later_version_are_skipped(agent: AgentProcess) -> None:
@@ -235,7 +235,7 @@ def test_a_restarted_agent_is_seen_at_once_and_takes_the_same_path(public: Any) 
     with pytest.raises(AgentError, match="has left"):
         client.receive()
     with pytest.raises(AgentError):
-        client.send(Hasten(job_id=7, restart_count=0))
+        client.send(ExpediteRequeue(job_id=7, restart_count=0))
     client.close()
 
     second = AgentProcess(public)
@@ -248,7 +248,7 @@ def test_a_watcher_hears_a_restarted_agent_within_seconds(public: Any, monkeypat
     """It is told the open faults when it joins again: nothing is missed in between."""
     first = AgentProcess(public)
     monkeypatch.setenv(SOCKET_VARIABLE, first.path)
-    senses = Senses(assignment(job_id=7), "n1")
+    senses = NodeSensors(assignment(job_id=7), "n1")
     senses.start()
     until(lambda: first.said("event", "job_joined"), "the watcher's join", first.words)
 
@@ -278,4 +278,6 @@ def assignment(*, job_id: int) -> Assignment:
 
 
 def test_a_request_fits_its_packet() -> None:
-    assert encode(Hasten(job_id=2**31, restart_count=9, exclude=tuple("n" * 57 + f"{i:05d}" for i in range(60))))
+    assert encode(
+        ExpediteRequeue(job_id=2**31, restart_count=9, exclude=tuple("n" * 57 + f"{i:05d}" for i in range(60)))
+    )

@@ -8,7 +8,7 @@ import msgspec
 
 from stepkeeper.verdict import logs, reading
 from stepkeeper.verdict.causes import Cause, Verdict
-from stepkeeper.verdict.joining import judge
+from stepkeeper.verdict.joining import classify
 
 HERE = Path(__file__).parent
 
@@ -32,4 +32,4 @@ def cases(name: str) -> list[Case]:
 def verdict(log: str | bytes) -> Verdict:
     """Judge one log as `stepkeeper explain --log` does."""
     data = log.encode() if isinstance(log, str) else log
-    return judge(logs.sight(reading.read(io.BytesIO(data))))
+    return classify(logs.log_evidence(reading.read(io.BytesIO(data))))

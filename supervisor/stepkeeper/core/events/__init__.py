@@ -8,7 +8,7 @@ Where each comes from, and what may be concluded from it:
 
     AttemptStarted      ourselves at the start: lease, allocation, the journal of the attempt before (`commands.run`)
     Tick                the clock (the loop)
-    StoodStill          the clock (the loop): a turn came late by seconds, as after `scontrol suspend`
+    Suspended          the clock (the loop): a turn came late by seconds, as after `scontrol suspend`
     ClockSet            slurmctld's clock, asked for where the wall clock was set (`actions.slurm`)
     SignalReceived      Slurm, to the batch process: a user signal, a cancel, a requeue, the end of grace or of the
                         time limit look alike (`sources.signals`)
@@ -23,12 +23,13 @@ Where each comes from, and what may be concluded from it:
     NodesReleased       slurmctld (`actions.slurm`); IdleNodes likewise
     NodesChecked        the watchers of nodes that take no part (`sources.bus`)
     CheckpointChosen, ChoiceFailed, CheckpointVerified
-                        the file system (`actions.checkpoints`), read by this process and the watchers (`actions.crew`)
+                        the file system (`actions.checkpoints`), read by this process and the watchers
+                        (`actions.crew`)
     StorageTested       the file system (`actions.storage`)
     LaunchBegan         the wrappers of all tasks, counted by `sources.bus`
     RankHello           the trainer library of any rank
     RankExited          the wrapper (`code` or `signal`); else a watcher that saw the process vanish (neither)
-    Progressed, SaveBegan, CheckpointCommitted, SaveGaveUp, TrainingFinished, TrainingStopped
+    Progressed, SaveBegan, CheckpointCommitted, SaveFailed, TrainingFinished, TrainingStopped
                         the trainer library, for all ranks
     Replayed            the trainer library of rank 0, from `metrics.csv`
     NodesPaced          the trainer library of every rank, reduced by the watchers and put together by `sources.bus`
@@ -37,7 +38,7 @@ Where each comes from, and what may be concluded from it:
     Judged              logs, error files, exits, faults and Slurm's answers, joined (`actions.judging`): an opinion
     StacksCollected     the watchers: faulthandler or py-spy, and /proc (`actions.standing`)
     RolledBack          the lineage file (`actions.rollback`)
-    Asked               a person, by a file in the run directory (`sources.asked`)
+    Requested           a person, by a file in the run directory (`sources.asked`)
     PartFailed          ourselves: an optional part, such as the diagnosis or the metrics (`sources.inbox`)
     RunDirectoryGone    the file system (`sources.lease`)
     Superseded          the lease file (`sources.lease`, and `actions.slurm` before a requeue)
@@ -62,7 +63,7 @@ from stepkeeper.core.events.launches import (
     Replayed,
     RolledBack,
     SaveBegan,
-    SaveGaveUp,
+    SaveFailed,
     StacksCollected,
     TrainingFinished,
     TrainingStopped,
@@ -79,13 +80,13 @@ from stepkeeper.core.events.nodes import (
     WatcherReady,
 )
 from stepkeeper.core.events.ours import (
-    Asked,
     AttemptStarted,
     ClockSet,
     PartFailed,
+    Requested,
     RunDirectoryGone,
-    StoodStill,
     Superseded,
+    Suspended,
     Tick,
 )
 from stepkeeper.core.events.slurm import (
@@ -109,7 +110,7 @@ from stepkeeper.core.events.storage import (
 Event = (
     AttemptStarted
     | Tick
-    | StoodStill
+    | Suspended
     | ClockSet
     | SignalReceived
     | NodeSignaled
@@ -136,7 +137,7 @@ Event = (
     | Replayed
     | SaveBegan
     | CheckpointCommitted
-    | SaveGaveUp
+    | SaveFailed
     | TrainingFinished
     | TrainingStopped
     | LaunchEnded
@@ -144,14 +145,13 @@ Event = (
     | StacksCollected
     | Judged
     | RolledBack
-    | Asked
+    | Requested
     | PartFailed
     | RunDirectoryGone
     | Superseded
 )
 
 __all__ = [
-    "Asked",
     "AttemptStarted",
     "BusEnded",
     "CheckpointChosen",
@@ -180,18 +180,19 @@ __all__ = [
     "RankExited",
     "RankHello",
     "Replayed",
+    "Requested",
     "RequeueAnswered",
     "RolledBack",
     "RunDirectoryGone",
     "SaveBegan",
-    "SaveGaveUp",
+    "SaveFailed",
     "SignalReceived",
     "Skipped",
     "SlurmAnswered",
     "StacksCollected",
-    "StoodStill",
     "StorageTested",
     "Superseded",
+    "Suspended",
     "Tick",
     "TrainingFinished",
     "TrainingStopped",

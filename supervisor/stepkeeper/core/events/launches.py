@@ -97,7 +97,7 @@ class CheckpointCommitted(OfLaunch, frozen=True, kw_only=True, tag="checkpoint_c
     by_disk: bool = False  # it came by way of the nodes' own disks
 
 
-class SaveGaveUp(OfLaunch, frozen=True, kw_only=True, tag="save_gave_up"):
+class SaveFailed(OfLaunch, frozen=True, kw_only=True, tag="save_failed"):
     """A save came to nothing; older step directories are untouched."""
 
     step: int

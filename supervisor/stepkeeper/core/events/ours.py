@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from stepkeeper.core.causes import LeftOut, Tried
+from stepkeeper.core.causes import SkippedData, Tried
 from stepkeeper.core.events.nodes import Exclusion
 from stepkeeper.core.events.stamped import Stamped
-from stepkeeper.core.usual import Usual
+from stepkeeper.core.usual import Baseline
 
 
 class AttemptStarted(Stamped, frozen=True, kw_only=True, tag="attempt_started"):
@@ -30,8 +30,8 @@ class AttemptStarted(Stamped, frozen=True, kw_only=True, tag="attempt_started"):
     node_counts: tuple[int, ...] = ()  # a launch has one of these numbers of nodes; empty: any
     excluded: tuple[Exclusion, ...] = ()  # carried over
     tried: tuple[Tried, ...] = ()  # carried over
-    usual: Usual = Usual()  # carried over
-    left_out: tuple[LeftOut, ...] = ()  # carried over: data that the ranks do not take
+    baseline: Baseline = Baseline()  # carried over
+    skipped_data: tuple[SkippedData, ...] = ()  # carried over: data that the ranks do not take
     losses: tuple[tuple[int, float], ...] = ()  # carried over: (step, loss) of the newest state, oldest first
     nodes_before: tuple[str, ...] = ()  # that the attempt before used at last
     gpus_per_node: int | None = None  # that Slurm gave the job; None where it says nothing
@@ -43,7 +43,7 @@ class Tick(Stamped, frozen=True, kw_only=True, tag="tick"):
     """The deadline of the state has come."""
 
 
-class StoodStill(Stamped, frozen=True, kw_only=True, tag="stood_still"):
+class Suspended(Stamped, frozen=True, kw_only=True, tag="suspended"):
     """This process did not run for `seconds`: the job was suspended, or its batch host stood still."""
 
     seconds: float
@@ -62,7 +62,7 @@ class ClockSet(Stamped, frozen=True, kw_only=True, tag="clock_set"):
     seconds: float
 
 
-class Asked(Stamped, frozen=True, kw_only=True, tag="asked"):
+class Requested(Stamped, frozen=True, kw_only=True, tag="requested"):
     """A person asks for a checkpoint, or for the end of the run.  Told again until it is answered."""
 
     name: str  # of the ask

@@ -1,6 +1,7 @@
 """The only process that calls NVML, and the only module that imports pynvml.
 
-Started by `sensors.nvml` as `python -I -m stepkeeper.node.sensors.nvml_child [--once] [--health-every-s N]`.  A call
+Started by `sensors.nvml` as `python -I -m stepkeeper.node.sensors.nvml_child
+[--once] [--health-every-s N]`.  A call
 into the driver can block for 45 s and more (XID 119), so this process does nothing else: two threads call, each says
 before each call what it begins, and the parent keeps the time.  It ends when its standard input does.
 

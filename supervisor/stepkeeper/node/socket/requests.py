@@ -10,8 +10,19 @@ import msgspec
 import structlog
 
 from stepkeeper.node import protocol
-from stepkeeper.node.hasten import Hastener, Wish
-from stepkeeper.node.protocol import Accepted, FromAgent, Hasten, Join, Joined, Look, Looked, Refused, Seen, ToAgent
+from stepkeeper.node.hasten import RequeueExpediter, RequeueRequest
+from stepkeeper.node.protocol import (
+    Accepted,
+    ExpediteRequeue,
+    FromAgent,
+    Join,
+    Joined,
+    Look,
+    Looked,
+    Refused,
+    Seen,
+    ToAgent,
+)
 from stepkeeper.node.socket import peers
 from stepkeeper.node.socket.connection import Connection
 from stepkeeper.node.socket.jobs import ROOT, JoinedJobs
@@ -68,7 +79,7 @@ class Requests:
         acts: bool,
         version: str,
         client: NodeClient,
-        hastener: Hastener,
+        hastener: RequeueExpediter,
         on_look: Callable[[LookRequest], None],
         open_incidents: Callable[[], list[Seen]],
         log: structlog.typing.FilteringBoundLogger,
@@ -101,7 +112,7 @@ class Requests:
                 self._join(connection, message, now)
             case Look():
                 self._look(connection, message, now)
-            case Hasten():
+            case ExpediteRequeue():
                 self._hasten(connection, message, now)
             case _:
                 assert_never(message)
@@ -210,7 +221,7 @@ class Requests:
 
     # -- hasten -------------------------------------------------------------------------------------------------
 
-    def _hasten(self, connection: Connection, hasten: Hasten, now: float) -> None:
+    def _hasten(self, connection: Connection, hasten: ExpediteRequeue, now: float) -> None:
         uid = connection.peer.uid
         job = self.jobs.joined_by(hasten.job_id, uid)
         if job is None:
@@ -224,20 +235,22 @@ class Requests:
         elif not self._joined.acts:
             self._refuse(connection, "hasten", "the agent only observes", now)
         else:
-            wish = Wish(
+            job_request = RequeueRequest(
                 job_id=hasten.job_id,
                 uid=None if uid == ROOT else uid,
                 restart_count=hasten.restart_count,
                 exclude=None if hasten.exclude is None else tuple(dict.fromkeys(hasten.exclude)),
             )
-            if uid != ROOT and not self._hastener.knows(wish) and not self._hastens_of.take(uid, now):
+            if uid != ROOT and not self._hastener.knows(job_request) and not self._hastens_of.take(uid, now):
                 self._refuse(connection, "hasten", "too often: ask again in a minute", now)
                 return
-            if not self._hastener.add(wish):
+            if not self._hastener.add(job_request):
                 self._refuse(connection, "hasten", "busy with other jobs", now)
                 return
             if (left_out := self._granted.room(now, uid)) is not None:
-                self._log.info("hasten_accepted", job=hasten.job_id, uid=uid, exclude=wish.exclude, left_out=left_out)
+                self._log.info(
+                    "expedite_accepted", job=hasten.job_id, uid=uid, exclude=job_request.exclude, left_out=left_out
+                )
             self._server.send(connection.number, Accepted())
 
     def _refuse(self, connection: Connection, what: str, why: str, now: float) -> None:

@@ -60,7 +60,7 @@ class AgentSocket:
         self._limits = limits = limits or Limits()
         self._on_failure = on_failure
         self._refusals = BoundedLog(log, limits, now)
-        self._hastener = hasten.Hastener(client, log, on_failure=self._failed)
+        self._hastener = hasten.RequeueExpediter(client, log, on_failure=self._failed)
         self._requests = Requests(
             self,
             node=node,

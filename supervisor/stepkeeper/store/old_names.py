@@ -1,0 +1,67 @@
+"""Names that journals of earlier releases use: read as the names of today.
+
+Releases up to 0.1 gave some events, effects and fields other names.  A record of theirs is translated before it is
+decoded; a record of today has none of these names and costs one search.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+EVENTS = {"stood_still": "suspended", "asked": "requested", "save_gave_up": "save_failed"}
+EFFECTS = {
+    "call_person": "notify_user",
+    "tell_slow_node": "report_slow_node",
+    "tell_slow_launch": "report_slow_launch",
+    "tell_replay": "report_replay",
+    "answer_ask": "answer_request",
+}
+FIELDS = {"usual": "baseline", "left_out": "skipped_data"}  # of records, events and effects
+STATE = FIELDS | {  # of the state, in `missed`
+    "told": "eviction_confirmed",
+    "heard": "library_seen",
+    "begun": "all_tasks_started",
+    "again": "requery",
+    "charged": "failure_counted",
+    "doubt": "slurm_reachability",
+    "otherwise": "fallback_plan",
+}
+_OLD = re.compile(b'"(?:' + "|".join({*EVENTS, *EFFECTS, *STATE}).encode() + b')"')
+
+
+def translate(data: bytes) -> bytes:
+    """Return a line of the journal with the names of today.
+
+    >>> translate(b'{"event":{"event":"asked","at":1},"usual":{}}')
+    b'{"event":{"event":"requested","at":1},"baseline":{}}'
+
+    Raises:
+        msgspec.MsgspecError: it is no JSON.
+    """
+    if not _OLD.search(data):
+        return data
+    record = msgspec.json.decode(data)
+    if not isinstance(record, dict):
+        return data
+    record = _renamed(record, FIELDS)
+    if isinstance(event := record.get("event"), dict):
+        record["event"] = _tagged(event, "event", EVENTS)
+    if isinstance(effects := record.get("effects"), list):
+        record["effects"] = [_tagged(each, "effect", EFFECTS) if isinstance(each, dict) else each for each in effects]
+    if isinstance(missed := record.get("missed"), dict):
+        record["missed"] = _renamed(missed, STATE)
+    return msgspec.json.encode(record)
+
+
+def _tagged(value: dict[str, Any], field: str, tags: dict[str, str]) -> dict[str, Any]:
+    """Rename what stands in an event or effect, and its tag."""
+    value = _renamed(value, FIELDS)
+    tag = value.get(field)
+    return value | {field: tags[tag]} if isinstance(tag, str) and tag in tags else value
+
+
+def _renamed(value: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): each for key, each in value.items()}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from stepkeeper.commands.dev import record, write
+from stepkeeper.cli.dev import record, write
 from tests.lab import Lab, LabOptions, processes
 from tests.lab.agents import Agents
 from tests.lab.site import supervisor_python

@@ -11,7 +11,7 @@ from datetime import datetime
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.store import status as status_file
+from stepkeeper.run_store import status as status_file
 from tests.lab import Lab, LabOptions
 from tests.lab.jobs import ENDED
 from tests.lab.looking import holds_within

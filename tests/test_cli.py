@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper import cli
+from stepkeeper.cli import main
 from stepkeeper.core.exits import ExitCode
 
 
 def test_the_command_alone_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == ExitCode.USAGE
+    assert main.main([]) == ExitCode.USAGE
     said = capsys.readouterr().err
     assert "usage: stepkeeper" in said
     assert "what works on this cluster and what does not" in " ".join(said.split())
@@ -34,7 +34,7 @@ def test_a_mistyped_word_is_answered_with_the_nearest_one(
     capsys: pytest.CaptureFixture[str], line: str, told: str
 ) -> None:
     with pytest.raises(SystemExit) as refused:
-        cli.main(line.split())
+        main.main(line.split())
 
     assert refused.value.code == ExitCode.USAGE
     said = capsys.readouterr()

@@ -126,7 +126,7 @@ def test_the_users_own_modules_do_not_reach_the_supervisor(inside_a_job, tmp_pat
 
 def test_torch_stays_out_of_the_supervisor():
     """It would cost 200 MB and a second on every batch host."""
-    code = "import sys, stepkeeper.commands.run, stepkeeper.cli; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, stepkeeper.cli.run, stepkeeper.cli.main; print({'torch', 'numpy'} & set(sys.modules))"
 
     done = subprocess.run([sys.executable, "-I", "-c", code], check=True, timeout=90, capture_output=True, text=True)
 

@@ -18,8 +18,9 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.store import journal, tenure
-from stepkeeper.store import status as status_file
+from stepkeeper.run_store import journal
+from stepkeeper.run_store import lease as run_store_lease
+from stepkeeper.run_store import status as status_file
 from stepkeeper_trainer.formats import lease, records, steps
 from tests.lab import Lab
 from tests.training import Training
@@ -89,7 +90,7 @@ def test_its_checkpoint_is_chosen_and_every_byte_right(old: Path) -> None:
 def test_its_lease_is_taken_by_a_newer_job(old: Path) -> None:
     wanted = lease.Lease(job_id=99, restart_count=0, attempt=2, node="n1", pid=1, taken_at=1.0)
 
-    assert tenure.take(old, wanted, job_runs=lambda _: False).attempt == 2
+    assert run_store_lease.take(old, wanted, job_runs=lambda _: False).attempt == 2
 
 
 @pytest.mark.parametrize("command", READING, ids=" ".join)

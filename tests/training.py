@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stepkeeper.commands.dev_replay import recorded_policies
+from stepkeeper.cli.dev_replay import recorded_policies
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.simulating.replaying import replay
-from stepkeeper.store import journal
+from stepkeeper.run_store import journal
+from stepkeeper.simulate.replay import replay
 from stepkeeper_trainer.formats import steps as step_directories
 from tests.lab import Lab
 from tests.lab.jobs import ENDED

@@ -23,6 +23,6 @@ def main() -> int:
         )
         return _USAGE
     isolate("stepkeeper")
-    from stepkeeper.cli import main as run  # noqa: PLC0415 - only now
+    from stepkeeper.cli.main import main as run  # noqa: PLC0415 - only now
 
     return run()

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.config import environment
-from stepkeeper.config.keeping import variables
+from stepkeeper.config import resolve
+from stepkeeper.config.rank_settings import rank_variables
 from stepkeeper.config.settings import RunSettings
 from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
 from stepkeeper_trainer.environment import read_environment
@@ -14,7 +14,7 @@ from stepkeeper_trainer.store.retention import Policy
 
 
 def test_what_the_run_was_given_counts_instead_of_the_script() -> None:
-    told = variables(RunSettings(checkpoint_every="auto or 500 steps", retention="newest 2, every 10 percent"))
+    told = rank_variables(RunSettings(checkpoint_every="auto or 500 steps", retention="newest 2, every 10 percent"))
     read = read_environment(told)
     assert choose_rule(read.checkpoint_every, 7) == Rule(every_steps=500, auto=True)
     assert choose_policy(read.retention, "all", total_steps=100) == Policy(
@@ -23,9 +23,9 @@ def test_what_the_run_was_given_counts_instead_of_the_script() -> None:
 
 
 def test_the_memory_of_a_node_for_loading_is_shared_by_its_ranks() -> None:
-    told = read_environment(variables(RunSettings(load_memory_gib=2.5)))
+    told = read_environment(rank_variables(RunSettings(load_memory_gib=2.5)))
     assert choose_limits(told.load_memory_gib, 8.0, ranks=4).memory_bytes == 640 * 1024**2
-    untold = read_environment(variables(RunSettings()))
+    untold = read_environment(rank_variables(RunSettings()))
     assert choose_limits(untold.load_memory_gib, 8.0, ranks=4).memory_bytes == 2 * 1024**3
     assert choose_limits(untold.load_memory_gib, None, ranks=4).memory_bytes == 1024**3, "each rank"
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
@@ -36,13 +36,13 @@ def test_the_memory_of_a_node_for_loading_is_shared_by_its_ranks() -> None:
 
 
 def test_without_a_setting_the_script_decides() -> None:
-    assert variables(RunSettings()) == {}
-    read = read_environment(variables(RunSettings()))
+    assert rank_variables(RunSettings()) == {}
+    read = read_environment(rank_variables(RunSettings()))
     assert choose_rule(read.checkpoint_every, 7) == Rule(every_steps=7)
 
 
 def test_the_variables_are_settings_and_may_come_from_any_place() -> None:
-    read = environment.read({"STEPKEEPER_LOAD_MEMORY_GIB": "2.5"})
+    read = resolve.read_environment({"STEPKEEPER_LOAD_MEMORY_GIB": "2.5"})
     assert {key: entry.value for key, entry in read.items()} == {"load_memory_gib": 2.5}
-    read = environment.read({"STEPKEEPER_CHECKPOINT_EVERY": "30 min", "STEPKEEPER_RETENTION": "all"})
+    read = resolve.read_environment({"STEPKEEPER_CHECKPOINT_EVERY": "30 min", "STEPKEEPER_RETENTION": "all"})
     assert {key: entry.value for key, entry in read.items()} == {"checkpoint_every": "30 min", "retention": "all"}

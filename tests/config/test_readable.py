@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.config import environment, files, flags, resolve
+from stepkeeper.config import files, resolve
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 
@@ -27,8 +27,8 @@ RIGHT = {
 
 def of_flags(*words: str) -> dict[str, files.Entry]:
     command = argparse.ArgumentParser()
-    flags.declare(command)
-    return flags.read(command.parse_args(words))
+    resolve.declare_flags(command)
+    return resolve.read_flags(command.parse_args(words))
 
 
 @pytest.mark.parametrize("key", WRONG)
@@ -42,7 +42,7 @@ def test_a_wrong_value_is_refused_with_the_place_wherever_it_stands(key: str, tm
         of_flags("--set", f"{key}={value}")
     variable = f"STEPKEEPER_{key.upper()}"
     with pytest.raises(StepkeeperError, match=f"^{variable}: {key}: .*{problem}"):
-        environment.read({variable: value})
+        resolve.read_environment({variable: value})
     file = tmp_path / "config.toml"
     with pytest.raises(StepkeeperError, match=f"config.toml, line 2: {key}: .*{problem}"):
         files.parse(f'spares = 1\n{key} = "{value}"\n'.encode(), file, files.Role.USER)
@@ -50,15 +50,15 @@ def test_a_wrong_value_is_refused_with_the_place_wherever_it_stands(key: str, tm
 
 @pytest.mark.parametrize("key", RIGHT)
 def test_what_the_ranks_can_read_is_taken(key: str) -> None:
-    assert environment.read({f"STEPKEEPER_{key.upper()}": RIGHT[key]})[key].value == RIGHT[key]
+    assert resolve.read_environment({f"STEPKEEPER_{key.upper()}": RIGHT[key]})[key].value == RIGHT[key]
 
 
 @pytest.mark.parametrize("wrong", ["pyslurm:", "commands:/usr/bin/python", "scontrol"])
 def test_a_client_that_there_is_not_is_refused(wrong: str) -> None:
     with pytest.raises(StepkeeperError, match="STEPKEEPER_SLURM_CLIENT: slurm_client: write commands, pyslurm"):
-        environment.read({"STEPKEEPER_SLURM_CLIENT": wrong})
+        resolve.read_environment({"STEPKEEPER_SLURM_CLIENT": wrong})
     for right in ("commands", "pyslurm", "pyslurm:/opt/pyslurm/bin/python"):
-        assert environment.read({"STEPKEEPER_SLURM_CLIENT": right})["slurm_client"].value == right
+        assert resolve.read_environment({"STEPKEEPER_SLURM_CLIENT": right})["slurm_client"].value == right
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/run", "https://host/run?sig=secret", "gs://b/r#secret"])

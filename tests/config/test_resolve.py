@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.config import record, shape
-from stepkeeper.config.environment import MODULES, TOLD
-from stepkeeper.config.resolve import Origin
+from stepkeeper.config import resolve, shape
+from stepkeeper.config.resolve import MODULES, TOLD, Origin
 from stepkeeper.errors import StepkeeperError
 from tests.config.conftest import Gather
 
@@ -186,8 +185,8 @@ def test_the_record_of_an_attempt_holds_values_and_origins(
     run_directory.chmod(mode)
     config = gather({"spares": 1}).resolve(run_directory)
 
-    path = record.write(run_directory, 12, config)
-    record.write(run_directory, 12, config)  # the same attempt once more: replaced
+    path = resolve.write_record(run_directory, 12, config)
+    resolve.write_record(run_directory, 12, config)  # the same attempt once more: replaced
 
     assert path == run_directory / "attempts" / "attempt-012" / "config.json"
     assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == expected
@@ -204,7 +203,7 @@ def test_the_record_of_an_attempt_holds_values_and_origins(
 def test_no_secret_is_recorded_or_logged(run_directory: Path, gather: Gather) -> None:
     config = gather(STEPKEEPER_RUN_DIR="/scratch/token=abcdef123456/run").resolve(run_directory)
 
-    path = record.write(run_directory, 0, config)
+    path = resolve.write_record(run_directory, 0, config)
 
-    assert "abcdef123456" not in path.read_text() + str(record.changes(config))
-    assert record.changes(config) == {"run_dir": "/scratch/token=*** (STEPKEEPER_RUN_DIR)"}
+    assert "abcdef123456" not in path.read_text() + str(resolve.changed_settings(config))
+    assert resolve.changed_settings(config) == {"run_dir": "/scratch/token=*** (STEPKEEPER_RUN_DIR)"}

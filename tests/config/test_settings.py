@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.config import environment, flags, page
+from stepkeeper import docs
+from stepkeeper.config import resolve
 from stepkeeper.config.settings import SETTINGS, RunSettings, Setting, build
 from stepkeeper.config.values import REMOVED, checked, from_text, known, shown
 from stepkeeper.core.policy import Limits, Policy
@@ -124,8 +125,8 @@ def test_a_whole_number_will_do_for_a_number() -> None:
 
 
 def test_the_page_has_every_setting_once() -> None:
-    assert sorted(key for keys in page.TOPICS.values() for key in keys) == sorted(SETTINGS)
-    assert len(next(iter(page.TOPICS.values()))) == 10
+    assert sorted(key for keys in docs.TOPICS.values() for key in keys) == sorted(SETTINGS)
+    assert len(next(iter(docs.TOPICS.values()))) == 10
 
 
 def test_names_are_unique() -> None:
@@ -135,12 +136,12 @@ def test_names_are_unique() -> None:
     ):
         assert len(names) == len(set(names))
     variables = {setting.variable for setting in SETTINGS.values()}
-    assert not variables & (environment.TOLD | environment.MODULES)
+    assert not variables & (resolve.TOLD | resolve.MODULES)
 
 
 def test_every_variable_of_the_programs_is_a_setting_or_told_to_ranks() -> None:
     """Whoever adds one must say which: else a run started inside a rank would refuse to start."""
-    known = {setting.variable for setting in SETTINGS.values()} | environment.TOLD
+    known = {setting.variable for setting in SETTINGS.values()} | resolve.TOLD
     found = {
         name
         for below in ("supervisor", "trainer")
@@ -155,7 +156,7 @@ def test_every_variable_of_the_programs_is_a_setting_or_told_to_ranks() -> None:
 def test_options_keep_their_names() -> None:
     """Batch scripts that were written for an earlier version use them."""
     command = argparse.ArgumentParser()
-    flags.declare(command)
+    resolve.declare_flags(command)
 
     words = (
         "--run-dir=r --torchrun --tasks-per-node=2 --spares=1 --min-nodes=3 --free-gib-min=0.5 --group-readable "
@@ -163,7 +164,7 @@ def test_options_keep_their_names() -> None:
     )
     given = command.parse_args(words.split())
 
-    assert {key: entry.value for key, entry in flags.read(given).items()} == {
+    assert {key: entry.value for key, entry in resolve.read_flags(given).items()} == {
         "run_dir": "r",
         "torchrun": True,
         "tasks_per_node": 2,
@@ -200,7 +201,7 @@ def test_a_removed_setting_is_an_error_that_says_what_to_do_instead() -> None:
 )
 def test_an_assignment_that_is_wrong_says_why(words: list[str], wrong: str) -> None:
     command = argparse.ArgumentParser()
-    flags.declare(command)
+    resolve.declare_flags(command)
 
     with pytest.raises(StepkeeperError, match=wrong):
-        flags.read(command.parse_args(words))
+        resolve.read_flags(command.parse_args(words))

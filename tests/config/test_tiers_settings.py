@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper.config.rank_settings import tier_variables, tiers_of
 from stepkeeper.config.settings import RunSettings
-from stepkeeper.config.tiers import tiers_of, variables
 from stepkeeper.errors import StepkeeperError
 from stepkeeper_trainer.tiers.tier import TierError, Tiers, from_environment
 
@@ -14,12 +14,12 @@ def test_ranks_read_what_the_run_was_given() -> None:
     settings = RunSettings(
         local_tier="/nvme", cold_tier="s3://bucket/run", copy_rate=0.5, cold_keep=4, cold_zstd=3, peer_copies=True
     )
-    told = variables(settings)
+    told = tier_variables(settings)
     assert from_environment(told) == tiers_of(settings)
     assert from_environment(told) == Tiers(
         local="/nvme", cold="s3://bucket/run", megabytes_per_s=0.5, cold_keep=4, cold_zstd=3, peers=True
     )
-    assert variables(RunSettings(local_keep=5)) == {}, "without a tier ranks are told nothing"
+    assert tier_variables(RunSettings(local_keep=5)) == {}, "without a tier ranks are told nothing"
     assert not from_environment({}).any
 
 
@@ -28,7 +28,7 @@ def test_ranks_read_what_the_run_was_given() -> None:
 )
 def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(StepkeeperError, match="holds no credentials") as told:
-        variables(RunSettings(cold_tier=url))
+        tier_variables(RunSettings(cold_tier=url))
     assert "secret" not in str(told.value)
     with pytest.raises(TierError, match="holds no credentials"):
         from_environment({"STEPKEEPER_COLD_TIER": url})

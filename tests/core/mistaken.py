@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 
 import stepkeeper
-from stepkeeper.simulating.scenario import play
+from stepkeeper.simulate.scenario import play
 from tests.core.mutations import Mutation
 from tests.core.operators import line, places, put
 

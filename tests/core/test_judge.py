@@ -6,7 +6,7 @@ import pytest
 
 from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobFacts, JobState
-from stepkeeper.core.judge import Judgement, judge_eviction
+from stepkeeper.core.eviction import Judgement, judge_eviction
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 

@@ -7,10 +7,9 @@ import pytest
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause
+from stepkeeper.core.causes import Cause, LadderError, Rung, parse_ladder
 from stepkeeper.core.decide import decide
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.ladder import LadderError, Rung, parse
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase, State
 
@@ -208,7 +207,7 @@ def test_the_defaults_can_be_read_and_every_row_names_a_cause():
 )
 def test_a_row_that_cannot_be_read_says_what_is_wrong(text: str, wrong: str):
     with pytest.raises(LadderError, match=wrong):
-        parse(text)
+        parse_ladder(text)
 
 
 def test_storage_that_fails_at_ever_other_places_is_bounded_too():

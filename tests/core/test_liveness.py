@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stepkeeper import standby
 from stepkeeper.core.liveness import EVERY_S, GONE_AFTER_S, SUSPECT_AFTER_S, Life, Peer
 from stepkeeper.core.policy import Policy
-from stepkeeper.stalls import LATE_S, Stalls
+from stepkeeper.loop_tools import LATE_S, Stalls
 
 LOOK_EVERY_S = 2.0
 LOOKS = 3 * LOOK_EVERY_S  # how late a verdict may come: the look itself, one that was cut short, and rounding

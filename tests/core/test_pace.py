@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from stepkeeper.core.pace import (
+from stepkeeper.core.baseline import (
     ENOUGH,
     KEPT_MAX,
     SAVES_ENOUGH,
@@ -17,7 +17,7 @@ from stepkeeper.core.pace import (
     saved,
     silence_s,
     steady_s,
-    stepped,
+    step_taken,
 )
 from stepkeeper.core.policy import Policy
 
@@ -27,7 +27,7 @@ POLICY = Policy(hang_steps=20.0, hang_least_s=10.0, hang_most_s=1000.0)
 def paced(*seconds: float, pace: Pace | None = None, warm_up: float = 50.0) -> Pace:
     pace = pace or Pace()
     for each in (*[warm_up] * WARM_UP_STEPS, *seconds):
-        pace = stepped(pace, each)
+        pace = step_taken(pace, each)
     return pace
 
 

@@ -20,13 +20,13 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reason_text
 from stepkeeper.core.losses import DISCONTINUITY
 from stepkeeper.core.reasons import FaultyNodesGiven, LaunchSlow, LossWrong, Reason, ReplayDiffers, Sentence
-from stepkeeper.seeing.timeline import Timeline
-from stepkeeper.simulating.scenario import play
-from stepkeeper.store import journal
-from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.telemetry.tally import Tally
-from stepkeeper.verdict import gathering
-from stepkeeper.verdict.joining import classify
+from stepkeeper.diagnosis import collect
+from stepkeeper.diagnosis.classify import classify
+from stepkeeper.run_analytics.metrics.tally import Tally
+from stepkeeper.run_analytics.timeline import Timeline
+from stepkeeper.run_store import journal
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.simulate.scenario import play
 from tests.core.test_scenarios import SCENARIOS
 from tests.seeing.build import START, Journal, see, wrong_loss
 
@@ -152,9 +152,9 @@ def all_facts(path: Path) -> object:
     assert writer.flush(20.0)
     records = list(journal.read(run.journal))
     verdicts = [
-        [(each.rule, each.cause, each.role) for each in gathering.of_journal(launch)]
-        + [classify(gathering.of_journal(launch)).cause]
-        for launch in gathering.launches(run)
+        [(each.rule, each.cause, each.role) for each in collect.of_journal(launch)]
+        + [classify(collect.of_journal(launch)).cause]
+        for launch in collect.launches(run)
     ]
     carried = msgspec.structs.replace(journal.reconstruct(run.journal), previous="")
     decided = [(record.reasons, record.phase, record.effects) for record in records]

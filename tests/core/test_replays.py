@@ -11,7 +11,7 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.losses import ENOUGH
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
-from stepkeeper.simulating.scenario import given_training, parse
+from stepkeeper.simulate.scenario import given_training, parse
 
 POLICY = Policy()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.simulating.scenario import play
+from stepkeeper.simulate.scenario import play
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 

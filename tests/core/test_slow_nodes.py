@@ -7,16 +7,16 @@ import random
 import msgspec
 import pytest
 
+from stepkeeper.core import baseline
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core import usual
+from stepkeeper.core.baseline import Baseline, LaunchPace
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
 from stepkeeper.core.stragglers import Slow, Stragglers, Verdict, launched, observe_pace
-from stepkeeper.core.usual import Baseline, LaunchPace
-from stepkeeper.simulating.scenario import given_training
+from stepkeeper.simulate.scenario import given_training
 
 POLICY = Policy()
 EVERY_S = 15.0
@@ -78,11 +78,11 @@ def test_a_launch_begins_without_suspects_and_remembers_places() -> None:
 def test_a_pace_is_compared_with_launches_of_as_many_nodes() -> None:
     known = Baseline()
     for seconds in (1.0, 1.02, 0.99):
-        known, slower = usual.stepped(known, 4, seconds, POLICY)
+        known, slower = baseline.stepped(known, 4, seconds, POLICY)
         assert slower is None
-    assert usual.stepped(known, 2, 3.0, POLICY)[1] is None
-    assert usual.stepped(known, 4, 1.1, POLICY)[1] is None
-    slower = usual.stepped(known, 4, 1.3, POLICY)[1]
+    assert baseline.stepped(known, 2, 3.0, POLICY)[1] is None
+    assert baseline.stepped(known, 4, 1.1, POLICY)[1] is None
+    slower = baseline.stepped(known, 4, 1.3, POLICY)[1]
 
     assert slower is not None
     assert (slower.seconds, slower.baseline, slower.launches) == (1.3, 1.0, 3)
@@ -91,15 +91,15 @@ def test_a_pace_is_compared_with_launches_of_as_many_nodes() -> None:
 def test_launches_that_differ_much_anyway_are_not_slow() -> None:
     known = Baseline(paces=tuple(LaunchPace(nodes=4, seconds=seconds) for seconds in (1.0, 1.5, 0.7, 1.2, 0.9)))
 
-    assert usual.stepped(known, 4, 1.6, POLICY)[1] is None
+    assert baseline.stepped(known, 4, 1.6, POLICY)[1] is None
 
 
 def test_few_launches_are_kept() -> None:
     known = Baseline()
     for _ in range(50):
-        known, _ = usual.stepped(known, 4, 1.0, POLICY)
+        known, _ = baseline.stepped(known, 4, 1.0, POLICY)
 
-    assert len(known.paces) == usual.LAUNCHES_KEPT
+    assert len(known.paces) == baseline.LAUNCHES_KEPT
 
 
 def train(state: State, seconds: float) -> tuple[State, list[do.ReportSlowLaunch], list[str]]:

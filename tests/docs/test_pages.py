@@ -7,19 +7,19 @@ import typing
 
 import msgspec
 
-from stepkeeper import docs, logpage
+from stepkeeper import docs
 from stepkeeper.core import effects, events, reasons
-from stepkeeper.store import journal
+from stepkeeper.run_store import journal
 
 
 def test_every_log_event_says_what_it_means() -> None:
-    silent = [line.name for line in logpage.found() if line.name not in logpage.MEANINGS]
+    silent = [line.name for line in docs.found() if line.name not in docs.MEANINGS]
 
-    assert not silent, "say in `stepkeeper/logpage.py` what these lines mean to a reader"
+    assert not silent, "say in `stepkeeper/docs.py` what these lines mean to a reader"
 
 
 def test_the_calls_are_found_with_their_keys() -> None:
-    found = {(line.program, line.name): line for line in logpage.found()}
+    found = {(line.program, line.name): line for line in docs.found()}
 
     assert found["supervisor", "decision"].keys[:2] == ("why", "reason")
     assert found["supervisor", "exit"].keys == ("code", "reason")

@@ -9,8 +9,7 @@ import pytest
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules
-from stepkeeper.doctor.finding import Finding, Level
-from stepkeeper.doctor.site import Partition, Site, parse_partitions, read_cgroup_conf
+from stepkeeper.doctor.site import Finding, Level, Partition, Site, parse_partitions, read_cgroup_conf
 
 GOOD = {
     "SLURM_VERSION": "24.11.5",

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper import cli
+from stepkeeper.cli import main
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.doctor import storage, visible
-from stepkeeper.doctor.finding import Finding, Level
+from stepkeeper.doctor import site, visible
+from stepkeeper.doctor.site import Finding, Level
 
 MOUNT_WITHIN_S = 90.0
 
@@ -41,14 +41,14 @@ def levels(found: list[Finding]) -> list[Level]:
 
 
 def test_storage_that_takes_a_save_is_in_order_and_left_as_it_was(tmp_path: Path) -> None:
-    found = [each for each in storage.examine(tmp_path) if each.level is not Level.WARNING]  # tmp may be in memory
+    found = [each for each in site.examine_storage(tmp_path) if each.level is not Level.WARNING]  # tmp may be in memory
     assert levels(found) == [Level.OK]
     assert "write, fsync, rename and read back work" in found[0].means
     assert not list(tmp_path.iterdir())
 
 
 def test_storage_without_room_is_a_problem_and_memory_a_warning(small: Path) -> None:
-    local, full = storage.examine(small)
+    local, full = site.examine_storage(small)
     assert (local.level, local.found) == (Level.WARNING, "tmpfs")
     assert "--run-dir" in local.remedy
     assert full.level is Level.PROBLEM
@@ -62,11 +62,11 @@ def test_the_command_says_so_and_its_exit_code_too(
 ) -> None:
     monkeypatch.setenv("PATH", str(scontrol(tmp_path)))
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    assert cli.main(["doctor", "--run-dir", str(small)]) == ExitCode.SITE_UNFIT
+    assert main.main(["doctor", "--run-dir", str(small)]) == ExitCode.SITE_UNFIT
     said = capsys.readouterr().out
     assert f"PROBLEM  storage {small}: " in said
     assert "-> choose another --run-dir" in said
-    assert cli.main(["doctor", "--run-dir", str(tmp_path / "none")]) == ExitCode.RUN_DIRECTORY
+    assert main.main(["doctor", "--run-dir", str(tmp_path / "none")]) == ExitCode.RUN_DIRECTORY
     assert "make it first" in capsys.readouterr().err
 
 
@@ -75,10 +75,10 @@ def test_in_a_container_without_slurm_it_says_where_to_look_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, hint: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cli.main(["doctor"]) == ExitCode.NO_SLURM
+    assert main.main(["doctor"]) == ExitCode.NO_SLURM
     assert "container" not in capsys.readouterr().err
     monkeypatch.setenv(variable, "/image.sif")
-    assert cli.main(["doctor"]) == ExitCode.NO_SLURM
+    assert main.main(["doctor"]) == ExitCode.NO_SLURM
     said = capsys.readouterr().err
     assert "are Slurm's commands on PATH?" in said
     assert f"this is a container ({hint}): look from the host" in said
@@ -98,7 +98,7 @@ def test_slurms_commands_without_a_cluster_are_told_in_plain_words(
     )
     monkeypatch.setenv("PATH", str(tmp_path / "commands"))
     for words in (["doctor"], ["submit", "--", "true"]):
-        assert cli.main(words) == ExitCode.NO_SLURM
+        assert main.main(words) == ExitCode.NO_SLURM
         said = capsys.readouterr().err
         assert "no cluster is configured on this machine" in said
         assert "go to a login node, or set SLURM_CONF" in said

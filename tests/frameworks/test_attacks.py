@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.cli import main
+from stepkeeper.cli.main import main
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.frameworks import inert, recognise
 from tests.frameworks import attacks, layouts
@@ -31,7 +31,7 @@ ENGINE = list(attacks.engine_attacks())
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("originals")
-    importlib.import_module("stepkeeper.commands.checkpoints")  # once, and not in each forked process
+    importlib.import_module("stepkeeper.cli.checkpoints")  # once, and not in each forked process
     importlib.import_module("stepkeeper.config.resolve")
     recognise.known()
     return {name: layouts.LAYOUTS[name].build(root / name, 200) for name in ("huggingface", "dcp", "deepspeed-1")}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.cli import main
+from stepkeeper.cli.main import main
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.frameworks import recognise
 from stepkeeper.frameworks.choosing import How, Judged, State, judge

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.cli import main
+from stepkeeper.cli.main import main
 from tests.frameworks import environments, playing
 from tests.frameworks.playing import Framework, Kill
 

@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from stepkeeper import cli
-from stepkeeper.cli import main
+from stepkeeper.cli import main as cli_main
+from stepkeeper.cli.main import main
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.store import asks, code, journal, known, metrics, rescues, tenure
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_store import journal, lines, requests, run_registry, submission
+from stepkeeper.run_store import lease as run_store_lease
+from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.formats import lease, lineage, records, steps
 from stepkeeper_trainer.formats.decoding import DecodeError
@@ -31,9 +32,9 @@ from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.local import LocalTier
 from stepkeeper_trainer.tiers.survey import on_the_way
 
-cli.parser()  # loads all commands, and not each child again
-importlib.import_module("stepkeeper.report.command")
-importlib.import_module("stepkeeper.simulating.replaying")
+cli_main.parser()  # loads all commands, and not each child again
+importlib.import_module("stepkeeper.run_analytics.report.command")
+importlib.import_module("stepkeeper.simulate.replay")
 CPU_S = 30  # more than looks at so small a run take, on a busy machine too
 WALL_S = 120.0
 MEMORY_BYTES = 1500 * 1024 * 1024
@@ -89,15 +90,15 @@ def readers(run: Path) -> dict[str, tuple[Callable[[], object], tuple[type[Excep
         "keeping": (lambda: records.read_keeping(run), (OSError, records.KeepingError)),
         "trackers": (lambda: records.read_tracker_ids(run), ()),
         "reconstruct": (lambda: journal.reconstruct(found.journal), (OSError,)),
-        "rescues": (lambda: list(rescues.read(run)), (OSError,)),
-        "ended_at": (lambda: metrics.ended_at(run, 1, 0), (OSError,)),
-        "losses": (lambda: metrics.losses_before(run), ()),
+        "rescues": (lambda: list(run_store_lease.read_rescues(run)), (OSError,)),
+        "ended_at": (lambda: lines.ended_at(run, 1, 0), (OSError,)),
+        "losses": (lambda: lines.losses_before(run), ()),
         "recorded losses": (lambda: recorded_losses(run, 3), ()),
-        "code": (lambda: code.newest_before(run, 3), ()),
-        "asks": (lambda: asks.waiting(run, 7), (OSError,)),
-        "answer": (lambda: asks.read_answer(run, "save-1"), (OSError, DecodeError)),
-        "runs": (lambda: known.runs(dict(os.environ)), ()),
-        "superseded": (lambda: tenure.superseded(run, NEWEST), (OSError, lease.LeaseError)),
+        "code": (lambda: submission.newest_code_before(run, 3), ()),
+        "asks": (lambda: requests.waiting(run, 7), (OSError,)),
+        "answer": (lambda: requests.read_answer(run, "save-1"), (OSError, DecodeError)),
+        "runs": (lambda: run_registry.runs(dict(os.environ)), ()),
+        "superseded": (lambda: run_store_lease.superseded(run, NEWEST), (OSError, lease.LeaseError)),
         "leftovers": (lambda: Commits(run, read_environment()).clear_leftovers(), (OSError,)),
         "tier": (lambda: DirectoryTier(checkpoints).steps(), (OSError,)),
         "local": (lambda: LocalTier(checkpoints, keep=1).steps(), (OSError,)),

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.store import asks
-from stepkeeper.store.status import Status
+from stepkeeper.run_store import requests
+from stepkeeper.run_store.status import Status
 from tests.hostile.looking import Ended, command, commands, look, reader, readers
 from tests.hostile.planting import OWNER, plant
 
@@ -46,7 +46,7 @@ def seed(place: Path) -> Path:
     other.mkdir()
     (other / "owner.json").write_text('{"node":"n1","pid":1,"epoch":[1,0],"launch":[0,0]}')
     (other / "MANIFEST.pending").write_bytes((run / "checkpoints" / "step_00000012" / "MANIFEST.json").read_bytes())
-    asks.write(run, asks.Request(kind="save", job_id=7, at=1.0))
+    requests.write(run, requests.Request(kind="save", job_id=7, at=1.0))
     answered = run / "asks" / "save-1.answer"
     answered.write_text('{"said":"done","ok":true,"at":1.0}')
     status = msgspec.json.decode((run / "status.json").read_bytes(), type=Status)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node.checks import Wanted, run_checks
+from stepkeeper.node_agent.checks import Wanted, run_checks
 from tests import fake_nvml
 from tests.fake_nvml import FakeNvml
 from tests.lab import requirements
@@ -231,8 +231,8 @@ def test_a_mount_that_hangs_makes_the_node_unfit_and_hangs_nobody(tmp_path: Path
 
 KEEP_WATCHING = """
 import sys, time
-from stepkeeper.node.sensors.nvml import NvmlProcess, Patience
-from stepkeeper.node.sensors.readings import NvmlState
+from stepkeeper.node_agent.sensors.nvml import NvmlProcess, Patience
+from stepkeeper.node_agent.sensors.readings import NvmlState
 told = []
 process = NvmlProcess(told.append, patience=Patience(stuck_after_s=0.2, stuck_again_s=0.2, abandon_after_s=0.4))
 process.start()
@@ -339,11 +339,11 @@ def test_the_command_gives_up_when_its_own_checks_do_not_end() -> None:
     """The last net: the checks' own limits do not help, and the process ends all the same."""
     script = (
         "import threading\n"
-        "from stepkeeper.node import checks\n"
-        "from stepkeeper.commands import node_check\n"
+        "from stepkeeper.node_agent import checks\n"
+        "from stepkeeper.cli import node_check\n"
         "node_check.OWN_S = 0.2\n"
         "checks.run_checks = lambda *_: threading.Event().wait()\n"
-        "from stepkeeper.cli import main\n"
+        "from stepkeeper.cli.main import main\n"
         "main(['node', 'check', '--timeout-s', '0.1'])\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=90)
@@ -353,9 +353,9 @@ def test_the_command_gives_up_when_its_own_checks_do_not_end() -> None:
 
 def test_a_mistake_of_our_own_is_unknown_with_a_traceback() -> None:
     script = (
-        "from stepkeeper.node import checks\n"
+        "from stepkeeper.node_agent import checks\n"
         "checks.run_checks = lambda *_: 1 / 0\n"
-        "from stepkeeper.cli import main\n"
+        "from stepkeeper.cli.main import main\n"
         "raise SystemExit(main(['node', 'check']))\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=90)
@@ -365,6 +365,8 @@ def test_a_mistake_of_our_own_is_unknown_with_a_traceback() -> None:
 
 
 def test_the_checks_are_imported_without_what_costs_memory() -> None:
-    script = "import sys, stepkeeper.node.checks; print(*sys.modules)"
+    script = "import sys, stepkeeper.node_agent.checks; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
-    assert not {"pynvml", "structlog", "asyncio", "ssl", "stepkeeper.node.sensors.nvml"} & set(result.stdout.split())
+    assert not {"pynvml", "structlog", "asyncio", "ssl", "stepkeeper.node_agent.sensors.nvml"} & set(
+        result.stdout.split()
+    )

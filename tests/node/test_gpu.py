@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node.sensors import nvml
-from stepkeeper.node.sensors.readings import NvmlState, NvmlStatus, NvmlXid, Reading
-from stepkeeper.node.xid.catalogue import load
-from stepkeeper.node.xid.judge import judge_xid_event
-from stepkeeper.node.xid.model import Action, Domain
+from stepkeeper.node_agent.sensors import nvml
+from stepkeeper.node_agent.sensors.readings import NvmlState, NvmlStatus, NvmlXid, Reading
+from stepkeeper.node_agent.xid.catalogue import Action, Domain, load
+from stepkeeper.node_agent.xid.judge import judge_xid_event
 
 pytestmark = pytest.mark.gpu
 PROGRAMS = {13, 31, 43, 45}  # what a program's own mistake is reported as

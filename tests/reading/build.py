@@ -10,10 +10,10 @@ import xxhash
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
-from stepkeeper.store import journal, lines
-from stepkeeper.store.journal import Record
-from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.store.status import Status
+from stepkeeper.run_store import journal, lines
+from stepkeeper.run_store.journal import Record
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.run_store.status import Status
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, seal

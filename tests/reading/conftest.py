@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from stepkeeper.cli import main
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.cli.main import main
+from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest, seal
 from tests import dcp_files

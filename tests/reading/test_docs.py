@@ -7,7 +7,7 @@ from pathlib import Path
 from stepkeeper import docs
 from stepkeeper.core import effects, events
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.store.journal import Record
+from stepkeeper.run_store.journal import Record
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.core import events as on
-from stepkeeper.store import lines
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_store import lines
+from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build
 from tests.reading.conftest import Command
 
@@ -108,7 +108,7 @@ def test_a_big_journal_is_streamed(run: RunDirectory) -> None:
         for _ in range(100):
             file.write(line * (1_000_000 // len(line)))
     program = (
-        "import sys; from stepkeeper.cli import main; "
+        "import sys; from stepkeeper.cli.main import main; "
         "code = main(sys.argv[1:]); sys.stdout.flush(); "
         # not getrusage: its maximum is that of the process which started this one, too
         "status = open('/proc/self/status').read(); "

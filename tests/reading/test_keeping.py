@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.commands.checkpoints_prune import words
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.cli.checkpoints_upkeep import words
+from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.store.retention import Policy, parse_policy
 from tests.reading import build

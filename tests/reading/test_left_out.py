@@ -6,8 +6,8 @@ import json
 
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import SkippedData
-from stepkeeper.seeing.incidents import Incidents
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_analytics.history import Incidents
+from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.manifest import read_manifest, seal
 from tests.reading import build

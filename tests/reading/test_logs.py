@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from stepkeeper.commands import logs_follow
+from stepkeeper.cli import logs as cli_logs
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
-from stepkeeper.store import logs
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_store import paths
+from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build
 from tests.reading.conftest import Command
 
@@ -138,7 +138,7 @@ def fails(run: RunDirectory, *events: on.Event) -> None:
     build.write_log(run, "n2", b"2: fine too\n", attempt=0, launch=1)
     build.write_log(run, "srun", SRUN_SAYS, attempt=0, launch=1)
     build.write_log(run, "n1", b"0: goes on\n", attempt=0, launch=2)
-    logs.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "srun ended with -9; srun: error: n2: Killed")
+    paths.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "srun ended with -9; srun: error: n2: Killed")
     told = [on.LaunchBegan(at=build.START, launch=1), *events]
     build.write_journal(run, [build.record(event, attempt=0, launch=1) for event in told])
 
@@ -208,7 +208,7 @@ def test_a_launchers_ranks_share_one_label_and_their_node_is_shown(command: Comm
     build.write_log(run, "n1", b"0: [default3]:fine\n", attempt=0, launch=1)
     killed = b"slurmstepd: error: Detected 1 oom_kill event in StepId=7.2. Some of the step tasks have been killed.\n"
     build.write_log(run, "n2", b"1: [default3]:RuntimeError: no\n" + killed, attempt=0, launch=1)
-    logs.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "srun ended with 1")
+    paths.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "srun ended with 1")
     said = {"cause": Cause.EXCEPTION, "rule": "python-exception", "confidence": 0.8, "text": "RuntimeError: no"}
     told = [on.LaunchBegan(at=build.START, launch=1), on.Judged(at=build.START, launch=1, rank=11, node="n2", **said)]
     build.write_journal(run, [build.record(event, attempt=0, launch=1) for event in told])
@@ -219,7 +219,7 @@ def test_a_launchers_ranks_share_one_label_and_their_node_is_shown(command: Comm
 def test_where_slurm_started_nothing_its_own_words_are_the_reason(command: Command, run: RunDirectory) -> None:
     refused = b"srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification\n"
     build.write_log(run, "srun", b"srun: warning: x\n" + refused, attempt=0, launch=0)
-    logs.mark_failed(run.path / "logs" / "attempt-000" / "launch-000", "srun ended with 1")
+    paths.mark_failed(run.path / "logs" / "attempt-000" / "launch-000", "srun ended with 1")
 
     assert command("logs", run.path, "--failed").out == refused.decode()
 
@@ -227,7 +227,7 @@ def test_where_slurm_started_nothing_its_own_words_are_the_reason(command: Comma
 def test_only_the_last_lines_of_a_failed_rank_are_shown(command: Command, run: RunDirectory) -> None:
     """It may have printed for a week."""
     build.write_log(run, "n1", b"".join(b"1: line %d\n" % i for i in range(1000)), attempt=0, launch=1)
-    logs.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "srun ended with 1")
+    paths.mark_failed(run.path / "logs" / "attempt-000" / "launch-001", "srun ended with 1")
     build.write_journal(run, [build.record(exited(1, "n1", 5, code=1), attempt=0, launch=1)])
 
     said = command("logs", run.path, "--failed")
@@ -254,7 +254,7 @@ def test_lines_are_followed_over_a_relaunch_until_the_run_ends(
     between_looks = iter(
         (lambda: wrote(b"0: half a "), relaunched, lambda: build.write_status(run, phase="done", exit_code=0))
     )
-    monkeypatch.setattr(logs_follow, "time", SimpleNamespace(sleep=lambda _seconds: next(between_looks)()))
+    monkeypatch.setattr(cli_logs, "time", SimpleNamespace(sleep=lambda _seconds: next(between_looks)()))
     said = command("logs", run.path, "--follow")
 
     told = said.out.splitlines()

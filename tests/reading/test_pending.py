@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.seeing import queue
-from stepkeeper.store import status as status_file
-from stepkeeper.store import submission
-from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.store.submission import Submission
+from stepkeeper.run_analytics import queue
+from stepkeeper.run_store import status as status_file
+from stepkeeper.run_store import submission
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.run_store.submission import Submission
 from tests.reading import build
 from tests.reading.conftest import Command
 from tests.reading.test_queue import squeue

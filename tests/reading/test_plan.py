@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from stepkeeper.actions import reliability
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
-from stepkeeper.planning.measured import measure
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.submit.plan import measure
+from stepkeeper.supervisor.actions import rank_files
 from stepkeeper_trainer.formats.interval import Costs, best_interval_s, productive_share
 from tests.reading import build
 from tests.reading.conftest import Command
@@ -158,16 +158,16 @@ def test_what_a_run_has_measured_is_read_from_its_journal_and_its_steps(run: Run
 
 def test_ranks_are_told_of_the_failures_of_the_infrastructure(run: RunDirectory, tmp_path: Path) -> None:
     made_run(run)
-    told = reliability.reliability_variables(run.path)["STEPKEEPER_RELIABILITY"]
+    told = rank_files.reliability_variables(run.path)["STEPKEEPER_RELIABILITY"]
     measured = measure(run.journal, run.path / "metrics.csv")
 
     failures, node_hours = (float(part) for part in told.split(":"))
     assert failures == pytest.approx(measured.rate.failures, abs=1e-3)
     assert 0 < failures <= measured.failures
     assert 0 < node_hours <= measured.node_hours
-    assert reliability.reliability_variables(tmp_path / "none") == {}, "a new run has seen nothing"
+    assert rank_files.reliability_variables(tmp_path / "none") == {}, "a new run has seen nothing"
     os.mkfifo(tmp_path / "journal.jsonl")
-    assert reliability.reliability_variables(tmp_path, within_s=0.1) == {}, "storage that hangs is not waited for"
+    assert rank_files.reliability_variables(tmp_path, within_s=0.1) == {}, "storage that hangs is not waited for"
 
 
 def test_a_plan_takes_what_the_run_measured_and_the_user_may_overrule(command: Command, run: RunDirectory) -> None:

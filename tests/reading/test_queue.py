@@ -12,7 +12,7 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build
 from tests.reading.conftest import Command
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.commands import COMMANDS
+from stepkeeper.cli import COMMANDS
 from tests.reading.conftest import Command
 
 NAMES = list(COMMANDS)

@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.seeing.glance import glance
-from stepkeeper.seeing.screen import line, screen
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_analytics.screen import glance, line, screen
+from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lease
 from tests.reading import build
 from tests.reading.conftest import Command

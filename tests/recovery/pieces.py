@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.store import journal
+from stepkeeper.run_store import journal
 from tests.recovery.playing import Step
 
 SEEN = "rank killed to failure known, s"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
-from stepkeeper.seeing.rows import Rows
-from stepkeeper.store.journal import VERSION, Record
+from stepkeeper.run_analytics.model import Rows
+from stepkeeper.run_store.journal import VERSION, Record
 from tests.reasons import in_words
 
 START = 1_790_000_000.0

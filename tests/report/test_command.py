@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.seeing import started
-from stepkeeper.store import code
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_analytics import reading
+from stepkeeper.run_store import submission
+from stepkeeper.run_store.paths import RunDirectory
 from tests.reading.conftest import Command, command, run
 from tests.seeing.test_timeline import RECORDED
 
@@ -59,11 +59,13 @@ def test_what_ran_is_read_from_the_records_of_the_attempts(command: Command, rec
     """Attempts that were started alike stand in one row; one with other code in the next; secrets in none."""
     words = ("python", "train.py", "--hub-token", "hf_abcdefghijklmnop")
     for attempt, commit in ((0, "a" * 40), (1, "a" * 40), (2, "b" * 40)):
-        ran = msgspec.structs.replace(code.look(words, tmp_path), commit=commit, directory="/work", unknown="")
+        ran = msgspec.structs.replace(
+            submission.look_at_code(words, tmp_path), commit=commit, directory="/work", unknown=""
+        )
         (recorded / "attempts" / f"attempt-{attempt:03d}").mkdir(parents=True)
-        code.write(recorded, attempt, ran)
+        submission.write_code(recorded, attempt, ran)
 
-    found = started.read(RunDirectory(recorded), (0, 1, 2))
+    found = reading.read(RunDirectory(recorded), (0, 1, 2))
 
     assert [(each.first, each.last, each.commit[0]) for each in found] == [(0, 1, "a"), (2, 2, "b")]
     assert found[0].command_line == "python train.py --hub-token '***'"

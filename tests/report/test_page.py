@@ -14,16 +14,14 @@ import pytest
 from stepkeeper.core import events as on
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
-from stepkeeper.report import command, losses
-from stepkeeper.report.page import About, page
-from stepkeeper.seeing import checkpoints, history, timeline
-from stepkeeper.seeing import rows as row_files
-from stepkeeper.seeing.checkpoints import OnDisk
-from stepkeeper.seeing.model import SECOND
-from stepkeeper.seeing.rows import Rows
-from stepkeeper.seeing.started import Started
-from stepkeeper.seeing.timeline import Timeline
-from stepkeeper.store import journal
+from stepkeeper.run_analytics import history, timeline
+from stepkeeper.run_analytics import model as row_files
+from stepkeeper.run_analytics.model import SECOND, Rows
+from stepkeeper.run_analytics.reading import Started
+from stepkeeper.run_analytics.report import command, losses
+from stepkeeper.run_analytics.report.page import About, page
+from stepkeeper.run_analytics.timeline import OnDisk, Timeline
+from stepkeeper.run_store import journal
 from stepkeeper_trainer.formats.lineage import Commit, Lineage
 from tests.report.big import Big
 from tests.seeing.build import START, Journal, wrong_loss
@@ -59,8 +57,8 @@ class Page(HTMLParser):
 
 def recorded() -> Timeline:
     told = history.read_history(journal.read(RECORDED / "journal.jsonl"))
-    found = checkpoints.checkpoints(told, None, None)
-    return timeline.build(told, row_files.read(RECORDED / "metrics.csv"), found)
+    found = timeline.checkpoints(told, None, None)
+    return timeline.build(told, row_files.read_rows(RECORDED / "metrics.csv"), found)
 
 
 def test_it_says_what_a_person_wants_to_know() -> None:
@@ -108,7 +106,7 @@ def hostile() -> Timeline:
     told.tell(on.NodeFaulted(at=START + 6, node=EVIL, **fault))
     told.tell(on.SaveFailed(at=START + 6, launch=0, step=5, save_id="x", error=EVIL))
     told.tell(on.LaunchRefused(at=START + 7, launch=0, error=EVIL))
-    found = checkpoints.checkpoints(history.read_history(told.records), None, {EVIL: OnDisk(5, problem=EVIL)})
+    found = timeline.checkpoints(history.read_history(told.records), None, {EVIL: OnDisk(5, problem=EVIL)})
     return timeline.build(history.read_history(told.records), told.rows, found)
 
 
@@ -208,7 +206,7 @@ def test_a_run_without_losses_and_one_without_anything_have_a_page_too() -> None
 def test_the_page_of_16384_gpus_over_54_days_is_small() -> None:
     big = Big(step_s=30.0)  # fewer rows, so that the test is quick: the page does not depend on them
     told = history.read_history(big.records())
-    seen = timeline.build(told, big.rows, checkpoints.checkpoints(told, None, None))
+    seen = timeline.build(told, big.rows, timeline.checkpoints(told, None, None))
 
     html = page(seen, ABOUT)
 
@@ -234,7 +232,7 @@ def test_states_of_step_directories() -> None:
     lineage = Lineage(commits, "s20", marks)
     disk = {"step_00000005": OnDisk(5), "step_00000020": OnDisk(20, "s20"), "step_00000099": OnDisk(99, problem="torn")}
 
-    found = {each.step: each for each in checkpoints.checkpoints(history.read_history(told.records), lineage, disk)}
+    found = {each.step: each for each in timeline.checkpoints(history.read_history(told.records), lineage, disk)}
 
     assert found[5].states == ("verified",)
     assert found[5].resumed == 1
@@ -259,7 +257,7 @@ def failed_for_good() -> Timeline:
     chosen = on.CheckpointChosen(at=START + 41, directory="/r/checkpoints/step_00000010", step=10)
     told.tell(chosen, on.BusEnded(at=START + 42, bus=1, code=0))
     tale = history.read_history(told.records)
-    return timeline.build(tale, told.rows, checkpoints.checkpoints(tale, None, None))
+    return timeline.build(tale, told.rows, timeline.checkpoints(tale, None, None))
 
 
 RAN = Started(

@@ -11,10 +11,10 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
-from stepkeeper.seeing import history, timeline
-from stepkeeper.seeing.rows import Key, Rows
-from stepkeeper.seeing.timeline import Timeline
-from stepkeeper.store.journal import VERSION, Record
+from stepkeeper.run_analytics import history, timeline
+from stepkeeper.run_analytics.model import Key, Rows
+from stepkeeper.run_analytics.timeline import Timeline
+from stepkeeper.run_store.journal import VERSION, Record
 
 START = 1_790_000_000.0
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.seeing import follow
-from stepkeeper.seeing.timeline import Timeline
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_analytics import follow
+from stepkeeper.run_analytics.timeline import Timeline
+from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build
 from tests.reading.conftest import Command, command, run
 

@@ -13,15 +13,14 @@ from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
-from stepkeeper.seeing import follow, progress
-from stepkeeper.seeing.glance import Glance, asks_slurm, glance, is_over
-from stepkeeper.seeing.model import Use
-from stepkeeper.seeing.progress import Row
-from stepkeeper.seeing.queue import Queued
-from stepkeeper.seeing.screen import line, screen
-from stepkeeper.store import status as status_file
-from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.store.status import Status
+from stepkeeper.run_analytics import follow, progress
+from stepkeeper.run_analytics.model import Use
+from stepkeeper.run_analytics.progress import Row
+from stepkeeper.run_analytics.queue import Queued
+from stepkeeper.run_analytics.screen import Glance, asks_slurm, glance, is_over, line, screen
+from stepkeeper.run_store import status as status_file
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.run_store.status import Status
 from stepkeeper_trainer.formats import messages
 from tests.reading import build
 from tests.reading.conftest import Command, command

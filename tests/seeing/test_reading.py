@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.seeing import reading
-from stepkeeper.seeing.model import Ending
-from stepkeeper.seeing.timeline import Standing
-from stepkeeper.store import journal
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_analytics import reading
+from stepkeeper.run_analytics.model import Ending
+from stepkeeper.run_analytics.timeline import Standing
+from stepkeeper.run_store import journal
+from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build
 from tests.seeing.build import START, Journal, killed
 

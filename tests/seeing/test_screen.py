@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.core import events as on
-from stepkeeper.seeing import reading
-from stepkeeper.seeing.glance import Glance, glance, is_over
-from stepkeeper.seeing.screen import line, screen
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_analytics import reading
+from stepkeeper.run_analytics.screen import Glance, glance, is_over, line, screen
+from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build
 
 NOW = build.START + 90

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper import cli
+from stepkeeper.cli import main
 from stepkeeper.core.exits import ExitCode
 
 
@@ -17,18 +17,18 @@ def test_what_cannot_begin_says_why_and_leaves_nothing(
     commands = tmp_path / "commands"
     commands.mkdir()
     monkeypatch.setenv("PATH", str(commands))
-    assert cli.main(["selftest", "--dir", "nowhere"]) == ExitCode.USAGE
+    assert main.main(["selftest", "--dir", "nowhere"]) == ExitCode.USAGE
     assert "--dir nowhere: no such directory" in capsys.readouterr().err
-    assert cli.main(["selftest", "--python", "no-such-python"]) == ExitCode.USAGE
+    assert main.main(["selftest", "--python", "no-such-python"]) == ExitCode.USAGE
     assert "--python no-such-python: no such program" in capsys.readouterr().err
 
     blind = commands / "python-without-torch"
     blind.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1\n")
     blind.chmod(0o755)
-    assert cli.main(["selftest", "--python", str(blind)]) == ExitCode.USAGE
+    assert main.main(["selftest", "--python", str(blind)]) == ExitCode.USAGE
     assert "cannot train: ModuleNotFoundError: No module named 'torch'" in capsys.readouterr().err
 
     blind.write_text("#!/bin/sh\nexit 0\n")
-    assert cli.main(["selftest", "--python", str(blind)]) == ExitCode.NO_SLURM
+    assert main.main(["selftest", "--python", str(blind)]) == ExitCode.NO_SLURM
     assert "is Slurm installed here?" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["commands"]

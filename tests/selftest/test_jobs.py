@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.core.events import JobState
-from stepkeeper.selftest import jobs
 from stepkeeper.slurm.client import SlurmError
+from stepkeeper.submit import selftest
 from tests.submitting.clusters import Answering
 
 ENDED, RUNNING, PENDING = JobState.ENDED, JobState.RUNNING, JobState.PENDING
@@ -38,7 +38,7 @@ def listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_job_and_those_in_its_place(text: str, chain: tuple[int, ...]) -> None:
-    assert jobs.chain(text, 7) == chain
+    assert selftest.chain(text, 7) == chain
 
 
 @pytest.mark.parametrize(
@@ -57,21 +57,21 @@ def test_a_run_is_over_when_the_last_of_its_jobs_is(
 ) -> None:
     listing.write_text(text + "\n")
 
-    assert jobs.over(Answering(states), 7) == over
+    assert selftest.over(Answering(states), 7) == over
 
 
 def test_a_slurm_that_does_not_answer_says_nothing_of_an_end(listing: Path) -> None:
     assert listing.read_text() == "", "squeue says that nobody answers"
-    assert jobs.over(Answering({}, away=True), 7) == (False, 7)
-    assert jobs.over(Answering({7: ENDED}), 7) == (False, 7)
+    assert selftest.over(Answering({}, away=True), 7) == (False, 7)
+    assert selftest.over(Answering({7: ENDED}), 7) == (False, 7)
 
 
 def test_no_job_is_left_behind(listing: Path) -> None:
     listing.write_text("12|stepkeeper:after=9.0\n9|stepkeeper:after=7.0\n7|x\n8|x\n")
     slurm = Answering({7: ENDED, 9: JobState.COMPLETING, 12: PENDING, 8: RUNNING})
 
-    jobs.stop(slurm, 7)
+    selftest.stop(slurm, 7)
 
     assert slurm.cancelled == ["12", "9"], "the one that waits first: nobody follows it"
     with pytest.raises(SlurmError, match="away"):
-        jobs.stop(Answering({}, away=True), 7)
+        selftest.stop(Answering({}, away=True), 7)

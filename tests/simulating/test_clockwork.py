@@ -8,11 +8,11 @@ from stepkeeper.core import events as on
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
-from stepkeeper.seeing.model import Use
-from stepkeeper.simulating import clockwork
-from stepkeeper.simulating.clockwork import Simulator
-from stepkeeper.simulating.many import simulate
-from stepkeeper.simulating.world import PRESETS, Kind, World
+from stepkeeper.run_analytics.model import Use
+from stepkeeper.simulate import simulator
+from stepkeeper.simulate.many import simulate
+from stepkeeper.simulate.simulator import Simulator
+from stepkeeper.simulate.world import PRESETS, Kind, World
 
 HOUR = 3600.0
 
@@ -107,7 +107,7 @@ def test_names_of_nodes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(nodes=160, spares=4, failures=30.0, days=20.0)
     few = simulate(world, Policy(), runs=4, seed=1)
 
-    monkeypatch.setattr(clockwork, "NAMED_MAX", 160)
+    monkeypatch.setattr(simulator, "NAMED_MAX", 160)
     all_named = simulate(world, Policy(), runs=4, seed=1)
 
     assert few.ettr == pytest.approx(all_named.ettr, rel=0.01)

@@ -16,12 +16,12 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
-from stepkeeper.simulating.clockwork import Simulator
-from stepkeeper.simulating.replaying import replay
-from stepkeeper.simulating.scenario import given_training, parse
-from stepkeeper.simulating.world import World
-from stepkeeper.store import journal
-from stepkeeper.store.recorder import Recorder, changed, changes
+from stepkeeper.run_store import journal
+from stepkeeper.run_store.recorder import Recorder, changed, changes
+from stepkeeper.simulate.replay import replay
+from stepkeeper.simulate.scenario import given_training, parse
+from stepkeeper.simulate.simulator import Simulator
+from stepkeeper.simulate.world import World
 from stepkeeper_trainer.formats.lease import Lease
 from tests.core.histories import FIELDS, arbitrary
 from tests.core.realistic import realistic

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.commands.dev_replay import recorded_policies
+from stepkeeper.cli.dev_replay import recorded_policies
 from stepkeeper.core import events as on
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
-from stepkeeper.simulating.replaying import replay
-from stepkeeper.store import journal
+from stepkeeper.run_store import journal
+from stepkeeper.simulate.replay import replay
 from tests.reading.conftest import Command, command
 from tests.seeing.build import Journal
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.simulating import scenario
+from stepkeeper.simulate import scenario
 from tests.reading.conftest import Command, command
 
 __all__ = ["command"]  # a fixture of the reading commands

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from stepkeeper.slurm.client import SlurmClient, SlurmError
-from stepkeeper.slurm.commands import SlurmCommands
+from stepkeeper.slurm.jobs import SlurmCommands
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from stepkeeper import wrapper
-from stepkeeper.actions.launch import Job, Meeting, launch_argv, launch_environment
-from stepkeeper.slurm.argv import Geometry, own_srun_argv, training_argv, watcher_argv
 from stepkeeper.slurm.cmd import with_resume
+from stepkeeper.slurm.launch import Geometry, own_srun_argv, training_argv, watcher_argv
+from stepkeeper.supervisor.actions.launch import Job, Meeting, launch_argv, launch_environment
 
 PYTHON = [sys.executable, "-I", "-S", os.path.abspath(wrapper.__file__)]
 STEP = (

@@ -7,10 +7,10 @@ import shlex
 import msgspec
 import pytest
 
-from stepkeeper.actions.launch import launch_environment
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm.cmd import Kind, kind, require_startable, takes_resume
+from stepkeeper.supervisor.actions.launch import launch_environment
 from tests.slurm_client.test_argv import PYTHON, STEP, argv_of, job, meeting
 
 AGENT = f"{shlex.join([*PYTHON, '--agent', '--'])} "

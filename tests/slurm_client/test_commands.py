@@ -10,7 +10,7 @@ import pytest
 
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.commands import SlurmCommands, parse_job, parse_settings
+from stepkeeper.slurm.jobs import SlurmCommands, parse_job, parse_settings
 
 CAPTURED = Path(__file__).parent / "captured"
 HOSTILE = "x JobState=COMPLETED UserId=0 Restarts=9"  # the job's name in the captured lines

@@ -502,7 +502,7 @@ def test_pyslurms_process_is_started_again_after_it_died(client: ClientOfUser) -
 
 CHOOSE = """
 import sys
-from stepkeeper.slurm.choose import ClientKind, choose
+from stepkeeper.slurm.pyslurm_client import ClientKind, choose
 
 choice = choose(ClientKind.PYSLURM, job=sys.argv[1], python=sys.argv[2])
 print(choice.kind, choice.why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.slurm.environment import as_submitted, kept, scrub_geometry, without_python
+from stepkeeper.slurm.launch import as_submitted, kept, scrub_geometry, without_python
 
 
 @pytest.mark.parametrize(

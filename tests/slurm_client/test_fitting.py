@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.commands import parse_fit
+from stepkeeper.slurm.jobs import parse_fit
 
 PARTITION = """\
 n1|mixed|h100,ib,rack1|gpu:h100:8(S:0-1)|128|1031000

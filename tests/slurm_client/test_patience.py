@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.commands import PATIENT_S, SlurmCommands
+from stepkeeper.slurm.jobs import PATIENT_S, SlurmCommands
 
 CAPTURED = Path(__file__).parent / "captured"
 

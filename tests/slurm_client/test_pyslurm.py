@@ -14,9 +14,8 @@ import pytest
 
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.slurm import pyslurm_child
-from stepkeeper.slurm.choose import ClientKind, choose
 from stepkeeper.slurm.client import ClusterSettings, SlurmError
-from stepkeeper.slurm.pyslurm_client import PyslurmClient
+from stepkeeper.slurm.pyslurm_client import ClientKind, PyslurmClient, choose
 
 CAPTURED = Path(__file__).parent / "captured"
 NO_SUCH_JOB = "Invalid job id specified"

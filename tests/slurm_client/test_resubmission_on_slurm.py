@@ -31,7 +31,7 @@ PER_JOB = frozenset(
 UNTOLD = frozenset(("NumNodes", "NumTasks", "NumCPUs", "TRES", "TimeLimit", "Partition", "Features", "Prefer"))
 RESUBMIT = """
 import json, os, sys, time
-from stepkeeper.slurm.commands import SlurmCommands
+from stepkeeper.slurm.jobs import SlurmCommands
 
 answer = SlurmCommands().resubmit(os.environ["SLURM_JOB_ID"], "/tmp/run", int(os.environ["SLURM_JOB_NUM_NODES"]))
 print(json.dumps([answer.job_id, list(answer.unknown)]), flush=True)

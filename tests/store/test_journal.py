@@ -18,7 +18,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
-from stepkeeper.store import journal, lines
+from stepkeeper.run_store import journal, lines
 from tests.reasons import in_words
 
 WITHIN_S = 60.0

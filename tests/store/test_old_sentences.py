@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.commands.dev_replay import recorded_policies
+from stepkeeper.cli.dev_replay import recorded_policies
 from stepkeeper.core import effects as do
 from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Notice
 from stepkeeper.core.faults import was_lost
-from stepkeeper.seeing import history, timeline
-from stepkeeper.simulating.replaying import replay
-from stepkeeper.store import journal, old_sentences
+from stepkeeper.run_analytics import history, timeline
+from stepkeeper.run_store import journal, old_sentences
+from stepkeeper.simulate.replay import replay
 
 TESTS = Path(__file__).parents[1]
 BROKEN = "the loss is 1.2.3, and was 2, since step 7"

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.cli import main
+from stepkeeper.cli.main import main
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.store import asks, journal, tenure
+from stepkeeper.run_store import journal, requests
+from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper_trainer.formats import lease, lineage, records
 from stepkeeper_trainer.formats import metadata as metadata_format
 from stepkeeper_trainer.formats.lease import Lease
@@ -53,7 +54,7 @@ def test_a_planted_pipe_is_named_at_the_start(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / lease.LEASE_NAME)
 
     with pytest.raises(StepkeeperError, match="not a plain file"):
-        tenure.take(tmp_path, OURS, job_runs=lambda _: False)
+        run_store_lease.take(tmp_path, OURS, job_runs=lambda _: False)
 
 
 def test_the_lease_replaces_a_link_and_leaves_its_target(tmp_path: Path) -> None:
@@ -78,14 +79,14 @@ def test_lines_are_not_appended_through_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 def test_an_ask_of_somebody_else_is_not_heard(tmp_path: Path) -> None:
-    ask = asks.Request(kind="stop", job_id=7, at=time.time())
-    ours = asks.write(tmp_path, ask)
-    theirs = asks.write(tmp_path, ask)
-    os.chown(tmp_path / asks.DIRECTORY / theirs, 12345, 12345)
-    os.mkfifo(tmp_path / asks.DIRECTORY / "stop-pipe")
-    (tmp_path / asks.DIRECTORY / "stop-link").symlink_to(tmp_path / asks.DIRECTORY / ours)
+    ask = requests.Request(kind="stop", job_id=7, at=time.time())
+    ours = requests.write(tmp_path, ask)
+    theirs = requests.write(tmp_path, ask)
+    os.chown(tmp_path / requests.DIRECTORY / theirs, 12345, 12345)
+    os.mkfifo(tmp_path / requests.DIRECTORY / "stop-pipe")
+    (tmp_path / requests.DIRECTORY / "stop-link").symlink_to(tmp_path / requests.DIRECTORY / ours)
 
-    assert list(asks.waiting(tmp_path, 7)) == [ours]
+    assert list(requests.waiting(tmp_path, 7)) == [ours]
 
 
 # --- in the directories of a run --------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def test_a_journal_of_a_terabyte_without_a_line_is_refused_in_time(tmp_path: Pat
 def test_an_ask_goes_through_no_link(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     """Root's file came to wherever the run's owner wanted it."""
     (tmp_path / "elsewhere").mkdir()
-    (run / asks.DIRECTORY).symlink_to(tmp_path / "elsewhere")
+    (run / requests.DIRECTORY).symlink_to(tmp_path / "elsewhere")
 
     assert main([kind, str(run), "--within", "0.01"]) == ExitCode.RUN_DIRECTORY
     assert "asks: Not a directory" in capsys.readouterr().err
@@ -177,10 +178,10 @@ def test_what_root_asks_can_be_read_and_answered_by_the_runs_owner() -> None:
         run = Path(place, "run")
         run.mkdir(mode=0o700)
         give(run, ALICE)
-        name = asks.write(run, asks.Request(kind="save", job_id=7, at=1.0, by="root"))
+        name = requests.write(run, requests.Request(kind="save", job_id=7, at=1.0, by="root"))
         answered_by(run, name)
-        answered = asks.read_answer(run, name)
-        assert asks.waiting(run, 7) == {}
+        answered = requests.read_answer(run, name)
+        assert requests.waiting(run, 7) == {}
 
     assert answered is not None
     assert answered.said == "done"
@@ -194,8 +195,8 @@ def answered_by(run: Path, name: str) -> None:
         try:
             os.setresgid(ALICE, ALICE, ALICE)
             os.setresuid(ALICE, ALICE, ALICE)
-            if [*asks.waiting(run, 7)] == [name]:
-                asks.answer(run, name, asks.Answer(said="done", ok=True, at=2.0))
+            if [*requests.waiting(run, 7)] == [name]:
+                requests.answer(run, name, requests.Answer(said="done", ok=True, at=2.0))
                 code = 0
         finally:
             os._exit(code)

@@ -9,7 +9,7 @@ import pytest
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.store import rundir
+from stepkeeper.run_store import paths
 
 SLURM = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "gpt", "USER": "ada", "SLURM_SUBMIT_DIR": "/home/ada"}
 
@@ -25,23 +25,25 @@ SLURM = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "gpt", "USER": "ada", "SLURM_SU
     ],
 )
 def test_fields_expand_as_in_sbatch(pattern: str, expected: str) -> None:
-    assert rundir.expand(pattern, SLURM) == Path(expected)
+    assert paths.expand_pattern(pattern, SLURM) == Path(expected)
 
 
 def test_an_array_job_has_its_own_fields() -> None:
     array = {**SLURM, "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}
 
-    assert rundir.expand("r/%A_%a", array) == Path("/home/ada/r/10_3")
+    assert paths.expand_pattern("r/%A_%a", array) == Path("/home/ada/r/10_3")
 
 
 def test_a_job_name_cannot_lead_elsewhere() -> None:
-    assert rundir.expand("runs/%x-%j", {**SLURM, "SLURM_JOB_NAME": "../../etc"}) == Path("/home/ada/runs/.._.._etc-12")
+    assert paths.expand_pattern("runs/%x-%j", {**SLURM, "SLURM_JOB_NAME": "../../etc"}) == Path(
+        "/home/ada/runs/.._.._etc-12"
+    )
 
 
 @pytest.mark.parametrize("pattern", ["%N", "runs/%5j", "%a"])
 def test_a_field_that_is_not_known_or_not_set_is_a_usage_error(pattern: str) -> None:
     with pytest.raises(StepkeeperError, match="%") as caught:
-        rundir.expand(pattern, SLURM)
+        paths.expand_pattern(pattern, SLURM)
 
     assert caught.value.code is ExitCode.USAGE
 
@@ -51,8 +53,8 @@ def test_prepare_makes_what_is_missing_and_can_be_repeated(tmp_path: Path) -> No
     try:
         for group_readable, mode in ((False, 0o700), (True, 0o750)):
             path = tmp_path / f"run-{mode:o}"
-            made = rundir.prepare(path, group_readable=group_readable, default=False)
-            assert rundir.prepare(path, group_readable=group_readable, default=False) == made
+            made = paths.prepare_run_directory(path, group_readable=group_readable, default=False)
+            assert paths.prepare_run_directory(path, group_readable=group_readable, default=False) == made
             for each in (path, path / "checkpoints", path / "logs"):
                 assert each.stat().st_mode & 0o777 == mode
             assert sorted(os.listdir(path)) == ["checkpoints", "logs"]
@@ -62,10 +64,10 @@ def test_prepare_makes_what_is_missing_and_can_be_repeated(tmp_path: Path) -> No
 
 def test_runs_is_made_for_the_default_place_only(tmp_path: Path) -> None:
     with pytest.raises(StepkeeperError, match="does not exist; create it") as caught:
-        rundir.prepare(tmp_path / "runs" / "a", group_readable=False, default=False)
+        paths.prepare_run_directory(tmp_path / "runs" / "a", group_readable=False, default=False)
     assert caught.value.code is ExitCode.RUN_DIRECTORY
 
-    assert rundir.prepare(tmp_path / "runs" / "a", group_readable=False, default=True).path.is_dir()
+    assert paths.prepare_run_directory(tmp_path / "runs" / "a", group_readable=False, default=True).path.is_dir()
 
 
 def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
@@ -82,17 +84,17 @@ def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
         ("run", "logs"),
     ):
         with pytest.raises(StepkeeperError, match=words) as caught:
-            rundir.prepare(tmp_path / name, group_readable=False, default=False)
+            paths.prepare_run_directory(tmp_path / name, group_readable=False, default=False)
         assert caught.value.code is ExitCode.RUN_DIRECTORY
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    rundir.prepare(tmp_path / "run", group_readable=False, default=False)
+    paths.prepare_run_directory(tmp_path / "run", group_readable=False, default=False)
     (tmp_path / "run" / "checkpoints").chmod(0o500)
 
     with pytest.raises(StepkeeperError, match="cannot be written"):
-        rundir.prepare(tmp_path / "run", group_readable=False, default=False)
+        paths.prepare_run_directory(tmp_path / "run", group_readable=False, default=False)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
@@ -101,14 +103,14 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path / "run", 12345, 12345)
 
     with pytest.raises(StepkeeperError, match="belongs to user id 12345"):
-        rundir.prepare(tmp_path / "run", group_readable=False, default=False)
+        paths.prepare_run_directory(tmp_path / "run", group_readable=False, default=False)
 
 
 def test_a_run_has_one_id_however_it_is_named(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    first = rundir.prepare(tmp_path / "real" / "run", group_readable=False, default=False)
-    second = rundir.prepare(tmp_path / "link" / "run", group_readable=False, default=False)
+    first = paths.prepare_run_directory(tmp_path / "real" / "run", group_readable=False, default=False)
+    second = paths.prepare_run_directory(tmp_path / "link" / "run", group_readable=False, default=False)
 
     assert first.run_id == second.run_id
 
@@ -118,44 +120,44 @@ def test_a_run_has_one_id_however_it_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["checkpoints", "logs"])
 def test_a_link_below_a_run_directory_is_refused(tmp_path: Path, name: str) -> None:
-    run = rundir.prepare(tmp_path / "run", group_readable=False, default=False)
+    run = paths.prepare_run_directory(tmp_path / "run", group_readable=False, default=False)
     (run.path / name).rmdir()
     (tmp_path / "elsewhere").mkdir()
     (run.path / name).symlink_to(tmp_path / "elsewhere")
 
     with pytest.raises(StepkeeperError, match=f"{name}/ is a symbolic link"):
-        rundir.prepare(run.path, group_readable=False, default=False)
+        paths.prepare_run_directory(run.path, group_readable=False, default=False)
 
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize("name", ["", "checkpoints", "logs"])
 def test_what_others_may_write_is_refused(tmp_path: Path, name: str) -> None:
-    run = rundir.prepare(tmp_path / "run", group_readable=True, default=False)
+    run = paths.prepare_run_directory(tmp_path / "run", group_readable=True, default=False)
     (run.path / name).chmod(0o757)
 
     with pytest.raises(StepkeeperError, match="everybody may write it"):
-        rundir.prepare(run.path, group_readable=True, default=False)
+        paths.prepare_run_directory(run.path, group_readable=True, default=False)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
 def test_what_a_group_may_write_is_refused_unless_it_is_ours_alone(tmp_path: Path) -> None:
-    run = rundir.prepare(tmp_path / "run", group_readable=True, default=False)
+    run = paths.prepare_run_directory(tmp_path / "run", group_readable=True, default=False)
     run.path.chmod(0o770)
-    rundir.prepare(run.path, group_readable=True, default=False)  # root's own group
+    paths.prepare_run_directory(run.path, group_readable=True, default=False)  # root's own group
     os.chown(run.path, 0, 12345)
 
     with pytest.raises(StepkeeperError, match="its group may write it"):
-        rundir.prepare(run.path, group_readable=True, default=False)
+        paths.prepare_run_directory(run.path, group_readable=True, default=False)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
 def test_a_planted_directory_of_checkpoints_is_refused(tmp_path: Path) -> None:
-    run = rundir.prepare(tmp_path / "run", group_readable=False, default=False)
+    run = paths.prepare_run_directory(tmp_path / "run", group_readable=False, default=False)
     os.chown(run.checkpoints, 12345, 12345)
 
     with pytest.raises(StepkeeperError, match="checkpoints/ belongs to user id 12345"):
-        rundir.prepare(run.path, group_readable=False, default=False)
+        paths.prepare_run_directory(run.path, group_readable=False, default=False)
 
 
 def test_a_place_that_everybody_may_rename_is_refused(tmp_path: Path) -> None:
@@ -163,10 +165,10 @@ def test_a_place_that_everybody_may_rename_is_refused(tmp_path: Path) -> None:
     (tmp_path / "scratch").chmod(0o777)
 
     with pytest.raises(StepkeeperError, match="everybody may rename"):
-        rundir.prepare(tmp_path / "scratch" / "run", group_readable=False, default=False)
+        paths.prepare_run_directory(tmp_path / "scratch" / "run", group_readable=False, default=False)
 
     (tmp_path / "scratch").chmod(0o1777)
-    assert rundir.prepare(tmp_path / "scratch" / "run", group_readable=False, default=False)
+    assert paths.prepare_run_directory(tmp_path / "scratch" / "run", group_readable=False, default=False)
 
 
 def test_the_tasks_of_an_array_never_share_a_run_directory() -> None:
@@ -175,7 +177,7 @@ def test_the_tasks_of_an_array_never_share_a_run_directory() -> None:
 
     for pattern in ("one", "one-%A", "one-%%a"):
         with pytest.raises(StepkeeperError, match="would share it"):
-            rundir.expand(pattern, named)
-    assert str(rundir.expand("one-%A_%a", named)) == "/w/one-5_3"
-    assert str(rundir.expand(rundir.DEFAULT_PATTERN, named)) == "/w/runs/x-6"
-    assert str(rundir.expand("one", {**named, "SLURM_ARRAY_TASK_COUNT": "1"})) == "/w/one"
+            paths.expand_pattern(pattern, named)
+    assert str(paths.expand_pattern("one-%A_%a", named)) == "/w/one-5_3"
+    assert str(paths.expand_pattern(paths.DEFAULT_PATTERN, named)) == "/w/runs/x-6"
+    assert str(paths.expand_pattern("one", {**named, "SLURM_ARRAY_TASK_COUNT": "1"})) == "/w/one"

@@ -6,8 +6,8 @@ import msgspec
 
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
-from stepkeeper.store import journal, lines
-from stepkeeper.store.status import Status
+from stepkeeper.run_store import journal, lines
+from stepkeeper.run_store.status import Status
 
 SECRET = "S3cr3tValueThatNobodyMaySee42"  # noqa: S105 - what the tests look for
 

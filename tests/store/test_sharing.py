@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.store import sharing
+from stepkeeper.run_store import paths
 
 
 def mode(path: Path) -> int:
@@ -30,17 +30,17 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_group_may_read_every_file_and_change_none(run: Path) -> None:
-    sharing.share(run)
+    paths.share_with_group(run)
 
     shared = [path for path in (run, *run.rglob("*")) if ".tmp-" not in str(path)]
     assert len(shared) == 9
     assert {mode(path) for path in shared if path.is_dir()} == {0o750}
     assert {mode(path) for path in shared if path.is_file()} == {0o640}
-    assert sharing.share(run) == 0, "a second look has nothing to do"
+    assert paths.share_with_group(run) == 0, "a second look has nothing to do"
 
 
 def test_a_step_directory_in_flight_is_left_alone(run: Path) -> None:
-    sharing.share(run)
+    paths.share_with_group(run)
 
     assert mode(run / "checkpoints" / ".tmp-step_00000020.abc") == 0o700
 
@@ -59,7 +59,7 @@ def test_links_and_pipes_lead_nowhere(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints" / "elsewhere").symlink_to(private)
     os.mkfifo(run / "pipe", 0o600)
 
-    sharing.share(run)
+    paths.share_with_group(run)
 
     assert (mode(secret), mode(private), mode(private / "key"), mode(run / "pipe")) == (0o600, 0o700, 0o600, 0o600)
 
@@ -68,13 +68,13 @@ def test_a_run_directory_that_is_a_link_is_refused(run: Path, tmp_path: Path) ->
     (tmp_path / "link").symlink_to(run)
 
     with pytest.raises(OSError, match="link"):
-        sharing.share(tmp_path / "link")
+        paths.share_with_group(tmp_path / "link")
 
     assert mode(run / "journal.jsonl") == 0o600
 
 
 def test_what_appears_while_a_run_is_under_way_is_shared_at_the_end(run: Path) -> None:
-    with sharing.kept(run, wanted=True, every_s=3600):
+    with paths.kept(run, wanted=True, every_s=3600):
         (run / "late").write_text("x")
         (run / "late").chmod(0o600)
 
@@ -82,7 +82,7 @@ def test_what_appears_while_a_run_is_under_way_is_shared_at_the_end(run: Path) -
 
 
 def test_nothing_is_shared_where_nobody_asked_for_it(run: Path) -> None:
-    with sharing.kept(run, wanted=False):
+    with paths.kept(run, wanted=False):
         pass
 
     assert mode(run / "journal.jsonl") == 0o600

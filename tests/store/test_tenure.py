@@ -11,7 +11,7 @@ import pytest
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.store import tenure
+from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats.lease import Birth, Lease, birth
 
@@ -33,7 +33,7 @@ class Slurm:
 
 
 def take(directory: Path, wanted: Lease, slurm: Slurm | None = None) -> Lease:
-    return tenure.take(directory, wanted, job_runs=(slurm or Slurm()).job_runs)
+    return run_store_lease.take(directory, wanted, job_runs=(slurm or Slurm()).job_runs)
 
 
 def test_the_first_attempt_takes_the_lease(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_run_directory_that_is_gone_is_an_error_not_a_traceback(tmp_path: Path
 def test_the_higher_epoch_supersedes_by_job_id_then_restart_count(tmp_path: Path) -> None:
     for newer in (lease(7, 1), lease(8, 0)):
         leases.write(tmp_path, newer)
-        assert tenure.superseded(tmp_path, lease(7, 0)) == newer
+        assert run_store_lease.superseded(tmp_path, lease(7, 0)) == newer
 
 
 def test_the_newer_attempt_puts_its_lease_back_when_an_older_one_overwrote_it(tmp_path: Path) -> None:
@@ -144,11 +144,11 @@ def test_the_newer_attempt_puts_its_lease_back_when_an_older_one_overwrote_it(tm
     newer, older = lease(7, 1, attempt=1), lease(7, 0)
     leases.write(tmp_path, older)
 
-    assert tenure.superseded(tmp_path, newer) is None
+    assert run_store_lease.superseded(tmp_path, newer) is None
     assert leases.read(tmp_path) == newer
-    assert tenure.superseded(tmp_path, older) == newer
+    assert run_store_lease.superseded(tmp_path, older) == newer
 
 
 def test_a_removed_lease_is_put_back(tmp_path: Path) -> None:
-    assert tenure.superseded(tmp_path, lease()) is None
+    assert run_store_lease.superseded(tmp_path, lease()) is None
     assert leases.read(tmp_path) == lease()

@@ -8,7 +8,7 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
-from stepkeeper.watcher import spying
+from stepkeeper.watcher import py_spy
 from tests.lab import Lab
 from tests.stories.test_failures import failing
 from tests.training import Training, assert_complete
@@ -19,13 +19,13 @@ LATE = ("--hang-least-s=1000",)  # a hundred even steps are less: what ends this
 
 def with_py_spy(lab: Lab) -> dict[str, str]:
     """Return the environment of a job on whose nodes py-spy is installed, where it is here."""
-    spy = spying.find()
+    spy = py_spy.find()
     if spy is None:
         return {}
     place = lab.workdir("games") / "bin"
     place.mkdir(exist_ok=True)
-    shutil.copyfile(spy, place / spying.NAME)
-    for path in (place, place / spying.NAME):
+    shutil.copyfile(spy, place / py_spy.NAME)
+    for path in (place, place / py_spy.NAME):
         path.chmod(0o755)
     return {"PATH": f"{place}:{lab.path}"}
 

@@ -18,7 +18,7 @@ import pytest
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.liveness import GONE_AFTER_S, SUSPECT_AFTER_S
-from stepkeeper.store import status as status_file
+from stepkeeper.run_store import status as status_file
 from tests.lab import Lab, LabError, processes
 from tests.stories import acts
 from tests.stories.patience import hurry, patient

@@ -12,7 +12,7 @@ import pytest
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.store import status as status_file
+from stepkeeper.run_store import status as status_file
 from tests.lab import Lab
 from tests.stories import acts
 from tests.stories.test_campaign import release_urgent_jobs

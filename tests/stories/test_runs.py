@@ -9,7 +9,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Notice
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.store.journal import Record
+from stepkeeper.run_store.journal import Record
 from tests.lab import Lab
 from tests.lab.site import supervisor_python
 from tests.measuring import cpu_s, rss_mib

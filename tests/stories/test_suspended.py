@@ -10,11 +10,11 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.liveness import GONE_AFTER_S
-from stepkeeper.seeing.model import SECOND, Use
-from stepkeeper.seeing.reading import see
-from stepkeeper.store import journal
-from stepkeeper.store import status as status_file
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.run_analytics.model import SECOND, Use
+from stepkeeper.run_analytics.reading import see
+from stepkeeper.run_store import journal
+from stepkeeper.run_store import status as status_file
+from stepkeeper.run_store.paths import RunDirectory
 from tests.lab import Lab
 from tests.stories.patience import hurry, patient
 from tests.stories.test_campaign import release_urgent_jobs

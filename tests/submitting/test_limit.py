@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.submitting import limit
+from stepkeeper.submit import preflight
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from stepkeeper.submitting import limit
     ],
 )
 def test_a_limit_is_read_as_sbatch_reads_it(text: str, seconds: float | None) -> None:
-    assert limit.seconds(text) == seconds
+    assert preflight.limit_seconds(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,10 @@ def test_a_limit_is_read_as_sbatch_reads_it(text: str, seconds: float | None) ->
     ],
 )
 def test_the_last_word_on_the_limit_counts(time: str | None, options: tuple[str, ...], asked: str | None) -> None:
-    assert limit.asked(time, options) == asked
+    assert preflight.requested_limit(time, options) == asked
 
 
 def test_a_limit_that_leaves_nothing_for_training_is_refused() -> None:
-    limit.require_room(600, 120, "-t 10")
+    preflight.require_room(600, 120, "-t 10")
     with pytest.raises(StepkeeperError, match=r"^-t 3: .* nothing is left for training"):
-        limit.require_room(180, 120, "-t 3")
+        preflight.require_room(180, 120, "-t 3")

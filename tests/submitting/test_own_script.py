@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.actions.launch import launch_argv, launch_environment
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.submitting import own_script
+from stepkeeper.submit import own_script
+from stepkeeper.supervisor.actions.launch import launch_argv, launch_environment
 from tests.slurm_client.test_argv import argv_of, job, meeting
 
 TORCHRUN = """\

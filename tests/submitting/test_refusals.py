@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper import cli
+from stepkeeper.cli import main
 from stepkeeper.core.exits import ExitCode
 from stepkeeper_trainer.formats import records
 
@@ -26,7 +26,7 @@ def far_from_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Return the one line that a refused submission prints."""
-    assert cli.main(["submit", "--dry-run", *words]) == ExitCode.USAGE
+    assert main.main(["submit", "--dry-run", *words]) == ExitCode.USAGE
     said = capsys.readouterr()
     assert not said.out
     return said.err
@@ -80,7 +80,7 @@ def test_a_script_that_cannot_hear_where_to_resume_is_told_so(
 
 def warned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Return what a submission is warned of that is printed."""
-    assert cli.main(["submit", "--dry-run", *words]) == ExitCode.FINISHED
+    assert main.main(["submit", "--dry-run", *words]) == ExitCode.FINISHED
     said = capsys.readouterr()
     assert "#SBATCH --requeue" in said.out
     return said.err
@@ -89,9 +89,9 @@ def warned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_a_dry_run_prints_the_script_where_no_slurm_is_too(capsys: pytest.CaptureFixture[str]) -> None:
     said = warned(capsys, "--", "python", "x")
     assert "the script is not checked against a cluster: scontrol show config" in said
-    assert cli.main(["submit", "--dry-run", "--json", "--", "x"]) == ExitCode.FINISHED
+    assert main.main(["submit", "--dry-run", "--json", "--", "x"]) == ExitCode.FINISHED
     assert "not checked" in json.loads(capsys.readouterr().out)["findings"][0]
-    assert cli.main(["submit", "--", "x"]) == ExitCode.NO_SLURM
+    assert main.main(["submit", "--", "x"]) == ExitCode.NO_SLURM
 
 
 def test_a_mistyped_script_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -123,5 +123,5 @@ def test_a_run_that_is_over_or_not_ones_own_is_refused(capsys: pytest.CaptureFix
     run.mkdir(mode=0o700)
     over = records.Outcome(outcome="finished", step=60, tokens=1, save_id=None, launch="0.0", at=1.0)
     records.write_outcome(run, over)
-    assert cli.main(["submit", "--dry-run", "--run-dir=run", "--", "x"]) == ExitCode.RUN_DIRECTORY
+    assert main.main(["submit", "--dry-run", "--run-dir=run", "--", "x"]) == ExitCode.RUN_DIRECTORY
     assert "this run has finished, at step 60" in capsys.readouterr().err

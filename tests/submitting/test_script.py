@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.submitting.script import Wanted, notice_s, render
+from stepkeeper.submit.sbatch import Wanted, notice_s, render
 
 WANTED = Wanted(
     command=("python", "train.py", "--text", "it's $HOME"),

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.store import journal
+from stepkeeper.run_store import journal
 from tests.lab import Lab
 from tests.lab.jobs import ENDED
 from tests.lab.site import site_python

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from stepkeeper.core import events as on
-from stepkeeper.sources.bus import Bus
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.loop_tools import Clock
+from stepkeeper.supervisor.sources.bus import Bus
+from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
 
 ANSWER_S = 60.0

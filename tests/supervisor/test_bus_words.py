@@ -2,7 +2,7 @@
 
 import pytest
 
-from stepkeeper.sources.bus import _EVENTS, LEFT_OUT
+from stepkeeper.supervisor.sources.bus import _EVENTS, LEFT_OUT
 
 
 @pytest.mark.parametrize("word", _EVENTS, ids=lambda word: word.__name__)

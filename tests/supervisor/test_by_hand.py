@@ -13,8 +13,8 @@ from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.log import is_empty
+from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper.slurm.allocation import is_batch_process, read_allocation, require_no_batch_script
-from stepkeeper.store import tenure
 from stepkeeper.watcher.rescue import rescue
 from stepkeeper_trainer.formats.lease import Lease
 from tests.supervisor.test_rescue import RUNNING, Slurm, assignment
@@ -97,18 +97,18 @@ def lease(pid: int, node: str = "n1") -> Lease:
 def test_in_one_allocation_a_run_starts_again_when_its_supervisor_is_gone(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(30)
-    tenure.take(tmp_path, lease(gone.pid), job_runs=lambda _: True)
+    run_store_lease.take(tmp_path, lease(gone.pid), job_runs=lambda _: True)
 
-    assert tenure.take(tmp_path, lease(os.getpid()), job_runs=lambda _: True).attempt == 1
+    assert run_store_lease.take(tmp_path, lease(os.getpid()), job_runs=lambda _: True).attempt == 1
     with pytest.raises(StepkeeperError, match="has a supervisor already"):
-        tenure.take(tmp_path, lease(gone.pid), job_runs=lambda _: True)
+        run_store_lease.take(tmp_path, lease(gone.pid), job_runs=lambda _: True)
 
 
 def test_a_supervisor_on_another_node_is_not_taken_for_gone(tmp_path):
-    tenure.take(tmp_path, lease(2**22 + 1, node="n2"), job_runs=lambda _: True)
+    run_store_lease.take(tmp_path, lease(2**22 + 1, node="n2"), job_runs=lambda _: True)
 
     with pytest.raises(StepkeeperError, match="has a supervisor already"):
-        tenure.take(tmp_path, lease(os.getpid()), job_runs=lambda _: True)
+        run_store_lease.take(tmp_path, lease(os.getpid()), job_runs=lambda _: True)
 
 
 def test_a_watcher_does_not_try_to_requeue_what_has_no_batch_script(assignment):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.watcher import checking as looking
+from stepkeeper.watcher import checks as looking
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.checking import NodeChecks
+from stepkeeper.watcher.checks import NodeChecks
 
 LONG_S = 600.0
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from stepkeeper.core import events as on
-from stepkeeper.sources.clock import Clock
+from stepkeeper.loop_tools import Clock
 
 HOUR = 3600.0
 JOB = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0)

@@ -12,18 +12,18 @@ from typing import get_args
 
 import pytest
 
-from stepkeeper.actions.standing import StackCollector
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
-from stepkeeper.store.logs import STACKS_NAME
-from stepkeeper.verdict import gathering
-from stepkeeper.verdict.causes import Cause
-from stepkeeper.verdict.collectives import compare, find_suspect, in_words
-from stepkeeper.verdict.joining import classify
+from stepkeeper.diagnosis import collect
+from stepkeeper.diagnosis.causes import Cause
+from stepkeeper.diagnosis.classify import classify
+from stepkeeper.diagnosis.collectives import compare, find_suspect, in_words
+from stepkeeper.loop_tools import Clock
+from stepkeeper.run_store.paths import STACKS_NAME
+from stepkeeper.supervisor.actions.stack_collector import StackCollector
+from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
-from stepkeeper.watcher.accounts import FlightRecorderRequest
+from stepkeeper.watcher.flight_recorder import FlightRecorderRequest
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.collectives import Account, Place, trim
 from stepkeeper_trainer.formats.decoding import DecodeError
@@ -279,7 +279,7 @@ def test_a_timeout_of_nccl_is_explained_by_what_the_ranks_recorded(tmp_path: Pat
         "milliseconds before timing out.\n"
     )
 
-    verdict = classify(gathering.of_logs(tmp_path))
+    verdict = classify(collect.of_logs(tmp_path))
 
     assert verdict.cause is Cause.COLLECTIVE_TIMEOUT
     (recorded,) = [piece for piece in verdict.evidence if piece.rule == "nccl-flight-recorder"]
@@ -288,7 +288,7 @@ def test_a_timeout_of_nccl_is_explained_by_what_the_ranks_recorded(tmp_path: Pat
         "ranks 0, 2 wait in all_reduce #6 of the default group, "
         "rank 1 has not entered it (the newest it entered is all_reduce #5)"
     )
-    assert gathering.of_logs(tmp_path, enough=lambda: True) == []
+    assert collect.of_logs(tmp_path, enough=lambda: True) == []
 
 
 # --- asking ---------------------------------------------------------------------------------------

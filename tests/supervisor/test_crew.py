@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.actions import checkpoints as acts
-from stepkeeper.actions import shares as sharing
-from stepkeeper.actions.crew import Limits, VerifyPool, Wanted
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.loop_tools import Clock
+from stepkeeper.supervisor.actions import checkpoints as acts
+from stepkeeper.supervisor.actions import shards as sharing
+from stepkeeper.supervisor.actions.verify_pool import Limits, VerifyPool, Wanted
+from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
-from stepkeeper.watcher.sharing import ShardReader
+from stepkeeper.watcher.verify import ShardReader
 from stepkeeper_trainer.formats import cache as caching
 from stepkeeper_trainer.formats.manifest import read_manifest
 from tests.trainer.test_verify import flip, make_big, total

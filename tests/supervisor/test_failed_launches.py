@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import pytest
 import structlog
 
-from stepkeeper.actions import calling, judging, rollback
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.reasons import Finding
+from stepkeeper.loop_tools import Clock
+from stepkeeper.run_store import lines
+from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
-from stepkeeper.store import metrics
-from stepkeeper.store.rundir import RunDirectory
+from stepkeeper.supervisor.actions import checkpoints, diagnosis, notify
+from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper_trainer.formats import lineage, steps
 from stepkeeper_trainer.formats.lease import Lease, write
 from tests.reading import build
@@ -46,17 +46,19 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def judged(
-    run: RunDirectory, inbox: Inbox, evidence_buffer: judging.EvidenceBuffer, found: Finding | None = None
+    run: RunDirectory, inbox: Inbox, evidence_buffer: diagnosis.EvidenceBuffer, found: Finding | None = None
 ) -> on.Judged:
-    judging.diagnose(run, evidence_buffer.launch(do.JudgeLaunch(launch=0, found=found)), within_s=WITHIN_S, inbox=inbox)
+    diagnosis.diagnose(
+        run, evidence_buffer.launch(do.JudgeLaunch(launch=0, found=found)), within_s=WITHIN_S, inbox=inbox
+    )
     event = inbox.get(WITHIN_S)
     assert isinstance(event, on.Judged)
     return event
 
 
-def evidence_buffer(*events: on.Event) -> judging.EvidenceBuffer:
+def evidence_buffer(*events: on.Event) -> diagnosis.EvidenceBuffer:
     """Return one that heard a launch in which rank 1 failed and we killed the other."""
-    heard = judging.EvidenceBuffer(1, 1)
+    heard = diagnosis.EvidenceBuffer(1, 1)
     heard.hear(on.Tick(at=0), [do.StartLaunch(launch=0, resume_from=None, address="a", port=1)])
     for event in events:
         heard.hear(event, [])
@@ -86,7 +88,7 @@ def test_the_first_rank_that_failed_and_its_log_tell_why(run: RunDirectory, inbo
 
 def test_a_rank_that_we_killed_ourselves_is_no_evidence(run: RunDirectory, inbox: Inbox) -> None:
     """Else every end of ours would look like a lack of memory."""
-    ours, others = judging.EvidenceBuffer(1, 1), judging.EvidenceBuffer(1, 1)
+    ours, others = diagnosis.EvidenceBuffer(1, 1), diagnosis.EvidenceBuffer(1, 1)
     for heard, kill in ((ours, [do.KillRanks(launch=0, reasons=in_words("late"))]), (others, [])):
         heard.hear(on.Tick(at=4.0), kill)
         heard.hear(exited(1, 5.0, signal=9), [])
@@ -143,14 +145,14 @@ def test_of_a_thousand_nodes_those_that_failed_are_read_first(
 ) -> None:
     """And what there is no time to read is left: by this clock, all but the first."""
     seconds = itertools.count()
-    monkeypatch.setattr(judging, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(diagnosis, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     for node in range(300):
         (run.logs(1, 0) / f"n{node}.log").write_bytes(b"0: waiting for the others, as ever\n" * 4000)
     with (run.logs(1, 0) / "n299.log").open("a") as file:
         file.write("299: torch.OutOfMemoryError: CUDA out of memory.\n")
     heard = evidence_buffer(exited(299, 5.0, code=1))
 
-    judging.diagnose(run, heard.launch(do.JudgeLaunch(launch=0)), within_s=1 / judging.READING_SHARE, inbox=inbox)
+    diagnosis.diagnose(run, heard.launch(do.JudgeLaunch(launch=0)), within_s=1 / diagnosis.READING_SHARE, inbox=inbox)
     said = inbox.get(WITHIN_S)
 
     assert isinstance(said, on.Judged)
@@ -159,7 +161,7 @@ def test_of_a_thousand_nodes_those_that_failed_are_read_first(
 
 
 def test_a_fault_just_before_the_launch_belongs_to_it_and_old_events_do_not() -> None:
-    heard = judging.EvidenceBuffer(1, 1)
+    heard = diagnosis.EvidenceBuffer(1, 1)
     for at in (10.0, 1000.0):
         fault = on.NodeFaulted(at=at, node="n1", incident="i", name="XID 79", action="a", leave=True, why="lost")
         heard.hear(fault, [])
@@ -174,15 +176,15 @@ def test_a_fault_just_before_the_launch_belongs_to_it_and_old_events_do_not() ->
     [
         ("", None),
         ("5,2.0,,,,,1,0\n", None),
-        ("5,2.0,,,,,1,2\n", metrics.Ended(5, None)),
-        ("5,2.0,,,,,1,2\n6,nan,,,,,1,2\n7,inf,,,,,1,2\n", metrics.Ended(7, 6)),
-        ("5,2.0,,,,,1,2\nx,,\n6,,,,,,1,2\n", metrics.Ended(6, None)),
+        ("5,2.0,,,,,1,2\n", lines.Ended(5, None)),
+        ("5,2.0,,,,,1,2\n6,nan,,,,,1,2\n7,inf,,,,,1,2\n", lines.Ended(7, 6)),
+        ("5,2.0,,,,,1,2\nx,,\n6,,,,,,1,2\n", lines.Ended(6, None)),
     ],
 )
-def test_how_far_a_launch_came(tmp_path: Path, rows: str, expected: metrics.Ended | None) -> None:
+def test_how_far_a_launch_came(tmp_path: Path, rows: str, expected: lines.Ended | None) -> None:
     (tmp_path / "metrics.csv").write_text("step,loss,tokens,lr,grad_norm,time,attempt,launch\n" + rows)
 
-    assert metrics.ended_at(tmp_path, 1, 2) == expected
+    assert lines.ended_at(tmp_path, 1, 2) == expected
 
 
 def test_of_a_long_runs_metrics_only_the_end_is_read(tmp_path: Path) -> None:
@@ -190,8 +192,8 @@ def test_of_a_long_runs_metrics_only_the_end_is_read(tmp_path: Path) -> None:
         file.write("step,loss,tokens,lr,grad_norm,time,attempt,launch\n")
         file.writelines(f"{step},2.0,{step},0.001,1.0,1790000000.0,1,2\n" for step in range(100_000))
 
-    assert metrics.ended_at(tmp_path, 1, 2) == metrics.Ended(99_999, None)
-    assert metrics.ended_at(tmp_path / "none", 1, 2) is None
+    assert lines.ended_at(tmp_path, 1, 2) == lines.Ended(99_999, None)
+    assert lines.ended_at(tmp_path / "none", 1, 2) is None
 
 
 # --- going back -----------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ def test_of_a_long_runs_metrics_only_the_end_is_read(tmp_path: Path) -> None:
 
 def rolled(run: RunDirectory, inbox: Inbox, below: int, *, suspect: bool = False) -> on.Event | None:
     effect = do.RollBack(launch=3, below_step=below, reasons=in_words("cause segfault at step 350"), suspect=suspect)
-    rollback.roll_back(run.checkpoints, effect, LEASE, inbox=inbox)
+    checkpoints.roll_back(run.checkpoints, effect, LEASE, inbox=inbox)
     return inbox.get(WITHIN_S)
 
 
@@ -274,9 +276,9 @@ def called(slurm: Slurm, inbox: Inbox, command: str | None, within_s: float = WI
         events[name] = dict(event)
         raise structlog.DropEvent
 
-    thread = calling.notify_user(
+    thread = notify.notify_user(
         do.NotifyUser(code=29, reasons=in_words("ValueError: token=abcdefghijklmnop"), cause=Cause.EXCEPTION),
-        calling.Call(job="7", run_directory="/r", command=command, within_s=within_s),
+        notify.Call(job="7", run_directory="/r", command=command, within_s=within_s),
         client=slurm,
         environment={"PATH": "/usr/bin:/bin"},
         inbox=inbox,

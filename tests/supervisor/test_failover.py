@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.watcher.messages import Assignment
 from stepkeeper_trainer.formats import lease, messages
 
 NODE = "n1"

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from stepkeeper.actions.standing import StackCollector
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.loop_tools import Clock
+from stepkeeper.supervisor.actions.stack_collector import StackCollector
+from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.kernel import Life, of_life, rests
 

@@ -5,15 +5,15 @@ import io
 import msgspec
 import structlog
 
-from stepkeeper.actions.launch import Job
 from stepkeeper.core import events as on
 from stepkeeper.core.policy import Policy
-from stepkeeper.slurm.argv import Geometry
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
-from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.supervise import Setting, Supervisor
-from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.loop_tools import Clock
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.slurm.launch import Geometry
+from stepkeeper.supervisor.actions.launch import Job
+from stepkeeper.supervisor.loop import Setting, Supervisor
+from stepkeeper.supervisor.sources.process import Inbox
+from stepkeeper.watcher.messages import Assignment
 from stepkeeper_trainer.formats.lease import Lease
 
 DAY_S = 86_400

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepkeeper.actions import rollback
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause, SkippedData
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
-from stepkeeper.simulating.scenario import given_training, parse
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
-from stepkeeper.store import journal, lines
-from stepkeeper.store.recorder import Recorder
+from stepkeeper.loop_tools import Clock
+from stepkeeper.run_store import journal, lines
+from stepkeeper.run_store.recorder import Recorder
+from stepkeeper.simulate.scenario import given_training, parse
+from stepkeeper.supervisor.actions import checkpoints
+from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.lease import Lease
 from tests.reading import build
@@ -33,7 +33,7 @@ def rolled(tmp_path: Path, *windows: SkippedData) -> lineage.Lineage:
     effect = do.RollBack(
         launch=3, below_step=250, reasons=in_words("cause numerical at step 250"), skipped_data=windows
     )
-    rollback.roll_back(run.checkpoints, effect, LEASE, inbox=inbox)
+    checkpoints.roll_back(run.checkpoints, effect, LEASE, inbox=inbox)
     assert isinstance(inbox.get(WITHIN_S), on.RolledBack)
     told = lineage.read(run.checkpoints)
     assert told is not None

@@ -12,7 +12,7 @@ import pytest
 
 from stepkeeper.log import LINES_WAITING_MAX, PatientStream
 from stepkeeper.logtext import is_own
-from stepkeeper.store import logs
+from stepkeeper.run_store import paths
 
 CHATTER = (
     "import sys\n"
@@ -63,7 +63,7 @@ BOTH = (
     "import sys\n"
     "from pathlib import Path\n"
     "from stepkeeper.log import Form, PatientStream, configure\n"
-    "from stepkeeper.store import logs\n"
+    "from stepkeeper.run_store import logs\n"
     "out = PatientStream(lambda: sys.stdout)\n"
     "kept = PatientStream(lambda: logs.open_supervisors(Path(sys.argv[1])))\n"
     "log = configure(out, kept, form=Form(sys.argv[2]), job=7)\n"
@@ -122,7 +122,7 @@ def test_what_the_log_has_lost_is_in_the_file_of_the_run_directory(tmp_path):
     kept.unlink()
     kept.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic"):
-        logs.open_supervisors(tmp_path / "attempt-000")
+        paths.open_supervisors(tmp_path / "attempt-000")
 
 
 def test_a_stdout_that_hangs_holds_nobody_up():

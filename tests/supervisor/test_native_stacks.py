@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.actions.standing import StackCollector
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
-from stepkeeper.watcher import kernel, spying
+from stepkeeper.loop_tools import Clock
+from stepkeeper.supervisor.actions.stack_collector import StackCollector
+from stepkeeper.supervisor.sources.process import Inbox
+from stepkeeper.watcher import kernel, py_spy
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher import stacks as taking
-from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.frames import Below, Frame, below, describe, of_py_spy
+from stepkeeper.watcher.messages import Assignment
 from stepkeeper.watcher.stacks import NATIVE_WITHIN_S, StackTaker, in_words
 from stepkeeper_trainer.formats import collectives
 
@@ -63,7 +63,7 @@ ASSIGNMENT = {
     "run_id": "r", "job_id": 1, "slurm_name": "1", "restart_count": 0, "attempt": 0, "nodes": ("n1",),
     "kill_wait_s": 30.0, "nonce": "x",
 }  # fmt: skip
-needs_py_spy = pytest.mark.skipif(spying.find() is None, reason="py-spy is not installed: pip install py-spy")
+needs_py_spy = pytest.mark.skipif(py_spy.find() is None, reason="py-spy is not installed: pip install py-spy")
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +169,7 @@ def fake_py_spy(tmp_path: Path, native: str, python: str | None = None) -> str:
 def test_a_rank_that_is_stuck_in_native_code_is_told_by_its_call(rank, tmp_path: Path) -> None:
     pid = rank("pauses")
 
-    words = taken(tmp_path, pid, spying.find(), native_within_s=WITHIN_S)
+    words = taken(tmp_path, pid, py_spy.find(), native_within_s=WITHIN_S)
 
     (stood,), (deeper,) = of_kind(words, lines.Stood), of_kind(words, lines.StoodBelow)
     assert stood.where.startswith("is in pauses (")
@@ -197,7 +197,7 @@ def test_a_rank_that_stands_anyway_tells_where_it_is_in_python(
         os.kill(pid, signal.SIGSTOP)
     until(lambda: kernel.state_of(pid) == state, "it does not stand")
 
-    (stood,) = of_kind(taken(tmp_path, pid, spying.find()), lines.Stood)
+    (stood,) = of_kind(taken(tmp_path, pid, py_spy.find()), lines.Stood)
 
     assert stood.where.startswith(words)
     assert f"and is in {function} (" in stood.where
@@ -269,19 +269,19 @@ def test_a_rank_that_was_stopped_before_stays_so(rank, tmp_path: Path) -> None:
     os.kill(pid, signal.SIGSTOP)
     until(lambda: kernel.state_of(pid) == "T", "it is not stopped")
 
-    spying.dump(fake_py_spy(tmp_path, "exec sleep 600"), pid, native=True, within_s=0.2)
+    py_spy.dump(fake_py_spy(tmp_path, "exec sleep 600"), pid, native=True, within_s=0.2)
 
     assert kernel.state_of(pid) == "T"
 
 
 def test_a_program_that_is_gone_is_told(tmp_path: Path) -> None:
-    found = spying.dump(str(tmp_path / "nothing"), os.getpid(), native=False, within_s=5.0)
+    found = py_spy.dump(str(tmp_path / "nothing"), os.getpid(), native=False, within_s=5.0)
 
-    assert found == spying.PySpyStacks(problem=f"{tmp_path / 'nothing'}: No such file or directory")
+    assert found == py_spy.PySpyStacks(problem=f"{tmp_path / 'nothing'}: No such file or directory")
 
 
 def test_ranks_whose_turn_does_not_come_are_left_out() -> None:
-    found = spying.of_each(
+    found = py_spy.of_each(
         dict.fromkeys(range(1000), 1), lambda rank, _: time.sleep(0.05) or rank, time.monotonic() + 2.0, at_once=1
     )
 

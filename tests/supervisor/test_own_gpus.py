@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.watcher.own_gpus import OwnGpus
+from stepkeeper.watcher.own_sensors import OwnGpus
 
 PCIS = ("0000:07:00.0", "0000:0f:00.0", "0000:47:00.0", "0000:4e:00.0")
 SWITCH = "0000:c4:00.0"

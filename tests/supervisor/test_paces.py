@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from stepkeeper.core import events as on
-from stepkeeper.sources.bus import _EVENTS as RANK_EVENTS
-from stepkeeper.sources.bus import LEFT_OUT
-from stepkeeper.sources.paces import SLOWEST_TOLD, Paces
+from stepkeeper.supervisor.sources.bus import _EVENTS as RANK_EVENTS
+from stepkeeper.supervisor.sources.bus import LEFT_OUT, SLOWEST_TOLD, Paces
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.pace import EVERY_S, WORDS_MAX, NodePace
+from stepkeeper.watcher.ranks import EVERY_S, WORDS_MAX, NodePace
 from stepkeeper_trainer.formats.messages import Progress
 
 

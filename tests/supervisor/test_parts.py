@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.actions import judging, slurm, storage
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.inbox import SourceError
+from stepkeeper.diagnosis import collect
+from stepkeeper.loop_tools import Clock, SourceError
+from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.commands import SlurmCommands, parse_submitted
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import ESSENTIAL, Inbox, Part
-from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.verdict import gathering
+from stepkeeper.slurm.jobs import SlurmCommands, parse_submitted
+from stepkeeper.supervisor.actions import checkpoints, diagnosis, slurm
+from stepkeeper.supervisor.sources.process import ESSENTIAL, Inbox, Part
 
 WITHIN_S = 20.0
 Reported = list[tuple[Part, str]]
@@ -130,8 +129,8 @@ def test_without_a_job_id_slurm_is_asked_again_which_finds_the_job(said: str) ->
 
 def test_a_diagnosis_that_cannot_be_made_is_answered(inbox: Inbox, tmp_path: Path, reported: Reported) -> None:
     """The run directory's name holds a byte that no path may have: nothing there can even be opened."""
-    launch = gathering.Launch(0, 3, None, (), 0, newest=True)
-    judging.diagnose(RunDirectory(Path(f"{tmp_path}/a\0b")), launch, within_s=1.0, inbox=inbox)
+    launch = collect.Launch(0, 3, None, (), 0, newest=True)
+    diagnosis.diagnose(RunDirectory(Path(f"{tmp_path}/a\0b")), launch, within_s=1.0, inbox=inbox)
 
     failed, judged = events(inbox, 2)
 
@@ -142,7 +141,7 @@ def test_a_diagnosis_that_cannot_be_made_is_answered(inbox: Inbox, tmp_path: Pat
 
 
 def test_a_storage_test_that_cannot_be_made_has_failed(inbox: Inbox, tmp_path: Path) -> None:
-    storage.test(Path(f"{tmp_path}/a\0b"), do.TestStorage(), within_s=5.0, inbox=inbox).join(WITHIN_S)
+    checkpoints.test_storage(Path(f"{tmp_path}/a\0b"), do.TestStorage(), within_s=5.0, inbox=inbox).join(WITHIN_S)
 
     tested = [each for each in events(inbox, 1) if isinstance(each, on.StorageTested)]
 

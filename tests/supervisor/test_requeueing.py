@@ -5,10 +5,10 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from stepkeeper import requeueing
 from stepkeeper.core import events as on
+from stepkeeper.slurm import requeue as slurm_requeue
 from stepkeeper.slurm.client import Resubmitted, SlurmError
-from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.watcher.messages import Assignment
 
 RUNNING = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, excluded="n8,n9")
 
@@ -69,7 +69,7 @@ def test_without_a_fault_the_users_own_list_is_not_touched(assignment):
     """`sbatch --exclude` is the user's: an ordinary preemption must not wipe it."""
     slurm = Slurm()
 
-    said = requeueing.requeue(slurm, assignment)
+    said = slurm_requeue.requeue(slurm, assignment)
 
     assert slurm.called == [("requeue", "7")]
     assert said == ""
@@ -79,7 +79,7 @@ def test_a_node_that_the_job_wants_by_name_is_not_excluded(assignment):
     """Slurm refuses a job with a node in both lists, or lets it wait for ever."""
     slurm = Slurm(facts=msgspec.structs.replace(RUNNING, required="n1,n2"))
 
-    requeueing.requeue(slurm, assignment, exclude=["n2", "n3"])
+    slurm_requeue.requeue(slurm, assignment, exclude=["n2", "n3"])
 
     assert slurm.called[-1] == ("exclude", "7", ("n8", "n9", "n3"))
 
@@ -87,14 +87,14 @@ def test_a_node_that_the_job_wants_by_name_is_not_excluded(assignment):
 def test_a_lost_node_is_given_back_before_the_job_leaves_the_others():
     slurm = Slurm()
 
-    said = requeueing.give_back(slurm, "7", ("n1",))
+    said = slurm_requeue.give_back(slurm, "7", ("n1",))
 
     assert slurm.called == [("keep", "7", ("n1",))]
     assert said == ""
 
 
 def test_a_lost_node_that_slurm_does_not_take_back_stands_in_nobodys_way():
-    said = requeueing.give_back(Slurm(refuses={"keep"}), "7", ("n1",))
+    said = slurm_requeue.give_back(Slurm(refuses={"keep"}), "7", ("n1",))
 
     assert said == "the lost nodes stay in the job, which may wait for them: keep: refused"
 
@@ -102,7 +102,7 @@ def test_a_lost_node_that_slurm_does_not_take_back_stands_in_nobodys_way():
 def test_a_faulty_node_is_added_and_one_whose_time_is_over_taken_off(assignment):
     slurm = Slurm()
 
-    said = requeueing.requeue(slurm, assignment, exclude=["n2"], readmit=["n9"])
+    said = slurm_requeue.requeue(slurm, assignment, exclude=["n2"], readmit=["n9"])
 
     assert slurm.called[-2:] == [("requeue", "7"), ("exclude", "7", ("n8", "n2"))]
     assert said == ""
@@ -112,7 +112,7 @@ def test_where_too_few_nodes_would_be_left_none_is_excluded_and_that_is_said(ass
     """An exclusion that nobody lifts would let the job wait for ever, without a word."""
     slurm = Slurm(nodes=2)
 
-    said = requeueing.requeue(slurm, assignment, exclude=["n2"])
+    said = slurm_requeue.requeue(slurm, assignment, exclude=["n2"])
 
     assert slurm.called[-2:] == [("requeue", "7"), ("exclude", "7", ("n8", "n9"))]
     assert said == "not excluded, for want of others: n2 (without n2 the job has 1 usable nodes, and wants 2)"
@@ -122,7 +122,7 @@ def test_only_nodes_like_those_of_the_job_count(assignment):
     """Of a hundred nodes without GPUs none helps."""
     slurm = Slurm()
 
-    requeueing.requeue(slurm, assignment, exclude=["n2"])
+    slurm_requeue.requeue(slurm, assignment, exclude=["n2"])
 
     assert ("usable_nodes", "7", ("n1", "n2")) in slurm.called
 
@@ -131,7 +131,7 @@ def test_the_weakest_reasons_give_way_and_no_more_than_needed(assignment):
     """The first ones: nodes that were lost, then those whose faults are the oldest."""
     slurm = Slurm(nodes=4)
 
-    said = requeueing.requeue(slurm, assignment, exclude=["n2", "n3", "n4"])
+    said = slurm_requeue.requeue(slurm, assignment, exclude=["n2", "n3", "n4"])
 
     assert slurm.called[-1] == ("exclude", "7", ("n8", "n9", "n3", "n4"))
     assert said == ("not excluded, for want of others: n2 (without n2, n3, n4 the job has 1 usable nodes, and wants 2)")
@@ -141,7 +141,7 @@ def test_what_was_excluded_at_the_requeue_before_gives_way_too(assignment):
     """Else the new fault would be the one that the job gets again."""
     slurm = Slurm(facts=msgspec.structs.replace(RUNNING, excluded="n9,n2"), nodes=3)
 
-    said = requeueing.requeue(slurm, assignment, exclude=["n2", "n3"])
+    said = slurm_requeue.requeue(slurm, assignment, exclude=["n2", "n3"])
 
     assert slurm.called[-1] == ("exclude", "7", ("n9", "n3"))
     assert "n2 (without n2, n3" in said
@@ -150,7 +150,7 @@ def test_what_was_excluded_at_the_requeue_before_gives_way_too(assignment):
 def test_a_node_that_the_user_excluded_is_none_that_is_left(assignment):
     slurm = Slurm(facts=msgspec.structs.replace(RUNNING, excluded="n3,n4"), nodes=4)
 
-    said = requeueing.requeue(slurm, assignment, exclude=["n2"])
+    said = slurm_requeue.requeue(slurm, assignment, exclude=["n2"])
 
     assert slurm.called[-1] == ("exclude", "7", ("n3", "n4"))
     assert "1 usable nodes, and wants 2" in said
@@ -159,7 +159,7 @@ def test_a_node_that_the_user_excluded_is_none_that_is_left(assignment):
 def test_a_node_that_the_job_wants_by_name_is_one_that_is_left(assignment):
     slurm = Slurm(facts=msgspec.structs.replace(RUNNING, required="n1"), nodes=3)
 
-    said = requeueing.requeue(slurm, assignment, exclude=["n1", "n2"])
+    said = slurm_requeue.requeue(slurm, assignment, exclude=["n1", "n2"])
 
     assert (slurm.called[-1], said) == (("exclude", "7", ("n8", "n9", "n2")), "")
 
@@ -167,7 +167,7 @@ def test_a_node_that_the_job_wants_by_name_is_one_that_is_left(assignment):
 def test_a_list_that_only_gets_shorter_needs_no_look_at_the_partition(assignment):
     slurm = Slurm(refuses={"usable_nodes"})
 
-    said = requeueing.requeue(slurm, assignment, readmit=["n9"])
+    said = slurm_requeue.requeue(slurm, assignment, readmit=["n9"])
 
     assert (slurm.called[-1], said) == (("exclude", "7", ("n8",)), "")
 
@@ -190,14 +190,14 @@ FIT = ["a", "b", "c", "lost", "old", "new"]
     ],
 )
 def test_a_job_does_without_as_many_nodes_as_it_can(exclude, fit, wanted, left):
-    assert requeueing.affordable(exclude, fit, wanted) == left
+    assert slurm_requeue.affordable(exclude, fit, wanted) == left
 
 
 def test_the_more_nodes_there_are_the_more_can_be_done_without():
     """Of several reasons the strongest is given up last, whatever the number of nodes."""
     exclude = ["lost", "old", "new"]
 
-    kept = [requeueing.affordable(exclude, FIT, wanted) for wanted in range(8)]
+    kept = [slurm_requeue.affordable(exclude, FIT, wanted) for wanted in range(8)]
 
     assert all(set(fewer) <= set(more) for more, fewer in pairwise(kept))
     assert all(each == tuple(exclude[len(exclude) - len(each) :]) for each in kept)
@@ -206,8 +206,8 @@ def test_the_more_nodes_there_are_the_more_can_be_done_without():
 def test_the_job_is_requeued_though_its_list_cannot_be_read_or_set(assignment):
     unread, unset = Slurm(refuses={"job"}), Slurm(refuses={"exclude"})
 
-    first = requeueing.requeue(unread, assignment, exclude=["n2"])
-    second = requeueing.requeue(unset, assignment, exclude=["n2"])
+    first = slurm_requeue.requeue(unread, assignment, exclude=["n2"])
+    second = slurm_requeue.requeue(unset, assignment, exclude=["n2"])
 
     assert unread.called == [("requeue", "7")]
     assert "not changed" in first
@@ -217,14 +217,14 @@ def test_the_job_is_requeued_though_its_list_cannot_be_read_or_set(assignment):
 
 def test_a_refused_requeue_is_the_callers_to_deal_with(assignment):
     with pytest.raises(SlurmError):
-        requeueing.requeue(Slurm(refuses={"requeue"}), assignment)
+        slurm_requeue.requeue(Slurm(refuses={"requeue"}), assignment)
 
 
 def test_a_job_that_is_submitted_again_keeps_its_excluded_nodes_and_gets_ours(assignment):
     slurm = Slurm()
 
-    again = requeueing.resubmit(slurm, assignment, exclude=["n3"], readmit=["n9"])
-    requeueing.resubmit(slurm, assignment)
+    again = slurm_requeue.resubmit(slurm, assignment, exclude=["n3"], readmit=["n9"])
+    slurm_requeue.resubmit(slurm, assignment)
 
     assert (again.job_id, "submitted before" in again.besides, "--signal" in again.besides) == (8, True, True)
     asked = [call for call in slurm.called if call[0] == "resubmit"]
@@ -234,8 +234,8 @@ def test_a_job_that_is_submitted_again_keeps_its_excluded_nodes_and_gets_ours(as
 def test_a_job_is_submitted_again_even_where_no_node_can_be_excluded(assignment):
     short, unread = Slurm(nodes=2), Slurm(refuses={"job"})
 
-    again = requeueing.resubmit(short, assignment, exclude=["n1"])
-    blind = requeueing.resubmit(unread, assignment, exclude=["n1"])
+    again = slurm_requeue.resubmit(short, assignment, exclude=["n1"])
+    blind = slurm_requeue.resubmit(unread, assignment, exclude=["n1"])
 
     assert "not excluded, for want of others: n1" in again.besides
     assert short.called[-1] == ("resubmit", "7", assignment.run_directory, 2, (), ("n8", "n9"))

@@ -8,9 +8,9 @@ import pytest
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
+from stepkeeper.run_store import journal
 from stepkeeper.slurm.client import Resubmitted, SlurmError
-from stepkeeper.store import journal
-from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.watcher.messages import Assignment
 from stepkeeper.watcher.rescue import RESCUES_MAX, SILENT_S, rescue
 from stepkeeper_trainer.formats import lease, lineage, records
 from tests.reasons import in_words

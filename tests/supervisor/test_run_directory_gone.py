@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.core import events as on
-from stepkeeper.sources import lease as source
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.loop_tools import Clock
+from stepkeeper.supervisor.sources import run_directory as source
+from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper_trainer.formats.lease import LEASE_NAME, Lease, write
 
 WITHIN_S = 60.0
@@ -30,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def watched(run: Path) -> Inbox[on.Event]:
     inbox: Inbox[on.Event] = Inbox(Clock())
-    source.watch(run, OURS, inbox=inbox, on_error=lambda _: None)
+    source.watch_lease(run, OURS, inbox=inbox, on_error=lambda _: None)
     return inbox
 
 

@@ -3,7 +3,7 @@
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.actions.shares import PATIENCE_MIN_S, STALLED_S, Shards
+from stepkeeper.supervisor.actions.shards import PATIENCE_MIN_S, STALLED_S, Shards
 from stepkeeper_trainer.formats.verify import ShareVerdict
 
 

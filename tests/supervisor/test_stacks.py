@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.actions.standing import StackCollector, find_suspect, summarise
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.loop_tools import Clock
+from stepkeeper.supervisor.actions.stack_collector import StackCollector, find_suspect, summarise
+from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher import stacks as taking
-from stepkeeper.watcher.assignment import Assignment
 from stepkeeper.watcher.frames import Frame, describe, of_faulthandler, of_py_spy
+from stepkeeper.watcher.messages import Assignment
 from stepkeeper.watcher.stacks import StackTaker
 from stepkeeper_trainer.formats import collectives
 

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 
-from stepkeeper.stalls import LATE_S, Stalls
+from stepkeeper.loop_tools import LATE_S, Stalls
 
 # what a loop of ours does, with a wait of a tenth of a second
 LOOP = """
 import sys, time
-from stepkeeper.stalls import Stalls
+from stepkeeper.loop_tools import Stalls
 stalls = Stalls(time.monotonic())
 print("begun", flush=True)
 while True:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.actions import standbys
-from stepkeeper.actions.launch import Job
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Next, Phase, Plan, State
-from stepkeeper.slurm.argv import Geometry
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.loop_tools import Clock
+from stepkeeper.slurm.launch import Geometry
+from stepkeeper.supervisor.actions import standbys
+from stepkeeper.supervisor.actions.launch import Job
+from stepkeeper.supervisor.sources.process import Inbox
 
 WITHIN_S = 60.0
 NODES = ("n1",)

@@ -2,18 +2,18 @@
 
 from pathlib import Path
 
-from stepkeeper.actions import storage
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.sources.clock import Clock
-from stepkeeper.sources.inbox import Inbox
+from stepkeeper.loop_tools import Clock
+from stepkeeper.supervisor.actions import checkpoints
+from stepkeeper.supervisor.sources.process import Inbox
 
 WITHIN_S = 90.0
 
 
 def outcome(directory: Path, effect: do.TestStorage) -> on.StorageTested:
     inbox = Inbox(Clock())
-    thread = storage.test(directory, effect, within_s=WITHIN_S, inbox=inbox)
+    thread = checkpoints.test_storage(directory, effect, within_s=WITHIN_S, inbox=inbox)
     thread.join(WITHIN_S)
     event = inbox.get(0.0)  # before the thread ends: what waits for it comes later
     assert isinstance(event, on.StorageTested), event
@@ -25,7 +25,7 @@ def test_good_storage_passes_with_figures_and_nothing_is_left(tmp_path: Path):
 
     assert event.ok
     assert not event.thorough
-    assert event.bytes == storage.QUICK_BYTES
+    assert event.bytes == checkpoints.QUICK_BYTES
     assert event.write_s > 0
     assert event.read_s > 0
     assert not list(tmp_path.iterdir())
@@ -36,7 +36,7 @@ def test_suspect_storage_is_tried_with_more_bytes(tmp_path: Path):
 
     assert event.ok
     assert event.thorough
-    assert event.bytes > 4 * storage.QUICK_BYTES
+    assert event.bytes > 4 * checkpoints.QUICK_BYTES
 
 
 def test_storage_that_is_not_there_fails_and_the_act_is_named(tmp_path: Path):

@@ -20,15 +20,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core import events as on
 from stepkeeper.core.policy import Policy
-from stepkeeper.store import journal
-from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.store.status import Status
-from stepkeeper.telemetry import metrics, port
-from stepkeeper.telemetry.metrics import METRICS, Kind, Sample, text
-from stepkeeper.telemetry.port import Port
-from stepkeeper.telemetry.starting import exported
-from stepkeeper.telemetry.tally import TalliedJournal, Tally
-from stepkeeper.telemetry.textfile import TextFile
+from stepkeeper.run_analytics.metrics import declared as metrics_declared
+from stepkeeper.run_analytics.metrics import port
+from stepkeeper.run_analytics.metrics.declared import METRICS, Kind, Sample, text
+from stepkeeper.run_analytics.metrics.port import Port
+from stepkeeper.run_analytics.metrics.tally import TalliedJournal, Tally
+from stepkeeper.run_analytics.metrics.textfile import TextFile, exported
+from stepkeeper.run_store import journal
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.run_store.status import Status
 from tests.seeing.build import START, Journal, wrong_loss
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -144,21 +144,21 @@ def test_suspended_time_is_counted() -> None:
 
 
 def test_hostile_labels_survive_the_way() -> None:
-    (family,) = text_string_to_metric_families(text([Sample(metrics.STEP, 3)], {"run": EVIL, "job": "7"}))
+    (family,) = text_string_to_metric_families(text([Sample(metrics_declared.STEP, 3)], {"run": EVIL, "job": "7"}))
 
     assert family.samples[0].labels["run"] == 'a"b\\c\nd?é'
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.1, 1e300, 2**60, -3])
 def test_every_number_reads_back(value: float) -> None:
-    (family,) = text_string_to_metric_families(text([Sample(metrics.LOSS, value)], {}))
+    (family,) = text_string_to_metric_families(text([Sample(metrics_declared.LOSS, value)], {}))
 
     assert family.samples[0].value == value or value != value  # noqa: PLR0124 - NaN is no equal of itself
 
 
 def test_a_supervisor_without_metrics_does_not_import_the_library() -> None:
     """It would be 2.5 MB of each supervisor."""
-    code = "import sys, stepkeeper.commands.run; assert 'prometheus_client' not in sys.modules"
+    code = "import sys, stepkeeper.cli.run; assert 'prometheus_client' not in sys.modules"
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=WITHIN_S)
 
@@ -345,4 +345,4 @@ def test_the_journal_is_written_as_before(tmp_path: Path) -> None:
     assert plain.flush(WITHIN_S)
     assert writer.flush(WITHIN_S)
     assert (tmp_path / "journal.jsonl").read_text() == (tmp_path / "plain.jsonl").read_text() != ""
-    assert any(sample.metric is metrics.LAUNCHES for sample in tally.samples(status(), "1", START))
+    assert any(sample.metric is metrics_declared.LAUNCHES for sample in tally.samples(status(), "1", START))

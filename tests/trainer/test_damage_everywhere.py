@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.sharing import ShardReader
+from stepkeeper.watcher.verify import ShardReader
 from stepkeeper_trainer.formats.manifest import FileEntry, read_manifest, seal
 from stepkeeper_trainer.formats.steps import newest_verified
 from stepkeeper_trainer.formats.verify import join_shares, verify, verify_share

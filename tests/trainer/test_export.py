@@ -22,7 +22,7 @@ from hypothesis import strategies as some
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from stepkeeper.cli import main
+from stepkeeper.cli.main import main
 from stepkeeper_trainer.coordinate.ending import leave
 from stepkeeper_trainer.errors import DamagedError, ResumeError
 from stepkeeper_trainer.formats import safetensors as format_
@@ -497,7 +497,7 @@ def test_an_export_under_way_is_not_cleared_by_another(tmp_path: Path, tensors: 
 def test_files_are_durable_before_the_name_is(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     step = made_step(tmp_path, tensors)
     log = tmp_path / "log"
-    script = "import sys; from stepkeeper.cli import main; sys.exit(main(sys.argv[1:]))"
+    script = "import sys; from stepkeeper.cli.main import main; sys.exit(main(sys.argv[1:]))"
     traced = ["strace", "-f", "-y", "-e", "trace=fsync,rename,openat,write", "-o", str(log)]
     done = subprocess.run(
         [*traced, sys.executable, "-c", script, "checkpoints", "export", str(step), str(tmp_path / "out")],
@@ -549,7 +549,7 @@ def test_the_command_line_needs_neither_torch_nor_numpy(tmp_path: Path, tensors:
     step = made_step(tmp_path, tensors)
     script = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = sys.modules['safetensors'] = None\n"
-        "from stepkeeper.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from stepkeeper.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     for number, more in enumerate(((), ("--dtype", "bf16"))):
         argv = ["checkpoints", "export", str(step), str(tmp_path / f"out{number}"), *more]

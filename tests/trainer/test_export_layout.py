@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepkeeper.cli import main
+from stepkeeper.cli.main import main
 from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.errors import ResumeError
 from stepkeeper_trainer.formats.steps import list_steps

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.cli import main
+from stepkeeper.cli.main import main
 from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.tiers.tier import Tiers
 from tests.trainer.test_keeper import Loop

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.verdict.collectives import compare, find_suspect, in_words
-from stepkeeper.watcher.accounts import FlightRecorderRequest, catches
+from stepkeeper.diagnosis.collectives import compare, find_suspect, in_words
+from stepkeeper.watcher.flight_recorder import FlightRecorderRequest, catches
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.collectives import raw_file, reduce_parsed
 from tests.trainer.stuck_ranks import LATE, SCENES, WORLD

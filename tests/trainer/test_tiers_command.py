@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.cli import main
+from stepkeeper.cli.main import main
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.tiers.local import LocalTier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.verdict.causes import Cause
+from stepkeeper.diagnosis.causes import Cause
 from tests.verdict.corpus import verdict
 
 BEGIN = "Traceback (most recent call last):\n"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.verdict.causes import Cause
+from stepkeeper.diagnosis.causes import Cause
 from tests.verdict.corpus import Case, cases, verdict
 
 LEARNED = ("known", "second", "third", "fourth")  # the rules were written with these in sight

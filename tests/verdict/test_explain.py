@@ -7,16 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stepkeeper.cli.printing import instant
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.reasons import Finding
 from stepkeeper.core.state import Phase
+from stepkeeper.diagnosis import rules
 from stepkeeper.logtext import as_text
-from stepkeeper.printing import instant
-from stepkeeper.store import journal
-from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.verdict import rules
+from stepkeeper.run_store import journal
+from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build
 from tests.reading.conftest import Command, command, run
 from tests.reasons import in_words

@@ -4,9 +4,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from stepkeeper.core.events import JobFacts, JobState, NodeFaulted, RankExited
-from stepkeeper.verdict import planes
-from stepkeeper.verdict.causes import Cause, Evidence, Plane, Role
-from stepkeeper.verdict.joining import NO_EVIDENCE, classify
+from stepkeeper.diagnosis import planes
+from stepkeeper.diagnosis.causes import Cause, Evidence, Plane, Role
+from stepkeeper.diagnosis.classify import NO_EVIDENCE, classify
 
 AT = 1_790_000_000.0
 EXITED = RankExited(at=AT, launch=0, rank=3, node="n2", code=1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.verdict import errorfiles, logs, page, reading, rules
-from stepkeeper.verdict.causes import Cause, Role
+from stepkeeper.diagnosis import log_lines, logs, page, rules
+from stepkeeper.diagnosis.causes import Cause, Role
 from tests.verdict.corpus import verdict
 
 ROOT = Path(__file__).parents[2]
@@ -24,13 +24,13 @@ def test_the_end_of_a_huge_log_is_found_with_little_memory(tmp_path: Path) -> No
         for step in range(12):
             file.write(b"".join(b"0: step %d loss 2.5\n" % (step * 60_000 + i) for i in range(60_000)))
         file.write(STACK.replace("\n", "\n1: ").encode())
-    assert path.stat().st_size > 2 * reading.TAIL_BYTES_MAX
+    assert path.stat().st_size > 2 * log_lines.TAIL_BYTES_MAX
 
     with path.open("rb") as file:
-        log = reading.read(file)
+        log = log_lines.read_log(file)
 
     assert log.skipped_bytes > 0
-    assert sum(len(line.text) for line in log.lines) < reading.HEAD_BYTES_MAX + reading.TAIL_BYTES_MAX
+    assert sum(len(line.text) for line in log.lines) < log_lines.HEAD_BYTES_MAX + log_lines.TAIL_BYTES_MAX
     assert [each.cause for each in logs.log_evidence(log)] == [Cause.GPU_MEMORY]
 
 
@@ -63,7 +63,7 @@ def test_the_end_of_a_pipe_is_found_too() -> None:
     writer = threading.Thread(target=write)
     writer.start()
     with open(readable, "rb") as file:
-        log = reading.read(file)
+        log = log_lines.read_log(file)
     writer.join(30.0)
 
     assert log.skipped_bytes > 0
@@ -101,10 +101,10 @@ def test_a_failure_is_found_behind_colours_bars_and_prefixes() -> None:
 
 
 def test_ranks_are_taken_from_labels_and_from_torchs_own_words() -> None:
-    assert reading.parse(b" 12: [rank3]: x")[:2] == (3, "x")
-    assert reading.parse(b"7: hello")[:2] == (7, "hello")
-    assert reading.parse(b"[Rank 5] Watchdog caught collective operation timeout")[0] == 5
-    assert reading.parse(b"no rank here")[:2] == (None, "no rank here")
+    assert log_lines.parse_lines(b" 12: [rank3]: x")[:2] == (3, "x")
+    assert log_lines.parse_lines(b"7: hello")[:2] == (7, "hello")
+    assert log_lines.parse_lines(b"[Rank 5] Watchdog caught collective operation timeout")[0] == 5
+    assert log_lines.parse_lines(b"no rank here")[:2] == (None, "no rank here")
 
 
 def test_of_chained_exceptions_the_one_that_nobody_handled_counts() -> None:
@@ -142,8 +142,8 @@ def test_an_error_that_training_went_on_after_did_not_end_it() -> None:
 
 def test_torchs_error_files_are_read_and_torn_ones_passed_over() -> None:
     message = {"message": OOM, "extraInfo": {"py_callstack": STACK, "timestamp": "1790000000"}}
-    whole = errorfiles.error_file_evidence(json.dumps({"message": message}).encode(), rank=3)
-    plain = errorfiles.error_file_evidence(b'{"message": "SIGSEGV received"}')
+    whole = logs.error_file_evidence(json.dumps({"message": message}).encode(), rank=3)
+    plain = logs.error_file_evidence(b'{"message": "SIGSEGV received"}')
 
     assert whole is not None
     assert (whole.cause, whole.rank, whole.at) == (Cause.GPU_MEMORY, 3, 1_790_000_000.0)
@@ -151,11 +151,11 @@ def test_torchs_error_files_are_read_and_torn_ones_passed_over() -> None:
     assert plain is not None
     assert plain.cause is Cause.SEGFAULT
     for torn in (b"", b"{", b"[1]", b"null", b'{"message": 7}', b'{"message": {"message": null}}', b"\xff"):
-        assert errorfiles.error_file_evidence(torn) is None
+        assert logs.error_file_evidence(torn) is None
 
 
 def test_a_wrong_rule_is_refused_with_its_name() -> None:
-    whole = (ROOT / "supervisor/stepkeeper/verdict/rules.toml").read_text()
+    whole = (ROOT / "supervisor/stepkeeper/diagnosis/rules.toml").read_text()
     good = '[[rule]]\nid = "a"\ncause = "hang"\nrole = "root"\nconfidence = 0.5\nmatch = ["x"]\nsays = "y"\n'
     assert rules.parse(whole + good).says("a") == "y"
     for change, words in (
@@ -176,11 +176,11 @@ def test_a_wrong_rule_is_refused_with_its_name() -> None:
 
 def test_the_page_of_the_rules_is_up_to_date() -> None:
     assert (ROOT / "docs/verdicts.md").read_text() == page.page(), (
-        "run `python -m stepkeeper.verdict.page docs/verdicts.md`"
+        "run `python -m stepkeeper.diagnosis.page docs/verdicts.md`"
     )
 
 
 def test_the_same_rule_for_the_same_rank_is_told_once_with_a_count() -> None:
-    log = reading.read(io.BytesIO(b"3: CUDA out of memory\n" * 40 + b"4: CUDA out of memory\n"))
+    log = log_lines.read_log(io.BytesIO(b"3: CUDA out of memory\n" * 40 + b"4: CUDA out of memory\n"))
 
     assert [(each.rank, each.count, each.line) for each in logs.log_evidence(log)] == [(3, 40, 1), (4, 1, 41)]

@@ -8,8 +8,8 @@ from io import StringIO
 import pytest
 import structlog
 
-from stepkeeper.verdict import prefixes
-from stepkeeper.verdict.causes import Cause
+from stepkeeper.diagnosis import log_lines
+from stepkeeper.diagnosis.causes import Cause
 from stepkeeper_trainer import log as library
 from tests.verdict.corpus import verdict
 
@@ -46,7 +46,7 @@ def test_an_exception_is_found_behind_any_prefix(prefix: str) -> None:
     alone = verdict(f"{prefix}{ERROR}\n")
     whole = verdict("".join(f"{prefix}{line}\n" for line in lines))
 
-    assert prefixes.parse(prefix + ERROR).text == ERROR
+    assert log_lines.parse_line(prefix + ERROR).text == ERROR
     assert alone.cause is Cause.EXCEPTION
     assert whole.location == "ValueError at /w/train.py:7 in main"
 
@@ -94,7 +94,7 @@ def test_two_writers_tracebacks_are_kept_apart() -> None:
     ],
 )
 def test_words_of_programs_are_no_prefix(text: str) -> None:
-    assert prefixes.parse(text).text == text
+    assert log_lines.parse_line(text).text == text
 
 
 def test_lines_of_the_library_are_no_word_of_the_training(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +126,7 @@ def test_lines_of_the_library_are_no_word_of_the_training(caplog: pytest.LogCapt
     ],
 )
 def test_lines_of_a_jobs_log_that_the_supervisor_wrote_are_no_evidence(own: str) -> None:
-    assert prefixes.is_own(own)
+    assert log_lines.is_own(own)
     assert verdict(own).cause is Cause.UNKNOWN
 
 

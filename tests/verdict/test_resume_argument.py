@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.verdict.causes import Cause
+from stepkeeper.diagnosis.causes import Cause
 from tests.verdict.corpus import verdict
 
 ARGPARSE = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"

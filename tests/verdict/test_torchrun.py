@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.verdict import errorfiles
-from stepkeeper.verdict.causes import Cause
+from stepkeeper.diagnosis import logs as diagnosis_logs
+from stepkeeper.diagnosis.causes import Cause
 from tests.verdict.corpus import verdict
 
 pytest.importorskip("torch")
@@ -96,4 +96,4 @@ def test_the_rank_that_failed_is_told_from_those_that_lost_their_peer(tmp_path: 
     if how in ("raise", "beside-loaders"):
         where = f"ValueError at {tmp_path / 'train.py'}:8 in read_batch"
         assert judged.location == where
-        assert where in {said.location for data in error_files if (said := errorfiles.error_file_evidence(data))}
+        assert where in {said.location for data in error_files if (said := diagnosis_logs.error_file_evidence(data))}

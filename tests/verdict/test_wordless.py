@@ -9,9 +9,9 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
-from stepkeeper.store import rescues
-from stepkeeper.store.rundir import RunDirectory
-from stepkeeper.verdict import wordless
+from stepkeeper.diagnosis import unclean_exit
+from stepkeeper.run_store import lease
+from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build
 from tests.reading.conftest import Command, command, run
 from tests.verdict.test_explain import START, explained, write
@@ -48,13 +48,13 @@ def silent(run: RunDirectory, following: on.AttemptStarted) -> None:
 def test_who_had_the_job_run_again_tells_what_was_lost(
     rescued_by: str, nodes: tuple[str, ...], cause: Cause, node: str
 ) -> None:
-    (piece,) = wordless.evidence(FIRST, again(*nodes), rescued_by)
+    (piece,) = unclean_exit.evidence(FIRST, again(*nodes), rescued_by)
 
     assert (piece.cause, piece.node) == (cause, node)
 
 
 def test_of_a_job_that_somebody_submitted_again_nothing_is_claimed() -> None:
-    assert wordless.evidence(FIRST, again("n1", "n2", job_id=13), "") == []
+    assert unclean_exit.evidence(FIRST, again("n1", "n2", job_id=13), "") == []
 
 
 def test_a_job_that_slurm_requeued_for_a_lost_node_is_explained(command: Command, run: RunDirectory) -> None:
@@ -73,7 +73,7 @@ def test_a_rescue_by_the_watcher_beside_it_says_that_the_supervisor_was_gone(
 ) -> None:
     silent(run, again("n1", "n2"))
     rescue = {"at": START + 30, "job_id": 12, "restart_count": 0, "node": "n1"}
-    (run.path / rescues.RESCUES_NAME).write_text('{"at": 1\n' + json.dumps(rescue) + "\n")
+    (run.path / lease.RESCUES_NAME).write_text('{"at": 1\n' + json.dumps(rescue) + "\n")
 
     gone = (
         b'0: watcher_lost why="Connection refused"\n0: rank_lost rank=1 why="[pair.cc:534] Connection closed by peer"\n'

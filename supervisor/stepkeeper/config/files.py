@@ -20,7 +20,7 @@ from stepkeeper.config.settings import GROUP, Setting, Value
 from stepkeeper.config.values import checked, known
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.store import lines
+from stepkeeper.run_store import lines
 from stepkeeper_trainer.formats.plain import open_plain
 
 NAME = "config.toml"

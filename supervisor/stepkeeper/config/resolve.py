@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
+import argparse
+import stat
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from stepkeeper.config import environment as variables
+from stepkeeper import __version__
 from stepkeeper.config import files
 from stepkeeper.config.files import ConfigFile, Entry, Role
 from stepkeeper.config.patterns import Patterns
-from stepkeeper.config.settings import SETTINGS, RunSettings, Value, build
-from stepkeeper.config.values import shown
+from stepkeeper.config.settings import SETTINGS, VARIABLE_PREFIX, RunSettings, Value, build, variable
+from stepkeeper.config.values import REMOVED, from_text, known, nearest, refuse_removed, shown
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.redaction import redact
+from stepkeeper.slurm.launch import KEPT
+from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import read_plain
+
+# The `STEPKEEPER_*` variables: settings, what ranks are told, and nothing else.
+
+# What Stepkeeper tells ranks and watchers: a run that is started inside another one inherits it.
+TOLD = frozenset(
+    VARIABLE_PREFIX + name
+    for name in (
+        "SOCKET", "RUN_ID", "ATTEMPT", "LAUNCH", "RESUME_FROM", "TASKS_PER_NODE", "AGENT_SOCKET", "WATCHER",
+        "STANDBY", "STANDBY_WORDS",
+        "ERROR_DIR", "REASON", "EXIT_CODE", "CAUSE", "JOB_ID",  # the last four the notify command
+        "RESUME_NEWEST", "RELIABILITY", "SKIP_DATA",
+        "CONTINUES",  # what a job that was submitted in place of another is told
+    )
+)  # fmt: skip
+# What a site's environment module sets for any software; the training may want it, we do not.
+MODULES = frozenset(VARIABLE_PREFIX + name for name in ("BASE", "DIR", "HOME", "PREFIX", "ROOT", "VERSION"))
+
+
+def read_environment(environment: Mapping[str, str]) -> dict[str, Entry]:
+    """Return what the environment sets, by key.  An empty variable sets nothing.
+
+    Raises:
+        StepkeeperError: a variable is not known, or its value is wrong.
+    """
+    removed = {variable(key): key for key in REMOVED}
+    by_variable = {setting.variable: setting for setting in SETTINGS.values() if setting.variable}
+    entries = {}
+    for name, text in sorted(environment.items()):
+        if not name.startswith(VARIABLE_PREFIX) or name in TOLD or name in MODULES or name.startswith(KEPT):
+            continue
+        refuse_removed(removed.get(name, ""), name)
+        if name not in by_variable:
+            raise StepkeeperError(
+                f"{shown(name)}: no such setting{nearest(name, by_variable)}; unset it: a setting that is not known is "
+                "never ignored",
+                ExitCode.USAGE,
+            )
+        if text:
+            setting = by_variable[name]
+            entries[setting.key] = Entry(from_text(setting, text, name), name)
+    return entries
 
 
 class Origin(Enum):
@@ -96,7 +145,7 @@ def gather(
     """
     return Sources(
         flags=flags,
-        environment=variables.read(environment),
+        environment=read_environment(environment),
         user=files.read(user or files.user_path(environment), Role.USER),
         site=files.read(site, Role.SITE),
     )
@@ -127,3 +176,160 @@ def _refuse_misfits(values: dict[str, Resolved]) -> None:
             f"{copies.where}: peer_copies: peer copies are of the local tier, and there is none: set local_tier too",
             ExitCode.USAGE,
         )
+
+
+# The options of `stepkeeper run` that are settings.
+
+_REMOVED = {"max_nodes": "--max-nodes"}  # options of 0.1: refused with what replaces them
+_DEST = "setting "  # and the key: no option of another kind can have such a name
+
+
+def declare_flags(command: argparse.ArgumentParser) -> None:
+    """Add an option for every setting that has one, and `--set` for the others."""
+    group = command.add_argument_group(
+        "settings",
+        "also in the environment (STEPKEEPER_SPARES=1) and in config.toml of the run directory, of "
+        "~/.config/stepkeeper and of /etc/stepkeeper; --print-config shows them all",
+    )
+    for setting in SETTINGS.values():
+        if not setting.flag:
+            continue
+        default = "" if setting.default is None or setting.kind is bool else f" (default: {shown(setting.default)})"
+        text = (setting.help.rstrip(".") + default).replace("%", "%%")
+        text = text[:1].lower() + text[1:]
+        if setting.kind is bool:
+            group.add_argument(
+                setting.flag, action=argparse.BooleanOptionalAction, dest=_DEST + setting.key, default=None, help=text
+            )
+        else:
+            group.add_argument(setting.flag, dest=_DEST + setting.key, metavar=setting.about.metavar, help=text)
+    for key, flag in _REMOVED.items():
+        group.add_argument(flag, dest=_DEST + key, help=argparse.SUPPRESS)
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="assignments",
+        metavar="KEY=VALUE",
+        help="any setting by its key, such as policy.leave_within_s=30; may be repeated",
+    )
+
+
+def read_flags(arguments: argparse.Namespace) -> dict[str, Entry]:
+    """Return what the command line sets, by key.
+
+    Raises:
+        StepkeeperError: a key is not known or set twice, or a value is wrong.
+    """
+    entries: dict[str, Entry] = {}
+    given = vars(arguments)
+    for setting in SETTINGS.values():
+        value = given.get(_DEST + setting.key)
+        if isinstance(value, bool):
+            entries[setting.key] = Entry(value, setting.flag if value else "--no-" + setting.flag[2:])
+        elif value is not None:
+            entries[setting.key] = Entry(from_text(setting, value, setting.flag), setting.flag)
+    for key, flag in _REMOVED.items():
+        if given.get(_DEST + key) is not None:
+            refuse_removed(key, flag)
+    for assignment in arguments.assignments:
+        key, found, text = assignment.partition("=")
+        where = f"--set {shown(assignment)}"
+        if not found:
+            raise StepkeeperError(f"{where}: write --set KEY=VALUE", ExitCode.USAGE)
+        setting = known(key.strip(), where)
+        if setting.key in entries:
+            raise StepkeeperError(f"{where}: {setting.key} is set twice on the command line", ExitCode.USAGE)
+        entries[setting.key] = Entry(from_text(setting, text.strip(), "--set"), "--set")
+    return entries
+
+
+# `attempts/attempt-000/config.json` of the run directory: by what an attempt went, and where it came from.
+
+FORMAT = 1
+RECORD_NAME = "config.json"
+_POLICY = "policy."
+
+
+def record_path(run_directory: Path, attempt: int) -> Path:
+    """Return where the configuration of an attempt stands."""
+    return run_directory / "attempts" / f"attempt-{attempt:03d}" / RECORD_NAME
+
+
+def record_document(config: Config) -> dict[str, Any]:
+    """Return the configuration as a JSON document: each value, its unit and its origin.  No secret."""
+    return {
+        "format": FORMAT,
+        "stepkeeper": __version__,
+        "files": [{"origin": file.role.value, "path": str(file.path)} for file in config.files],
+        "settings": {
+            key: {
+                "value": redact(found.value) if isinstance(found.value, str) else found.value,
+                "unit": SETTINGS[key].about.unit,
+                "origin": found.origin.value,
+                "where": redact(found.where),
+                "locked": found.locked,
+            }
+            for key, found in config.values.items()
+        },
+    }
+
+
+def write_record(run_directory: Path, attempt: int, config: Config) -> Path:
+    """Write the configuration of an attempt; the group may read it where it may read the run directory.
+
+    Raises:
+        OSError: it was not written.
+    """
+    path = record_path(run_directory, attempt)
+    group = run_directory.stat().st_mode & (stat.S_IRGRP | stat.S_IXGRP)
+    for directory in (path.parent.parent, path.parent):
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        directory.chmod(0o700 | group)
+    data = msgspec.json.format(msgspec.json.encode(record_document(config)), indent=1) + b"\n"
+    write_atomically(path, data, mode=0o600 | (group & stat.S_IRGRP))
+    return path
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader wants to know of such a record."""
+
+    stepkeeper: str = ""  # its version
+    settings: dict[str, dict[str, Any]] = {}
+
+    def chosen(self) -> dict[str, str]:
+        """Return the settings that are not the defaults, each with where it came from."""
+        found = ((key, each) for key, each in self.settings.items() if each.get("origin") != Origin.DEFAULT.value)
+        return {key: f"{each.get('value')} ({each.get('where', '')})" for key, each in found}
+
+    def policy(self) -> Policy:
+        """Return the policy of the attempt; the default one where nothing tells it.
+
+        What was a setting then and is a constant now has the value that it had.
+        """
+        values = {
+            key.removeprefix(_POLICY): found.get("value")
+            for key, found in self.settings.items()
+            if key.startswith(_POLICY) and key.removeprefix(_POLICY) in Policy.__struct_fields__
+        }
+        try:
+            return msgspec.convert(values, Policy)
+        except msgspec.ValidationError:
+            return Policy()
+
+
+def read_record(run_directory: Path, attempt: int) -> Recorded:
+    """Return what an attempt went by; nothing where it never got so far, or the record cannot be read."""
+    try:
+        return msgspec.json.decode(read_plain(record_path(run_directory, attempt), within=run_directory), type=Recorded)
+    except (OSError, msgspec.MsgspecError):
+        return Recorded()
+
+
+def changed_settings(config: Config) -> dict[str, str]:
+    """Return what is not the default, in words: for the log."""
+    found = ((key, each) for key, each in config.values.items() if each.origin is not Origin.DEFAULT)
+    return {key: redact(f"{shown(each.value)} ({each.where})") for key, each in found}

@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from stepkeeper.core import replays, slow_nodes
+from stepkeeper.core import anomalies, slow_nodes
 from stepkeeper.core.anomalies import WATCH
-from stepkeeper.core.growing import GROW_BACK
 from stepkeeper.core.policy import STOP_SIGNALS, Limits, Policy
-from stepkeeper.store import rundir
+from stepkeeper.core.scale_up import GROW_BACK
+from stepkeeper.run_store import paths
 
 GROUP = "policy"
 VARIABLE_PREFIX = "STEPKEEPER_"
@@ -48,7 +48,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user decides about a run."""
 
-    run_dir: Annotated[str, About(metavar="DIR", in_run_directory=False)] = rundir.DEFAULT_PATTERN
+    run_dir: Annotated[str, About(metavar="DIR", in_run_directory=False)] = paths.DEFAULT_PATTERN
     """The run directory, on shared storage; `%j %A %a %x %u` as in sbatch; a relative one lies below the submit
     directory."""
 
@@ -171,7 +171,7 @@ _POLICY = {
     "exclude_lost_for_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "loss_not_finite": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
     "loss_spike": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
-    "replay_differs": About(metavar="|".join(replays.CHOICES), choices=replays.CHOICES, has_flag=False),
+    "replay_differs": About(metavar="|".join(anomalies.CHOICES), choices=anomalies.CHOICES, has_flag=False),
     "slow_node": About(metavar="|".join(slow_nodes.CHOICES), choices=slow_nodes.CHOICES, has_flag=False),
     "hang_least_s": About(unit="s", metavar="SECONDS", least=SHORTEST_WAIT_S, most=YEAR_S),
     "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),

@@ -7,24 +7,24 @@ import math
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from stepkeeper.config import readable
+from stepkeeper.cli.printing import clean
+from stepkeeper.config import rank_settings
 from stepkeeper.config.settings import SETTINGS, Setting, Value
-from stepkeeper.core import ladder
+from stepkeeper.core import causes
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Limits
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.printing import clean
 
 _YES = frozenset(("1", "true", "yes", "on"))
 _NO = frozenset(("0", "false", "no", "off"))
 SHOWN_MAX = 80
 SAID_MAX = 250
 _READERS = {
-    "checkpoint_every": readable.check_cadence,
-    "retention": readable.check_retention,
-    "local_tier": readable.check_local_tier,
-    "cold_tier": readable.check_cold_tier,
-    "slurm_client": readable.check_slurm_client,
+    "checkpoint_every": rank_settings.check_cadence,
+    "retention": rank_settings.check_retention,
+    "local_tier": rank_settings.check_local_tier,
+    "cold_tier": rank_settings.check_cold_tier,
+    "slurm_client": rank_settings.check_slurm_client,
 }
 # Settings of 0.1 that are none any more, and what to do instead.
 REMOVED = {
@@ -97,8 +97,8 @@ def _refuse_no_row(setting: Setting, value: Value, where: str) -> None:
     if not setting.key.startswith("policy.on_") or not isinstance(value, str):
         return
     try:
-        ladder.parse(value)
-    except ladder.LadderError as error:
+        causes.parse_ladder(value)
+    except causes.LadderError as error:
         raise StepkeeperError(f"{where}: {setting.key} = {shown(value)}: {error}", ExitCode.USAGE) from None
 
 

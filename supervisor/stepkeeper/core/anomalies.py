@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 
 import msgspec
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
+from stepkeeper.core.baseline import MAD_TO_SIGMA
 from stepkeeper.core.causes import Cause
-from stepkeeper.core.losses import NOT_FINITE, observe
+from stepkeeper.core.losses import ENOUGH, NOT_FINITE, Losses, observe
 from stepkeeper.core.phases import Decision, kill
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reasons import Finding
+from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.state import Next, Phase, Plan, State
 
 OFF, REPORT, ROLLBACK = WATCH = ("off", "tell", "rollback")
@@ -34,3 +39,70 @@ def watch_loss(state: State, event: on.Progressed, policy: Policy) -> Decision:
     plan = Plan(next=Next.RELAUNCH, why=(anomaly,))
     state = replace(state, phase=Phase.STOPPING, plan=plan, first_failure=(anomaly,), found=found)
     return kill(state, event.at, policy, (anomaly,))
+
+
+# What follows from steps that were done again after a resume, and their losses.  Pure.
+#
+# The same bits prove that the state came back whole and that this hardware computes as the one before.  Other losses
+# in a run that says it is deterministic are a wrong state or a device that computes wrongly, here or there.  Where a
+# run is not deterministic, what counts is how far they are, beside what is usual between its steps.
+
+REPORT_REPLAY, ROLLBACK_REPLAY = CHOICES = ("tell", "rollback")
+RULE = "replay-differs"
+NOISE_SHARE = 0.5  # of what neighbouring steps differ by: the same step on the same data differs by less
+
+
+def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
+    """Judge the losses of steps that were done again."""
+    if event.launch != state.launch or not state.running:
+        return Decision(state)
+    if event.worst is None:
+        why: Why = (because.ReplayEqual(steps=event.steps),)
+        return Decision(state, (do.ReportReplay(equal=True, steps=event.steps, reasons=why),), why)
+    apart = _distance(event.then, event.now)
+    tolerance = _tolerance(state.losses, policy)
+    if not event.deterministic and apart <= tolerance:
+        then, now = event.then, event.now
+        why = (because.ReplayEqual(steps=event.steps, exact=False, step=event.worst, then=then, now=now),)
+        return Decision(state, (_tell(event, (), why, equal=True),), why)
+    new = tuple(node for node in state.launched if state.launched_before and node not in state.launched_before)
+    why = (
+        because.ReplayDiffers(
+            step=event.worst,
+            then=event.then,
+            now=event.now,
+            deterministic=event.deterministic,
+            new=new,
+            changed=event.changed,
+        ),
+    )
+    tell = _tell(event, new, why, equal=False)
+    if policy.replay_differs == REPORT_REPLAY or state.phase is not Phase.TRAINING:
+        return Decision(state, (tell,), why)
+    found = Finding(cause=Cause.NUMERICAL, rule=RULE, reasons=why, step=event.worst)
+    plan = Plan(next=Next.RELAUNCH, why=why)
+    state = replace(state, phase=Phase.STOPPING, plan=plan, first_failure=why, found=found)
+    ended = kill(state, event.at, policy, why)
+    return Decision(ended.state, (tell, *ended.effects), why)
+
+
+def _tell(event: on.Replayed, nodes: tuple[str, ...], why: Why, *, equal: bool) -> do.ReportReplay:
+    return do.ReportReplay(
+        equal=equal, steps=event.steps, step=event.worst, then=event.then, now=event.now, nodes=nodes, reasons=why
+    )
+
+
+def _tolerance(losses: Losses, policy: Policy) -> float:
+    """Return how far the loss of a step may be from itself, as a logarithm."""
+    logs = [log for _, log in losses.recent]
+    least = math.log(policy.replay_times)
+    if len(logs) < ENOUGH:
+        return max(least, math.log(policy.loss_times))
+    between = [abs(later - earlier) for earlier, later in itertools.pairwise(logs)]
+    return max(least, NOISE_SHARE * MAD_TO_SIGMA * statistics.median(between))
+
+
+def _distance(then: float | None, now: float | None) -> float:
+    if then is None or now is None:
+        return math.inf
+    return abs(math.log(now / then)) if then > 0 and now > 0 else abs(now - then)

@@ -8,10 +8,10 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.growing import dismiss, give_up
 from stepkeeper.core.phases import Decision, all_ready, closed, query_slurm, query_slurm_unprompted, release, stop
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
+from stepkeeper.core.scale_up import dismiss, give_up
 from stepkeeper.core.state import NO_SIGNAL, Next, Phase, Plan, SlurmReachability, State
 
 replace = msgspec.structs.replace

@@ -10,10 +10,9 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.bus import on_no_watcher
+from stepkeeper.core.eviction import on_limit_near
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import are_lost, lose_nodes
-from stepkeeper.core.growing import on_due
-from stepkeeper.core.limit import on_limit_near
 from stepkeeper.core.notices import give_up_requeue, retry_requeue
 from stepkeeper.core.phases import (
     Decision,
@@ -28,7 +27,8 @@ from stepkeeper.core.phases import (
     wait_for_slurm,
 )
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.settling import on_judge_late
+from stepkeeper.core.recovery import on_judge_late
+from stepkeeper.core.scale_up import on_due
 from stepkeeper.core.silence import look_at_start, on_silence
 from stepkeeper.core.state import Blame, Next, Phase, Plan, SlurmReachability, State
 from stepkeeper.core.storage import on_storage_late

@@ -13,11 +13,10 @@ from typing import assert_never
 
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.asked import on_requested
+from stepkeeper.core.anomalies import on_replayed
 from stepkeeper.core.bus import on_watcher_lost
 from stepkeeper.core.deadlines import on_tick
 from stepkeeper.core.faults import on_bus_ended, on_node_faulted, on_nodes_not_cleared, on_nodes_released
-from stepkeeper.core.growing import on_idle_nodes, on_nodes_checked
 from stepkeeper.core.notices import (
     on_node_signaled,
     on_requeue_answered,
@@ -27,9 +26,10 @@ from stepkeeper.core.notices import (
 )
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.replays import on_replayed
-from stepkeeper.core.settling import on_judged, on_rolled_back
-from stepkeeper.core.silence import on_stacks
+from stepkeeper.core.recovery import on_judged, on_rolled_back
+from stepkeeper.core.requests import on_requested
+from stepkeeper.core.scale_up import on_idle_nodes, on_nodes_checked
+from stepkeeper.core.silence import on_clock_set, on_stacks, on_stood_still
 from stepkeeper.core.slow_nodes import on_nodes_paced
 from stepkeeper.core.starting import (
     on_attempt_started,
@@ -40,7 +40,6 @@ from stepkeeper.core.starting import (
 )
 from stepkeeper.core.state import Phase, State
 from stepkeeper.core.storage import on_chosen, on_run_directory_gone, on_storage_tested
-from stepkeeper.core.suspension import on_clock_set, on_stood_still
 from stepkeeper.core.training import (
     on_checkpoint_verified,
     on_committed,

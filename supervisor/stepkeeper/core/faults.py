@@ -15,11 +15,10 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.bus import restart_bus
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.growing import give_up, may_rest, rest
-from stepkeeper.core.phases import Decision, all_ready, go_on_starting, kept, release, repeats, stop
-from stepkeeper.core.places import places, room
+from stepkeeper.core.phases import Decision, all_ready, go_on_starting, kept, places, release, repeats, room, stop
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
+from stepkeeper.core.scale_up import give_up, may_rest, rest
 from stepkeeper.core.state import Blame, Next, Phase, Plan, State
 
 SLURM_MISSES_A_NODE = (  # srun's last words, where it cannot start a step on every node: it kills what it has started

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from stepkeeper.core.baseline import median_mad
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import LossWrong
-from stepkeeper.core.robust import median_mad
 
 KEPT_MAX = 128  # words
 ENOUGH = 20  # of them to know what is usual

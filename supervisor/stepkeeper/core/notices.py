@@ -13,14 +13,13 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
+from stepkeeper.core.baseline import least_save_s
 from stepkeeper.core.bus import try_bus_again
 from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobState
+from stepkeeper.core.eviction import Judgement, expecting, judge_eviction
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import not_charged, without_lost
-from stepkeeper.core.judge import Judgement, judge_eviction
-from stepkeeper.core.limit import expecting
-from stepkeeper.core.pace import least_save_s
 from stepkeeper.core.phases import (
     Decision,
     can_save,

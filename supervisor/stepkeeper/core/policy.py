@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stepkeeper.core import ladder
+from stepkeeper.core import causes
 from stepkeeper.core.causes import Cause
 
 STOP_SIGNALS = {"TERM": 15, "INT": 2, "HUP": 1, "QUIT": 3, "USR1": 10, "USR2": 12}  # and their numbers on Linux
@@ -314,7 +314,7 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     on_unknown: str = "relaunch"
     """The same where nothing says why, and for causes without a row of their own."""
 
-    def row(self, cause: Cause) -> tuple[ladder.Try, ...]:
+    def row(self, cause: Cause) -> tuple[causes.Try, ...]:
         """Return what failures of a cause lead to, the first one first."""
         text: str = getattr(self, f"on_{cause.value}", self.on_unknown)
-        return ladder.parse(text)
+        return causes.parse_ladder(text)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stepkeeper.core.causes import Cause, Notice
-from stepkeeper.core.ladder import Rung
+from stepkeeper.core.causes import Cause, Notice, Rung
 
 
 def _tag(name: str) -> str:

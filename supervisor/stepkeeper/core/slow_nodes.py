@@ -6,13 +6,12 @@ import statistics
 
 import msgspec
 
+from stepkeeper.core import baseline, stragglers
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core import stragglers, usual
 from stepkeeper.core.faults import leave_on_suspicion
-from stepkeeper.core.phases import Decision
-from stepkeeper.core.places import places
+from stepkeeper.core.phases import Decision, places
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.state import Phase, State
@@ -91,14 +90,14 @@ def at_commit(state: State, at: float, policy: Policy) -> Decision | None:
 
 def watch_pace(state: State, policy: Policy) -> Decision:
     """Compare the launch with those before it, once its own pace is known."""
-    if state.paced or len(state.pace.recent) < usual.WORDS:
+    if state.paced or len(state.pace.recent) < baseline.WORDS:
         return Decision(state)
     seconds = statistics.median(state.pace.recent)
-    known, slower = usual.stepped(state.baseline, len(state.launched), seconds, policy)
+    known, slower = baseline.stepped(state.baseline, len(state.launched), seconds, policy)
     if slower is None:
         return Decision(replace(state, baseline=known, paced=True))
     suspects = _suspects(state)
-    if not suspects and not state.stragglers.slowest[0] and len(state.pace.recent) < 2 * usual.WORDS:
+    if not suspects and not state.stragglers.slowest[0] and len(state.pace.recent) < 2 * baseline.WORDS:
         return Decision(state)  # what the nodes take will soon be known, and may name the one that is slow
     state = replace(state, baseline=known, paced=True)
     why = (_slow_launch(state, slower, suspects),)
@@ -119,7 +118,7 @@ def _suspects(state: State) -> tuple[str, ...]:
     return (node,) if node in state.launched and slow.factor >= SLOWEST_LEAST else ()
 
 
-def _slow_launch(state: State, slower: usual.Slower, suspects: tuple[str, ...]) -> because.LaunchSlow:
+def _slow_launch(state: State, slower: baseline.Slower, suspects: tuple[str, ...]) -> because.LaunchSlow:
     new = _new_nodes(state)
     said = because.LaunchSlow(seconds=slower.seconds, usual=slower.baseline, launches=slower.launches)
     if not suspects:

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import msgspec
 
+from stepkeeper.core import baseline, losses, stragglers
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core import losses, pace, stragglers
 from stepkeeper.core import reasons as because
+from stepkeeper.core.eviction import expecting
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import are_lost, lose_nodes, on_unfit, was_lost
-from stepkeeper.core.growing import launched, take_back
-from stepkeeper.core.limit import expecting
 from stepkeeper.core.phases import (
     Decision,
     all_ready,
     finish,
     go_on_starting,
+    places,
     query_slurm_unprompted,
     request_save,
+    room,
     stop,
 )
-from stepkeeper.core.places import places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.settling import past, settle
+from stepkeeper.core.recovery import past, settle
+from stepkeeper.core.scale_up import launched, take_back
 from stepkeeper.core.silence import first_word_by
 from stepkeeper.core.state import Next, Phase, Plan, SlurmReachability, State
 
@@ -222,7 +223,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         killed=False,
         first_failure=(),
         found=None,
-        pace=pace.launched(state.pace),
+        pace=baseline.launched(state.pace),
         losses=losses.launched(state.losses, state.resume_step),
         stragglers=stragglers.launched(state.stragglers),
         to_replace="",

@@ -6,14 +6,13 @@ from enum import StrEnum
 
 import msgspec
 
+from stepkeeper.core.baseline import Baseline, Pace
 from stepkeeper.core.causes import Cause, SkippedData, Tried
 from stepkeeper.core.events import Exclusion, Judged
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.losses import Losses
-from stepkeeper.core.pace import Pace
 from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.stragglers import Stragglers
-from stepkeeper.core.usual import Baseline
 
 NODE_TERM = "node TERM"  # a watcher got SIGTERM, and nobody else
 LIMIT = "limit"  # the time limit is near, by our own clock

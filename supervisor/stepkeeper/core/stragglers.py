@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from stepkeeper.core.baseline import median_mad
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.robust import median_mad
 
 WINDOWS_LEAST = 4  # in which a node was slow, less those in which it was not
 WINDOWS_MOST = 8  # that are counted: a node that keeps up again is cleared within as many

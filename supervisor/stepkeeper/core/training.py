@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from stepkeeper.core import baseline, scale_up, storage
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core import growing, reading_back, usual
 from stepkeeper.core import reasons as because
 from stepkeeper.core.anomalies import watch_loss
+from stepkeeper.core.baseline import saved, step_taken
+from stepkeeper.core.eviction import expecting
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.limit import expecting
-from stepkeeper.core.pace import saved, stepped
 from stepkeeper.core.phases import (
     Decision,
     all_ready,
@@ -25,10 +25,9 @@ from stepkeeper.core.phases import (
 )
 from stepkeeper.core.policy import STOP_SIGNALS, Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.silence import alive
+from stepkeeper.core.silence import alive, save_seconds, step_seconds
 from stepkeeper.core.slow_nodes import at_commit, watch_pace
 from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State
-from stepkeeper.core.suspension import save_seconds, step_seconds
 
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75
@@ -64,7 +63,7 @@ def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision
     elif state.library_seen:
         return Decision(state)
     if not state.library_seen and state.launched_at is not None:
-        state = replace(state, baseline=usual.started(state.baseline, event.at - state.launched_at))
+        state = replace(state, baseline=baseline.started(state.baseline, event.at - state.launched_at))
     return Decision(alive(_heard(state), event.at, policy), (), why)
 
 
@@ -80,7 +79,7 @@ def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decisio
     if event.launch != state.launch or not state.running:
         return Decision(state)
     state, seconds = step_seconds(state, event.step_seconds)
-    pace = stepped(state.pace, seconds) if seconds is not None else state.pace
+    pace = step_taken(state.pace, seconds) if seconds is not None else state.pace
     state = alive(replace(_heard(state), step=event.step, pace=pace), event.at, policy)
     paced = watch_pace(state, policy)
     watched = watch_loss(paced.state, event, policy)
@@ -108,10 +107,10 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     if event.drift:
         why += (because.CopiesDiffer(tensors=event.drift),)
     emergency = state.phase is Phase.SAVING and event.emergency
-    read = reading_back.on_commit(state, event.directory, policy)
+    read = storage.on_commit(state, event.directory, policy)
     state, effects = read.state, read.effects
     if emergency and not _leaves_to_grow(state):  # the next launch of this attempt reads it anyway
-        effects = (do.VerifyCheckpoint(directory=event.directory, from_disk=reading_back.from_disk(policy)),)
+        effects = (do.VerifyCheckpoint(directory=event.directory, from_disk=storage.from_disk(policy)),)
         state = replace(state, verifying=event.directory, reading_back=())
     if state.first_failure:
         ended = _end_survivors(state, event.at, why, policy)
@@ -121,7 +120,7 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     replaced = at_commit(state, event.at, policy)
     if replaced is not None:
         return Decision(replaced.state, (*effects, *replaced.effects), why + replaced.why)
-    grown = growing.at_commit(state, event.at, policy)
+    grown = scale_up.at_commit(state, event.at, policy)
     if grown is not None:
         return Decision(grown.state, (*effects, *grown.effects), why + grown.why)
     return Decision(state, effects, why)
@@ -342,7 +341,7 @@ def _again(state: State, why: Why) -> Plan:
 def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: Policy) -> Decision:
     """The emergency checkpoint was read back, or one beside training."""
     if event.directory != state.verifying and event.directory in state.reading_back[:1]:
-        return reading_back.on_read_back(state, event)
+        return storage.on_read_back(state, event)
     if event.directory != state.verifying:
         return Decision(state)
     state = replace(state, verifying=None)

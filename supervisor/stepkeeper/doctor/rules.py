@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from stepkeeper.cli.printing import duration
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.doctor.finding import Finding, Level, users_log
-from stepkeeper.doctor.site import Partition, Site
-from stepkeeper.printing import duration
-from stepkeeper.slurm.expedited import PARAMETER as EXPEDITED
+from stepkeeper.doctor.site import Finding, Level, Partition, Site, users_log
+from stepkeeper.slurm.allocation import EXPEDITED_PARAMETER as EXPEDITED
 
 MARGIN_S = 5.0  # between the end of a save and the kill
 CREDENTIAL_S = 120.0  # Slurm's own, where AuthInfo does not say

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
+from stepkeeper.cli.printing import size
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.node.sensors.kmsg import users_may_write
-from stepkeeper.slurm.calling import call
+from stepkeeper.node_agent.sensors.kernel_log import users_may_write
+from stepkeeper.node_agent.xid.parse import SYSCTL
 from stepkeeper.slurm.client import SlurmError, is_unconfigured
+from stepkeeper.slurm.jobs import call
+from stepkeeper_trainer.store import space
 
 CALL_WITHIN_S = 10.0
 COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
@@ -238,3 +244,100 @@ def file_system(path: Path) -> str:
         if point and inside and len(point) >= len(best):
             best, kind = point, fields[2]
     return kind
+
+
+# What the doctor has to say of one thing.
+
+
+class Level(StrEnum):
+    """How much it matters, mildest first."""
+
+    OK = "ok"
+    NOTE = "note"  # good to know; nothing to do
+    WARNING = "warning"  # works, but costs something or fails in some cases
+    PROBLEM = "problem"  # a run would lose work or not come back
+
+    @property
+    def weight(self) -> int:
+        """The graver, the larger."""
+        return list(Level).index(self)
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting or fact, what it means for a run, and what to do about it."""
+
+    level: Level
+    subject: str  # the setting's own name, or what was looked at
+    found: str  # its value
+    means: str
+    remedy: str = ""  # what to write, and where
+
+
+def users_log() -> Finding:
+    """Return what the doctor and the node agent both say of a machine where `users_may_write()`."""
+    return Finding(
+        level=Level.WARNING,
+        subject=SYSCTL,
+        found="1, on this machine",
+        means="any user can write records into the kernel log that begin like a GPU's fault; the node agent passes "
+        "over those of netfilter, other programs that read the log may not",
+        remedy=f"admin: sysctl -w {SYSCTL}=0 on the nodes, and in /etc/sysctl.d",
+    )
+
+
+# Whether a file system does what checkpoints and the lease stand on.  It writes a little, and cleans up.
+
+LOCAL = ("tmpfs", "overlay", "ramfs")
+TEST_BYTES = 16 * 2**20
+
+
+def examine_storage(directory: Path) -> Iterator[Finding]:
+    """Try on a directory what a save does, and what the lease does."""
+    kind = file_system(directory) or "unknown"
+    subject = f"storage {directory}"
+    if kind in LOCAL:
+        yield Finding(
+            level=Level.WARNING,
+            subject=subject,
+            found=kind,
+            means="a file system of this node alone, or of its memory: other nodes do not see it, or it is gone with "
+            "the node",
+            remedy="set --run-dir (or STEPKEEPER_RUN_DIR) to shared storage",
+        )
+    test = space.storage_test(directory, size=TEST_BYTES)
+    if test.problem is not None:
+        yield Finding(
+            level=Level.PROBLEM,
+            subject=subject,
+            found=test.problem,
+            means="what a save needs does not work here: write, fsync, rename, read back",
+            remedy="choose another --run-dir, or show the admin this line",
+        )
+        return
+    speed = f"{size(int(test.bytes / test.write_s))}/s" if test.write_s else "not measured"
+    yield Finding(
+        level=Level.OK,
+        subject=subject,
+        found=f"{kind}, {speed} for {size(test.bytes)}",
+        means="write, fsync, rename and read back work",
+    )
+    yield from _links(directory, subject)
+
+
+def _links(directory: Path, subject: str) -> Iterator[Finding]:
+    """Hard links are what unchanged files of a save cost nothing with, and what locks the run directory."""
+    with tempfile.TemporaryDirectory(prefix=".stepkeeper-doctor-", dir=directory) as place:
+        one, other = Path(place, "one"), Path(place, "other")
+        one.write_bytes(b"1")
+        try:
+            os.link(one, other)
+        except OSError as error:
+            yield Finding(
+                level=Level.NOTE,
+                subject=subject,
+                found=f"no hard links ({error.strerror})",
+                means="files that did not change since the last save are written again",
+            )
+            return
+        with contextlib.suppress(FileNotFoundError):  # some file systems remove both names
+            other.unlink()

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stepkeeper import isolation
-from stepkeeper.doctor.finding import Finding, Level
-from stepkeeper.slurm.argv import watcher_argv
+from stepkeeper.doctor.site import Finding, Level
+from stepkeeper.slurm.launch import watcher_argv
 from stepkeeper_trainer.formats.durable import write_atomically
 
 START_WITHIN_S = 60.0

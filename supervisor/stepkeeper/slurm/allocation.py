@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from stepkeeper.core.events import JobFacts
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.slurm.client import SlurmClient
-from stepkeeper.slurm.environment import node_name
+from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.launch import node_name
 
 _BATCH = ("-5", "4294967291")  # the number of the step of a batch script
 _INTERACTIVE = ("-6", "4294967290")  # and of the shell of `salloc`, where it runs on a node
@@ -131,3 +131,50 @@ def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_p
         cpus_per_task=cpus or None,
         overcommit=cpus == 0,
     )
+
+
+# Jobs with expedited requeue (`--requeue=expedite`, Slurm 25.11 and later), where Slurm itself acts on exit codes.
+#
+# A script that ends with another code than 0 goes back into the queue, and is held there if its nodes are sound.  For
+# a run that is over, one would have to find and cancel a job that waits for ever: like any other, it ends as FAILED.
+
+EXPEDITED_PARAMETER = "enable_expedited_requeue"
+# goes on, is over for Slurm too, or is best off held: `scontrol release` makes up for the requeue that failed
+LEFT_TO_SLURM = frozenset(
+    (
+        ExitCode.FINISHED,
+        ExitCode.REQUEUED,
+        ExitCode.CANCELLED,
+        ExitCode.SUPERSEDED,
+        ExitCode.NO_BATCH_SCRIPT,
+        ExitCode.REQUEUE_FAILED,
+        ExitCode.UNDECIDED,
+    )
+)
+
+
+def let_end(code: int, environment: Mapping[str, str], ask: Callable[..., str]) -> str:
+    """See to it that a run which is over leaves no job behind that is held; return in words what was done.
+
+    Args:
+        code: with which we are about to end.
+        environment: of this process.
+        ask: calls a command of Slurm's, and returns what it says.
+
+    Raises:
+        SlurmError: Slurm holds such jobs, and does not take it: the job will be held.
+    """
+    if code in LEFT_TO_SLURM or environment.get("SLURM_TASK_PID") != str(os.getpid()):
+        return ""
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
+    try:
+        settings = ask("scontrol", "show", "config")
+    except SlurmError:
+        return ""  # nothing says that it would hold the job; who has asked it before has told that it does not answer
+    if EXPEDITED_PARAMETER not in settings:
+        return ""
+    if not re.search(r"\sExpeditedRequeue=Yes(?:\s|$)", ask("scontrol", "-o", "show", "job", job)):
+        return ""
+    ask("scontrol", "update", f"JobId={job}", "Requeue=0")
+    return f"job {job} has expedited requeue, and is over: Slurm is told not to put it back and hold it"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepkeeper.slurm.calling import call
 from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.jobs import call
 from stepkeeper.slurm.nodes import JobsHere, NodeFacts, OwnedJob
 
 CALL_WITHIN_S = 10.0

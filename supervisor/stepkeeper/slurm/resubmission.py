@@ -14,7 +14,7 @@ import msgspec
 
 from stepkeeper.slurm import submitted
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.environment import WATCHER_VARIABLE, as_submitted
+from stepkeeper.slurm.launch import WATCHER_VARIABLE, as_submitted
 from stepkeeper.slurm.submitted import Words
 
 CONTINUES = "STEPKEEPER_CONTINUES"  # `JOB:DIR`, for the new job: whose run it goes on with, and where that is
@@ -60,7 +60,7 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", 
 
 
 class Resubmission(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is submitted again, in place of itself; `store.submission` is how one was."""
+    """How a job is submitted again, in place of itself; `run_store.submission` is how one was."""
 
     options: tuple[str, ...]  # of sbatch
     arguments: tuple[str, ...]  # of the batch script

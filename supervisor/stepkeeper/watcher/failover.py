@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepkeeper.core.liveness import Life, Peer
-from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.watcher.messages import Assignment
 
 if TYPE_CHECKING:
     from stepkeeper.watcher.rescue import Result

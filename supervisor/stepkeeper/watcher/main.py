@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING
 
 from stepkeeper import __version__
 from stepkeeper.core.liveness import SUSPECT_AFTER_S, Life, Peer
-from stepkeeper.slurm.environment import node_name
-from stepkeeper.stalls import Stalls
+from stepkeeper.loop_tools import Stalls
+from stepkeeper.slurm.launch import node_name
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.assignment import Assignment, read
 from stepkeeper.watcher.channel import Channel
 from stepkeeper.watcher.failover import Failover, Found
-from stepkeeper.watcher.pace import NodePace
+from stepkeeper.watcher.messages import Assignment, read
 from stepkeeper.watcher.processes import RankSteps, kill_older_watchers, kill_ranks, rank_processes
-from stepkeeper.watcher.ranks import RankSocket, free_port
-from stepkeeper.watcher.senses import Fitness, NodeSensors
+from stepkeeper.watcher.ranks import NodePace, RankSocket, free_port
+from stepkeeper.watcher.sensors import Fitness, NodeSensors
 from stepkeeper.watcher.stacks import StackTaker
 from stepkeeper.wrapper import own_address
 from stepkeeper_trainer.formats.messages import Hello, Progress, SaveRequest, TaskStarted, shorten
@@ -350,7 +349,9 @@ class Watcher:
         of_launch = f"{self.assignment.attempt}.{launch}"
         theirs = {pid for known, pid, _ in self.greeted.values() if known == of_launch}
         attempt, run_id = self.assignment.attempt, self.assignment.run_id
-        sent = stop_signal.send(run_id, self.node, name, attempt_max=attempt, heard=theirs, steps=self.steps)
+        sent = stop_signal.send_stop_signal(
+            run_id, self.node, name, attempt_max=attempt, heard=theirs, steps=self.steps
+        )
         if sent:
             self.say(bus.Told(node=self.node, launch=launch, text=shorten(stop_signal.in_words(name, sent))))
 

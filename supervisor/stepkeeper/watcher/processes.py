@@ -12,7 +12,7 @@ import re
 import signal
 from collections.abc import Iterator
 
-from stepkeeper.watcher.assignment import VARIABLE, Assignment, read
+from stepkeeper.watcher.messages import VARIABLE, Assignment, read
 
 _CGROUP = re.compile(rb"^[^:\n]*:[^:\n]*:(\S*/job_\d+/step_\d+)(?=[/\s]|$)", re.MULTILINE)  # version 1 and 2
 _STEPD, _SRUN = b"slurmstepd", b"srun"

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper import requeueing
 from stepkeeper.core.events import JobFacts, JobState
-from stepkeeper.core.judge import preempted_at_last
+from stepkeeper.core.eviction import preempted_at_last
+from stepkeeper.run_store import journal
+from stepkeeper.run_store import lease as run_store_lease
+from stepkeeper.slurm import requeue
 from stepkeeper.slurm.client import SlurmClient, SlurmError
-from stepkeeper.slurm.commands import PATIENT_S, SlurmCommands
-from stepkeeper.store import journal, rescues
-from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.slurm.jobs import PATIENT_S, SlurmCommands
+from stepkeeper.watcher.messages import Assignment
 from stepkeeper_trainer.formats import lease, lineage, records
 from stepkeeper_trainer.formats.durable import append_line
 
@@ -118,8 +119,10 @@ def _run_again(
     now = time.time()
     excluded = [exclusion.node for exclusion in carried.excluded if exclusion.until > now]
     besides, how = _again(client, assignment, excluded, allowed=job.requeue_allowed)
-    rescued = rescues.Rescued(at=now, job_id=assignment.job_id, restart_count=assignment.restart_count, node=node)
-    append_line(Path(assignment.run_directory) / rescues.RESCUES_NAME, msgspec.json.encode(rescued))
+    rescued = run_store_lease.Rescued(
+        at=now, job_id=assignment.job_id, restart_count=assignment.restart_count, node=node
+    )
+    append_line(Path(assignment.run_directory) / run_store_lease.RESCUES_NAME, msgspec.json.encode(rescued))
     why = f"{how}: its supervisor is gone"
     return Result(done=True, why=f"{why}; {besides}" if besides else why)
 
@@ -133,13 +136,13 @@ def _again(client: SlurmClient, assignment: Assignment, excluded: list[str], *, 
     name = assignment.slurm_name
     try:
         if allowed:
-            return requeueing.requeue(client, assignment, exclude=excluded), f"requeued job {name}"
+            return requeue.requeue(client, assignment, exclude=excluded), f"requeued job {name}"
     except SlurmError as error:
         if not (error.forbidden and assignment.resubmit):
             raise
     if not assignment.resubmit:
         raise SlurmError(f"Slurm may not requeue job {name}, and it shall not be submitted again (resubmit=never)")
-    new = requeueing.resubmit(client, assignment, exclude=excluded)
+    new = requeue.resubmit(client, assignment, exclude=excluded)
     return new.besides, f"job {name} is submitted again as job {new.job_id}"
 
 
@@ -173,7 +176,7 @@ def _spent(run_directory: Path) -> str:
     """Return why it is enough, when rescues followed each other without a new step directory."""
     known = lineage.read(run_directory / "checkpoints")
     newest = max((commit.at for commit in known.commits.values()), default=0.0) if known else 0.0
-    count = sum(one.at > newest for one in rescues.read(run_directory))
+    count = sum(one.at > newest for one in run_store_lease.read_rescues(run_directory))
     if count < RESCUES_MAX:
         return ""
     return f"the supervisor died {count} times without a new step directory: a person is needed"

@@ -17,11 +17,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from stepkeeper.watcher import kernel, spying
+from stepkeeper.watcher import kernel, py_spy
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.accounts import FlightRecorderRequest, catches
-from stepkeeper.watcher.assignment import Assignment
+from stepkeeper.watcher.flight_recorder import FlightRecorderRequest, catches
 from stepkeeper.watcher.frames import Below, Doing, Frame, below, describe, of_faulthandler, of_py_spy, says_it_all
+from stepkeeper.watcher.messages import Assignment
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.messages import shorten
 
@@ -70,7 +70,7 @@ class StackTaker:
         assignment: Assignment,
         node: str,
         *,
-        find_spy: Callable[[], str | None] = spying.find,
+        find_spy: Callable[[], str | None] = py_spy.find,
         native_within_s: float = NATIVE_WITHIN_S,
         apart_s: float = APART_S,
     ) -> None:
@@ -159,11 +159,11 @@ class StackTaker:
         files = {rank: self._file(launch, rank) for rank in pids}
         until = time.monotonic() + DUMP_WITHIN_S
         found: dict[int, tuple[Frame, ...]] = {}
-        spied: dict[int, spying.PySpyStacks] = {}
+        spied: dict[int, py_spy.PySpyStacks] = {}
         if spy is not None:
-            spied = spying.of_each(
+            spied = py_spy.of_each(
                 pids,
-                lambda _, pid: spying.dump(spy, pid, native=False, within_s=until - time.monotonic()),
+                lambda _, pid: py_spy.dump(spy, pid, native=False, within_s=until - time.monotonic()),
                 until,
             )
             for rank, each in spied.items():
@@ -218,18 +218,18 @@ class StackTaker:
                 word = bus.StoodBelow(node=self._node, number=wanted.number, rank=rank, where=shorten(where))
                 self._say(word)
 
-    def _spy_below(self, spy: str, wanted: bus.Stacks, pids: dict[int, int]) -> dict[int, spying.PySpyStacks]:
+    def _spy_below(self, spy: str, wanted: bus.Stacks, pids: dict[int, int]) -> dict[int, py_spy.PySpyStacks]:
         """Return what py-spy says of native code; why it says nothing is told."""
         until = time.monotonic() + self._native_within_s
-        spied = spying.of_each(
+        spied = py_spy.of_each(
             pids,
-            lambda _, pid: spying.dump(spy, pid, native=True, within_s=until - time.monotonic()),
+            lambda _, pid: py_spy.dump(spy, pid, native=True, within_s=until - time.monotonic()),
             until,
-            spying.NATIVE_AT_ONCE,
+            py_spy.NATIVE_AT_ONCE,
         )
         problems: dict[str, list[int]] = defaultdict(list)
         for rank in sorted(pids):
-            found = spied.get(rank, spying.PySpyStacks(problem="there was no time left"))
+            found = spied.get(rank, py_spy.PySpyStacks(problem="there was no time left"))
             text = found.text or f"no native stack: {found.problem}\n"
             self._files.append(self._file(wanted.launch, rank), text)
             if found.problem:

@@ -113,7 +113,7 @@ def _read(pid: int, number: int) -> Process:
     )
 
 
-def send(
+def send_stop_signal(
     run_id: str,
     node: str,
     name: str,

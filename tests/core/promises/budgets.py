@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.causes import Cause
-from stepkeeper.core.ladder import IN_A_STATE, UNCHARGED, Rung
+from stepkeeper.core.causes import IN_A_STATE, UNCHARGED, Cause, Rung
 from stepkeeper.core.phases import repeats
 from stepkeeper.core.state import Next, Phase
 from tests.core.promises.register import CODES, POLICY, promise

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.baseline import SAVES_ENOUGH
 from stepkeeper.core.decide import decide
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.pace import SAVES_ENOUGH
 from stepkeeper.core.state import LIMIT, Next, Phase
 from tests.core.promises.register import POLICY, all_watched, promise
 

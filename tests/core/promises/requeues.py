@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.eviction import preempted_at_last
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.judge import preempted_at_last
 from stepkeeper.core.state import Next, Phase
 from tests.core.promises.register import POLICY, promise
 

@@ -13,12 +13,11 @@ from collections import Counter
 
 import msgspec
 
-from stepkeeper.node.core import effects as do
-from stepkeeper.node.core import events as on
-from stepkeeper.node.core.decide import decide
-from stepkeeper.node.core.plan import due_at
-from stepkeeper.node.core.policy import Mode, Policy
-from stepkeeper.node.core.state import Outcome, State
+from stepkeeper.node_agent.core import effects as do
+from stepkeeper.node_agent.core import events as on
+from stepkeeper.node_agent.core.decide import decide
+from stepkeeper.node_agent.core.plan import due_at
+from stepkeeper.node_agent.core.state import Mode, Outcome, Policy, State
 from stepkeeper.slurm.nodes import NodeFacts
 from tests.node.agent.story import fault
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from stepkeeper.node.core import effects as do
-from stepkeeper.node.core import events as on
-from stepkeeper.node.core.decide import decide
-from stepkeeper.node.core.plan import due_at
-from stepkeeper.node.core.policy import Mode, Policy
-from stepkeeper.node.core.state import Incident, State
-from stepkeeper.node.sensors.readings import NvmlState
-from stepkeeper.node.xid.model import Action, Domain, Fault, Kind, Source
+from stepkeeper.node_agent.core import effects as do
+from stepkeeper.node_agent.core import events as on
+from stepkeeper.node_agent.core.decide import decide
+from stepkeeper.node_agent.core.plan import due_at
+from stepkeeper.node_agent.core.state import Incident, Mode, Policy, State
+from stepkeeper.node_agent.sensors.readings import NvmlState
+from stepkeeper.node_agent.xid.catalogue import Action, Domain, Fault, Kind, Source
 from stepkeeper.slurm.nodes import NodeFacts
 
 replace = msgspec.structs.replace

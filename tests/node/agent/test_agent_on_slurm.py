@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node.client import AgentClient
-from stepkeeper.node.protocol import SOCKET_VARIABLE, Seen
-from stepkeeper.node.xid.model import Action
-from stepkeeper.watcher.assignment import Assignment
-from stepkeeper.watcher.messages import Faulted
-from stepkeeper.watcher.senses import NodeSensors
+from stepkeeper.node_agent.client import AgentClient
+from stepkeeper.node_agent.protocol import SOCKET_VARIABLE, Seen
+from stepkeeper.node_agent.xid.catalogue import Action
+from stepkeeper.watcher.messages import Assignment, Faulted
+from stepkeeper.watcher.sensors import NodeSensors
 from tests.lab import USERS, Lab
 from tests.lab.agents import Agents
 

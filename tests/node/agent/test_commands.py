@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.commands.dev import record
+from stepkeeper.cli.dev import record
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.node import ledger
-from stepkeeper.node.core.policy import Policy
-from stepkeeper.node.core.state import Drain, Outcome
-from stepkeeper.node.xid.model import Action
-from stepkeeper.node.xid.parse import parse
+from stepkeeper.node_agent import ledger
+from stepkeeper.node_agent.core.state import Drain, Outcome, Policy
+from stepkeeper.node_agent.xid.catalogue import Action
+from stepkeeper.node_agent.xid.parse import parse
 from tests.fake_nvml import FakeNvml
 from tests.node.agent.test_parts import incident
 

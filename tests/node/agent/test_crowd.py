@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.node.core.policy import Mode, Policy
+from stepkeeper.node_agent.core.state import Mode, Policy
 from tests.node.agent.crowd import switch_fails
 
 ALL_AT_ONCE = Policy(mode=Mode.ACT, crowded_s=float("inf"))

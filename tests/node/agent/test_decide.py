@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.node import verdict
-from stepkeeper.node.core import effects as do
-from stepkeeper.node.core import events as on
-from stepkeeper.node.core.plan import due_at
-from stepkeeper.node.core.policy import Mode, Policy
-from stepkeeper.node.core.state import Outcome
-from stepkeeper.node.xid.model import Action, Kind, Source
+from stepkeeper.node_agent import fitness
+from stepkeeper.node_agent.core import effects as do
+from stepkeeper.node_agent.core import events as on
+from stepkeeper.node_agent.core.plan import due_at
+from stepkeeper.node_agent.core.state import Mode, Outcome, Policy
+from stepkeeper.node_agent.xid.catalogue import Action, Kind, Source
 from stepkeeper.slurm.nodes import REASON_PREFIX, NodeFacts
 from tests.node.agent.story import ACT, PCI, UUID, Cluster, Node, fault, replace
 
@@ -865,7 +864,7 @@ def test_a_fault_alone_is_counted_at_once_and_a_crowd_spreads(node: Node) -> Non
     assert not crowd.held
     counted = []
     for each in nodes:
-        assert verdict.verdict(each.state, T + 1, ACT).fit, "a prolog that failed now would drain past the breaker"
+        assert fitness.verdict(each.state, T + 1, ACT).fit, "a prolog that failed now would drain past the breaker"
         counted.append(due_at(each.state) - T)
         each.settle(T + 2 * ACT.crowd_spread)
     assert max(counted) <= 2.0 * ACT.crowd_spread + 1

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.node import config, ledger
-from stepkeeper.node.core.state import Drain
-from stepkeeper.node.xid.model import Action
+from stepkeeper.node_agent import config, ledger
+from stepkeeper.node_agent.core.state import Drain
+from stepkeeper.node_agent.xid.catalogue import Action
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it installs for root")
 

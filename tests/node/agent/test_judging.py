@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.node.core import events as on
-from stepkeeper.node.judging import FRESH_S, Evaluation, concerns
-from stepkeeper.node.sensors.readings import Gpu, GpuHealth, KernelRecord, NvmlState, NvmlStatus, NvmlXid, Reading
-from stepkeeper.node.xid import catalogue
-from stepkeeper.node.xid.model import Action, Fault
+from stepkeeper.node_agent.core import events as on
+from stepkeeper.node_agent.evaluate import FRESH_S, Evaluation, concerns
+from stepkeeper.node_agent.sensors.readings import Gpu, GpuHealth, KernelRecord, NvmlState, NvmlStatus, NvmlXid, Reading
+from stepkeeper.node_agent.xid import catalogue
+from stepkeeper.node_agent.xid.catalogue import Action, Fault
 
 T = 1_790_000_000.0
 PCI = "0000:3b:00.0"

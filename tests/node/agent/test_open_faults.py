@@ -9,15 +9,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node import verdict
-from stepkeeper.node.core import breaker
-from stepkeeper.node.core import effects as do
-from stepkeeper.node.core import events as on
-from stepkeeper.node.core.plan import due_at, left_alone
-from stepkeeper.node.core.policy import Mode, Policy
-from stepkeeper.node.core.state import Outcome, State
-from stepkeeper.node.sensors.readings import Gpu, NvmlState
-from stepkeeper.node.xid.model import Action, Fault, Kind, Source
+from stepkeeper.node_agent import fitness
+from stepkeeper.node_agent.core import effects as do
+from stepkeeper.node_agent.core import events as on
+from stepkeeper.node_agent.core import plan
+from stepkeeper.node_agent.core.plan import due_at, left_alone
+from stepkeeper.node_agent.core.state import Mode, Outcome, Policy, State
+from stepkeeper.node_agent.sensors.readings import Gpu, NvmlState
+from stepkeeper.node_agent.xid.catalogue import Action, Fault, Kind, Source
 from tests.node.agent.story import ACT, PCI, UUID, Cluster, Node, fault, replace
 
 T = 1_790_000_000.0
@@ -430,7 +429,7 @@ def test_a_look_does_not_wait_until_slurm_may_be_asked(seeing: Node) -> None:
     told = {each.incident.pci for each in seeing.acts(do.Tell)}
     assert told == {PCI, second}
     assert due_at(seeing.state) == turn
-    assert verdict.verdict(seeing.state, T + 11, seeing.policy).fit
+    assert fitness.verdict(seeing.state, T + 11, seeing.policy).fit
     assert len(seeing.acts(do.AskNodes)) == 1
     seeing.settle(turn + 10)
     assert seeing.cluster.held == {"a"}
@@ -752,7 +751,7 @@ def test_a_bad_gpu_in_service_is_watched_or_a_person_has_returned_it(policy, vis
     own = world.cluster.nodes["a"]
     state = world.node.state
     if world.bad and not own.drained and not world.known:
-        refused = breaker.refuses(own, tuple(world.cluster.nodes.values()), world.now, policy)
+        refused = plan.breaker_refuses(own, tuple(world.cluster.nodes.values()), world.now, policy)
         assert refused, state.incidents
         assert left_alone(state), state.incidents
     if own.ours and own.drained:

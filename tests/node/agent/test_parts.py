@@ -12,11 +12,10 @@ import msgspec
 import pytest
 
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.node import config, ledger, verdict
-from stepkeeper.node.core.policy import Mode, Policy
-from stepkeeper.node.core.state import Drain, Incident, Outcome, Repair, State
-from stepkeeper.node.notify import Systemd
-from stepkeeper.node.xid.model import Action, Domain, Kind
+from stepkeeper.node_agent import config, fitness, ledger
+from stepkeeper.node_agent.core.state import Drain, Incident, Mode, Outcome, Policy, Repair, State
+from stepkeeper.node_agent.service import Systemd
+from stepkeeper.node_agent.xid.catalogue import Action, Domain, Kind
 
 ACT = Policy(mode=Mode.ACT)
 T = 1_790_000_000.0
@@ -264,7 +263,7 @@ def test_a_mistake_of_ours_in_the_writing_threads_reaches_the_loop(tmp_path: Pat
     book.append(object())  # type: ignore[arg-type]
     assert isinstance(failures.get(timeout=WITHIN_S), TypeError)
 
-    writer = verdict.Writer(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
+    writer = fitness.VerdictWriter(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
     writer.show(object())  # type: ignore[arg-type]
     assert isinstance(failures.get(timeout=WITHIN_S), TypeError)
 
@@ -298,8 +297,8 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
 # --- verdict --------------------------------------------------------------------------------------
 
 
-def judged(*incidents: Incident, policy: Policy = ACT, drain: Drain | None = None) -> verdict.Verdict:
-    return verdict.verdict(State(node="a", boot_id="b1", incidents=incidents, drain=drain), T, policy)
+def judged(*incidents: Incident, policy: Policy = ACT, drain: Drain | None = None) -> fitness.Verdict:
+    return fitness.verdict(State(node="a", boot_id="b1", incidents=incidents, drain=drain), T, policy)
 
 
 def test_a_node_is_unfit_from_the_decision_on() -> None:

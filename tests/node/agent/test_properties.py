@@ -5,11 +5,10 @@ from __future__ import annotations
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node.core import effects as do
-from stepkeeper.node.core.breaker import limit
-from stepkeeper.node.core.plan import due_at
-from stepkeeper.node.core.policy import Mode, Policy
-from stepkeeper.node.xid.model import Action, Source
+from stepkeeper.node_agent.core import effects as do
+from stepkeeper.node_agent.core.plan import due_at, limit
+from stepkeeper.node_agent.core.state import Mode, Policy
+from stepkeeper.node_agent.xid.catalogue import Action, Source
 from tests.node.agent.story import ACT, Cluster, Node, fault, replace
 
 PROFILE = settings(

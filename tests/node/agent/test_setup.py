@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.doctor.finding import Level, users_log
-from stepkeeper.node import identity, setup
-from stepkeeper.node.config import Limits, NodeConfig, Test
-from stepkeeper.node.core.policy import Mode
-from stepkeeper.node.sensors.evidence import Roots
-from stepkeeper.node.sensors.readings import Gpu, NvmlState, NvmlStatus
+from stepkeeper.doctor.site import Level, users_log
+from stepkeeper.node_agent import setup
+from stepkeeper.node_agent.config import Limits, NodeConfig, Test
+from stepkeeper.node_agent.core.state import Mode
+from stepkeeper.node_agent.sensors.evidence import Roots
+from stepkeeper.node_agent.sensors.readings import Gpu, NvmlState, NvmlStatus
 from stepkeeper.slurm.nodes import NodeFacts
 from tests.lab import Lab
 from tests.lab.agents import Agents
@@ -126,7 +126,7 @@ def test_a_node_of_slurms_is_this_machine_by_name_or_address(
 ) -> None:
     node = NodeFacts(name="gpu17", states=frozenset(), host=host, address=address)
 
-    assert (identity.judge(node, hostname, identity.is_local) == "") is fits
+    assert (setup.judge_identity(node, hostname, setup.is_local) == "") is fits
 
 
 @pytest.fixture(scope="module")

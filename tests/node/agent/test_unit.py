@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepkeeper.node.config import NodeConfig, parse
+from stepkeeper.node_agent.config import NodeConfig, parse
 
 SYSTEMD = Path(__file__).resolve().parents[3] / "systemd"
 UNIT = SYSTEMD / "stepkeeper-node-agent.service"

@@ -14,8 +14,16 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node.sensors.kmsg import DEVICE, KernelLog, Position, boot_id, parse, unescape, users_may_write
-from stepkeeper.node.sensors.readings import Evidence, KernelGap, KernelRecord
+from stepkeeper.node_agent.sensors.kernel_log import (
+    DEVICE,
+    KernelLog,
+    Position,
+    boot_id,
+    parse_record,
+    unescape,
+    users_may_write,
+)
+from stepkeeper.node_agent.sensors.readings import Evidence, KernelGap, KernelRecord
 from tests.fake_kmsg import FakeKmsg
 from tests.fake_nvml import wait_until
 from tests.node.sensors.collect import Collected
@@ -150,13 +158,13 @@ def test_a_record_that_is_too_long_is_passed_over_and_counted(pipe: FakeKmsg, fo
 
 @pytest.mark.parametrize("data", [b"", b";", b"4;x", b"4,5;x", b"a,b,c;x", b"4,5,6", b"\xff" * 100, b",,,;x\n"])
 def test_what_is_no_record_is_none(data: bytes) -> None:
-    assert parse(data) is None
+    assert parse_record(data) is None
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=200, phases=(Phase.explicit, Phase.generate))
 def test_no_bytes_can_upset_the_parser(data: bytes) -> None:
-    record = parse(data)
+    record = parse_record(data)
     if record is not None:
         assert isinstance(unescape(record.text), str)
 
@@ -297,7 +305,7 @@ def test_a_program_named_like_a_fault_crashes_and_is_not_taken_for_one(
         program.unlink()
     record = records()[0]
     assert record.text.startswith("NVRM: Xid (PCI:[")  # the name of a process is cut to 15 bytes: too short for a fault
-    from stepkeeper.node.xid.parse import parse as parse_fault  # noqa: PLC0415
+    from stepkeeper.node_agent.xid.parse import parse as parse_fault  # noqa: PLC0415
 
     assert parse_fault(record.text) is None
     assert parse_fault(forged) is not None

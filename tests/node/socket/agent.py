@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import structlog
 
-from stepkeeper.node.protocol import Seen
-from stepkeeper.node.socket.limits import Limits
-from stepkeeper.node.socket.requests import LookRequest
-from stepkeeper.node.socket.server import AgentSocket
+from stepkeeper.node_agent.protocol import Seen
+from stepkeeper.node_agent.socket.connections import Limits
+from stepkeeper.node_agent.socket.requests import LookRequest
+from stepkeeper.node_agent.socket.server import AgentSocket
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.nodes import NodeFacts, OwnedJob
 

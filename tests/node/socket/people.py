@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from stepkeeper.node.protocol import Seen, encode
+from stepkeeper.node_agent.protocol import Seen, encode
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GAMES, NEWS, NOBODY = 5, 9, 65534

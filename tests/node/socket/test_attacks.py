@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node.client import AgentClient, AgentError
-from stepkeeper.node.protocol import MESSAGE_BYTES_MAX
+from stepkeeper.node_agent.client import AgentClient, AgentError
+from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX
 from tests.node.socket.people import (
     GAMES,
     NEWS,

@@ -11,7 +11,7 @@ import structlog
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node.hasten import (
+from stepkeeper.node_agent.expedite_requeue import (
     WISHES_MAX,
     WISHES_PER_UID_MAX,
     Next,

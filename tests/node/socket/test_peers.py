@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from stepkeeper.node.socket import peers
-from stepkeeper.node.socket.peers import Membership
+from stepkeeper.node_agent.socket import peers
+from stepkeeper.node_agent.socket.peers import Membership
 from tests.lab import processes
 from tests.node.socket.people import GAMES, NEWS, Person, needs_root, raw, until
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node.client import AgentAbsentError, AgentClient, AgentUntrustedError
-from stepkeeper.node.socket.place import Place, PlaceError
+from stepkeeper.node_agent.client import AgentAbsentError, AgentClient, AgentUntrustedError
+from stepkeeper.node_agent.socket.place import Place, PlaceError
 from tests.node.socket.people import NEWS, Person, by, needs_root, until
 
 pytestmark = needs_root

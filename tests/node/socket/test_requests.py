@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from stepkeeper.node.client import AgentClient, AgentError, AgentRefusedError, connect
-from stepkeeper.node.protocol import SOCKET_VARIABLE, ExpediteRequeue, Refused, Seen, encode
-from stepkeeper.watcher.assignment import Assignment
-from stepkeeper.watcher.senses import NodeSensors
+from stepkeeper.node_agent.client import AgentClient, AgentError, AgentRefusedError, connect
+from stepkeeper.node_agent.protocol import SOCKET_VARIABLE, ExpediteRequeue, Refused, Seen, encode
+from stepkeeper.watcher.messages import Assignment
+from stepkeeper.watcher.sensors import NodeSensors
 from tests.node.socket.people import GAMES, NEWS, WAIT_S, AgentProcess, Person, by, incident, needs_root, raw, until
 
 pytestmark = needs_root

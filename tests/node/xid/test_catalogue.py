@@ -10,16 +10,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.node.xid.catalogue import (
+from stepkeeper.node_agent.xid.catalogue import (
     FILE_BYTES_MAX,
     NEVER_DRAIN_ALONE,
+    Action,
     CatalogueError,
+    Domain,
     Severity,
     load,
     overridden,
     packaged,
 )
-from stepkeeper.node.xid.model import Action, Domain
 
 
 def written(tmp_path: Path, text: str | bytes) -> Path:

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node.xid.aer import parse_aer
-from stepkeeper.node.xid.logfile import record_of, scan
-from stepkeeper.node.xid.parse import announcement, driver_loaded, parse
+from stepkeeper.node_agent.xid.logfile import record_of, scan
+from stepkeeper.node_agent.xid.parse import announcement, driver_loaded, parse, parse_aer
 
 SETTINGS = settings(max_examples=60, phases=(Phase.explicit, Phase.generate), deadline=None)
 COMM_BYTES = 15

@@ -8,13 +8,23 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node.sensors.readings import GpuHealth, NvmlState, NvmlStatus, NvmlXid
-from stepkeeper.node.xid import health, payload
-from stepkeeper.node.xid.catalogue import NEVER_DRAIN_ALONE, Catalogue, overridden, packaged
-from stepkeeper.node.xid.judge import judge, judge_xid_event
-from stepkeeper.node.xid.model import Action, Domain, Fault, Kind, Source
-from stepkeeper.node.xid.nvlink import decode_nvlink4, decode_nvlink5
-from stepkeeper.node.xid.parse import parse
+from stepkeeper.node_agent.sensors.readings import GpuHealth, NvmlState, NvmlStatus, NvmlXid
+from stepkeeper.node_agent.xid import judge as xid_judge
+from stepkeeper.node_agent.xid import payload
+from stepkeeper.node_agent.xid.catalogue import (
+    NEVER_DRAIN_ALONE,
+    Action,
+    Catalogue,
+    Domain,
+    Fault,
+    Kind,
+    Source,
+    overridden,
+    packaged,
+)
+from stepkeeper.node_agent.xid.judge import judge, judge_xid_event
+from stepkeeper.node_agent.xid.parse import parse
+from stepkeeper.node_agent.xid.payload import decode_nvlink4, decode_nvlink5
 
 QUICKLY = settings(max_examples=100, phases=(Phase.explicit, Phase.generate), deadline=None)
 PCI = "0000:3b:00.0"
@@ -377,7 +387,7 @@ def worse(**values: object) -> GpuHealth:
 )
 def test_health_that_gets_worse_makes_one_fault(reading: GpuHealth, kind: Kind, action: str, *, certain: bool) -> None:
     for before in (None, WELL):
-        (fault,) = health.judge_health(reading, before, catalogue=packaged())
+        (fault,) = xid_judge.judge_health(reading, before, catalogue=packaged())
         assert (fault.kind, fault.action, fault.certain, fault.pci, fault.gpu) == (
             kind,
             Action(action),
@@ -385,33 +395,33 @@ def test_health_that_gets_worse_makes_one_fault(reading: GpuHealth, kind: Kind, 
             PCI,
             "GPU-1",
         )
-    assert health.judge_health(reading, reading, catalogue=packaged()) == []
-    assert health.judge_health(WELL, reading, catalogue=packaged()) == []
+    assert xid_judge.judge_health(reading, reading, catalogue=packaged()) == []
+    assert xid_judge.judge_health(WELL, reading, catalogue=packaged()) == []
 
 
 def test_a_gpu_that_is_well_or_says_nothing_makes_no_fault() -> None:
     silent = GpuHealth(at=1.0, pci=PCI)
     for now in (WELL, silent):
         for before in (None, WELL, silent):
-            assert health.judge_health(now, before, catalogue=packaged()) == []
+            assert xid_judge.judge_health(now, before, catalogue=packaged()) == []
 
 
 def test_several_things_that_got_worse_are_all_told_and_a_lost_gpu_tells_only_that() -> None:
     everything = {"recovery_action": 1, "rows_failed": True, "rows_pending": True, "ecc_uncorrected": 1}
-    assert len(health.judge_health(worse(**everything), WELL, catalogue=packaged())) == 4
-    assert len(health.judge_health(worse(**everything, lost=True), WELL, catalogue=packaged())) == 1
+    assert len(xid_judge.judge_health(worse(**everything), WELL, catalogue=packaged())) == 4
+    assert len(xid_judge.judge_health(worse(**everything, lost=True), WELL, catalogue=packaged())) == 1
 
 
 def test_ecc_counts_only_what_is_new() -> None:
-    (fault,) = health.judge_health(worse(ecc_uncorrected=5), worse(ecc_uncorrected=3), catalogue=packaged())
+    (fault,) = xid_judge.judge_health(worse(ecc_uncorrected=5), worse(ecc_uncorrected=3), catalogue=packaged())
     assert "2 new" in fault.why
-    assert health.judge_health(worse(ecc_uncorrected=1), worse(ecc_uncorrected=3), catalogue=packaged()) == []
+    assert xid_judge.judge_health(worse(ecc_uncorrected=1), worse(ecc_uncorrected=3), catalogue=packaged()) == []
 
 
 def test_a_missing_gpu_is_a_lost_one() -> None:
-    assert health.missing(8, 8, at=1.0, catalogue=packaged()) is None
-    assert health.missing(8, 9, at=1.0, catalogue=packaged()) is None
-    fault = health.missing(8, 7, at=1.0, catalogue=packaged())
+    assert xid_judge.missing(8, 8, at=1.0, catalogue=packaged()) is None
+    assert xid_judge.missing(8, 9, at=1.0, catalogue=packaged()) is None
+    fault = xid_judge.missing(8, 7, at=1.0, catalogue=packaged())
     assert fault is not None
     assert (fault.kind, fault.action, fault.pci) == (Kind.LOST, Action.DRAIN_REBOOT, None)
     assert "7 of 8" in fault.why
@@ -419,10 +429,10 @@ def test_a_missing_gpu_is_a_lost_one() -> None:
 
 def test_a_silent_nvml_drains_only_after_longer_than_any_passing_cause_takes() -> None:
     def after(seconds: float, state: NvmlState = NvmlState.STUCK) -> Fault | None:
-        return health.stuck(NvmlStatus(at=1.0, state=state, stuck_s=seconds, call="nvmlDeviceGetTemperature"))
+        return xid_judge.stuck(NvmlStatus(at=1.0, state=state, stuck_s=seconds, call="nvmlDeviceGetTemperature"))
 
     assert after(45.0) is None
-    early, late = after(health.STUCK_LOG_AFTER_S), after(health.STUCK_DRAIN_AFTER_S)
+    early, late = after(xid_judge.STUCK_LOG_AFTER_S), after(xid_judge.STUCK_DRAIN_AFTER_S)
     assert early is not None
     assert late is not None
     assert (early.kind, early.action, late.action) == (Kind.STUCK, Action.LOG, Action.DRAIN_RESET)

@@ -6,12 +6,18 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node.xid.aer import Seriousness, parse_aer
-from stepkeeper.node.xid.catalogue import packaged
-from stepkeeper.node.xid.judge import judge
-from stepkeeper.node.xid.logfile import record_of
-from stepkeeper.node.xid.model import TEXT_CHARACTERS_MAX, Kind, Source
-from stepkeeper.node.xid.parse import RECORD_CHARACTERS_MAX, announcement, canonical, parse, unescaped
+from stepkeeper.node_agent.xid.catalogue import TEXT_CHARACTERS_MAX, Kind, Source, packaged
+from stepkeeper.node_agent.xid.judge import judge
+from stepkeeper.node_agent.xid.logfile import record_of
+from stepkeeper.node_agent.xid.parse import (
+    RECORD_CHARACTERS_MAX,
+    Seriousness,
+    announcement,
+    canonical,
+    parse,
+    parse_aer,
+    unescaped,
+)
 from tests.node.xid.samples import Sample, samples
 
 QUICKLY = settings(max_examples=150, phases=(Phase.explicit, Phase.generate), deadline=None)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node.sensors import kmsg
-from stepkeeper.node.xid.logfile import scan
-from stepkeeper.node.xid.parse import parse
+from stepkeeper.node_agent.sensors import kernel_log as sensors_kernel_log
+from stepkeeper.node_agent.xid.logfile import scan
+from stepkeeper.node_agent.xid.parse import parse
 
 FAKE = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 PROGRAM = "int main(void) { return *(volatile int *)0; }\n"
@@ -139,6 +139,6 @@ def test_a_users_packet_that_is_logged_like_an_xid_is_not_believed(kernel_log: i
     assert genuine
     for record in genuine:
         assert int(record.split(b",", 1)[0]) >> 3 == 0, "the kernel itself wrote it"
-        found = kmsg.parse(record)
+        found = sensors_kernel_log.parse_record(record)
         assert found is not None
-        assert parse(kmsg.unescape(found.text)) is None
+        assert parse(sensors_kernel_log.unescape(found.text)) is None

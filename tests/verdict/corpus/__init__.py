@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.verdict import logs, reading
-from stepkeeper.verdict.causes import Cause, Verdict
-from stepkeeper.verdict.joining import classify
+from stepkeeper.diagnosis import log_lines, logs
+from stepkeeper.diagnosis.causes import Cause, Verdict
+from stepkeeper.diagnosis.classify import classify
 
 HERE = Path(__file__).parent
 
@@ -32,4 +32,4 @@ def cases(name: str) -> list[Case]:
 def verdict(log: str | bytes) -> Verdict:
     """Judge one log as `stepkeeper explain --log` does."""
     data = log.encode() if isinstance(log, str) else log
-    return classify(logs.log_evidence(reading.read(io.BytesIO(data))))
+    return classify(logs.log_evidence(log_lines.read_log(io.BytesIO(data))))

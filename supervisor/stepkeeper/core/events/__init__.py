@@ -1,17 +1,17 @@
 """What happened: the only input of `decide`.
 
 The modules of this package declare them, by what they are about.  Each is stamped by its source with `at`, in Unix
-seconds that never go backwards (`sources.clock`).  Events are written to the journal as they are, so a field is
+seconds that never go backwards (`loop_tools`).  Events are written to the journal as they are, so a field is
 only ever added, with a default.
 
 Where each comes from, and what may be concluded from it:
 
-    AttemptStarted      ourselves at the start: lease, allocation, the journal of the attempt before (`commands.run`)
+    AttemptStarted      ourselves at the start: lease, allocation, the journal of the attempt before (`cli.run`)
     Tick                the clock (the loop)
     Suspended          the clock (the loop): a turn came late by seconds, as after `scontrol suspend`
     ClockSet            slurmctld's clock, asked for where the wall clock was set (`actions.slurm`)
     SignalReceived      Slurm, to the batch process: a user signal, a cancel, a requeue, the end of grace or of the
-                        time limit look alike (`sources.signals`)
+                        time limit look alike (`sources.process`)
     NodeSignaled        Slurm, to the steps, early in a preemption: a notice only together with PreemptTime (watcher)
     SlurmAnswered       slurmctld, or the time limit of our client (`actions.slurm`); RequeueAnswered likewise
     WatcherReady        a watcher's first line (`sources.bus`)
@@ -24,8 +24,8 @@ Where each comes from, and what may be concluded from it:
     NodesChecked        the watchers of nodes that take no part (`sources.bus`)
     CheckpointChosen, ChoiceFailed, CheckpointVerified
                         the file system (`actions.checkpoints`), read by this process and the watchers
-                        (`actions.crew`)
-    StorageTested       the file system (`actions.storage`)
+                        (`actions.verify_pool`)
+    StorageTested       the file system (`actions.checkpoints`)
     LaunchBegan         the wrappers of all tasks, counted by `sources.bus`
     RankHello           the trainer library of any rank
     RankExited          the wrapper (`code` or `signal`); else a watcher that saw the process vanish (neither)
@@ -35,13 +35,13 @@ Where each comes from, and what may be concluded from it:
     NodesPaced          the trainer library of every rank, reduced by the watchers and put together by `sources.bus`
     LaunchEnded         the training step's srun and `outcome.json` (`actions.launch`): it outweighs every word
     LaunchRefused       the operating system: srun could not be executed (`actions.launch`)
-    Judged              logs, error files, exits, faults and Slurm's answers, joined (`actions.judging`): an opinion
-    StacksCollected     the watchers: faulthandler or py-spy, and /proc (`actions.standing`)
-    RolledBack          the lineage file (`actions.rollback`)
-    Requested           a person, by a file in the run directory (`sources.asked`)
-    PartFailed          ourselves: an optional part, such as the diagnosis or the metrics (`sources.inbox`)
-    RunDirectoryGone    the file system (`sources.lease`)
-    Superseded          the lease file (`sources.lease`, and `actions.slurm` before a requeue)
+    Judged              logs, error files, exits, faults and Slurm's answers, joined (`actions.diagnosis`): an opinion
+    StacksCollected     the watchers: faulthandler or py-spy, and /proc (`actions.stack_collector`)
+    RolledBack          the lineage file (`actions.checkpoints`)
+    Requested           a person, by a file in the run directory (`sources.run_directory`)
+    PartFailed          ourselves: an optional part, such as the diagnosis or the metrics (`sources.process`)
+    RunDirectoryGone    the file system (`sources.run_directory`)
+    Superseded          the lease file (`sources.run_directory`, and `actions.slurm` before a requeue)
 
 Words of ranks are datagrams through a watcher, the bus and a pipe: they come late, twice (the library repeats
 its hello to a new watcher), or never (a watcher or the bus died in between).  So nothing depends on one alone:
@@ -50,6 +50,21 @@ each has a deadline behind it, and `LaunchEnded` behind all.
 
 from __future__ import annotations
 
+from stepkeeper.core.events.attempt import (
+    AttemptStarted,
+    CheckpointChosen,
+    CheckpointVerified,
+    ChoiceFailed,
+    ClockSet,
+    PartFailed,
+    Requested,
+    RunDirectoryGone,
+    Skipped,
+    StorageTested,
+    Superseded,
+    Suspended,
+    Tick,
+)
 from stepkeeper.core.events.launches import (
     CheckpointCommitted,
     Judged,
@@ -79,16 +94,6 @@ from stepkeeper.core.events.nodes import (
     WatcherLost,
     WatcherReady,
 )
-from stepkeeper.core.events.ours import (
-    AttemptStarted,
-    ClockSet,
-    PartFailed,
-    Requested,
-    RunDirectoryGone,
-    Superseded,
-    Suspended,
-    Tick,
-)
 from stepkeeper.core.events.slurm import (
     IdleNodes,
     JobFacts,
@@ -98,13 +103,6 @@ from stepkeeper.core.events.slurm import (
     RequeueAnswered,
     SignalReceived,
     SlurmAnswered,
-)
-from stepkeeper.core.events.storage import (
-    CheckpointChosen,
-    CheckpointVerified,
-    ChoiceFailed,
-    Skipped,
-    StorageTested,
 )
 
 Event = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepkeeper.core.causes import Cause
-from stepkeeper.core.events.stamped import Stamped
+from stepkeeper.core.events.nodes import Stamped
 
 
 class OfLaunch(Stamped, frozen=True, kw_only=True):

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from stepkeeper.core.events.stamped import Stamped
 from stepkeeper.core.reasons import Why
+
+# What all events have.
+
+
+class Stamped(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
+    """Something that happened; its source says when, in Unix seconds that never go backwards."""
+
+    at: float
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +77,7 @@ class NodeFaulted(Stamped, frozen=True, kw_only=True, tag="node_faulted"):
     node: str
     incident: str
     name: str  # `XID 79`
-    action: str  # of `node.xid.model.Action`
+    action: str  # of `xid.catalogue.Action`
     leave: bool  # no job should run on this node any more
     why: str
     gpu: str = ""  # PCI address and UUID, for people

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from stepkeeper.core.events.stamped import Stamped
+from stepkeeper.core.events.nodes import Stamped
 
 
 class JobState(StrEnum):

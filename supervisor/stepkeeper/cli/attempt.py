@@ -1,0 +1,164 @@
+"""What the start of an attempt and its dry run share: what is left of the attempts before, and what is launched."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from stepkeeper.config import rank_settings, resolve
+from stepkeeper.config.resolve import Config
+from stepkeeper.config.settings import RunSettings
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.run_store import journal, paths, run_registry, submission
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.slurm import resubmission, resubmit
+from stepkeeper.slurm.allocation import Allocation
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.launch import Geometry
+from stepkeeper.submit import own_script
+from stepkeeper.supervisor.actions.launch import Job
+from stepkeeper_trainer.formats import lease, records
+
+
+def carried(directory: paths.RunDirectory) -> journal.Carried:
+    """Return what the attempts before left.  Raises `StepkeeperError`."""
+    try:
+        return journal.reconstruct(directory.journal)
+    except OSError as error:
+        raise StepkeeperError(
+            f"{directory.journal}: cannot be read: {error.strerror}", ExitCode.RUN_DIRECTORY
+        ) from error
+
+
+def continued(environment: dict[str, str]) -> Path | None:
+    """Take out of the environment whose run this job goes on with, where it was submitted in place of another.
+
+    It must be that job's run still, or ours already: the variable may have been inherited by any other job.
+    """
+    number, _, directory = environment.pop(resubmission.CONTINUES, "").partition(":")
+    if not number.isdigit() or not os.path.isabs(directory):
+        return None
+    try:
+        held = lease.read(Path(directory))
+        submitted = submission.read(Path(directory)) if held is None else None  # no job has worked on it yet
+    except (OSError, lease.LeaseError):
+        return None  # another place than that is then what the settings say
+    ours = environment.get("SLURM_JOB_ID", "")
+    whose = str(held.job_id) if held is not None else str(submitted.number) if submitted is not None else ""
+    return Path(directory) if whose and whose in (number, ours) else None
+
+
+def standby_imports(settings: RunSettings) -> tuple[str, ...] | None:
+    """Return what warm standbys import besides torch and the trainer library; None where there are to be none."""
+    modules = (settings.warm_standby_imports or "").split(",")
+    return tuple(module.strip() for module in modules if module.strip()) if settings.warm_standby else None
+
+
+def finished_step(path: Path) -> int | None:
+    """Return the last step of a finished run, else None.  Raises `StepkeeperError`."""
+    try:
+        said = records.read_outcome(path)
+    except (OSError, ValueError) as error:
+        raise StepkeeperError(
+            f"{path / records.OUTCOME_NAME}: cannot be read: {error}", ExitCode.RUN_DIRECTORY
+        ) from error
+    return said.step if said is not None and said.outcome == "finished" else None
+
+
+def job(
+    command: tuple[str, ...],
+    settings: RunSettings,
+    allocation: Allocation,
+    directory: paths.RunDirectory,
+    *,
+    attempt: int,
+    socket: str,
+    script: own_script.Found,
+) -> Job:
+    """Return what is the same for every launch of an attempt."""
+    return Job(
+        command=command,
+        torchrun=settings.torchrun,
+        geometry=Geometry(
+            tasks_per_node=allocation.tasks_per_node,
+            cpus_per_task=allocation.cpus_per_task,
+            overcommit=allocation.overcommit,
+        ),
+        run_directory=directory.path,
+        run_id=directory.run_id,
+        attempt=attempt,
+        socket=socket,
+        told={**rank_settings.tier_variables(settings), **rank_settings.rank_variables(settings)},
+        starts_ranks=bool(script.starts_ranks),
+        resume_argument=settings.resume_argument,
+        takes_resume=script.takes,
+    )
+
+
+# What an attempt notes at its start: by what settings and code it goes, and where its run is.
+
+Log = structlog.typing.FilteringBoundLogger
+
+
+def note(config: Config, directory: RunDirectory, number: int, command: Sequence[str], log: Log) -> None:
+    """Say and keep by what the attempt goes; storage that does not take it stops nothing.
+
+    Raises:
+        StepkeeperError: the code is not that of the attempt before, and the user wants no other (`--same-code`).
+    """
+    if changed := resolve.changed_settings(config):
+        log.info("configured", **{key.replace(".", "_"): value for key, value in changed.items()})
+    try:
+        resolve.write_record(directory.path, number, config)
+    except OSError as error:
+        log.warning("config_not_recorded", error=f"{error.filename}: {error.strerror}")
+    try:
+        run_registry.remember(directory.path, os.environ)
+    except OSError as error:  # a help for people, no more: a home may be read-only on compute nodes
+        log.debug("run_not_noted", error=f"{error.filename}: {error.strerror}")
+    _compare_code(directory, number, command, log, must_be_same=config.settings.same_code)
+
+
+def note_submission(directory: RunDirectory, allocation: Allocation, words: Sequence[str], log: Log) -> None:
+    """Keep how the job was submitted, for `stepkeeper resume`, on a thread: Slurm may be slow, and nothing waits.
+
+    What `submit` or `resume` has kept already stays; so an attempt that was requeued asks Slurm nothing.
+    """
+    environment = dict(os.environ)
+
+    def keep() -> None:
+        try:
+            known_already = submission.read(directory.path)
+            if known_already is not None and known_already.job == allocation.slurm_name:
+                return
+            found = resubmit.find_out(allocation.slurm_name, environment, words, len(allocation.nodes))
+            submission.write(directory.path, found)
+        except (SlurmError, OSError) as error:
+            log.warning("submission_not_recorded", error=str(error))
+
+    threading.Thread(target=keep, name="submission", daemon=True).start()
+
+
+def _compare_code(
+    directory: RunDirectory, number: int, command: Sequence[str], log: Log, *, must_be_same: bool
+) -> None:
+    now = submission.look_at_code(command, Path.cwd())
+    before = submission.newest_code_before(directory.path, number)
+    differences = submission.code_differences(before, now) if before is not None else []
+    if differences and must_be_same:
+        raise StepkeeperError(
+            f"the code is not that of the attempt before: {'; '.join(differences)}; bring it back, or go on with it "
+            "by --no-same-code",
+            ExitCode.CODE_CHANGED,
+        )
+    if differences:
+        log.warning("code_changed", differences=differences, why="this attempt resumes by other code than the last one")
+    try:
+        submission.write_code(directory.path, number, now)
+    except OSError as error:
+        log.warning("code_not_recorded", error=f"{error.filename}: {error.strerror}")

@@ -1,0 +1,336 @@
+"""`stepkeeper checkpoints ls|verify|latest|prune|pin|unpin`: the step directories of a run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stepkeeper.cli import checkpoints_foreign, checkpoints_tiers, checkpoints_upkeep, printing
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.run_analytics import history, reading
+from stepkeeper.run_analytics.model import left_out_in_words
+from stepkeeper.run_analytics.timeline import condition, judged
+from stepkeeper.run_store import find, journal
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper_trainer.formats import lineage as lineages
+from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats.cache import Cache
+from stepkeeper_trainer.formats.manifest import LEFT_OUT
+from stepkeeper_trainer.formats.reading import Reading
+from stepkeeper_trainer.store import space
+
+_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_OF_RUNS = ("checkpoints", lineages.LINEAGE_NAME)  # what a run directory holds, or its checkpoints/
+NONE_FOUND = 1  # of `latest`: a contract that scripts rely on
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the commands."""
+    group = subcommands.add_parser(
+        "checkpoints",
+        help="list, verify, choose, keep and prune step directories",
+        description="List, verify, choose, keep and prune step directories.  None is ever changed.",
+        allow_abbrev=False,
+    )
+    below = group.add_subparsers(
+        dest="checkpoints_command",
+        metavar="COMMAND",
+        required=True,
+        parser_class=type(group),
+        title="commands",
+    )
+    listing = below.add_parser("ls", help="list the step directories, newest first", allow_abbrev=False)
+    listing.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
+    listing.set_defaults(execute=list_steps)
+    verify = below.add_parser(
+        "verify", help="compare every byte of a step directory with its manifest", allow_abbrev=False
+    )
+    verify.add_argument("where", metavar="STEPDIR", help="a step directory")
+    verify.set_defaults(execute=verify_step)
+    latest = below.add_parser(
+        "latest",
+        help="print the newest verified step directory; exit code 1 if there is none",
+        allow_abbrev=False,
+    )
+    latest.add_argument("where", metavar="DIR", help="run directory, its checkpoints/, or a job id")
+    latest.set_defaults(execute=print_latest)
+    verify.add_argument("--cached", action="store_true", help="do not read again what was right and is unchanged since")
+    latest.add_argument("--no-cache", action="store_true", help="read also what was right and is unchanged since")
+    for command in (verify, latest):
+        command.add_argument(
+            "--shallow", action="store_true", help="compare names and sizes, and that every tensor is there, only"
+        )
+        command.add_argument(
+            "--threads", type=checkpoints_upkeep.positive, metavar="N", help="readers (default: by the cores)"
+        )
+        command.add_argument(
+            "--max-rate", type=_rate, metavar="BYTES/S", help="read no faster than this; k, M, G and T are units"
+        )
+        command.add_argument(
+            "--from-disk", action="store_true", help="read past the page cache: what the disk has, not the memory"
+        )
+    for command in (listing, verify, latest):
+        checkpoints_foreign.add(command)
+        command.add_argument("--json", action="store_true", help="one JSON document")
+    _add_keeping(below)
+    checkpoints_upkeep.add_export(below)
+    checkpoints_tiers.add(below)
+
+
+def _add_keeping(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    checkpoints_upkeep.add_prune(below)
+    for name, value, words in (("pin", True, "never prune a step directory"), ("unpin", False, "take back a pin")):
+        pin = below.add_parser(name, help=words, allow_abbrev=False)
+        pin.add_argument("where", metavar="STEPDIR", help="a step directory")
+        pin.set_defaults(execute=pin_step, pinned=value)
+    test = below.add_parser(
+        "test-storage",
+        help="write, sync, rename and read back bytes that nobody needs",
+        description="Save synthetic bytes as a checkpoint is saved, read them back from the disk, and compare.",
+        allow_abbrev=False,
+    )
+    test.add_argument("where", metavar="DIR|RUN", help="any directory, or a run")
+    test.add_argument("--bytes", type=_rate, default=space.TEST_BYTES, metavar="N", help="k, M, G and T are units")
+    test.add_argument("--within", type=_rate, default=space.TEST_WITHIN_S, metavar="S", help="time limit in seconds")
+    test.add_argument("--json", action="store_true", help="one JSON document")
+    test.set_defaults(execute=try_storage)
+
+
+def _rate(text: str) -> float:
+    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    try:
+        rate = float(number) * unit
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0, such as 500M")
+    return rate
+
+
+def _reading(arguments: argparse.Namespace) -> Reading:
+    return Reading(threads=arguments.threads, bytes_per_s=arguments.max_rate, from_disk=arguments.from_disk)
+
+
+@printing.reading
+def list_steps(arguments: argparse.Namespace) -> int:
+    """Print a table of step directories."""
+    if (finding := checkpoints_foreign.found(arguments)) is not None:
+        return checkpoints_foreign.list_steps(arguments, finding)
+    checkpoints = find.checkpoints(arguments.where, os.environ)
+    found, lineage = steps.list_steps(checkpoints), lineages.read(checkpoints)
+    rows = _rows(checkpoints, found, lineage)
+    left_out = lineage.left_out if lineage is not None else ()
+    if arguments.json:
+        told = [msgspec.to_builtins(each) for each in left_out]
+        printing.say_json({"checkpoints": str(checkpoints), "steps": rows, "left_out": told}, indent=2)
+    elif rows:
+        _show(rows)
+        for each in left_out:
+            printing.say(f"left out: {left_out_in_words(each.step, each.steps)}")
+    else:
+        printing.say(f"{checkpoints}: no step directories yet")
+    return ExitCode.FINISHED
+
+
+def _rows(
+    checkpoints: Path, found: list[steps.StepDirectory], lineage: lineages.Lineage | None
+) -> list[dict[str, Any]]:
+    current = {step.path for step in steps.current_lineage(found, lineage)}
+    rows = []
+    cache = Cache(checkpoints)
+    told = history.read_history(journal.read(RunDirectory(checkpoints.parent).journal))
+    for step in found:
+        manifest = step.manifest
+        there, seen = reading.look(step, cache)
+        known, verified = judged(step.path.name, told, there)
+        problems = list(seen) or ([known] if known else [])
+        marks = lineage.marks.get(manifest.save_id, frozenset()) if lineage and manifest else frozenset()
+        rows.append(
+            {
+                "directory": step.path.name,
+                "step": step.step,
+                "tokens": manifest.tokens if manifest else None,
+                "bytes": sum(entry.bytes for entry in manifest.files.values()) if manifest else None,
+                "created_at": manifest.created_at if manifest else None,
+                "world_size": manifest.world_size if manifest else None,
+                "loss": manifest.loss if manifest else None,
+                "save_id": manifest.save_id if manifest else None,
+                "parent": manifest.parent if manifest else None,
+                "complete": not problems,
+                "state": condition(known, verified=verified),
+                "current": step.path in current,
+                "marks": sorted(marks),
+                "left_out": _never_seen(step),
+                "problems": problems,
+            }
+        )
+    return rows
+
+
+def _never_seen(step: steps.StepDirectory) -> list[Any]:
+    """Return what its manifest says of data that was left out on the way to a step, for programs."""
+    windows = step.manifest.state.get(LEFT_OUT) if step.manifest is not None else None
+    return windows if isinstance(windows, list) else []
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = [("DIRECTORY", "STEP", "TOKENS", "SIZE", "CREATED", "WORLD", "LOSS", "STATE")]
+    for row in rows:
+        loss = f"{row['loss']:.6g}" if row["loss"] is not None else "-"
+        table.append(
+            (
+                row["directory"],
+                str(row["step"]),
+                _or_dash(row["tokens"]),
+                printing.size(row["bytes"]) if row["bytes"] is not None else "-",
+                _or_dash(row["created_at"])[:40],
+                _or_dash(row["world_size"]),
+                loss,
+                _state(row),
+            )
+        )
+    printing.say_table(table, right=frozenset({1, 2, 3, 5, 6}))
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _state(row: dict[str, Any]) -> str:
+    """Say in words what a row's fields mean; paths are shortened to what is below `checkpoints/`."""
+    words = [row["state"]]
+    if row["problems"]:
+        first, *others = row["problems"]
+        more = f" (and {len(others)} more)" if others else ""
+        words = [f"{row['state']}: {_shorten(first, row['directory'])}{more}"]
+    if not row["current"]:
+        words.append("not on the current lineage")
+    return "; ".join([*words, *row["marks"]])
+
+
+def _shorten(problem: str, directory: str) -> str:
+    _, found, rest = problem.partition(f"/{directory}/")
+    return rest if found else problem
+
+
+@printing.reading
+def verify_step(arguments: argparse.Namespace) -> int:
+    """Compare a step directory with its manifest."""
+    if (finding := checkpoints_foreign.found(arguments)) is not None:
+        return checkpoints_foreign.verify_step(arguments, finding)
+    directory = find.step_directory(arguments.where)
+    if any(os.path.lexists(directory / name) for name in _OF_RUNS):
+        raise StepkeeperError(
+            f"{arguments.where}: no step directory, but a run's: name one of those that `stepkeeper checkpoints ls "
+            f"{arguments.where}` lists, or `stepkeeper checkpoints latest {arguments.where}` reads the newest",
+            ExitCode.USAGE,
+        )
+    cache = Cache(directory.parent, knows=arguments.cached)
+    verdict = steps.verify(directory, deep=not arguments.shallow, reading=_reading(arguments), cache=cache)
+    problems = list(verdict.problems)
+    opened = steps.open_step(directory)
+    if not problems and opened.problem:
+        problems.append(opened.problem)
+    if arguments.json:
+        document = {
+            "directory": str(directory),
+            "ok": not problems,
+            "state": condition(problems[0] if problems else "", verified=not arguments.shallow),
+            "deep": not arguments.shallow,
+            "bytes_read": verdict.bytes_read,
+            "bytes_known": verdict.bytes_known,
+            "problems": problems,
+            "left_out": _never_seen(opened),
+        }
+        printing.say_json(document, indent=2)
+    elif problems:
+        printing.say(f"{directory}: {steps.DAMAGED}")
+        for problem in problems:
+            printing.say(problem)
+    elif arguments.shallow:
+        printing.say(f"{directory}: {steps.COMMITTED}: names, sizes and coverage are right (--shallow reads no data)")
+    elif verdict.bytes_known:
+        known = printing.size(verdict.bytes_known)
+        printing.say(
+            f"{directory}: {steps.VERIFIED}: every byte is right ({printing.size(verdict.bytes_read)} read, "
+            f"{known} unchanged since they were read before: leave out --cached to read them)"
+        )
+    else:
+        printing.say(f"{directory}: {steps.VERIFIED}: every byte is right ({printing.size(verdict.bytes_read)} read)")
+    return ExitCode.NOT_VERIFIED if problems else ExitCode.FINISHED
+
+
+@printing.reading
+def print_latest(arguments: argparse.Namespace) -> int:
+    """Print the newest verified step directory of the current lineage."""
+    if (finding := checkpoints_foreign.found(arguments)) is not None:
+        return checkpoints_foreign.print_latest(arguments, finding)
+    checkpoints = find.checkpoints(arguments.where, os.environ)
+    choice = steps.newest_verified(
+        checkpoints, deep=not arguments.shallow, reading=_reading(arguments), cached=not arguments.no_cache
+    )
+    if arguments.json:
+        document = {
+            "directory": str(choice.chosen.path) if choice.chosen else None,
+            "step": choice.chosen.step if choice.chosen else None,
+            "deep": not arguments.shallow,
+            "suspicion": space.suspicion(choice),
+            "skipped": [{"directory": str(step.path), "problems": list(problems)} for step, problems in choice.skipped],
+        }
+        printing.say_json(document, indent=2)
+    elif choice.chosen is not None:
+        printing.say_path(str(choice.chosen.path))
+    for step, problems in choice.skipped:
+        printing.warn(f"passed over {step.path.name}: {'; '.join(problems)}")
+    lineage = lineages.read(checkpoints)
+    if lineage is not None and lineage.damaged:
+        printing.warn(f"{checkpoints / lineages.LINEAGE_NAME}: {lineage.damaged} damaged lines were passed over")
+    if suspicion := space.suspicion(choice):
+        printing.warn(suspicion)
+    if choice.chosen is None:
+        printing.warn(f"{checkpoints}: no verified step directory")
+        return NONE_FOUND
+    return ExitCode.FINISHED
+
+
+@printing.reading
+def pin_step(arguments: argparse.Namespace) -> int:
+    """Record in the lineage that a step directory is kept whatever the policy says, or no longer."""
+    directory = find.step_directory(arguments.where)
+    step = steps.open_step(directory)
+    if step.manifest is None:
+        raise StepkeeperError(step.problem or f"{directory}: no step directory", ExitCode.NOT_VERIFIED)
+    mark = lineages.Mark(at=time.time(), save_id=step.manifest.save_id, mark=lineages.PINNED, value=arguments.pinned)
+    lineages.append(directory.parent, mark)
+    printing.say(f"{directory}: {'pinned' if arguments.pinned else 'no longer pinned'}")
+    return ExitCode.FINISHED
+
+
+@printing.reading
+def try_storage(arguments: argparse.Namespace) -> int:
+    """Make a dummy save in a directory, and say what came of it."""
+    directory = Path(arguments.where)
+    if not directory.is_dir():
+        directory = find.checkpoints(arguments.where, os.environ)
+    directory = find.resolved(directory)
+    found = space.storage_test(directory, size=int(arguments.bytes), limit_s=arguments.within)
+    if arguments.json:
+        document = {"directory": str(directory), "ok": found.problem is None, **dataclasses.asdict(found)}
+        printing.say_json(document, indent=2)
+    elif found.problem is not None:
+        printing.say(found.problem)
+    else:
+        where = "from the disk" if found.from_disk else "perhaps from memory: this file system has no other way"
+        printing.say(
+            f"{directory}: {printing.size(found.bytes)} durable in {printing.duration(found.write_s or 0)}, "
+            f"read back in {printing.duration(found.read_s or 0)} ({where}), and equal"
+        )
+    return ExitCode.FINISHED if found.problem is None else ExitCode.STORAGE

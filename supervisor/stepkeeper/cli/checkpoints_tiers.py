@@ -1,0 +1,286 @@
+"""`stepkeeper checkpoints tiers|copy`: which step is where, and copies by hand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stepkeeper.cli import printing
+from stepkeeper.config import resolve
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.run_store import find
+from stepkeeper_trainer.formats import lineage as lineages
+from stepkeeper_trainer.formats import records
+from stepkeeper_trainer.formats.decoding import DecodeError, decode
+from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.steps import COMMITTED
+from stepkeeper_trainer.tiers.copying import Pace, copy_step
+from stepkeeper_trainer.tiers.directory import DirectoryTier, open_tier
+from stepkeeper_trainer.tiers.search import counts
+from stepkeeper_trainer.tiers.survey import Surveyed, newest_anywhere, on_the_way, survey
+from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError, Tiers, check_place, read_identity
+
+_STATES = {"complete": COMMITTED}  # what JSON calls it, and what people read
+
+
+class _Setting(msgspec.Struct):
+    value: Any = None
+
+    def text(self) -> str | None:
+        return self.value if isinstance(self.value, str) else None
+
+
+class _Recorded(msgspec.Struct):
+    settings: dict[str, _Setting]
+
+
+_recorded = msgspec.json.Decoder(_Recorded)
+
+
+def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the commands."""
+    tiers = below.add_parser(
+        "tiers",
+        help="say which tier has which step, and how far copies lag",
+        description="Say which tier has which step: this node's disk, the run directory, the cold tier.  The places "
+        "are those that the newest attempt's settings name, else those that its ranks have recorded.",
+        allow_abbrev=False,
+    )
+    tiers.add_argument("where", metavar="RUN", help="run directory or job id")
+    tiers.add_argument("--cold", metavar="URL", help="look there instead")
+    tiers.add_argument("--local", metavar="DIR", help="look there instead, on this node")
+    tiers.add_argument("--deep", action="store_true", help="read every byte")
+    tiers.add_argument("--json", action="store_true", help="one JSON document")
+    tiers.set_defaults(execute=show)
+    copy = below.add_parser(
+        "copy",
+        help="copy steps to another tier, or back",
+        description="Copy a step to another place, or the newest verified one back from there.  Each chunk is compared "
+        "with the manifest on its way, and what was written is read back; what was interrupted goes on.",
+        allow_abbrev=False,
+    )
+    copy.add_argument("where", metavar="RUN", help="run directory, its checkpoints/, or job id")
+    way = copy.add_mutually_exclusive_group(required=True)
+    way.add_argument("--to", metavar="URL", help="a directory, or the URL of an object store")
+    way.add_argument(
+        "--from", dest="source", metavar="URL", help="bring the newest undamaged step of the run from there"
+    )
+    which = copy.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="this step (default: the newest verified one)")
+    which.add_argument("--all", action="store_true", help="all steps of the current lineage, newest first")
+    copy.add_argument("--zstd", type=int, metavar="LEVEL", help="compress files, in an object store")
+    copy.add_argument("--max-rate", type=float, metavar="MB/S", help="no faster than this")
+    copy.add_argument("--json", action="store_true", help="one JSON document")
+    copy.set_defaults(execute=copy_steps)
+
+
+@printing.reading
+def show(arguments: argparse.Namespace) -> int:
+    """Print a table of steps and tiers."""
+    run = find.find(arguments.where, os.environ)
+    tiers, earlier = _tiers_of(run.path)
+    local, cold = arguments.local or tiers.local, arguments.cold or tiers.cold
+    found = [survey("shared", DirectoryTier(run.checkpoints), deep=arguments.deep)]
+    if local is not None and (place := _local_place(run.path, local)) is not None:
+        found.insert(0, survey("local", DirectoryTier(place), deep=arguments.deep))
+    if cold is not None:
+        found.append(survey("cold", _open(cold), deep=arguments.deep))
+    going = on_the_way(run.checkpoints)
+    shared = next(each for each in found if each.kind == "shared")
+    if arguments.json:
+        printing.say_json(
+            {
+                "run": str(run.path),
+                "tiers": [{"newest": each.newest, "lag_steps": _lag(each, shared)} | _plain(each) for each in found],
+                "on_the_way": {"to_shared": going.to_shared, "to_cold": going.to_cold},
+                "used_earlier": [{"kind": each.kind, "where": each.where, "launch": each.launch} for each in earlier],
+            },
+            indent=2,
+        )
+    else:
+        _say(found, shared)
+        for what, names in (("shared storage", going.to_shared), ("the cold tier", going.to_cold)):
+            for name in names:
+                printing.say(f"on the way to {what}: {name}")
+        for each in earlier:
+            printing.say(f"used by launch {each.launch}: {each.where}; look there with --{each.kind}")
+    return ExitCode.FINISHED
+
+
+def _plain(tier: Surveyed) -> dict[str, Any]:
+    built: dict[str, Any] = msgspec.to_builtins(tier)
+    return built
+
+
+def _lag(tier: Surveyed, shared: Surveyed) -> int | None:
+    """Return by how many steps a tier is behind shared storage; negative: it is ahead."""
+    return shared.newest - tier.newest if shared.newest is not None and tier.newest is not None else None
+
+
+def _say(found: list[Surveyed], shared: Surveyed) -> None:
+    for tier in found:
+        lag = _lag(tier, shared)
+        behind = f", {lag} steps behind" if lag is not None and lag > 0 else ""
+        newest = f"newest step {tier.newest}{behind}" if tier.newest is not None else "no step, or damaged ones only"
+        printing.say(f"{tier.kind:7} {tier.name}: {tier.error or newest}")
+    saves = {(copy.step, copy.save_id) for tier in found for copy in tier.steps}
+    if not saves:
+        return
+    table = [("STEP", "SAVE", *(tier.kind.upper() for tier in found))]
+    for step, save_id in sorted(saves, reverse=True):
+        table.append((str(step), save_id[:8], *(_words(tier, save_id) for tier in found)))
+    printing.say()
+    printing.say_table(table, right=frozenset({0}))
+
+
+def _words(tier: Surveyed, save_id: str) -> str:
+    copy = next((each for each in tier.steps if each.save_id == save_id), None)
+    if copy is None:
+        return "-"
+    return f"{copy.files} of {copy.of} files" if copy.state == "part" else _STATES.get(copy.state, copy.state)
+
+
+@printing.reading
+def copy_steps(arguments: argparse.Namespace) -> int:
+    """Copy steps to a place, or the newest one back."""
+    checkpoints = find.checkpoints(arguments.where, os.environ)
+    rate = arguments.max_rate
+    if rate is not None and rate <= 0:
+        raise StepkeeperError(f"--max-rate {rate:g}: more than 0 is wanted, in MB/s", ExitCode.USAGE)
+    pace = Pace(rate * 1e6 if rate is not None else None)
+    shared = DirectoryTier(checkpoints)
+    if arguments.source is not None:
+        return _bring(arguments, shared, _open(arguments.source), pace)
+    target = _open(arguments.to, arguments.zstd)
+    copied = [_copy(shared, held, target, pace) for held in _wanted(arguments, shared)]
+    if arguments.json:
+        printing.say_json({"target": target.name, "steps": copied}, indent=2)
+    else:
+        for each in copied:
+            printing.say(
+                f"{target.name}/{each['directory']}: {printing.size(each['bytes_copied'])} copied, "
+                f"{printing.size(each['bytes_there'])} were there, {printing.duration(each['seconds'])}"
+            )
+    return ExitCode.FINISHED
+
+
+def _wanted(arguments: argparse.Namespace, shared: DirectoryTier) -> list[Held]:
+    steps = shared.steps()
+    if arguments.step is not None:
+        steps = [held for held in steps if held.manifest.step == arguments.step]
+    if not steps:
+        what = f"step {arguments.step}" if arguments.step is not None else "a step"
+        raise StepkeeperError(f"{shared.name}: {what} of the current lineage is not there", ExitCode.NOTHING_FOUND)
+    if arguments.all:
+        return steps
+    if arguments.step is not None:
+        return steps[:1]
+    for held in steps:
+        problems = shared.problems(held, deep=True)
+        if not problems:
+            return [held]
+        printing.warn(f"{held.directory} is passed over: {problems[0]}")
+    raise StepkeeperError(f"{shared.name}: every step is damaged", ExitCode.NOT_VERIFIED)
+
+
+def _copy(shared: DirectoryTier, held: Held, target: Tier, pace: Pace) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        pushed = copy_step(shared, held, target, pace=pace)
+    except DamagedCopyError as error:
+        raise StepkeeperError(str(error), ExitCode.NOT_VERIFIED) from error
+    except TierError as error:
+        raise StepkeeperError(str(error), ExitCode.STORAGE) from error
+    return {
+        "step": held.manifest.step,
+        "save_id": held.manifest.save_id,
+        "directory": pushed.directory,
+        "bytes_copied": pushed.bytes_copied,
+        "bytes_there": pushed.bytes_there,
+        "seconds": round(time.monotonic() - began, 3),
+    }
+
+
+def _bring(arguments: argparse.Namespace, shared: DirectoryTier, source: Tier, pace: Pace) -> int:
+    lineage = lineages.read(shared.checkpoints)
+
+    def wanted(held: Held) -> bool:
+        step = arguments.step
+        return counts(held.manifest, lineage) and (step is None or held.manifest.step == step)
+
+    found = newest_anywhere(shared, [source], counts=wanted, pace=pace)
+    for problem in found.passed_over:
+        printing.warn(f"passed over: {problem}")
+    if found.directory is None or found.held is None:
+        raise StepkeeperError(f"{source.name}: no step of this run, or damaged ones only", ExitCode.NOTHING_FOUND)
+    if arguments.json:
+        step = found.held.manifest.step
+        printing.say_json({"directory": found.directory, "step": step, "came_from": found.came_from}, indent=2)
+    else:
+        printing.say(f"{shared.checkpoints / found.directory}: from {found.came_from}, every byte was checked")
+    return ExitCode.FINISHED
+
+
+def _open(where: str, zstd: int | None = None) -> Tier:
+    place = where if "://" in where else os.path.abspath(os.path.expanduser(where))
+    if zstd is not None and "://" not in place:
+        raise StepkeeperError(f"{place}: files are compressed in object stores only: leave out --zstd", ExitCode.USAGE)
+    try:
+        check_place(place)
+        return open_tier(place, **({"zstd_level": zstd} if zstd is not None else {}))
+    except TierError as error:
+        raise StepkeeperError(str(error), ExitCode.USAGE) from error
+
+
+def _tiers_of(run: Path) -> tuple[Tiers, list[records.Place]]:
+    """Return the tiers in use, and those that launches have used earlier.
+
+    What the settings of the newest attempt name counts, as it does for the ranks; else what the ranks have recorded.
+    """
+    told = _settings_of(run)
+    try:
+        kept = records.read_keeping(run)
+    except (OSError, records.KeepingError) as error:
+        printing.warn(f"what the ranks have recorded cannot be read: {error}")
+        kept = None
+    places = kept.places if kept is not None else ()
+    if not told.any and kept is not None:
+        local, cold = kept.now("local"), kept.now("cold")
+        told = Tiers(local=local.where if local else None, cold=cold.where if cold else None)
+    owner = run.stat().st_uid
+    if told.any and owner != os.geteuid():  # or our credentials would go wherever somebody else's file says
+        printing.warn(
+            f"{run} belongs to user id {owner}, and the places that it names are not visited in your name: "
+            "to look there, name them with --local and --cold"
+        )
+        told = Tiers()
+    in_use = {("local", told.local), ("cold", told.cold)}
+    return told, [place for place in places if (place.kind, place.where) not in in_use]
+
+
+def _settings_of(run: Path) -> Tiers:
+    """Return the tiers of the newest attempt that recorded its settings; none where nothing is recorded."""
+    attempts = sorted((run / "attempts").glob("attempt-*"), reverse=True)
+    for attempt in attempts:
+        try:
+            settings = decode(_recorded, read_plain(attempt / resolve.RECORD_NAME, within=run)).settings
+            return Tiers(local=settings["local_tier"].text(), cold=settings["cold_tier"].text())
+        except (OSError, DecodeError, KeyError):
+            continue  # not recorded, or of a version without tiers
+    return Tiers()
+
+
+def _local_place(run: Path, local: str) -> Path | None:
+    try:
+        identity = read_identity(run / "checkpoints")
+    except (OSError, TierError):
+        return None  # no rank has ever had a local tier
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    return Tiers(local=os.path.abspath(os.path.expanduser(local))).local_checkpoints(run, identity, node)

@@ -1,0 +1,294 @@
+"""`stepkeeper checkpoints prune`: remove step directories that no rule wants to keep."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from stepkeeper.cli import printing
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.run_store import find
+from stepkeeper_trainer.formats import records
+from stepkeeper_trainer.store import export, retention
+
+
+def add_prune(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    prune = below.add_parser(
+        "prune",
+        help="remove step directories that no rule wants to keep",
+        description="Remove step directories that no rule wants to keep.  Only verified ones count, and only they are "
+        "removed; nothing is removed while the newest one is not verified.  Without a rule here, those count that the "
+        "run's newest launch goes by.",
+        allow_abbrev=False,
+    )
+    prune.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and why the rest is kept")
+    prune.add_argument(
+        "--keep-last",
+        type=positive,
+        metavar="K",
+        help=f"keep the newest K (default where another rule is named: {retention.KEEP_LAST})",
+    )
+    prune.add_argument("--every", type=positive, metavar="M", help="keep a milestone of every M steps")
+    prune.add_argument("--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the work")
+    prune.add_argument("--total-steps", type=positive, metavar="N", help="of the whole work, for --every-percent")
+    prune.add_argument("--best", type=positive, default=0, metavar="N", help="keep the N best")
+    prune.add_argument("--best-by", default="loss", metavar="NAME", help="what the best are chosen by (default: loss)")
+    prune.add_argument("--best-is-highest", action="store_true", help="a higher value is better")
+    prune.add_argument("--json", action="store_true", help="one JSON document")
+    prune.set_defaults(execute=prune_steps)
+
+
+def positive(text: str) -> int:
+    """Read a whole number above 0, for argparse."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+@printing.reading
+def prune_steps(arguments: argparse.Namespace) -> int:
+    """Apply a retention policy to the step directories of a run."""
+    checkpoints = find.checkpoints(arguments.where, os.environ)
+    policy, origin = _policy(arguments, checkpoints)
+    outcome = retention.prune(checkpoints, policy, dry_run=arguments.dry_run)
+    freed = 0 if arguments.dry_run else retention.empty_trash(checkpoints)
+    plan = outcome.plan
+    gone = plan.removed if arguments.dry_run else outcome.removed
+    if arguments.json:
+        document = {
+            "checkpoints": str(checkpoints),
+            "rules": words(policy),
+            "rules_of": origin,
+            "dry_run": arguments.dry_run,
+            "kept": {name: list(why) for name, why in sorted(plan.kept.items())},
+            "removed": list(gone),
+            "spared": dict(outcome.spared),
+            "blocked": plan.blocked,
+            "directories_freed": freed,
+        }
+        printing.say_json(document, indent=2)
+        return ExitCode.FINISHED
+    fate = "would be removed" if arguments.dry_run else "removed"
+    printing.say(f"{words(policy)} ({origin})")
+    rows = [(name, "kept", "; ".join(why)) for name, why in plan.kept.items()]
+    rows += [(name, "kept", why) for name, why in outcome.spared]
+    rows += [(name, fate, "no rule wants it") for name in gone]
+    if rows:
+        printing.say_table(sorted(rows, reverse=True))
+    else:
+        printing.say(f"{checkpoints}: no step directories yet")
+    if plan.blocked:
+        printing.warn(f"nothing was removed: {plan.blocked}")
+    return ExitCode.FINISHED
+
+
+def _policy(arguments: argparse.Namespace, checkpoints: Path) -> tuple[retention.Policy, str]:
+    """Return the rules that count, and whose they are: those that are named here, else those of the run's script."""
+    named = (arguments.keep_last, arguments.every, arguments.every_percent, arguments.best or None)
+    if named == (None,) * len(named):
+        known = _recorded(checkpoints.parent)
+        if known is not None:
+            return known
+        if not arguments.dry_run:
+            raise StepkeeperError(
+                "say what to keep, such as --keep-last 3 --every 1000: no launch of this run has recorded its rules "
+                f"({checkpoints.parent / records.KEEPING_NAME}); --dry-run shows what would go",
+                ExitCode.USAGE,
+            )
+    try:
+        policy = retention.Policy(
+            keep_last=arguments.keep_last or retention.KEEP_LAST,
+            every_steps=arguments.every,
+            every_percent=arguments.every_percent,
+            total_steps=arguments.total_steps,
+            best=arguments.best,
+            best_by=arguments.best_by,
+            best_is_highest=arguments.best_is_highest,
+        )
+    except ValueError as error:
+        raise StepkeeperError(str(error), ExitCode.USAGE) from error
+    return policy, "named here"
+
+
+def _recorded(run: Path) -> tuple[retention.Policy, str] | None:
+    """Return the rules of the run's newest launch."""
+    path = run / records.KEEPING_NAME
+    try:
+        kept = records.read_keeping(run)
+        if kept is None:
+            return None
+        if kept.retention is None:
+            raise StepkeeperError(
+                f"the run's script keeps all steps (launch {kept.launch}): name rules, such as --keep-last 3",
+                ExitCode.USAGE,
+            )
+        return retention.Policy(**kept.retention), f"of the run's script, launch {kept.launch}"  # type: ignore[arg-type]
+    except (OSError, records.KeepingError, TypeError, ValueError) as error:
+        raise StepkeeperError(
+            f"{path}: the rules of the run's script cannot be read: {error}; name rules, such as --keep-last 3",
+            ExitCode.USAGE,
+        ) from error
+
+
+def words(policy: retention.Policy) -> str:
+    """Say rules as a script would.
+
+    >>> words(retention.Policy(every_steps=1000, best=2))
+    'newest 3, every 1000 steps, epoch ends, best loss 2'
+    """
+    parts = [f"newest {policy.keep_last}"]
+    parts += [f"every {policy.every_steps} steps"] if policy.every_steps is not None else []
+    parts += [f"every {policy.every_percent:g} percent"] if policy.every_percent is not None else []
+    parts += ["epoch ends"] if policy.epochs else []
+    highest = " highest" if policy.best_is_highest else ""
+    parts += [f"best {policy.best_by} {policy.best}{highest}"] if policy.best else []
+    return ", ".join(parts)
+
+
+# `stepkeeper checkpoints export STEPDIR OUT`: the model as safetensors files.
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+SHOWN_EVERY_S = 1.0
+
+
+def add_export(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    command = subcommands.add_parser(
+        "export",
+        help="write the model of a step directory as safetensors files",
+        description="Write the model of a step directory as safetensors files, as model hubs keep them.  Needs "
+        "neither torch nor a GPU, and little memory; every byte is compared with the manifest before it is used.  "
+        "OUT is complete or not there.",
+        allow_abbrev=False,
+    )
+    command.add_argument("where", metavar="STEPDIR", help="a step directory")
+    command.add_argument("target", metavar="OUT", help="a directory that is not there yet")
+    command.add_argument(
+        "--prefix",
+        default=export.PREFIX,
+        help=f"export the tensors whose names begin so, without it; default {export.PREFIX}",
+    )
+    command.add_argument(
+        "--dtype", choices=sorted(export.DTYPES), help="of floating-point tensors; default: as they are"
+    )
+    command.add_argument(
+        "--max-shard-size", metavar="SIZE", type=_size, default=export.SHARD_BYTES_MAX, help="of one file; default 5GB"
+    )
+    command.add_argument(
+        "--copy",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="put this file beside the tensors, such as the model's config.json or tokenizer.json; may be repeated",
+    )
+    command.add_argument(
+        "--keep-tied",
+        action="store_true",
+        help="write a tensor that the model has under several names under each of them; default: under the first, "
+        "as model hubs have it",
+    )
+    command.add_argument("--dry-run", action="store_true", help="show what would be written")
+    command.add_argument("--json", action="store_true", help="one JSON document")
+    command.set_defaults(execute=execute)
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    unit = (match.group(2) or "").lower() if match else ""
+    size = int(float(match.group(1)) * (1024 if unit.endswith("i") else 1000) ** _POWERS[unit[:1]]) if match else 0
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 5GB, 500MB or 2GiB")
+    return size
+
+
+@printing.reading
+def execute(arguments: argparse.Namespace) -> int:
+    """Export a model."""
+    directory = find.step_directory(arguments.where)
+    began = time.monotonic()
+    try:
+        plan = export.plan_export(
+            directory,
+            prefix=arguments.prefix,
+            dtype=arguments.dtype,
+            shard_bytes_max=arguments.max_shard_size,
+            keep_tied=arguments.keep_tied,
+        )
+        written = []
+        if not arguments.dry_run:
+            written = export.export(
+                plan, Path(arguments.target), copies=arguments.copy, progress=_Progress(plan.bytes).add
+            )
+    except export.DamagedStepError as error:
+        raise StepkeeperError(str(error), ExitCode.NOT_VERIFIED) from error
+    except export.ExportError as error:
+        raise StepkeeperError(str(error), ExitCode.USAGE) from error
+    seconds = time.monotonic() - began
+    if arguments.json:
+        printing.say_json(_document(plan, written, arguments.target, seconds), indent=2)
+    elif arguments.dry_run:
+        _show(plan)
+    else:
+        count = sum(map(len, plan.shards))
+        printing.say(
+            f"{arguments.target}: {count} tensors of step {plan.manifest.step}, {printing.size(plan.bytes)} "
+            f"in {len(plan.shards)} files, {printing.duration(seconds)}; every byte was checked"
+        )
+    return ExitCode.FINISHED
+
+
+class _Progress:
+    """Tells a person at a terminal how far it is; nobody else."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._said_at = time.monotonic()
+        self._shown = sys.stderr.isatty()
+
+    def add(self, count: int) -> None:
+        """Count bytes that were written."""
+        self._done += count
+        now = time.monotonic()
+        if self._shown and now - self._said_at >= SHOWN_EVERY_S:
+            self._said_at = now
+            printing.warn(f"{self._done / max(1, self._total):.0%} of {printing.size(self._total)}")
+
+
+def _document(plan: export.Plan, written: list[export.Written], target: str, seconds: float) -> dict[str, Any]:
+    return {
+        "directory": str(plan.directory),
+        "step": plan.manifest.step,
+        "save_id": plan.manifest.save_id,
+        "target": os.path.abspath(target),
+        "bytes": plan.bytes,
+        "files": [{"name": file.name, "bytes": file.bytes, "xxh3_128": file.xxh3_128} for file in written],
+        "tensors": {
+            name: {item.name: {"dtype": item.dtype, "shape": list(item.entry.size)} for item in shard}
+            for name, shard in export.homes(plan).items()
+        },
+        "tied": dict(plan.tied),
+        "seconds": round(seconds, 3),
+    }
+
+
+def _show(plan: export.Plan) -> None:
+    rows = [("FILE", "TENSOR", "DTYPE", "SHAPE", "SIZE")]
+    for name, shard in export.homes(plan).items():
+        rows += [
+            (name, item.name, item.dtype, "x".join(map(str, item.entry.size)) or "-", printing.size(item.bytes))
+            for item in shard
+        ]
+    printing.say_table(rows)
+    for name, first in plan.tied.items():
+        printing.say(f"{name} is {first}, and is not written again")
+    printing.say(f"{len(rows) - 1} tensors, {printing.size(plan.bytes)} in {len(plan.shards)} files; nothing written")

@@ -1,0 +1,362 @@
+"""`stepkeeper logs RUN`: what the ranks of a launch printed."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from stepkeeper.cli import printing
+from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.diagnosis import collect, log_lines, planes
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.run_store import find, lines
+from stepkeeper.run_store import status as status_file
+from stepkeeper.run_store.paths import FAILED_NAME, RunDirectory
+from stepkeeper.slurm import launch as slurm_launch
+from stepkeeper_trainer.formats.plain import open_plain
+
+# Lines of the ranks' logs: whose they are, where they lie, how they are shown.
+
+SRUN = "srun"  # srun.log: what srun itself said
+_LABEL = re.compile(rb"\s{0,8}(\d{1,8}): ?")  # what `srun --label` puts before each line
+
+
+class Said(NamedTuple):
+    """One line of a rank; of srun itself where `rank` is None."""
+
+    rank: int | None
+    line: str
+
+
+def launches(run: RunDirectory) -> dict[tuple[int, int], Path]:
+    """Return the directories with logs, by attempt and launch."""
+    root = run.path / "logs"
+    return {
+        (a, b): at / below
+        for a, at in _numbered(root, "attempt").items()
+        for b, below in _numbered(at, "launch").items()
+    }
+
+
+def _numbered(directory: Path, word: str) -> dict[int, Path]:
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return {}
+    matches = (re.fullmatch(rf"{word}-([0-9]{{3,18}})", name) for name in names)
+    return {int(match.group(1)): directory / match.group() for match in matches if match}
+
+
+def parse(line: bytes, is_srun: bool) -> Said:  # noqa: FBT001 - what kind of file
+    """Take the label of a line off."""
+    match = None if is_srun else _LABEL.match(line)
+    if match is None:
+        return Said(None, line.decode(errors="replace"))
+    return Said(int(match.group(1)), line[match.end() :].decode(errors="replace"))
+
+
+def show(said: Said, where: str | None, node: str, *, as_json: bool) -> None:
+    """Print one line, with its node where there are several."""
+    if as_json:
+        printing.say_json({"node": node, "rank": said.rank, "line": said.line})
+        return
+    rank = f"{said.rank}: " if said.rank is not None else ""
+    printing.say(f"{where + ' ' if where else ''}{rank}{_last_state(said.line)}")
+
+
+def _last_state(line: str) -> str:
+    """Return what a progress bar showed last: it overwrites its line by carriage returns."""
+    if "\r" not in line:
+        return line
+    return next((part for part in reversed(line.split("\r")) if part.strip()), "")
+
+
+def files_of(directory: Path, node: str | None) -> dict[str, Path]:
+    """Return the log files by node, srun's own last."""
+    names = sorted(name for name in os.listdir(directory) if name.endswith(".log"))
+    files = {name.removesuffix(".log"): directory / name for name in names}
+    if SRUN in files:
+        files[SRUN] = files.pop(SRUN)
+    if node is None:
+        return files
+    if node not in files:
+        raise StepkeeperError(
+            f"{directory}: no log of node {node}; there are {', '.join(files) or 'none'}",
+            ExitCode.NOTHING_FOUND,
+        )
+    return {node: files[node]}
+
+
+def of_rank(rank: int | None) -> Callable[[Said], bool]:
+    """Return which lines are those of a rank; None: all."""
+    return lambda said: rank in (None, said.rank)
+
+
+def said_in(run: Path, path: Path, wanted: Callable[[Said], bool], tail: int | None) -> Iterator[Said]:
+    """Yield the wanted lines of a log in a run directory, oldest first; only the newest `tail`, if that is asked."""
+    is_srun = path.stem == SRUN
+    with open_plain(path, within=run) as file:
+        source = lines.forwards(file) if tail is None else lines.backwards(file)
+        found = (said for said in (parse(line, is_srun) for line in source) if wanted(said))
+        if tail is None:
+            yield from found
+            return
+        yield from reversed(list(itertools.islice(found, tail)))
+
+
+# `stepkeeper logs RUN --failed`: what the rank that failed first printed last, without what only followed from it.
+
+_GOOD = (Cause.FINISHED, Cause.STOPPED)
+TAIL = 50  # lines of each node, where `--tail` says nothing: a rank may have printed for a week
+
+
+class First(NamedTuple):
+    """Who failed first in a launch, as far as the journal tells."""
+
+    rank: int | None = None
+    node: str = ""
+    how: str = ""  # `exit code 1: an error of the program`
+    cause: str = ""  # `exception: ValueError at train.py:61 in main`
+
+
+def show_failed(run: RunDirectory, directory: Path, arguments: argparse.Namespace) -> int:
+    """Print where the launch failed on stderr, and what was printed there last on stdout.
+
+    Raises:
+        StepkeeperError: there is no log of the node, or no line of the rank, that was asked for.
+        OSError: a log cannot be read.
+    """
+    attempt, launch = (int(path.name.rpartition("-")[2]) for path in (directory.parent, directory))
+    first = who_failed(run, attempt, launch)
+    named = arguments.rank is not None or arguments.node is not None
+    rank = arguments.rank if named else first.rank
+    files = files_of(directory, arguments.node)
+    if not named and first.node in files:
+        files = {first.node: files[first.node]}
+    tail = arguments.tail or TAIL
+    shown = _newest(run.path, files, rank, tail + 1)
+    if not named and all(said.rank is None for each in shown.values() for said in each):
+        shown = _newest(
+            run.path, files, None, tail + 1
+        )  # a launcher's ranks share one label: what their node printed is shown
+    if arguments.node is None and len(shown) > 1:
+        shown.pop(SRUN, None)  # the ranks say more
+    printing.warn(f"attempt {attempt}, launch {launch}: {_in_words(first)}")
+    if arguments.tail is None and any(len(each) > tail for each in shown.values()):
+        printing.warn(f"the last {tail} lines of each node follow; --tail N shows more")
+    for node, each in shown.items():
+        for said in each[-tail:]:
+            if arguments.json:
+                printing.say_json({"attempt": attempt, "launch": launch, "node": node, **said._asdict()})
+            else:
+                show(said, node if len(shown) > 1 else None, node, as_json=False)
+    if named and not shown:
+        whose = f"rank {rank}" if rank is not None else "a rank"
+        raise StepkeeperError(f"{directory}: no line of {whose} in {', '.join(files)}", ExitCode.NOTHING_FOUND)
+    if not shown:
+        printing.warn(f"nothing was printed there; `stepkeeper explain {run.path}` tells what is known")
+    return ExitCode.FINISHED
+
+
+def who_failed(run: RunDirectory, attempt: int, launch: int) -> First:
+    """Return who failed first in a launch: by its verdict, else the first rank that ended badly before we ended any.
+
+    Raises:
+        OSError: the journal cannot be read.
+    """
+    wanted = (each for each in collect.launches(run) if (each.attempt, each.launch) == (attempt, launch))
+    found = next(wanted, None)
+    if found is None:
+        return First()
+    exited = [each for each in found.events if isinstance(each, on.RankExited) and each.launch == launch]
+    bad = [each for each in planes.exits(exited, killed_at=found.killed_at) if each.cause not in _GOOD]
+    judged = next((each for each in reversed(found.events) if isinstance(each, on.Judged)), None)
+    if judged is None or judged.launch != launch or judged.cause is Cause.UNKNOWN:
+        refused = next((each.error for each in found.events if isinstance(each, on.LaunchRefused)), "")
+        return First(bad[0].rank, bad[0].node, bad[0].text) if bad else First(how=refused)
+    told = judged.location or judged.text
+    cause = f"{judged.cause.value}{f': {told}' if told else ''}"
+    if judged.rank is None and not judged.node and bad:
+        return First(bad[0].rank, bad[0].node, bad[0].text, cause)
+    how = next((each.text for each in bad if each.rank == judged.rank), "")
+    return First(judged.rank, judged.node, how, cause)
+
+
+def _in_words(first: First) -> str:
+    said = "; ".join(part for part in (first.cause, first.how) if part)
+    if first.rank is not None:
+        who = f"rank {first.rank}{f' on {first.node}' if first.node else ''} failed first"
+    else:
+        who = f"{first.node} failed" if first.node else "no rank is known to have failed first"
+    return who + (f" ({said})" if said else "")
+
+
+def _newest(run: Path, files: dict[str, Path], rank: int | None, count: int) -> dict[str, list[Said]]:
+    """Return the newest lines that count, oldest first, by node; a node without any is left out."""
+
+    def wanted(said: Said) -> bool:
+        of_slurm = said.rank is None and said.line.startswith("slurmstepd")  # memory that ran out, a time limit
+        return (of_slurm or rank in (None, said.rank)) and not _follows(said.line)
+
+    found = {node: list(said_in(run, path, wanted, count)) for node, path in files.items()}
+    return {node: said for node, said in found.items() if said}
+
+
+def _follows(line: str) -> bool:
+    """Tell whether a line is our own, or one of Slurm's that tells of no cause."""
+    text = log_lines.parse_lines(line.encode(errors="replace"))[1]
+    return not text or slurm_launch.only_follows(text)
+
+
+# `stepkeeper logs RUN --follow`: the ranks' lines as they come, over relaunches and requeues.
+
+LOOK_EVERY_S = 0.5
+BACK_BYTES = 4096  # of each file at the start: a few last lines
+LINE_BYTES_MAX = lines.LINE_BYTES_MAX
+
+
+class _File:
+    """What of one log was shown."""
+
+    def __init__(self, path: Path, within: Path, *, from_end: bool) -> None:
+        self.path, self.within = path, within
+        self.pending, self.position = b"", 0
+        self._skip = False
+        if from_end:
+            with open_plain(path, within=within) as file:
+                self.position = max(0, file.seek(0, 2) - BACK_BYTES)
+                self._skip = self.position > 0  # it begins in the middle of a line
+
+    def new(self) -> list[bytes]:
+        """Return the whole lines that were written since; a line that never ends is cut."""
+        with open_plain(self.path, within=self.within) as file:
+            file.seek(self.position)
+            data = file.read(LINE_BYTES_MAX)
+            self.position = file.tell()
+        *whole, self.pending = (self.pending + data).split(b"\n")
+        if len(self.pending) >= LINE_BYTES_MAX:
+            whole, self.pending = [*whole, self.pending], b""
+        if self._skip and whole:
+            whole, self._skip = whole[1:], False
+        return whole
+
+
+def follow(run: RunDirectory, arguments: argparse.Namespace) -> int:
+    """Print lines until the attempt has ended or the reader has enough (Ctrl-C)."""
+    shown: tuple[int, int] | None = None
+    files: dict[str, _File] = {}
+    first = True
+    while True:
+        done = status_file.is_over(run.status)  # asked first: what is written before the end is shown
+        newest = max(launches(run).items(), default=None)
+        if newest is not None and newest[0] != shown:
+            if shown is not None:
+                _show_new(files, arguments)
+            if not arguments.json:
+                printing.say(f"--- attempt {newest[0][0]}, launch {newest[0][1]}")
+            shown, files = newest[0], {}
+        if newest is not None:
+            for path in sorted(newest[1].glob("*.log")):
+                if path.stem not in files and arguments.node in (None, path.stem):
+                    files[path.stem] = _File(path, run.path, from_end=first)
+            _show_new(files, arguments)
+            first = False
+        if done:
+            return ExitCode.FINISHED
+        time.sleep(LOOK_EVERY_S)
+
+
+def _show_new(files: dict[str, _File], arguments: argparse.Namespace) -> None:
+    for node, file in files.items():
+        for line in file.new():
+            said = parse(line, node == SRUN)
+            if arguments.rank in (None, said.rank):
+                show(said, node if len(files) > 1 else None, node, as_json=arguments.json)
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    command = subcommands.add_parser(
+        "logs",
+        help="show what the ranks printed",
+        description="Show what the ranks of a launch printed: the newest launch, if none is named.",
+        allow_abbrev=False,
+    )
+    command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
+    command.add_argument("--attempt", type=int, metavar="N", help="of this attempt (default: the newest)")
+    command.add_argument("--launch", type=int, metavar="N", help="of this launch (default: the newest)")
+    command.add_argument("--node", metavar="NAME", help=f"of this node only (`{SRUN}`: what srun itself said)")
+    command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
+    command.add_argument(
+        "--failed",
+        action="store_true",
+        help="what the rank that failed first printed last, in the newest launch that failed",
+    )
+    command.add_argument(
+        "-f", "--follow", action="store_true", help="go on as lines come, over relaunches, until the run ends"
+    )
+    command.add_argument("--tail", type=int, metavar="N", help="only the newest N lines of each node")
+    command.add_argument("--json", action="store_true", help="JSON lines with node, rank, line")
+    command.set_defaults(execute=execute)
+
+
+@printing.reading
+def execute(arguments: argparse.Namespace) -> int:
+    """Print the logs of one launch, node by node."""
+    if arguments.tail is not None and arguments.tail < 1:
+        raise StepkeeperError("--tail is at least 1", ExitCode.USAGE)
+    if arguments.failed and arguments.follow:
+        raise StepkeeperError("--failed shows what is over, --follow what goes on: choose one", ExitCode.USAGE)
+    run = find.find(arguments.run, os.environ)
+    if arguments.follow:
+        return follow(run, arguments)
+    directory = _launch(run, arguments.attempt, arguments.launch, failed=arguments.failed)
+    if arguments.failed:
+        return show_failed(run, directory, arguments)
+    rank = arguments.rank
+    files = files_of(directory, arguments.node)
+    several = len(files) > 1
+    count = 0
+    for node, path in files.items():
+        for said in said_in(run.path, path, of_rank(rank), arguments.tail):
+            count += 1
+            show(said, node if several else None, node, as_json=arguments.json)
+    if rank is not None and not count:
+        raise StepkeeperError(f"{directory}: no line of rank {rank} in {', '.join(files)}", ExitCode.NOTHING_FOUND)
+    return ExitCode.FINISHED
+
+
+def _launch(run: RunDirectory, attempt: int | None, launch: int | None, *, failed: bool) -> Path:
+    """Return the logs of one launch; the newest of what was not named."""
+    root = run.path / "logs"
+    there_are = launches(run)
+    chosen = [
+        key
+        for key, path in there_are.items()
+        if (attempt is None or key[0] == attempt)
+        and (launch is None or key[1] == launch)
+        and (not failed or (path / FAILED_NAME).exists())
+    ]
+    if chosen:
+        return there_are[max(chosen)]
+    if failed and there_are:
+        raise StepkeeperError(
+            f"{root}: no launch of {'that kind' if attempt is not None or launch is not None else 'this run'} failed",
+            ExitCode.NOTHING_FOUND,
+        )
+    if not there_are:
+        raise StepkeeperError(f"{root}: no launch has written logs yet", ExitCode.NOTHING_FOUND)
+    there = ", ".join(f"{a}.{b}" for a, b in sorted(there_are)[-10:])
+    asked = f"{'*' if attempt is None else attempt}.{'*' if launch is None else launch}"
+    raise StepkeeperError(
+        f"{root}: no logs of attempt.launch {asked}; there are those of {there}", ExitCode.NOTHING_FOUND
+    )

@@ -1,0 +1,90 @@
+"""The command `stepkeeper`: parse, run one command, turn errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import NoReturn
+
+from stepkeeper import __version__
+from stepkeeper.cli import COMMANDS, load
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and how to learn more."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the code of a usage error."""
+        self.exit(int(ExitCode.USAGE), f"stepkeeper: {message}; see `{self.prog} --help`\n")
+
+    def called(self, words: Sequence[str]) -> Parser:
+        """Return the parser of the command that words call, such as that of `checkpoints ls`."""
+        for action in self._actions:
+            if words and isinstance(action.choices, Mapping) and words[0] in action.choices:
+                below: Parser = action.choices[words[0]]
+                return below.called(words[1:])
+        return self
+
+    def refuse(self, word: str) -> NoReturn:
+        """Exit because of a word that is not known, and name the option that was meant."""
+        name = word.partition("=")[0]
+        what = "option" if name.startswith("-") else "argument"
+        self.error(f"unknown {what} {name}{_nearest(name, self._option_string_actions)}")
+
+
+def parser(names: Sequence[str] = COMMANDS) -> Parser:
+    """Return the parser of commands: of all, where it is not known which one will be called."""
+    top = Parser(
+        prog="stepkeeper",
+        description="Keeps a distributed PyTorch training job on Slurm moving forward.",
+        epilog="On a new cluster: `stepkeeper doctor`, then `stepkeeper selftest -p PARTITION -N 2`, then "
+        "`stepkeeper submit -N 2 --gpus-per-node 8 -- python train.py`.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"stepkeeper {__version__}")
+    subcommands = top.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=Parser, title="commands"
+    )
+    for name in names:
+        load(name).add(subcommands)
+    return top
+
+
+def _nearest(word: str, known: Collection[str]) -> str:
+    import difflib  # noqa: PLC0415 - for a mistyped word only
+
+    found = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words:
+        parser().print_help(sys.stderr)
+        return int(ExitCode.USAGE)
+    if words[0] not in COMMANDS and not words[0].startswith("-"):
+        parser().error(f"no command `{words[0]}`{_nearest(words[0], COMMANDS)}")
+    top = parser(words[:1] if words[0] in COMMANDS else COMMANDS)
+    arguments = None
+    try:
+        arguments, unknown = top.parse_known_args(words)
+        if unknown:
+            top.called(words).refuse(unknown[0])
+        return int(arguments.execute(arguments))
+    except StepkeeperError as error:
+        if error.code is ExitCode.NOTHING_FOUND and arguments is not None:
+            from stepkeeper.cli import pending  # noqa: PLC0415 - a supervisor stays small
+
+            if (answered := pending.answers(arguments)) is not None:
+                return answered
+        print(f"stepkeeper: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
+        return int(error.code)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output left: `stepkeeper events RUN | head`
+        return 0
+    except KeyboardInterrupt:
+        return 130

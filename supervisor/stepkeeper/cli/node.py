@@ -1,0 +1,342 @@
+"""`stepkeeper node agent|check|incidents|install|uninstall`: what an administrator runs on a compute node."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TextIO, cast
+
+import msgspec
+
+import stepkeeper
+from stepkeeper import __version__
+from stepkeeper.cli import node_check, printing
+from stepkeeper.cli.printing import instant
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.log import PatientStream
+from stepkeeper.node_agent import config as node_config
+from stepkeeper.node_agent import ledger
+from stepkeeper.node_agent.config import DEFAULT_PATH
+from stepkeeper.node_agent.core.incidents import is_unfinished
+from stepkeeper.node_agent.core.state import Incident, Outcome
+from stepkeeper_trainer.formats.durable import write_atomically
+
+# `stepkeeper node install` and `uninstall`: the agent's unit and configuration, put where systemd looks for them.
+
+UNIT = "stepkeeper-node-agent.service"
+UNIT_PATH = Path("/etc/systemd/system") / UNIT
+STATE = Path("/var/lib/stepkeeper")
+EXECUTABLE = "/opt/stepkeeper/bin/stepkeeper"  # as the unit's file has it
+SYSTEMCTL_WITHIN_S = 60.0
+
+
+def add_install(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the commands below `stepkeeper node`."""
+    install = actions.add_parser(
+        "install",
+        help="put the agent's unit and configuration in place (root)",
+        description=f"Write {UNIT_PATH}, with the path of this stepkeeper in it, and {DEFAULT_PATH} where there is "
+        "none yet.  The agent is not started: read its configuration first.",
+        allow_abbrev=False,
+    )
+    install.set_defaults(execute=run_install)
+    uninstall = actions.add_parser(
+        "uninstall",
+        help="stop the agent and remove its unit (root)",
+        description=f"Stop the agent and remove its unit.  {DEFAULT_PATH} and {STATE} stay, unless --purge is given.  "
+        "A drain that the agent holds stays too: return the node yourself.",
+        allow_abbrev=False,
+    )
+    uninstall.add_argument("--purge", action="store_true", help="remove configuration and ledger as well")
+    uninstall.set_defaults(execute=run_uninstall)
+    for command in (install, uninstall):
+        command.add_argument("--dry-run", action="store_true", help="say what would be done, and change nothing")
+        command.add_argument(
+            "--root", type=Path, default=Path("/"), metavar="DIR", help="of the file system, such as an image of nodes"
+        )
+
+
+def packaged() -> Path:
+    """Return the directory of unit, configuration and Slurm's hooks: of the package, or of the sources."""
+    here = Path(stepkeeper.__file__).parent
+    return here / "systemd" if (here / "systemd").is_dir() else here.parents[1] / "systemd"
+
+
+def unit_text(executable: str) -> str:
+    """Return the unit, for this installation."""
+    return (packaged() / UNIT).read_text().replace(EXECUTABLE, executable)
+
+
+@printing.reading
+def run_install(arguments: argparse.Namespace) -> int:
+    """Write the two files."""
+    executable = Path(sys.executable).with_name("stepkeeper")
+    if not executable.exists():
+        raise StepkeeperError(f"{executable}: not there: install stepkeeper with pip into this Python", ExitCode.USAGE)
+    unit, config = _below(arguments.root, UNIT_PATH), _below(arguments.root, DEFAULT_PATH)
+    _refuse_not_root(arguments)
+    _write(unit, unit_text(str(executable)), arguments)
+    if os.path.lexists(config):
+        printing.say(f"{config}: is there and stays as it is")
+    else:
+        _write(config, (packaged() / "node.toml").read_text(), arguments)
+    _systemctl(arguments, "daemon-reload")
+    hooks = packaged() / "slurm"
+    printing.say(f"next: edit {config}; `stepkeeper node agent --check`; `systemctl enable --now {UNIT}`")
+    printing.say(f"hooks for Slurm, optional: {hooks} (read its neighbour README.md)")
+    return ExitCode.FINISHED
+
+
+@printing.reading
+def run_uninstall(arguments: argparse.Namespace) -> int:
+    """Stop the agent, and remove what `install` wrote."""
+    _refuse_not_root(arguments)
+    unit, state = _below(arguments.root, UNIT_PATH), _below(arguments.root, STATE)
+    held = _held(state / ledger.NAME)
+    if os.path.lexists(unit):
+        _systemctl(arguments, "disable", "--now", UNIT)
+        _remove(unit, arguments)
+        _systemctl(arguments, "daemon-reload")
+    else:
+        printing.say(f"{unit}: is not there")
+    for path in (_below(arguments.root, DEFAULT_PATH), state):
+        if arguments.purge and os.path.lexists(path):
+            _remove(path, arguments)
+        elif os.path.lexists(path):
+            printing.say(f"{path}: stays; --purge removes it")
+    if held:
+        printing.say(f"the node stays drained: {held}; return it with `scontrol update NodeName=... State=RESUME`")
+    return ExitCode.FINISHED
+
+
+def _held(path: Path) -> str:
+    try:
+        drain = ledger.read(path).drain
+    except OSError as error:
+        return f"{path}: {error.strerror}: whether the agent holds a drain is not known"
+    return drain.reason if drain is not None else ""
+
+
+def _below(root: Path, path: Path) -> Path:
+    return root / path.relative_to("/")
+
+
+def _refuse_not_root(arguments: argparse.Namespace) -> None:
+    if not arguments.dry_run and os.geteuid() != 0:
+        raise StepkeeperError("only root may do this; --dry-run shows what would be done", ExitCode.USAGE)
+
+
+def _write(path: Path, text: str, arguments: argparse.Namespace) -> None:
+    if arguments.dry_run:
+        printing.say(f"would write {path}:")
+        printing.say(text.rstrip("\n"))
+        return
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        write_atomically(path, text.encode(), mode=0o644)
+    except OSError as error:
+        raise StepkeeperError(f"{path}: {error.strerror}", ExitCode.USAGE) from error
+    printing.say(f"wrote {path}")
+
+
+def _remove(path: Path, arguments: argparse.Namespace) -> None:
+    if arguments.dry_run:
+        printing.say(f"would remove {path}")
+        return
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        raise StepkeeperError(f"{path}: {error.strerror}", ExitCode.USAGE) from error
+    printing.say(f"removed {path}")
+
+
+def _systemctl(arguments: argparse.Namespace, *words: str) -> None:
+    """Have systemd do something, on a running system that has it."""
+    line = f"systemctl {' '.join(words)}"
+    if arguments.root != Path("/"):
+        return
+    if arguments.dry_run:
+        printing.say(f"would run: {line}")
+        return
+    try:
+        done = subprocess.run(
+            ["systemctl", *words], capture_output=True, text=True, timeout=SYSTEMCTL_WITHIN_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        printing.say(f"{line}: not done: {error}")
+        return
+    if done.returncode:
+        printing.say(f"{line}: exit code {done.returncode}: {done.stderr.strip()}")
+
+
+LOG_WITHIN_S = 2.0
+RECENT_S = 7 * 86400.0
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the commands."""
+    node = subcommands.add_parser(
+        "node", help="the agent of a compute node", description="The agent of a compute node.", allow_abbrev=False
+    )
+    actions = node.add_subparsers(dest="action", metavar="ACTION", required=True)
+    node_check.add(actions)
+    add_install(actions)
+
+    agent = actions.add_parser(
+        "agent",
+        help="watch this node's GPUs, and drain it where they fail (root, from systemd)",
+        description="Watch this node's GPUs, and drain it where they fail.  Mode `observe` only says what it would do.",
+        allow_abbrev=False,
+    )
+    _add_config(agent)
+    agent.add_argument(
+        "--check",
+        action="store_true",
+        help="say whether configuration, Slurm, PCI bus, NVML and kernel log fit together, and end",
+    )
+    agent.add_argument("--json", action="store_true", help="with --check: one JSON document")
+    agent.set_defaults(execute=run_agent)
+
+    incidents = actions.add_parser(
+        "incidents",
+        help="show what the agent saw and did",
+        description="Show what the agent saw and did: unfinished incidents, and those of the last week.",
+        allow_abbrev=False,
+    )
+    _add_config(incidents)
+    incidents.add_argument("--all", action="store_true", help="older ones and harmless ones as well")
+    incidents.add_argument("--json", action="store_true", help="one JSON document an incident, oldest first")
+    incidents.set_defaults(execute=show_incidents)
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--config", type=Path, metavar="FILE", help=f"configuration (default: {node_config.DEFAULT_PATH})"
+    )
+
+
+def run_agent(arguments: argparse.Namespace) -> int:
+    """Run the agent until it is told to stop; or check its setup."""
+    if arguments.check:
+        return check_setup(arguments)
+    if arguments.json:
+        raise StepkeeperError("--json goes with --check: the agent's log is JSON in any case", ExitCode.USAGE)
+    # the sensors and the socket are wanted by the agent alone: `node incidents` starts without them
+    from stepkeeper.node_agent import service  # noqa: PLC0415
+    from stepkeeper.node_agent.agent import Agent  # noqa: PLC0415
+    from stepkeeper.node_agent.service import Systemd  # noqa: PLC0415
+    from stepkeeper.node_agent.xid import catalogue  # noqa: PLC0415
+    from stepkeeper.slurm.node_commands import NodeCommands  # noqa: PLC0415
+
+    config = node_config.load(arguments.config)
+    systemd = Systemd()
+    ledger.own_directory(config.state_path)
+    ledger.own_directory(config.run_path)
+    path = config.state_path / ledger.NAME
+    book = _read(path)
+    stream = PatientStream(lambda: cast("TextIO", sys.stdout))
+    log = service.configure_log(stream, journal=service.stdout_is_journal(), node=config.name)
+    state = book.state(config.name, config.boot_id())
+    agent = Agent(
+        config=config,
+        state=state,
+        book=ledger.Ledger(path, book, config.policy),
+        catalogue=catalogue.load(),
+        client=NodeCommands(config.slurm_environment, config.test.limits.call_within_s),
+        systemd=systemd,
+        log=log,
+    )
+
+    service.listen_for_signals(agent.inbox)
+    log.info("agent_started", version=__version__, config=msgspec.to_builtins(config), unreadable=book.unreadable)
+    try:
+        agent.run()
+    finally:
+        stream.drain(LOG_WITHIN_S)
+    return ExitCode.FINISHED
+
+
+@printing.reading
+def check_setup(arguments: argparse.Namespace) -> int:
+    """Say all that an agent would find wrong with its setup.  The agent may run meanwhile; nothing is changed."""
+    from stepkeeper.cli.doctor import show  # noqa: PLC0415 - as above
+    from stepkeeper.doctor.site import Level  # noqa: PLC0415
+    from stepkeeper.node_agent import setup  # noqa: PLC0415
+    from stepkeeper.node_agent.xid import catalogue  # noqa: PLC0415
+    from stepkeeper.slurm.node_commands import NodeCommands  # noqa: PLC0415
+
+    config = node_config.load(arguments.config)
+    catalogue.load()
+    client = NodeCommands(config.slurm_environment, config.test.limits.call_within_s)
+    found = setup.examine(config, setup.gather(config, client))
+    if arguments.json:
+        findings = [msgspec.to_builtins(finding) for finding in found]
+        printing.say_json({"node": config.name, "mode": config.mode.value, "findings": findings}, indent=2)
+    else:
+        show(found, show_all=True)
+    wrong = any(finding.level is Level.PROBLEM for finding in found)
+    return int(ExitCode.SITE_UNFIT if wrong else ExitCode.FINISHED)
+
+
+@printing.reading
+def show_incidents(arguments: argparse.Namespace) -> int:
+    """Print the ledger; the agent need not run."""
+    config = node_config.load(arguments.config)
+    path = config.state_path / ledger.NAME
+    if not os.path.lexists(path):
+        raise StepkeeperError(f"{path}: not there: no agent has seen anything on this node", ExitCode.NOTHING_FOUND)
+    book = _read(path)
+    found = sorted(book.incidents.values(), key=lambda each: each.first_at)
+    if not arguments.all:
+        since = time.time() - RECENT_S
+        found = [each for each in found if is_unfinished(each) or (each.last_at >= since and _matters(each))]
+    if arguments.json:
+        for incident in found:
+            printing.say_json(msgspec.to_builtins(msgspec.structs.asdict(incident)))
+        return ExitCode.FINISHED
+    _show(found)
+    if book.drain is not None:
+        printing.say()
+        printing.say(f"drained since {instant(book.drain.at)}: {book.drain.reason}")
+    return ExitCode.FINISHED
+
+
+def _matters(incident: Incident) -> bool:
+    return incident.outcome is not Outcome.NOTED or bool(incident.jobs)
+
+
+def _show(found: list[Incident]) -> None:
+    if not found:
+        printing.say("no incidents")
+        return
+    rows = [("FIRST SEEN", "FAULT", "GPU", "ACTION", "OUTCOME", "SEEN", "WHY", "ID")]
+    rows += [
+        (
+            instant(each.first_at),
+            each.name,
+            each.pci or each.gpu or "-",
+            each.action.value,
+            each.outcome.value,
+            f"{each.count}x",
+            each.escalated or each.why,
+            each.id,
+        )
+        for each in found
+    ]
+    printing.say_table(rows)
+
+
+def _read(path: Path) -> ledger.Book:
+    try:
+        return ledger.read(path)
+    except OSError as error:
+        raise StepkeeperError(f"{path}: {error.strerror}; the ledger is root's", ExitCode.USAGE) from error

@@ -1,0 +1,209 @@
+"""`stepkeeper save RUN`, `stepkeeper stop RUN`: ask the supervisor of a run, and wait for what becomes of it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import getpass
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from stepkeeper.cli import printing
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.state import Phase
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.run_analytics import queue
+from stepkeeper.run_analytics.queue import Waiting
+from stepkeeper.run_store import find, journal, requests
+from stepkeeper.run_store import status as status_file
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.run_store.status import Status
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.jobs import call
+
+T = TypeVar("T")
+WITHIN_S = 900.0
+LOOK_EVERY_S = 0.5
+CANCELLED_WITHIN_S = 30.0
+RECORDS_BACK_MAX = 10_000
+
+
+def declare(command: argparse.ArgumentParser, kind: requests.Kind) -> None:
+    """Add what both commands take."""
+    command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
+    command.add_argument("--no-wait", action="store_true", help="do not wait until it is done, only for the answer")
+    command.add_argument("--within", type=float, default=WITHIN_S, metavar="S", help="wait no longer than this")
+    command.add_argument("--json", action="store_true", help="one JSON document")
+    command.set_defaults(execute=_execute, kind=kind)
+
+
+@printing.reading
+def _execute(arguments: argparse.Namespace) -> int:
+    kind: requests.Kind = arguments.kind
+    run = find.find(arguments.run, os.environ)
+    give_up_at = time.monotonic() + arguments.within
+    waiting = queue.waiting(run, status_file.read(run.status))
+    if waiting is not None and _of_the_queue(arguments, run, waiting, give_up_at):
+        return ExitCode.FINISHED
+    status = _alive(run)
+    asked_at = time.time()
+    ask = requests.Request(kind=kind, job_id=status.job_id, at=asked_at, by=getpass.getuser())
+    name = requests.write(run.path, ask)
+    over = functools.partial(status_file.is_over, run.status)
+    try:
+        answer = _until(lambda: requests.read_answer(run.path, name), give_up_at, or_when=over)
+    except msgspec.MsgspecError as error:
+        raise StepkeeperError(f"{run.path}: the answer cannot be read: {error}", ExitCode.RUN_DIRECTORY) from error
+    if answer is None and over():
+        requests.withdraw(run.path, name)
+        raise StepkeeperError("the run ended before it heard of this: see `stepkeeper status`", ExitCode.NOTHING_FOUND)
+    if answer is None:
+        requests.withdraw(run.path, name)
+        raise StepkeeperError(
+            f"no answer within {arguments.within:g} s, so the ask is taken back; is job {status.job_id} there? "
+            f"see `squeue -j {status.job_id}` and `stepkeeper status {run.path}`",
+            ExitCode.NOTHING_FOUND,
+        )
+    if not answer.ok:
+        raise StepkeeperError(answer.said, ExitCode.NOTHING_FOUND)
+    if not arguments.json:
+        printing.say(answer.said)
+    if arguments.no_wait:
+        return _tell(arguments, run, {"said": answer.said})
+    if kind == "save":
+        return _tell(arguments, run, {"said": answer.said, **_saved(run, asked_at, give_up_at)})
+    return _tell(arguments, run, {"said": answer.said, **_ended(run, status, give_up_at)})
+
+
+def _of_the_queue(arguments: argparse.Namespace, run: RunDirectory, waiting: Waiting, give_up_at: float) -> bool:
+    """Stop a run whose job waits, by cancelling it; false where its supervisor is there meanwhile, and can be asked.
+
+    Raises:
+        StepkeeperError: there is nothing to save or to stop, or Slurm does not answer.
+    """
+    queued = queue.query(waiting.job)
+    if queue.is_pending(queued) and arguments.kind == "stop":
+        queued = _cancel(waiting.job, give_up_at)
+        if queue.is_over(queued):
+            _tell(arguments, run, _cancelled(run, waiting))
+            return True
+    said = queue.words(queued, time.time())
+    if queued.error:
+        raise StepkeeperError(f"job {waiting.job}: Slurm says {said}", ExitCode.NO_SLURM)
+    if queue.is_over(queued) or queue.is_pending(queued):
+        what = "nothing is running" if arguments.kind == "stop" else "nothing is running that could save"
+        raise StepkeeperError(f"{said}; {what}", ExitCode.NOTHING_FOUND)
+    begun = _until(lambda: queue.waiting(run, status_file.read(run.status)) is None or None, give_up_at)
+    if not begun:
+        raise StepkeeperError(f"{said}, and its supervisor has not said a word yet: ask again", ExitCode.NOTHING_FOUND)
+    return False
+
+
+def _cancel(job: str, give_up_at: float) -> queue.Queued:
+    """Cancel a job if it still waits: one that has just started is asked to save; return what Slurm says then."""
+    try:
+        call(["scancel", "--state=PENDING", job], queue.WITHIN_S, what="scancel")
+    except SlurmError as error:
+        raise StepkeeperError(f"job {job} is not cancelled: {error}", ExitCode.NO_SLURM) from error
+
+    def settled() -> queue.Queued | None:
+        queued = queue.query(job)
+        return None if queued.error or queue.is_pending(queued) else queued
+
+    queued = _until(settled, min(give_up_at, time.monotonic() + CANCELLED_WITHIN_S))
+    if queued is None:
+        raise StepkeeperError(f"scancel {job} is done, and Slurm still says that it waits", ExitCode.NOTHING_FOUND)
+    return queued
+
+
+def _cancelled(run: RunDirectory, waiting: Waiting) -> dict[str, object]:
+    status = status_file.read(run.status)
+    step = status.checkpoint_step if status is not None else None
+    kept = f"the checkpoint of step {step} stays" if step is not None else "it had no checkpoint"
+    said = f"job {waiting.job} waited in the queue, and nothing of the run was running: it is cancelled; {kept}"
+    return {"said": said, "cancelled": waiting.job, "checkpoint_step": step}
+
+
+def _alive(run: RunDirectory) -> Status:
+    try:
+        status = status_file.read(run.status)
+    except msgspec.MsgspecError as error:
+        raise StepkeeperError(f"{run.status}: not a status: {error}", ExitCode.RUN_DIRECTORY) from error
+    if status is None or status.phase == Phase.DONE:
+        raise StepkeeperError(f"{run.path}: no supervisor works on this run now", ExitCode.NOTHING_FOUND)
+    return status
+
+
+def _saved(run: RunDirectory, asked_at: float, give_up_at: float) -> dict[str, object]:
+    """Wait for the next commit, or the word that the save failed."""
+    over = functools.partial(status_file.is_over, run.status)
+    if not _until(lambda: _end_of_save(run, asked_at) or None, give_up_at, or_when=over):
+        raise StepkeeperError("no new checkpoint yet; `stepkeeper status --follow` shows it", ExitCode.NOTHING_FOUND)
+    (found,) = _end_of_save(run, asked_at)
+    if isinstance(found, on.CheckpointCommitted):
+        return {"step": found.step, "directory": str(run.checkpoints / found.directory), "seconds": found.seconds}
+    raise StepkeeperError(f"the save of step {found.step} failed: {found.error}", ExitCode.STORAGE)
+
+
+def _end_of_save(run: RunDirectory, asked_at: float) -> list[on.CheckpointCommitted | on.SaveFailed]:
+    """Return the newest end of a save since then; nothing before there is one."""
+    for record, _ in itertools.islice(journal.read_lines(run.journal, newest_first=True), RECORDS_BACK_MAX):
+        event = record.event if record is not None else None
+        if event is not None and event.at < asked_at:
+            break
+        if isinstance(event, on.CheckpointCommitted | on.SaveFailed):
+            return [event]
+    return []
+
+
+def _ended(run: RunDirectory, asked: Status, give_up_at: float) -> dict[str, object]:
+    """Wait until the supervisor has left."""
+
+    def over() -> Status | None:
+        try:
+            status = status_file.read(run.status)
+        except msgspec.MsgspecError:
+            return None
+        return status if status is not None and status.phase == Phase.DONE and status.exit_code is not None else None
+
+    status = _until(over, give_up_at)
+    if status is None:
+        raise StepkeeperError(f"job {asked.job_id} has not ended yet", ExitCode.NOTHING_FOUND)
+    return {"checkpoint_step": status.checkpoint_step, "exit_code": status.exit_code, "library": status.library}
+
+
+def _tell(arguments: argparse.Namespace, run: RunDirectory, found: dict[str, object]) -> int:
+    if arguments.json:
+        printing.say_json(found, indent=2)
+        return ExitCode.FINISHED
+    if "directory" in found:
+        printing.say(f"step {found['step']} is saved: {found['directory']}")
+    if "exit_code" in found:
+        printing.say(_end_in_words(found))
+    if "cancelled" in found:
+        printing.say(str(found["said"]))
+    if "cancelled" in found or "exit_code" in found:
+        printing.say(f"to go on: stepkeeper resume {run.path}")
+    return ExitCode.FINISHED
+
+
+def _end_in_words(found: dict[str, object]) -> str:
+    if found["checkpoint_step"] is not None:
+        return f"ended with the checkpoint of step {found['checkpoint_step']}"
+    return "ended without a checkpoint" if found["library"] is not False else f"ended; {status_file.NO_LIBRARY}"
+
+
+def _until(look: Callable[[], T | None], give_up_at: float, *, or_when: Callable[[], bool] = lambda: False) -> T | None:
+    """Return what is looked for, once it is there; None when it is too late, or something else has happened."""
+    while True:
+        over = or_when()  # asked first: what came just before it counts
+        found = look()
+        if found is not None or over or time.monotonic() >= give_up_at:
+            return found
+        time.sleep(LOOK_EVERY_S)

@@ -1,0 +1,356 @@
+"""`stepkeeper run [options] -- CMD ARGS...`: supervise a training.  It is the batch process."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from stepkeeper import __version__
+from stepkeeper.cli import attempt, dry_run, printing
+from stepkeeper.config import resolve, shape
+from stepkeeper.config.resolve import Config, Origin, Sources
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.log import Form, PatientStream, configure, is_empty
+from stepkeeper.loop_tools import Clock
+from stepkeeper.run_analytics.metrics.tally import TalliedJournal, Tally
+from stepkeeper.run_analytics.metrics.textfile import exported
+from stepkeeper.run_store import journal, lines, paths
+from stepkeeper.run_store import lease as run_store_lease
+from stepkeeper.slurm import cmd
+from stepkeeper.slurm.allocation import Allocation, is_batch_process, read_allocation, require_no_batch_script
+from stepkeeper.slurm.client import ClusterSettings, SlurmClient, SlurmError
+from stepkeeper.slurm.jobs import SlurmCommands
+from stepkeeper.slurm.launch import node_name
+from stepkeeper.slurm.pyslurm_client import ClientKind, choose
+from stepkeeper.submit import own_script
+from stepkeeper.supervisor.actions.verify_pool import Limits
+from stepkeeper.supervisor.loop import Setting, Supervisor
+from stepkeeper.supervisor.sources import process, run_directory
+from stepkeeper.supervisor.sources import run_directory as lease_source
+from stepkeeper.supervisor.sources.process import Inbox
+from stepkeeper.watcher.messages import Assignment
+from stepkeeper_trainer.formats.lease import Lease, birth
+
+T = TypeVar("T")
+SLURM_WITHIN_S = 300.0
+LOG_WITHIN_S = 2.0
+NO_BATCH_SCRIPT = (
+    "Slurm can requeue nothing of an allocation of salloc or srun: at its end the run is saved, and goes on when it is "
+    "started again with the same --run-dir"
+)
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    command = subcommands.add_parser(
+        "run",
+        help="supervise a training: `exec stepkeeper run -- CMD` in the batch script",
+        description="Supervise a training inside a batch script: exec stepkeeper run [options] -- CMD ARGS...",
+        epilog="Exit codes: " + "; ".join(f"{code.value} {code.meaning}" for code in ExitCode),
+        allow_abbrev=False,
+    )
+    resolve.declare_flags(command)
+    command.add_argument("--print-config", action="store_true", help="show every setting and where it came from; exit")
+    command.add_argument(
+        "--dry-run", action="store_true", help="show what would be started, also outside a job; start nothing"
+    )
+    command.add_argument("--json", action="store_true", help="with --print-config or --dry-run: one JSON document")
+    command.add_argument("cmd", nargs=argparse.REMAINDER, metavar="-- CMD ARGS...")
+    command.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Supervise until the attempt ends."""
+    if arguments.print_config or arguments.dry_run:
+        return _show(arguments)
+    if arguments.json:
+        raise StepkeeperError("--json goes with --print-config or --dry-run", ExitCode.USAGE)
+    try:
+        code = _supervise(arguments)
+    except StepkeeperError as error:
+        _let_end(error.code)
+        raise
+    _let_end(code)
+    return code
+
+
+def _let_end(code: int) -> None:
+    """Where Slurm would hold a job that ends with this code, have it end like any other."""
+    try:
+        done = SlurmCommands().let_end(code)
+    except SlurmError as error:
+        done = f"Slurm does not let the job end ({error}): it may be held; scancel it, or scontrol release it to go on"
+    if done:
+        with contextlib.suppress(OSError):  # a full disk below stderr
+            sys.stderr.write(f"stepkeeper: {done}\n")
+            sys.stderr.flush()
+
+
+def _supervise(arguments: argparse.Namespace) -> int:
+    environment = dict(os.environ)
+    command = _command(arguments.cmd)
+    client: SlurmClient = SlurmCommands()
+    batch = is_batch_process(environment)
+    config, directory = _configure(arguments, environment)
+    settings = config.settings
+    clock = Clock()
+    inbox = Inbox(clock)
+    process.listen_for_signals(inbox)  # before anything that takes time: by default a signal would end us
+    out = PatientStream(lambda: sys.stdout)
+    allocation = patiently(lambda: read_allocation(environment, client, settings.tasks_per_node))
+    if not batch:
+        require_no_batch_script(patiently(lambda: client.job(allocation.slurm_name)))
+    cluster = _cluster(client, clock)
+    sized = shape.of(config, len(allocation.nodes), command, allocation.tasks_per_node)
+    script = own_script.look(command, Path.cwd())
+    own_script.require_startable(script, torchrun=settings.torchrun)
+    merged = _merge_spool(directory)
+    carried = attempt.carried(directory)
+    kind, _, python = settings.slurm_client.partition(":")
+    slurm = patiently(lambda: choose(ClientKind(kind), job=allocation.slurm_name, python=python or sys.executable))
+    client = slurm.client
+    lease = _lease(directory, allocation, carried, clock, client)
+    emptied = batch and allocation.restart_count > 0 and is_empty(sys.stdout)
+    attempt_logs = directory.attempt_logs(lease.attempt)
+    kept = PatientStream(lambda: paths.open_supervisors(attempt_logs))
+    log = configure(out, kept, form=Form(settings.log_format), job=allocation.job_id, attempt=lease.attempt)
+    assignment = Assignment(
+        run_directory=str(directory.path),
+        run_id=directory.run_id,
+        job_id=allocation.job_id,
+        slurm_name=allocation.slurm_name,
+        restart_count=allocation.restart_count,
+        attempt=lease.attempt,
+        nodes=allocation.nodes,
+        kill_wait_s=cluster.kill_wait_s,
+        nonce=secrets.token_hex(8),
+        started_at=clock.now(),
+        resubmit=settings.policy.resubmit == "auto",
+        stop_signal=settings.policy.stop_signal,
+        words=tuple(sys.argv[1:]),
+        batch=batch,
+    )
+    setting = Setting(
+        directory=directory,
+        assignment=assignment,
+        job=attempt.job(
+            command,
+            settings,
+            allocation,
+            directory,
+            attempt=lease.attempt,
+            socket=assignment.socket_name(),
+            script=script,
+        ),
+        lease=lease,
+        policy=settings.policy,
+        progress_log_every_s=settings.progress_log_every_s,
+        gpus_per_node=allocation.gpus_per_node,
+        free_bytes_min=int(settings.free_gib_min * 2**30),
+        notify_command=settings.notify_command,
+        standby_imports=attempt.standby_imports(settings),
+        reading=Limits(mib_per_s=settings.verify_mib_per_s),
+    )
+    log.info(
+        "attempt_started",
+        ranks_print_to=cmd.own_output(command) or f"{attempt_logs}/launch-*/NODE.log",
+        see_logs=f"stepkeeper logs {directory.typed} --follow",
+        version=__version__,
+        run_dir=str(directory.path),
+        nodes=",".join(allocation.nodes),
+        slurm=cluster.version,
+        slurm_client=slurm.why,
+        previous=carried.previous or "none",
+        see_status=f"stepkeeper status {directory.typed}",
+        to_stop=f"stepkeeper stop {directory.typed}",
+    )
+    attempt.note(config, directory, lease.attempt, command, log)
+    if batch:
+        attempt.note_submission(directory, allocation, sys.argv[1:], log)
+    _say_what_surprises(log, batch=batch, emptied=emptied, kept=directory.path / "logs")
+    if merged:
+        log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
+    _say_doubts(log, own_script.doubts(command, script, append=settings.resume_argument))
+    if allocation.overcommit:
+        log.warning("fewer_cpus_than_ranks", ask_for=f"sbatch --cpus-per-task or -c {allocation.tasks_per_node}")
+    inbox.put(
+        on.AttemptStarted(
+            at=clock.now(),
+            job_id=allocation.job_id,
+            restart_count=allocation.restart_count,
+            attempt=lease.attempt,
+            nodes=allocation.nodes,
+            batch_node=allocation.batch_node,
+            kill_wait_s=cluster.kill_wait_s,
+            finished_step=attempt.finished_step(directory.path),
+            failures=carried.failures,
+            best_step=carried.best_step,
+            node_losses=carried.node_losses,
+            previous=carried.previous,
+            wrapped=setting.job.wrapped,
+            nodes_wanted=sized.wanted,
+            nodes_min=sized.least,
+            node_counts=sized.counts,
+            excluded=carried.excluded,
+            tried=carried.tried,
+            baseline=carried.baseline,
+            skipped_data=carried.skipped_data,
+            nodes_before=carried.nodes,
+            losses=lines.losses_before(directory.path),
+            gpus_per_node=allocation.gpus_per_node,
+            end_at=clock.from_slurm(patiently(lambda: client.job(allocation.slurm_name))).end_at,
+            batch=batch,
+        )
+    )
+    lease_source.watch_lease(
+        directory.path,
+        lease,
+        inbox=inbox,
+        on_error=lambda error: log.warning("lease_unreadable", error=str(error)),
+    )
+    run_directory.watch_requests(
+        directory.path,
+        allocation.job_id,
+        inbox=inbox,
+        on_error=lambda error: log.warning("requests_unreadable", error=str(error)),
+    )
+    tally = Tally()
+    writer = TalliedJournal(directory.journal, tally)
+    supervisor = Supervisor(
+        setting=setting, client=client, inbox=inbox, journal=writer, environment=environment, log=log
+    )
+    try:
+        with (
+            paths.kept(directory.path, wanted=settings.group_readable),
+            exported(settings, directory, tally, lambda: supervisor.decision_log.status, now=clock.now, log=log),
+        ):
+            return supervisor.run()
+    finally:
+        for stream in (out, kept):
+            stream.drain(LOG_WITHIN_S)
+
+
+def _cluster(client: SlurmClient, clock: Clock) -> ClusterSettings:
+    """Return the settings of the cluster; learn how its clock stands to ours."""
+    cluster = patiently(client.settings)
+    clock.follow_slurm(clock.slurm_set(patiently(SlurmCommands().time)))
+    return cluster
+
+
+def _say_what_surprises(log: structlog.typing.FilteringBoundLogger, *, batch: bool, emptied: bool, kept: Path) -> None:
+    """Say what this job does that its owner may not expect."""
+    if not batch:
+        log.warning("no_batch_script", why=NO_BATCH_SCRIPT)
+    if emptied:
+        log.warning(
+            "log_emptied", ask_for="sbatch --open-mode=append", why=f"Slurm empties it at each attempt; copies: {kept}"
+        )
+
+
+def _say_doubts(log: structlog.typing.FilteringBoundLogger, doubts: own_script.Doubts) -> None:
+    """Say at the first launch why a resume may fail, and not at the first resume."""
+    if doubts.no_place:
+        log.warning("no_place_for_resume", why=doubts.no_place)
+    if doubts.unknown:
+        log.warning("resume_argument_unknown", why=doubts.unknown)
+    if doubts.no_way:
+        log.warning("no_way_to_resume", why=doubts.no_way)
+
+
+def _command(words: list[str]) -> tuple[str, ...]:
+    command = words[1:] if words[:1] == ["--"] else words
+    if not command:
+        raise StepkeeperError("no CMD: write `stepkeeper run [options] -- CMD ARGS...`", ExitCode.USAGE)
+    if words[:1] != ["--"] and command[0].startswith("-"):
+        raise StepkeeperError(
+            f"unknown option {command[0]}; CMD comes after `--`; see `stepkeeper run --help`", ExitCode.USAGE
+        )
+    return tuple(command)
+
+
+def _sources(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Sources:
+    return resolve.gather(resolve.read_flags(arguments), environment)
+
+
+@printing.reading
+def _show(arguments: argparse.Namespace) -> int:
+    """Print the configuration, or what would be started; needs no Slurm."""
+    environment = dict(os.environ)
+    sources = _sources(arguments, environment)
+    if arguments.print_config:
+        return dry_run.show_config(sources, environment, as_json=arguments.json)
+    return dry_run.show(sources, environment, _command(arguments.cmd), as_json=arguments.json)
+
+
+def _configure(arguments: argparse.Namespace, environment: dict[str, str]) -> tuple[Config, paths.RunDirectory]:
+    """Return the configuration and the run directory, which holds a part of it."""
+    sources = _sources(arguments, environment)
+    path = attempt.continued(environment) or paths.expand_pattern(sources.resolve().settings.run_dir, environment)
+    config = sources.resolve(path)
+    is_default = config.values["run_dir"].origin is Origin.DEFAULT
+    return config, paths.prepare_run_directory(path, group_readable=config.settings.group_readable, default=is_default)
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """Ask Slurm again while its controller is away or busy: after a mass requeue every job starts at once.
+
+    Raises:
+        StepkeeperError: Slurm refused, or was away for `SLURM_WITHIN_S`.
+    """
+    give_up_at, pause_s = time.monotonic() + SLURM_WITHIN_S, 1.0
+    while True:
+        try:
+            return call()
+        except SlurmError as error:
+            if not error.unreachable or time.monotonic() + pause_s > give_up_at:
+                raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
+            with contextlib.suppress(OSError):  # a full disk below stderr
+                sys.stderr.write(f"stepkeeper: Slurm does not answer ({error}); asking again\n")
+                sys.stderr.flush()
+        time.sleep(pause_s + random.uniform(0, pause_s))  # noqa: S311 - so that not all jobs ask in step
+        pause_s = min(2 * pause_s, 30.0)
+
+
+def _merge_spool(directory: paths.RunDirectory) -> int:
+    """Take over what an earlier attempt could only write to this node's disk; what fails is left for the next one."""
+    try:
+        return journal.merge_spool(directory.journal)
+    except OSError:
+        return 0
+
+
+def _lease(
+    directory: paths.RunDirectory,
+    allocation: Allocation,
+    carried: journal.Carried,
+    clock: Clock,
+    client: SlurmClient,
+) -> Lease:
+    wanted = Lease(
+        job_id=allocation.job_id,
+        restart_count=allocation.restart_count,
+        attempt=carried.attempt,
+        node=node_name(),
+        pid=os.getpid(),
+        taken_at=clock.now(),
+        birth=birth(os.getpid()),
+    )
+    try:
+        return run_store_lease.take(
+            directory.path, wanted, job_runs=lambda job: patiently(lambda: client.job_runs(str(job)))
+        )
+    except StepkeeperError as error:
+        error.add_note(f"asked about the job that held {directory.path}")
+        raise

@@ -1,0 +1,107 @@
+"""What ranks are told of saving, keeping and loading.  The trainer library reads it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepkeeper.config.settings import SETTINGS, RunSettings
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper_trainer.tiers.tier import TierError, Tiers
+
+_KEYS = ("checkpoint_every", "retention", "load_memory_gib")
+
+
+def rank_variables(settings: RunSettings) -> dict[str, str]:
+    """Return what ranks find in their environment: it counts instead of what the script says."""
+    values = {SETTINGS[key].variable: getattr(settings, key) for key in _KEYS}
+    return {variable: str(value) for variable, value in values.items() if variable and value is not None}
+
+
+# What ranks are told of tiers: the settings' own variables, whatever they came from.
+
+_FIELDS = {  # of `Tiers`, by the setting's key
+    "local_tier": "local",
+    "cold_tier": "cold",
+    "copy_rate": "megabytes_per_s",
+    "cold_zstd": "cold_zstd",
+    "local_keep": "local_keep",
+    "cold_keep": "cold_keep",
+    "peer_copies": "peers",
+}
+
+
+def tiers_of(settings: RunSettings) -> Tiers:
+    """Return the tiers of a run.
+
+    Raises:
+        StepkeeperError: a setting makes no sense; a URL with a secret in it is not repeated.
+    """
+    values = {field: getattr(settings, key) for key, field in _FIELDS.items()}
+    try:
+        return msgspec.convert(values, Tiers).check()
+    except TierError as error:
+        raise StepkeeperError(str(error), ExitCode.USAGE) from error
+
+
+def tier_variables(settings: RunSettings) -> dict[str, str]:
+    """Return what ranks find in their environment.  Raises StepkeeperError as `tiers_of`."""
+    tiers = tiers_of(settings)
+    if not tiers.any:
+        return {}
+    found = {}
+    for key in _FIELDS:
+        value = getattr(settings, key)
+        if value is not None:
+            found[SETTINGS[key].variable] = str(value).lower() if isinstance(value, bool) else str(value)
+    return found
+
+
+# Texts with a form of their own: what could not be read later, by the ranks mostly, is refused where it is set.
+#
+# Each check raises ValueError: which part is wrong, and what to write.  They import the trainer library's own
+# parsers, and only for a setting that is set: no other command has need of them.
+
+
+def check_cadence(text: str) -> None:
+    """Check `checkpoint_every`."""
+    from stepkeeper_trainer.coordinate.cadence import parse_rule  # noqa: PLC0415
+    from stepkeeper_trainer.errors import UsageError  # noqa: PLC0415
+
+    try:
+        parse_rule(text)
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
+def check_retention(text: str) -> None:
+    """Check `retention`."""
+    from stepkeeper_trainer.store.retention import parse_policy  # noqa: PLC0415
+
+    parse_policy(text, total_steps=1)  # how many there are, the script knows
+
+
+def check_slurm_client(text: str) -> None:
+    """Check `slurm_client`."""
+    name, colon, python = text.partition(":")
+    if name not in {"commands", "pyslurm"} or (colon and (name == "commands" or not python)):
+        raise ValueError("write commands, pyslurm, or pyslurm: and the interpreter that has it")
+
+
+def check_local_tier(text: str) -> None:
+    """Check `local_tier`."""
+    _check_tier("local", text)
+
+
+def check_cold_tier(text: str) -> None:
+    """Check `cold_tier`; a secret in its URL is not repeated."""
+    _check_tier("cold", text)
+
+
+def _check_tier(kind: str, text: str) -> None:
+    from stepkeeper_trainer.tiers.tier import TierError, Tiers  # noqa: PLC0415
+
+    try:
+        (Tiers(local=text) if kind == "local" else Tiers(cold=text)).check()
+    except TierError as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,217 @@
+"""What follows from why a launch failed: the ladder, step by step, and the budgets that bound it.  Pure.
+
+Failures in the same way (the same cause at the same place) go along the cause's row of `Policy`, until a step is
+verified that lies beyond the one at which they happened.  Besides: `failures_max` launches without a newly verified
+step end the run, whatever their causes; so do as many failures in one way where launches may have progressed unseen,
+since nothing verified says so; and what a checkpoint's state can cause, where it happens at the same step
+twice, is tried once from the step before (which may be poisoned: `RollBack`), then ends the run.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
+from stepkeeper.core.causes import IN_A_STATE, OF_NODE, UNCHARGED, Cause, Rung, SkippedData, Tried, Try
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
+from stepkeeper.core.phases import Decision, go_on_starting, places, repeats, stop
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.reasons import Why
+from stepkeeper.core.state import Blame, Next, Phase, Plan, State
+
+TRIED_MAX = 16  # ways to fail that are remembered, the newest
+
+replace = msgspec.structs.replace
+
+
+def on_judged(state: State, event: on.Judged, policy: Policy) -> Decision:
+    """Why the launch before failed; what follows is decided with the newest checkpoint known."""
+    failure = state.failure
+    if state.phase is not Phase.STARTING or failure is None or event.launch != failure.launch or failure.judged:
+        return Decision(state)
+    why = (found(event),)
+    state = replace(state, failure=replace(failure, judged=event))
+    return settle(state, event.at, why, policy) if state.chosen else Decision(state, (), why)
+
+
+def on_judge_late(state: State, at: float, policy: Policy) -> Decision:
+    """Nobody can tell in time why it failed: storage that hangs holds its logs."""
+    assert state.failure is not None, "the caller looks"
+    why = (because.CauseLate(within_s=policy.judge_within_s),)
+    unknown = on.Judged(
+        at=at, launch=state.failure.launch, cause=Cause.UNKNOWN, rule="no-verdict-in-time", confidence=0.0
+    )
+    return settle(replace(state, failure=replace(state.failure, judged=unknown)), at, why, policy)
+
+
+def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decision:
+    """The lineage leads to an older step: choose anew."""
+    if state.phase is not Phase.STARTING or not state.rolling_back or event.launch != state.launch:
+        return Decision(state)
+    state = replace(state, rolling_back=False, deadline_at=event.at + policy.choose_within_s)
+    if event.error:
+        why = (*state.first_failure, because.NoWayBack(error=event.error))
+        plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
+        return stop(state, event.at, plan, policy)
+    state = replace(state, went_back=True)
+    return Decision(state, (do.ChooseCheckpoint(),), (because.RolledBack(directory=event.directory),))
+
+
+def _newest(state: State) -> Cause | None:
+    """Return the cause that was settled last; nothing where a node took the blame for it since."""
+    return next((each.cause for each in state.tried[-1:]), None)
+
+
+def past(tried: tuple[Tried, ...], step: int | None) -> tuple[Tried, ...]:
+    """Forget failures that a newly verified step lies beyond."""
+    return tuple(each for each in tried if each.step is not None and step is not None and each.step >= step)
+
+
+def found(said: on.Judged) -> because.CauseFound:
+    """Return the verdict as a reason."""
+    return because.CauseFound(
+        cause=said.cause,
+        rule=said.rule,
+        confidence=said.confidence,
+        step=said.step,
+        location=said.location,
+        rank=said.rank,
+        node=said.node,
+        otherwise=said.otherwise,
+    )
+
+
+def settle(state: State, at: float, why: Why, policy: Policy) -> Decision:
+    """Decide what follows; the newest checkpoint is known, and so is the cause, as far as anybody can tell."""
+    failure = state.failure
+    assert failure is not None and failure.judged is not None, "the callers look"  # noqa: PT018
+    said = failure.judged
+    cause = said.cause if said.confidence >= policy.judged_from else Cause.UNKNOWN
+    if cause in OF_NODE and said.node and said.node not in state.launched:
+        cause = Cause.UNKNOWN  # a node that the launch did not run on explains nothing: it was left before
+    place = _place(cause, said)
+    step = next((each for each in (said.step, failure.step, state.resume_step) if each is not None), None)
+    before = next((each for each in state.tried if (each.cause, each.place) == (cause, place)), None)
+    count = before.count if before is not None else 0
+    row = policy.row(cause)
+    state = replace(state, failure=None, first_failure=(*state.first_failure, found(said)))
+    if cause in UNCHARGED and count < len(row):
+        state = not_charged(state)
+    if state.failures >= policy.failures_max:
+        why = (*state.first_failure, because.FailuresMax(failures=state.failures))
+        plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
+        return stop(state, at, plan, policy)
+    times = 1 + (repeats(before) if before is not None else 0)
+    unseen = times > count + 1  # launches between may have progressed, and nothing verified says so
+    if unseen and cause not in UNCHARGED and times >= policy.failures_max:
+        why = (*state.first_failure, because.SameFailures(failures=times))
+        plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
+        return stop(state, at, plan, policy)
+    index, word = _word(state, said.node, row, count)
+    again = before is not None and _same(before.step, step)
+    back = before is not None and before.stepped_back
+    # the first step from a state was wrong, twice: the state is, though its own loss was a number
+    poisoned = again and cause is Cause.NUMERICAL and step is not None and state.resume_step == step - 1
+    if again and (cause in IN_A_STATE or poisoned) and state.resume_from:
+        word = Try(Rung.STOP) if back else Try(Rung.ROLLBACK)
+        back = True
+    tried = Tried(cause=cause, place=place, count=max(count, index) + 1, repeats=times, step=step, stepped_back=back)
+    others = tuple(each for each in state.tried if each is not before)
+    state = replace(state, tried=(*others, tried)[-TRIED_MAX:])
+    case = _Case(cause=cause, step=step, node=said.node, why=why, poisoned=poisoned)
+    return _act(state, at, word, case, policy)
+
+
+def _same(one: int | None, other: int | None) -> bool:
+    """Whether it is the same step: the word of the last one before the end may be lost with the rank that had it."""
+    return one is not None and other is not None and abs(one - other) <= 1
+
+
+def _place(cause: Cause, said: on.Judged) -> str:
+    """Return what tells two failures of one cause apart; what is in no budget of the training has one for all."""
+    if cause in UNCHARGED:
+        return said.node if cause in OF_NODE else ""
+    return said.location or said.rule
+
+
+class _Case(msgspec.Struct, frozen=True, kw_only=True):
+    cause: Cause
+    step: int | None  # at which it failed
+    node: str
+    why: Why
+    poisoned: bool = False  # the state that the launch began from is wrong
+
+
+def _word(state: State, node: str, row: tuple[Try, ...], count: int) -> tuple[int, Try]:
+    """Return the word of the row that this failure leads to, and its place there, without what cannot be done."""
+    others = tuple(each for each in state.nodes if each != node)
+    can_leave = node in state.nodes and bool(places(replace(state, nodes=others)))
+    for index in range(min(count, len(row) - 1), len(row)):
+        if row[index].rung is not Rung.LEAVE or can_leave:
+            return index, row[index]
+    return len(row) - 1, Try(Rung.RELAUNCH)
+
+
+def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Decision:
+    why = (*case.why, because.Recovery(action=word.rung, after_s=word.after_s))
+    if word.after_s:
+        state = replace(state, wait_until=at + word.after_s)
+    if case.cause in OF_NODE and word.rung is not Rung.LEAVE:  # leaving counts by itself
+        state = replace(state, node_losses=state.node_losses + 1)
+        if state.node_losses > policy.node_losses_max:
+            return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST, cause=case.cause), policy)
+    match word.rung:
+        case Rung.RELAUNCH:
+            return go_on_starting(state, at, policy, why)
+        case Rung.LEAVE:
+            return leave_on_suspicion(state, at, case.node, (because.NodeLeftFor(node=case.node), *why), policy)
+        case Rung.ROLLBACK:
+            return _roll_back(state, at, case, why, policy)
+        case Rung.REQUEUE:
+            if case.node in state.nodes and case.cause in (*OF_NODE, Cause.HANG):
+                state = exclude(state, at, case.node, why, policy)
+            blame = Blame.NODE if case.cause in OF_NODE else Blame.TRAINING
+            return stop(state, at, Plan(next=Next.REQUEUE, why=why, blame=blame, cause=case.cause), policy)
+        case Rung.STOP:
+            why = (*state.first_failure, because.CauseStays())
+            return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=case.cause), policy)
+        case _:
+            assert_never(word.rung)
+
+
+def _leave_out(state: State, case: _Case, why: Why, policy: Policy) -> tuple[State, Why]:
+    """Have the data on which a loss went wrong left out, if that is wanted, and not too often."""
+    if case.cause is not Cause.NUMERICAL or case.step is None or case.step < 1 or not policy.skip_data_steps:
+        return state, why
+    if len(state.skipped_data) >= policy.skip_data_max:
+        return state, (*why, because.DataNotLeftOut(times=len(state.skipped_data)))
+    window = SkippedData(step=case.step, steps=policy.skip_data_steps)
+    said = because.DataLeftOut(step=window.step, steps=window.steps)
+    return replace(state, skipped_data=(*state.skipped_data, window)), (*why, said)
+
+
+def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -> Decision:
+    """Go on from the newest verified step before the one at which it went wrong; else one checkpoint back."""
+    state, why = _leave_out(state, case, why, policy)
+    wrong_at = case.step if case.cause is Cause.NUMERICAL and not case.poisoned else None
+    if wrong_at is not None:
+        state = replace(state, went_back=True)  # what a tier has newer may hold the wrong loss, and its data
+    if state.resume_step is None:
+        return go_on_starting(state, at, policy, (*why, because.StartOver()))
+    below = wrong_at if wrong_at is not None else state.resume_step
+    if state.resume_step < below:
+        return go_on_starting(state, at, policy, (*why, because.NewestIsBefore()))
+    state = replace(state, chosen=False, rolling_back=True, deadline_at=at + policy.choose_within_s)
+    effect = do.RollBack(
+        launch=state.launch,
+        below_step=below,
+        reasons=why,
+        suspect=case.cause is Cause.NUMERICAL,
+        skipped_data=state.skipped_data,
+    )
+    return Decision(state, (effect,), (*why, because.GoBackBelow(step=below)))

@@ -1,0 +1,227 @@
+"""What stands before the message of a log line: labels, times, levels, writers.  Stepkeeper's own lines.  Pure.
+
+Collectors, launchers and loggers each put their prefix before the one of the program below them, so they are taken off
+one by one, from the left, as far as their form is known.  What says who wrote the line is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+from stepkeeper import logtext
+
+PREFIXES_MAX = 6  # of one line
+_WORDS_MAX = 6  # behind an instant
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
+_LABELS = (
+    re.compile(r"(?!\d{1,2}:\d\d:\d\d)\s{0,8}(?P<rank>\d{1,8}): ?(?=\S|\s|$)"),  # srun --label
+    re.compile(r"\[(?:rank|default)(?P<rank>\d{1,8})\]: ?"),  # torch itself; torchrun --tee
+    re.compile(r"\[\d{1,8}\] (?=\[rank\d)"),  # collectors number their lines
+    re.compile(r"\[(?P<writer>\d{1,4},(?:mpirank:)?(?P<rank>\d{1,8})(?:,[\w.-]{1,80})?)\]<\w{3,6}>: ?"),  # mpirun
+    re.compile(
+        r"\((?P<writer>(?:[^()\s]{1,80}(?:\([^()]{0,80}\))? )?pid=\d{1,9}(?:, ip=[\w.:]{1,60})?)[^()]{0,80}\) ?"
+    ),  # Ray, vLLM
+    re.compile(r"\((?P<writer>(?:raylet|gcs_server|autoscaler)(?:,? [^()]{0,60})?)\) ?"),
+    re.compile(r"\[(?P<writer>pod/[\w./-]{1,200})\] ?"),  # kubectl logs --prefix
+    re.compile(r"(?P<writer>[a-z0-9][a-z0-9.]{0,60}(?:[-_][a-z0-9.]{1,60}){1,8}) {1,40}\| "),  # docker compose
+    re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]{1,80}:"),  # Python's logging without a format
+    re.compile(r"(?:stdout|stderr): "),
+    re.compile(
+        r"(?P<writer>(?!error:|[\w.]{0,80}(?:Error|Exception|Interrupt|Warning)\b)[a-z0-9][\w.-]{0,100}): "
+        r"(?=\s|[\u256d-\u2570\u2502]|Traceback \(|\[rank\d|[A-Za-z_][\w.]{1,80}(?:Error|Exception|Interrupt)(?::|$))"
+    ),  # pdsh, and whatever else puts a host before each line
+)
+_CLOCK = r"\d{1,2}:\d\d:\d\d(?:[.,]\d{1,9})?"
+_DAY = (
+    r"(?:\d{4}[-/.]\d\d[-/.]\d\d|\d\d[-/]\d\d(?:[-/]\d{2,4})?"
+    r"|(?:[A-Z][a-z]{2} )?(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) {1,2}\d{1,2}(?:,? \d{4})?)"
+)
+_INSTANT = re.compile(
+    rf"\|? ?[\[(]?(?:{_DAY}(?:T|, ?|[ _:]{{1,2}}))?{_CLOCK}(?: ?(?:Z\b|UTC\b|[+-]\d\d:?\d\d))?[\])]?[:,]?"
+)
+# what stands between an instant and the message: stream, level, thread, logger, place in the code
+_WORD = re.compile(
+    r" {0,8}(?:(?:stdout|stderr) [FP](?= )"
+    r"|\|?(?:TRACE|DEBUG|INFO|NOTICE|WARN|WARNING|ERROR|CRITICAL|FATAL|SEVERE)\b:?(?= )"
+    r"|\[(?!rank|default|Rank|\d)[^\[\]]{1,80}\]:?(?= |$)"
+    r"|(?:[\w.-]{1,80} )?(?!slurm)[\w./-]{1,80}\[\d{1,9}\]:(?= )"  # syslog
+    r"|[\w.$<>/-]{1,80}:[\w.<>]{1,80}:\d{1,6}:?(?= )"
+    r"|[\w./-]{1,80}:\d{1,6}[\]:]{0,2}(?= )"
+    r"|[\w.]{1,80}(?= - )"
+    r"|(?!srun|slurm|sbatch|salloc|bash|error|fatal|warning|NVRM|[\w.]*(?:Error|Exception|Exit|Interrupt)\b)"
+    r"[\w./@$-]{1,80}:(?= )"
+    r"|[-|>]{1,2}(?= ))"
+)
+_REPEATED = re.compile(r" \[repeated \d+x across \w+(?: \w+)?\].{0,200}$")  # Ray says so of lines of several processes
+_SAYS_RANK = re.compile(r"\[rank(\d{1,8})\]|\[(?:[Gg]lobal )?[Rr]ank[ :]?\s?(\d{1,8})\]|\bRank (\d{1,8})\] ")
+# Stepkeeper's own besides what `logtext` writes today: a line of a console, a line of the library, a message of a
+# command, wrapper or watcher; that a command cannot be started is a word of the training
+_OWN = re.compile(
+    r"(?:[\d:TZ.+-]{5,40} )?\[(?:debug|info|warning|error|critical) *\] ?[a-z]+(?:_[a-z]+)*\s+"
+    r"(?:[a-z_]+=\S+\s+){0,8}(?:why|reason|error|effects|said|node|code)="
+    r"|[a-z]+(?:_[a-z]+)+ (?:[a-z_]+=[^ =\"]+ )*[a-z_]+=(?![-+]?(?:\d|nan\b|inf\b))\S"
+    r"|stepkeeper(?: watcher \S{1,80})?: (?!cannot start )"
+)
+# of the library through any logger, such as `WARNING:stepkeeper_trainer:save_failed step=20`
+_OWN_LOGGER = re.compile(
+    r"\bstepkeeper_trainer\b(?!/)(?:.{0,40}?[a-z]+(?:_[a-z]+)* [a-z_]+=|[\s:\]|-]{1,4}[a-z]+(?:_[a-z]+)*$)"
+)
+
+
+class Said(NamedTuple):
+    """What a line says, and who wrote it, as far as it tells."""
+
+    rank: int | None
+    text: str  # empty where it is one of Stepkeeper's own
+    writer: str = ""  # as its prefix names it: a host, a pod, a process of Ray
+
+
+def parse_line(text: str) -> Said:
+    r"""Return the rank and the writer that a line names, and the line without colours and prefixes.
+
+    >>> parse("3: [rank3]: ValueError: \x1b[31mbad\x1b[0m")
+    Said(rank=3, text='ValueError: bad', writer='')
+    >>> parse('0:   File "train.py", line 3, in main')
+    Said(rank=0, text='  File "train.py", line 3, in main', writer='')
+    >>> parse("(Worker pid=41, ip=10.0.0.1) 2026-01-02 03:04:05,678 ERROR worker.py:41 -- ValueError: bad")
+    Said(rank=None, text='ValueError: bad', writer='Worker pid=41, ip=10.0.0.1')
+    """
+    text = _ESCAPES.sub("", text).rstrip()
+    rank: int | None = None
+    writer = ""
+    for _ in range(PREFIXES_MAX):
+        if is_own(text):
+            return Said(rank, "", writer)
+        match = next((found for label in _LABELS if (found := label.match(text)) is not None), None)
+        if match is not None:
+            groups = match.groupdict()
+            rank = int(groups["rank"]) if groups.get("rank") else rank
+            writer = groups.get("writer") or writer
+        elif (match := _INSTANT.match(text)) is None:
+            break
+        rest = text[match.end() :]
+        text = rest if match.re is not _INSTANT else _without_words(rest)
+    text = _REPEATED.sub("", text)
+    if rank is None or "[Rank" in text:
+        match = _SAYS_RANK.search(text)
+        if match is not None:
+            rank = int(next(group for group in match.groups() if group))
+    return Said(rank, text, writer)
+
+
+def _without_words(text: str) -> str:
+    for _ in range(_WORDS_MAX):
+        match = _WORD.match(text)
+        if match is None:
+            break
+        text = text[match.end() :]
+    return text.removeprefix(" ")
+
+
+def is_own(text: str) -> bool:
+    """Tell whether Stepkeeper wrote a line: it is no word of the training.
+
+    A supervisor's line has its keys in a fixed order; one of the library is an event and its values.
+    """
+    return (
+        logtext.is_own(text)
+        or _OWN.match(text) is not None
+        or ("stepkeeper_trainer" in text and _OWN_LOGGER.search(text) is not None)
+    )
+
+
+# Logs of any size and content, as lines with their rank.
+#
+# A log is read at both ends only: how it began, and how it ended.  Colours, progress bars and the prefixes of
+# launchers and log collectors are taken off (prefixes.py), and so are Stepkeeper's own lines: they are no word of the
+# training.
+
+HEAD_BYTES_MAX = 512 * 1024
+TAIL_BYTES_MAX = 4 * 1024 * 1024
+LINE_CHARACTERS_MAX = 2048  # of one longer than that, both ends are kept: no line keeps a rule busy for long
+STATES_MAX = 4  # of a progress bar: it overwrites its line by carriage returns
+
+
+class Line(NamedTuple):
+    """One line, without what surrounds it."""
+
+    number: int  # from 1; after a gap, those of the gap are estimated as one
+    rank: int | None
+    text: str
+    writer: str = ""  # as its prefix names it: a host, a pod, a process of Ray
+
+
+class Log(NamedTuple):
+    """What was read of a log."""
+
+    lines: tuple[Line, ...]
+    skipped_bytes: int  # between its two ends
+
+
+class Ends(NamedTuple):
+    """How much of a log is read."""
+
+    head_bytes: int
+    tail_bytes: int
+
+
+THOROUGH = Ends(HEAD_BYTES_MAX, TAIL_BYTES_MAX)
+QUICK = Ends(64 * 1024, 256 * 1024)  # while a relaunch waits for it
+
+
+def read_log(file: BinaryIO, ends: Ends = THOROUGH) -> Log:
+    """Read both ends of a log, from a file or a pipe.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    head = file.read(ends.head_bytes)
+    tail, skipped = _tail(file, ends.tail_bytes)
+    if not skipped:
+        head, tail = head + tail, b""
+    pieces = list(_lines(head, 1))
+    if tail:
+        _, _, tail = tail.partition(b"\n")  # the first one is torn
+        pieces += _lines(tail, head.count(b"\n") + 3)
+    return Log(tuple(pieces), skipped)
+
+
+def _tail(file: BinaryIO, most: int) -> tuple[bytes, int]:
+    """Return what follows, at most so much of its end, and how much was passed over."""
+    if file.seekable():
+        position = file.tell()
+        size = file.seek(0, os.SEEK_END)
+        start = max(position, size - most)
+        file.seek(start)
+        return file.read(most), start - position
+    kept = bytearray()
+    skipped = 0
+    while block := file.read(256 * 1024):
+        kept += block
+        if len(kept) > 2 * most:
+            skipped += len(kept) - most
+            del kept[:-most]
+    if skipped and len(kept) > most:
+        skipped += len(kept) - most
+        del kept[:-most]
+    return bytes(kept), skipped
+
+
+def _lines(data: bytes, first: int) -> Iterator[Line]:
+    for number, raw in enumerate(data.split(b"\n"), first):
+        states = [state for state in raw.split(b"\r") if state.strip()]
+        for state in states[-STATES_MAX:]:
+            said = parse_lines(state)
+            yield Line(number, said.rank, said.text, said.writer)
+
+
+def parse_lines(raw: bytes) -> Said:
+    """Return what a line says, without colours and prefixes; of a very long one both ends."""
+    if len(raw) > LINE_CHARACTERS_MAX:
+        half = LINE_CHARACTERS_MAX // 2
+        raw = raw[:half] + b" ... " + raw[-half:]
+    return parse_line(raw.decode(errors="replace"))

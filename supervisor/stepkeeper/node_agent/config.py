@@ -1,0 +1,266 @@
+"""`/etc/stepkeeper/node.toml`: what the administrator decides about one node's agent.
+
+The file decides about drains and reboots: only root may be able to change it.  A key that is not known is refused,
+with those that are.  A key of 0.1 that is a constant now is passed over where it has the constant's value: the file
+that 0.1 installed said all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.node_agent import protocol
+from stepkeeper.node_agent.core.state import Mode, Policy
+from stepkeeper.node_agent.sensors.kernel_log import DEVICE
+from stepkeeper.node_agent.xid.catalogue import SITE_FILE
+from stepkeeper.slurm.launch import node_name
+from stepkeeper_trainer.formats.plain import read_plain
+
+DEFAULT_PATH = Path("/etc/stepkeeper/node.toml")
+_POLICY = Policy()
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Breaker(_Table, frozen=True, kw_only=True):
+    """How many nodes Stepkeeper may hold drained; counted in Slurm, over all agents."""
+
+    nodes_min: int = _POLICY.nodes_min
+    nodes_share: float = _POLICY.nodes_share
+    drains_per_hour: int = _POLICY.drains_per_hour
+
+
+class Remedies(_Table, frozen=True, kw_only=True):
+    """What may be done about a node that we drained.  Nothing, unless it is switched on."""
+
+    undrain: bool = False
+    reset_gpus: bool = False
+    reboot: bool = False
+
+
+class Limits(_Table, frozen=True, kw_only=True):
+    """Constants that a test may shorten, in seconds and counts: see `core.state`, which says what each is for."""
+
+    gather_s: float = _POLICY.gather_s
+    join_s: float = _POLICY.join_s
+    repeat_within_s: float = _POLICY.repeat_within_s
+    restarts_within_s: float = _POLICY.restarts_within_s
+    restarts_max: int = _POLICY.restarts_max
+    retry_s: float = _POLICY.retry_s
+    retry_max_s: float = _POLICY.retry_max_s
+    watch_s: float = _POLICY.watch_s
+    idle_poll_s: float = _POLICY.idle_poll_s
+    check_again_s: float = _POLICY.check_again_s
+    call_within_s: float = 10.0
+    """Of one scontrol: a busy controller answers within seconds, and the call is tried again."""
+
+    health_every_s: float = 10.0
+    """NVML is asked for the health of each GPU so often; what cannot wait comes as an event."""
+
+
+class Test(_Table, frozen=True, kw_only=True):
+    """For acceptance tests and for labs with many nodes on one machine.  Never in production: setup warns of it."""
+
+    __test__ = False  # pytest: not one of yours
+
+    allow_injected: bool = False
+    boot_id_file: str = "/proc/sys/kernel/random/boot_id"
+    only_pci_prefix: str = ""
+    kernel_log: str = DEVICE
+    previous_journal: bool = True  # what the boot before left in the journal is read once
+    nvml: bool = True
+    limits: Limits = Limits()
+
+
+class NodeConfig(_Table, frozen=True, kw_only=True):
+    """The whole file."""
+
+    mode: Mode = Mode.OBSERVE
+    node_name: str = ""  # as Slurm knows it; empty: SLURMD_NODENAME, or the host's name
+    expected_gpus: int = 0  # 0: not compared
+    state_dir: str = "/var/lib/stepkeeper"
+    run_dir: str = os.path.dirname(protocol.DEFAULT_SOCKET)
+    slurm_conf: str = ""  # where it is not Slurm's default
+    slurm_bin: str = ""  # the directory of scontrol, where it is not on PATH
+    breaker: Breaker = Breaker()
+    remedies: Remedies = Remedies()
+    test: Test = Test()
+
+    @property
+    def name(self) -> str:
+        """Return the name of the node."""
+        return self.node_name or node_name()
+
+    @property
+    def socket_path(self) -> Path:
+        """Return the socket's path."""
+        return self.run_path / os.path.basename(protocol.DEFAULT_SOCKET)
+
+    @property
+    def run_path(self) -> Path:
+        """Return the directory for what a reboot may forget, with the node's name in it where the file says so."""
+        return Path(self.run_dir.replace("%N", self.name))
+
+    @property
+    def state_path(self) -> Path:
+        """Return the directory for what it may not."""
+        return Path(self.state_dir.replace("%N", self.name))
+
+    @property
+    def slurm_environment(self) -> dict[str, str]:
+        """Return what Slurm's commands need on top of the agent's own environment."""
+        found = {"SLURM_CONF": self.slurm_conf} if self.slurm_conf else {}
+        if self.slurm_bin:
+            found["PATH"] = f"{self.slurm_bin}:{os.environ.get('PATH', '/usr/bin:/bin')}"
+        return found
+
+    @property
+    def policy(self) -> Policy:
+        """Return what `decide` goes by."""
+        return Policy(
+            mode=self.mode,
+            undrain=self.remedies.undrain,
+            reset_gpus=self.remedies.reset_gpus,
+            answer_within_s=max(_POLICY.answer_within_s, 2 * self.test.limits.call_within_s),
+            reboot=self.remedies.reboot,
+            agreement=self.test.nvml and not self.test.allow_injected,  # NVML cannot see what is injected
+            **msgspec.structs.asdict(self.breaker),
+            **{
+                key: value
+                for key, value in msgspec.structs.asdict(self.test.limits).items()
+                if key in Policy.__struct_fields__
+            },
+        )
+
+    def boot_id(self) -> str:
+        """Return the id of this boot.  Raises `StepkeeperError`."""
+        path = Path(self.test.boot_id_file)
+        try:
+            return path.read_text().strip()
+        except OSError as error:
+            raise StepkeeperError(f"{path}: {error.strerror}: no boot id", ExitCode.USAGE) from error
+
+
+def load(path: Path | None) -> NodeConfig:
+    """Read the configuration; without a path the usual file, and the defaults where that is missing.
+
+    Raises:
+        StepkeeperError: it cannot be read or trusted, or a key or value in it is wrong.
+    """
+    try:
+        data = _trusted(path or DEFAULT_PATH)
+    except FileNotFoundError as error:
+        if path is None:
+            return _trusting(NodeConfig())
+        raise StepkeeperError(f"{path}: no such file", ExitCode.USAGE) from error
+    except OSError as error:
+        raise StepkeeperError(f"{path or DEFAULT_PATH}: {error.strerror}", ExitCode.USAGE) from error
+    return _trusting(parse(data, str(path or DEFAULT_PATH)))
+
+
+def _trusting(config: NodeConfig) -> NodeConfig:
+    """Return the configuration, once each file and directory that it makes the agent use is checked.
+
+    Raises:
+        StepkeeperError: others may change one of them.
+    """
+    own_rows = str(SITE_FILE) if os.path.lexists(SITE_FILE) else ""
+    for name, used in (("catalogue", own_rows), ("slurm_bin", config.slurm_bin), ("slurm_conf", config.slurm_conf)):
+        if used:
+            _trust(name, Path(used))
+    return config
+
+
+def _trust(name: str, path: Path) -> None:
+    """Refuse a file that decides about drains, or a directory whose programs run as root, where others may change it.
+
+    Raises:
+        StepkeeperError: it is missing, or not only root or we ourselves can change it.
+    """
+    try:
+        _refuse_changeable(path.parent, path)
+        if path.is_dir():
+            _refuse_changeable(*(each for each in (path / "scontrol", path / "sinfo") if each.exists()))
+    except OSError as error:
+        raise StepkeeperError(f"{name}: {path}: {error.strerror}", ExitCode.USAGE) from error
+
+
+def _trusted(path: Path) -> bytes:
+    """Return what stands in a file that only root, or we ourselves, can change.  Raises OSError, StepkeeperError."""
+    _refuse_changeable(path.parent, path, follow=False)
+    return read_plain(path)
+
+
+def _refuse_changeable(*paths: Path, follow: bool = True) -> None:
+    """Raises OSError, StepkeeperError.  Not to `follow`: the last one may be no link."""
+    for checked in paths:
+        status = os.stat(checked) if follow or checked != paths[-1] else os.lstat(checked)
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise StepkeeperError(
+                f"{checked}: others may change it, and it decides about drains: chown root, chmod go-w", ExitCode.USAGE
+            )
+
+
+def parse(data: bytes, name: str) -> NodeConfig:
+    """Parse the text of a configuration.  Raises `StepkeeperError`."""
+    try:
+        document = tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise StepkeeperError(f"{name}: {error}", ExitCode.USAGE) from error
+    _pass_over_constants(name, document)
+    _refuse_unknown(name, "", document, NodeConfig)
+    try:
+        config = msgspec.convert(document, NodeConfig)
+    except msgspec.ValidationError as error:
+        raise StepkeeperError(f"{name}: {error}", ExitCode.USAGE) from error
+    if config.remedies.reboot and not config.remedies.undrain:
+        raise StepkeeperError(
+            f"{name}: remedies.reboot needs remedies.undrain: Slurm itself returns a node that it rebooted",
+            ExitCode.USAGE,
+        )
+    return config
+
+
+def _pass_over_constants(name: str, document: dict[str, Any]) -> None:
+    """Take keys of 0.1 out that have the value which is a constant now.  Raises StepkeeperError for another value."""
+    constants: dict[tuple[str, ...], Any] = {
+        ("socket",): f"{document.get('run_dir', NodeConfig().run_dir)}/{os.path.basename(protocol.DEFAULT_SOCKET)}",
+        ("catalogue",): str(SITE_FILE),
+        ("health_every_s",): Limits().health_every_s,
+        ("remedies", "reset_within_s"): _POLICY.reset_within_s,
+        **{(key,): getattr(Test(), key) for key in ("kernel_log", "previous_journal", "nvml")},
+        **{("limits", key): value for key, value in msgspec.structs.asdict(Limits()).items()},
+    }
+    for (*tables, key), constant in constants.items():
+        table = document.get(tables[0], {}) if tables else document
+        if isinstance(table, dict) and key in table and table.pop(key) != constant:
+            raise StepkeeperError(
+                f"{name}: `{'.'.join((*tables, key))}` is a constant since 0.2: {json.dumps(constant)}; leave it out",
+                ExitCode.USAGE,
+            )
+    if document.get("limits") == {}:
+        del document["limits"]
+
+
+def _refuse_unknown(name: str, where: str, table: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in table.items():
+        if key not in known:
+            inside = f" in [{where}]" if where else ""
+            raise StepkeeperError(
+                f"{name}: `{key}` is not known{inside}; known are {', '.join(sorted(known))}", ExitCode.USAGE
+            )
+        inner = known[key]
+        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            _refuse_unknown(name, key, value, inner)

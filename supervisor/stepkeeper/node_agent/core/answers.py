@@ -1,0 +1,322 @@
+"""What comes of an answer: Slurm's, the remedies', the checks'.  Pure.
+
+Nobody else's reason is ever overwritten, and only what we drained is returned: a reason with our prefix is not
+enough, it must be the one that our ledger holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import assert_never
+
+import msgspec
+
+from stepkeeper.node_agent.core import effects as do
+from stepkeeper.node_agent.core import events as on
+from stepkeeper.node_agent.core import plan
+from stepkeeper.node_agent.core.endings import (
+    close,
+    held,
+    is_over,
+    lost,
+    on_looked,
+    returned_by_us,
+    taken_back,
+    watching,
+)
+from stepkeeper.node_agent.core.incidents import put
+from stepkeeper.node_agent.core.plan import (
+    Decision,
+    answered,
+    call,
+    failed,
+    fraction,
+    is_refused,
+    left_alone,
+    look_again_at,
+    may_return,
+    next_watch,
+    pending,
+    reason_for,
+    remedy,
+)
+from stepkeeper.node_agent.core.state import Call, Drain, Incident, Outcome, Policy, Repair, State
+from stepkeeper.node_agent.xid.catalogue import Action
+from stepkeeper.slurm.nodes import NodeFacts
+
+replace = msgspec.structs.replace
+IN_USE = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
+MAINTAINED = frozenset(("MAINT", "MAINTENANCE"))
+"""A reservation for maintenance covers the node: `scontrol` prints the flag in full, `IDLE+MAINTENANCE+RESERVED`."""
+TAKEN = MAINTAINED | {"DOWN", "FAIL", "FAILING", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"}
+REBOOTING = frozenset(("REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "DOWN", "POWERING_UP"))
+LISTED_NODE_S = 7e-6
+"""So long slurmctld works for each node of a list of all nodes."""
+LISTS_SPREAD = 100
+"""Were all agents to count, their lists are spread over so many times as long as slurmctld works for them."""
+SILENT_AGAIN_S = 30.0
+"""A node that Slurm itself lost sight of comes back by itself: look again then."""
+
+
+def on_nodes_answered(state: State, event: on.NodesAnswered, policy: Policy) -> Decision:
+    """Go on with what Slurm was asked for."""
+    if event.call != state.call_number or state.call not in (Call.COUNT, Call.RECOUNT, Call.WATCH):
+        return Decision(state)  # of a call that was given up
+    own = next((each for each in event.nodes if each.name == state.node), None)
+    if event.error or own is None:
+        state = replace(state, listened=False)
+        return failed(state, event.at, event.error or f"Slurm does not know the node {state.node}", policy)
+    kind = state.call
+    state = answered(replace(state, listened=False))
+    if kind is Call.COUNT:
+        return _counted(state, event, own, policy)
+    if kind is Call.RECOUNT:
+        return _recounted(state, event, own, policy)
+    return _watched(state, event, own, policy)
+
+
+def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
+    wanted = pending(state)
+    if not wanted:
+        return Decision(state)
+    worst = wanted[0]
+    drain = state.drain
+    if own.drained and drain is not None and drain.reason == own.reason:
+        if drain.action.severity >= worst.action.severity:
+            return _drained(state, event.at, wanted, own.reason, policy=policy)
+        return _set_drain(state, event.at, wanted, reason_for(worst), policy)  # our own reason, for the worse fault
+    if own.drained and _is_for(own, state.incidents):
+        return _drained(state, event.at, wanted, own.reason, policy=policy)  # we ended between the drain and its note
+    if own.states & TAKEN and _is_silence(own):
+        state = replace(state, retry_at=event.at + SILENT_AGAIN_S)
+        return Decision(
+            state, (), f"Slurm has lost sight of the node ({own.reason or 'down'}): drained when it is back"
+        )
+    if own.drained or own.states & TAKEN:
+        why = f"the node is {'+'.join(sorted(own.states))} already, by somebody else: {own.reason or 'no reason given'}"
+        return close(watching(state, event.at, policy, refused=False), wanted, Outcome.FOREIGN, why)
+    if event.alone:
+        return _listened(state, event, policy)
+    if why := plan.breaker_refuses(own, event.nodes, event.at, policy):
+        state = watching(state, event.at, policy, refused=True)
+        return close(state, wanted, Outcome.REFUSED, f"circuit breaker: {why}; look for a common cause")
+    note = own.reason if own.reason and not own.ours else ""
+    return _set_drain(state, event.at, wanted, reason_for(worst, note), policy)
+
+
+def _listened(state: State, event: on.NodesAnswered, policy: Policy) -> Decision:
+    """Go on to the count of all nodes: at once, unless Slurm was slow to tell of one."""
+    state = replace(state, listened=True)
+    if event.took_s < policy.crowded_s:
+        return Decision(state)
+    longest_s = min(policy.crowd_spread_max_s, policy.crowd_spread * event.took_s)
+    if event.cluster_size:  # the node itself may be slow: as many agents as there are nodes are a crowd
+        longest_s = min(longest_s, LISTS_SPREAD * LISTED_NODE_S * event.cluster_size**2)
+    wait_s = longest_s * fraction(f"{state.node} {event.at}")
+    why = f"Slurm took {event.took_s:.1f} s to tell of one node: all nodes are counted in {wait_s:.0f} s"
+    return Decision(replace(state, retry_at=event.at + wait_s), (), why)
+
+
+def _is_silence(own: NodeFacts) -> bool:
+    """Tell whether Slurm itself took the node down, because it hears nothing from it."""
+    return "DOWN" in own.states and not own.drained and (not own.reason or own.reason.startswith("Not responding"))
+
+
+def _is_for(own: NodeFacts, incidents: Iterable[Incident]) -> bool:
+    """Tell whether the node's reason is one that we gave it, for one of these."""
+    return own.ours and any(own.reason.endswith(f"[{each.id}]") for each in incidents)
+
+
+def _set_drain(state: State, at: float, wanted: list[Incident], reason: str, policy: Policy) -> Decision:
+    ids = tuple(each.id for each in wanted)
+    state = replace(state, call_incidents=ids, call_reason=reason, call_action=wanted[0].action)
+    state, effects = call(state, Call.DRAIN, at, policy)
+    return Decision(state, effects, f"drain: {reason}")
+
+
+def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str, *, policy: Policy) -> Decision:
+    """Note that we hold the node."""
+    effects: tuple[do.Effect, ...] = ()
+    incidents = list(incidents)
+    for incident in incidents:
+        incident = replace(incident, outcome=Outcome.DRAINED, outcome_why="the node is drained")  # noqa: PLW2901
+        state = put(state, incident)
+        effects += (do.Record(incident=incident), do.Tell(incident=incident, drained=True))
+    actions = [each.action for each in incidents] + ([state.drain.action] if state.drain is not None else [])
+    action = max(actions, key=lambda action: action.severity)
+    rebooted = action is not Action.DRAIN_RMA and all(each.boot_id != state.boot_id for each in held(state))
+    drain = Drain(
+        reason=reason,
+        action=action,
+        at=at,
+        boot_id=state.boot_id,
+        # a repair before this fault has not helped; a reboot after it may have, and the checks will tell
+        repair=Repair.REBOOT if rebooted else Repair.NONE,
+        resume_sent=state.drain is not None and state.drain.resume_sent,  # it may still take effect
+    )
+    state = replace(state, drain=drain, watch_at=next_watch(drain, at, policy))
+    return Decision(state, (do.RecordDrain(drain=drain), *effects), f"the node is drained: {reason}")
+
+
+def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
+    drain = state.drain
+    assert drain is not None, "RECOUNT follows a drain"
+    if not own.drained or own.reason != drain.reason:
+        return lost(state, event.at, own, policy)
+    if why := plan.gives_back(own, event.nodes, event.at, policy):
+        state, effects = call(replace(state, call_reason=why), Call.TAKE_BACK, event.at, policy)
+        return Decision(state, effects, f"circuit breaker: {why}: this drain is taken back")
+    drain = replace(drain, counted=True)
+    return Decision(replace(state, drain=drain), (do.RecordDrain(drain=drain),))
+
+
+def _watched(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
+    drain, at = state.drain, event.at
+    if drain is None:
+        return _look_again(state, event, own, policy)
+    state = replace(state, watch_at=next_watch(drain, at, policy))
+    if not own.drained or own.reason != drain.reason:
+        under_way = drain.slurm_returns and not drain.passed and drain.repair is Repair.NONE
+        if under_way and not own.drained and own.states & REBOOTING:
+            return Decision(state)
+        return lost(state, at, own, policy)
+    if drain.repair is not Repair.NONE and not drain.passed:
+        state, effects = call(state, Call.CHECK, at, policy)
+        return Decision(state, effects, f"checks after the {drain.repair.value}")
+    if may_return(drain, policy):
+        state, effects = call(state, Call.RESUME, at, policy)
+        return Decision(state, effects, "the node has passed its checks: it is returned to service")
+    cure = remedy(drain, policy)
+    if cure is None or own.states & (IN_USE | MAINTAINED):
+        return Decision(state)
+    state, effects = call(state, cure, at, policy)
+    return Decision(state, effects, f"no job uses the node: {cure.value}")
+
+
+def _look_again(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
+    """Have the node checked where it has a fault that was left alone, and nobody holds it any more."""
+    left = left_alone(state)
+    refused = is_refused(state)
+    state = replace(state, watch_at=look_again_at(state, event.at, policy, refused=refused and not event.alone))
+    if own.drained and _is_for(own, left):
+        why = "a drain of ours, whose answer was lost, took effect late"
+        found = _drained(state, event.at, left, own.reason, policy=policy)
+        return Decision(found.state, found.effects, f"{why}: {own.reason}")
+    if own.drained or own.states & TAKEN or not left:
+        return Decision(state)
+    if refused and event.alone:  # one node says nothing of the breaker
+        return _listened(replace(state, watch_at=event.at), event, policy)
+    # what the breaker still forbids may be found to be over, and is left alone else
+    why = plan.breaker_refuses(own, event.nodes, event.at, policy) if refused else ""  # else asked before the drain
+    state = replace(state, call_reason=why)
+    state, effects = call(state, Call.CHECK, event.at, policy)
+    return Decision(state, effects, "nobody holds the node, and it has a fault that was left alone: checks")
+
+
+def _looked_again(state: State, event: on.CallAnswered) -> Decision:
+    effects: tuple[do.Effect, ...] = ()
+    whys: list[str] = []
+    for incident in left_alone(state):
+        if not event.error and is_over(incident, event.looked, state):
+            whys.append("the node has passed its checks")
+            incident = replace(incident, outcome=Outcome.PASSED, outcome_why=whys[-1])  # noqa: PLW2901 - it is over
+        elif not state.call_reason:
+            whys.append(
+                f"the node is in service and has not passed its checks: {event.error}"
+                if event.error
+                else f"the node is in service, and no check can tell whether {incident.name} is over: it asks for "
+                f"{incident.action}, and neither reset nor reboot was seen since"
+            )
+            incident = replace(incident, outcome=Outcome.OPEN)  # noqa: PLW2901 - the drain is asked for anew
+        else:
+            continue
+        state = put(state, incident)
+        effects += (do.Record(incident=incident),)
+    return Decision(state, effects, "; ".join(dict.fromkeys(whys)))
+
+
+def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> Decision:  # noqa: C901 - one case a call
+    """Go on after an act, or try it again."""
+    if event.call != state.call_number or state.call is None:
+        return Decision(state)  # of a call that was given up
+    kind = state.call
+    if event.error and kind in (Call.DRAIN, Call.TAKE_BACK, Call.RESUME, Call.REBOOT):
+        return failed(state, event.at, f"{kind.value}: {event.error}", policy)
+    # a look asks only NVML: what Slurm is asked next still waits
+    state = replace(state, call=None) if kind is Call.LOOK else answered(state)
+    match kind:
+        case Call.DRAIN:
+            wanted = [each for each in state.incidents if each.id in state.call_incidents]
+            return _drained(state, event.at, wanted, state.call_reason, policy=policy)
+        case Call.TAKE_BACK:
+            return taken_back(watching(replace(state, drain=None), event.at, policy, refused=True))
+        case Call.RESUME:
+            return returned_by_us(state)
+        case Call.CHECK:
+            return _checked(state, event, policy)
+        case Call.LOOK:
+            return on_looked(state, event)
+        case Call.RESET:
+            return _reset(state, event, policy)
+        case Call.REBOOT:
+            return _rebooting(state, event.at, policy)
+        case Call.COUNT | Call.RECOUNT | Call.WATCH:
+            return Decision(state)  # an answer of the wrong kind: the call is made again
+        case _:
+            assert_never(kind)
+
+
+def _checked(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
+    drain = state.drain
+    if drain is None:
+        return _looked_again(state, event)
+    if event.error:
+        return _check_failed(state, event, drain, policy)
+    drain = replace(drain, passed=True)
+    hurry = may_return(drain, policy)
+    state = replace(state, drain=drain, watch_at=event.at if hurry else next_watch(drain, event.at, policy))
+    effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=drain),)
+    if not hurry:
+        text = "the node has passed its checks and waits for a person to return it to service"
+        effects += (do.Alarm(text=text),)
+    return Decision(state, effects, "the node has passed its checks")
+
+
+def _check_failed(state: State, event: on.CallAnswered, drain: Drain, policy: Policy) -> Decision:
+    why = f"the node has not passed its checks: {event.error}"
+    if drain.slurm_returns:  # Slurm returns the node by itself: drain it anew, before it takes a job
+        drain = replace(drain, reboot_asked=False, reboot_sent=False)
+        state = replace(state, drain=drain)
+        effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=drain), do.Alarm(text=why))
+        for incident in held(state):
+            incident = replace(incident, action=Action.DRAIN_RMA, escalated=why, outcome=Outcome.OPEN)  # noqa: PLW2901
+            state = put(state, incident)
+            effects += (do.Record(incident=incident),)
+        return Decision(state, effects, why)
+    state = replace(state, watch_at=next_watch(drain, event.at, policy))
+    return Decision(state, (do.Alarm(text=why),), why)
+
+
+def _reset(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
+    drain = state.drain
+    if drain is None:
+        return Decision(state)
+    if event.error:
+        drain = replace(drain, reset_failed=True)
+        why = f"the reset was in vain: {event.error}"
+    else:
+        drain = replace(drain, repair=Repair.RESET)
+        why = "the GPUs were reset: the checks come next"
+    again = remedy(drain, policy) is not None or drain.repair is Repair.RESET
+    watch_at = event.at if again else next_watch(drain, event.at, policy)
+    state = replace(state, drain=drain, watch_at=watch_at)
+    return Decision(state, (do.RecordDrain(drain=drain),), why)
+
+
+def _rebooting(state: State, at: float, policy: Policy) -> Decision:
+    drain = state.drain
+    if drain is None:
+        return Decision(state)
+    drain = replace(drain, reboot_asked=True)
+    state = replace(state, drain=drain, watch_at=at + policy.watch_s)
+    return Decision(state, (do.RecordDrain(drain=drain),), "Slurm reboots the node")

@@ -1,0 +1,189 @@
+"""From readings to events: what the sensors saw, judged by `xid`, with what was known before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from stepkeeper.node_agent.core import events as on
+from stepkeeper.node_agent.sensors.readings import Gpu, GpuHealth, KernelRecord, NvmlState, NvmlStatus, NvmlXid, Reading
+from stepkeeper.node_agent.xid import judge as nvml_health
+from stepkeeper.node_agent.xid.catalogue import Catalogue, Fault, Source
+from stepkeeper.node_agent.xid.judge import judge, judge_xid_event
+from stepkeeper.node_agent.xid.parse import announcement, canonical, driver_loaded, parse
+
+FRESH_S = 60.0
+
+
+def concerns(reading: Reading) -> bool:
+    """Tell whether a reading can make an event: asked by the kernel log's thread, of each line."""
+    if not isinstance(reading, KernelRecord):
+        return True
+    text = reading.text
+    return parse(text) is not None or announcement(text) is not None or driver_loaded(text)
+
+
+class _Silence(msgspec.Struct):
+    """The looks in a row at which a GPU did not answer."""
+
+    since: float
+    standing: bool  # from the first look on
+    looks: int = 0
+    told: bool = False
+
+
+class Evaluation:
+    """Remembers the newest health of each GPU and the driver's version.  Used on the loop's thread only."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        *,
+        expected_gpus: int = 0,
+        only_pci_prefix: str = "",
+        kernel_log: bool = True,
+        gpus: Iterable[tuple[str, str]] = (),
+        devices: Callable[[], Iterable[str]] = lambda: (),
+    ) -> None:
+        """Begin.
+
+        Args:
+            catalogue: what codes mean.
+            expected_gpus: that the node should have; 0: unknown.
+            only_pci_prefix: of the devices that count, and are taken for there, in a test.
+            kernel_log: somebody reads it.
+            gpus: address and UUID of those that were there since the boot, or are on the PCI bus.
+            devices: asked for the addresses of NVIDIA's devices that are on the PCI bus now.
+        """
+        self.catalogue = catalogue
+        self.health: dict[str, GpuHealth] = {}
+        self.driver = ""
+        self.kernel_log = kernel_log  # somebody reads it: what it tells may come later than NVML's word
+        self._silent: dict[str, _Silence] = {}
+        self._short_since: float | None = None  # the first of the listings in a row that were too short
+        self._short_told = False
+        self._expected_gpus = expected_gpus
+        self._prefix = only_pci_prefix
+        self._devices = devices
+        self._known = {pci: uuid for pci, uuid in gpus if pci.startswith(only_pci_prefix)}
+
+    @property
+    def wants_listing(self) -> bool:
+        """Whether a listing was too short, and the next one, `LISTED_AGAIN_AFTER_S` later, shall confirm it."""
+        return self._short_since is not None and not self._short_told
+
+    def events(self, reading: Reading, at: float) -> list[on.Event]:
+        """Return what a reading means."""
+        match reading:
+            case KernelRecord():
+                return self._of_record(reading, at)
+            case NvmlXid():
+                return [on.FaultSeen(at=at, fault=self._of_event(reading))]
+            case GpuHealth():
+                name = reading.pci or f"#{reading.index}"  # NVML's process writes an address as `canonical` does
+                before = self.health.get(name)
+                self.health[name] = reading
+                why = nvml_health.was_reset(reading, before) if before is not None else ""
+                reset = [on.GpusReset(at=at, pci=reading.pci, why=why)] if why else []
+                return [*reset, *self._of_health(name, reading, before, at)]
+            case NvmlStatus():
+                return self._of_status(reading, at)
+            case _:
+                return []  # gaps and evidence are logged, and prove nothing
+
+    def _is_there(self, pci: str) -> bool:
+        """Tell whether the node has this device, or had it since the boot.
+
+        Records with the prefix of a netfilter rule, or of another module, look like the driver's: what they name need
+        not exist.  A GPU that is lost is known by then.
+        """
+        if self._prefix:
+            return pci.startswith(self._prefix)
+        return pci in self._known or pci in self.health or pci in set(self._devices())
+
+    def _of_event(self, event: NvmlXid) -> Fault:
+        return judge_xid_event(
+            event,
+            catalogue=self.catalogue,
+            recovery_action=self._recovery_action(event.pci, event.at),
+            kernel_log=self.kernel_log,
+        )
+
+    def _recovery_action(self, pci: str, at: float) -> int | None:
+        """Return what the GPU itself asks for, as far as that was read near the fault: an old one may be mended."""
+        health = self.health.get(canonical(pci))
+        return health.recovery_action if health is not None and abs(at - health.at) <= FRESH_S else None
+
+    def _of_record(self, record: KernelRecord, at: float) -> list[on.Event]:
+        if driver_loaded(record.text):
+            loaded = on.GpusReset(at=record.at, why="the driver was loaded anew, which sets up every GPU")
+            return [] if self._prefix or record.sequence < 0 else [loaded]
+        if (report := parse(record.text)) is None:
+            told = announcement(record.text)
+            if told is None or not self._is_there(told.pci):
+                return []
+            return [on.GpusListed(at=at, gpus=(Gpu(index=-1, pci=told.pci, uuid=told.uuid),))]
+        if not self._is_there(report.pci):
+            return []
+        from_journal = record.sequence < 0
+        fault = judge(
+            report,
+            at=record.at,
+            source=Source.JOURNAL if from_journal else Source.KERNEL,
+            catalogue=self.catalogue,
+            recovery_action=self._recovery_action(report.pci, record.at),
+            driver=self.driver,
+            boot_id=record.boot_id,
+            sequence=None if from_journal else record.sequence,
+        )
+        return [on.FaultSeen(at=at, fault=fault)]
+
+    def _of_status(self, status: NvmlStatus, at: float) -> list[on.Event]:
+        found: list[on.Event] = [] if status.once else [on.NvmlStands(at=at, state=status.state)]
+        faults: list[Fault | None] = []
+        if status.state is NvmlState.READY:
+            self.driver = status.driver or self.driver
+            found.append(on.GpusListed(at=at, gpus=status.gpus, driver=status.driver))
+            faults.append(self._of_listing(status.gpus, status.at))
+        elif status.state is NvmlState.ABSENT and status.stuck_s >= nvml_health.ABSENT_BELIEVED_AFTER_S:
+            faults.append(self._missing((), status.at))
+        faults.append(nvml_health.stuck(status))
+        return found + [on.FaultSeen(at=at, fault=fault) for fault in faults if fault is not None]
+
+    def _of_health(self, name: str, health: GpuHealth, before: GpuHealth | None, at: float) -> list[on.Event]:
+        faults = nvml_health.judge_health(health, before, catalogue=self.catalogue)
+        faults += self._of_silence(name, health, standing=before is None)
+        return [on.FaultSeen(at=at, fault=fault) for fault in faults]
+
+    def _of_silence(self, name: str, health: GpuHealth, *, standing: bool) -> list[Fault]:
+        """Return the fault of a GPU that has been silent for long enough, once."""
+        if not health.silent:
+            self._silent.pop(name, None)
+            return []
+        silence = self._silent.setdefault(name, _Silence(since=health.at, standing=standing))
+        silence.looks += 1
+        long = health.at >= silence.since + nvml_health.SILENT_BELIEVED_AFTER_S
+        if silence.told or not long or silence.looks < nvml_health.SILENT_LOOKS:
+            return []
+        silence.told = True
+        return [nvml_health.silent(health, standing=silence.standing, catalogue=self.catalogue)]
+
+    def _of_listing(self, gpus: Sequence[Gpu], at: float) -> Fault | None:
+        """Return the fault of a list that is too short, and was before."""
+        fault = self._missing(gpus, at)
+        self._known |= {gpu.pci: gpu.uuid for gpu in gpus if gpu.uuid or gpu.pci not in self._known}
+        if fault is None:
+            self._short_since, self._short_told = None, False
+        elif self._short_since is None:
+            self._short_since = at
+            return None
+        elif at < self._short_since + nvml_health.LISTED_AGAIN_AFTER_S:
+            return None
+        self._short_told = fault is not None
+        return fault
+
+    def _missing(self, gpus: Sequence[Gpu], at: float) -> Fault | None:
+        listed = {gpu.pci for gpu in gpus}
+        gone = [f"{pci} ({uuid})" if uuid else pci for pci, uuid in sorted(self._known.items()) if pci not in listed]
+        return nvml_health.missing(self._expected_gpus, len(gpus), at=at, catalogue=self.catalogue, gone=gone)

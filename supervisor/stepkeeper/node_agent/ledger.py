@@ -1,0 +1,218 @@
+"""`incidents.jsonl`: what the agent must not forget, over its own end and over a reboot.
+
+One JSON line a change, each durable when it is written; a later line of the same incident replaces the earlier one.
+A torn last line is passed over, and closed by the next.  When the file has grown, it is written anew with what still
+matters.  Writing has a thread of its own: a slow disk delays no drain.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.node_agent.core.incidents import forget
+from stepkeeper.node_agent.core.state import Drain, Incident, Policy, State
+from stepkeeper.run_store import lines
+from stepkeeper_trainer.formats.durable import append_line, write_atomically
+from stepkeeper_trainer.formats.plain import open_plain
+
+NAME = "incidents.jsonl"
+BYTES_MAX = 4 * 1024 * 1024
+RETRY_S = 5.0
+WAITING_MAX = 10_000
+VERSION = 1
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+    v: int = VERSION
+
+
+class IncidentLine(_Line, frozen=True, kw_only=True, tag="incident"):
+    """An incident, as it is now."""
+
+    incident: Incident
+
+
+class DrainLine(_Line, frozen=True, kw_only=True, tag="drain"):
+    """The drain that we hold, or none."""
+
+    drain: Drain | None
+
+
+class GpusLine(_Line, frozen=True, kw_only=True, tag="gpus"):
+    """Which GPUs were there since the boot: a lost one cannot be asked for its UUID any more."""
+
+    boot_id: str
+    gpus: tuple[tuple[str, str], ...] = ()
+    driver: str = ""
+    sequence: int = -1  # kernel records up to here were dealt with, in incidents that are forgotten now
+
+
+Line = IncidentLine | DrainLine | GpusLine
+_decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+
+
+class Book(msgspec.Struct, kw_only=True):
+    """The content of a ledger."""
+
+    incidents: dict[str, Incident] = {}
+    drain: Drain | None = None
+    gpus: GpusLine | None = None
+    unreadable: int = 0  # lines
+
+    def take(self, line: Line) -> None:
+        """Take in one line."""
+        match line:
+            case IncidentLine():
+                self.incidents[line.incident.id] = line.incident
+            case DrainLine():
+                self.drain = line.drain
+            case GpusLine():
+                self.gpus = line
+
+    def state(self, node: str, boot_id: str) -> State:
+        """Return where an agent that starts now stands."""
+        incidents = tuple(sorted(self.incidents.values(), key=lambda each: each.first_at))
+        boot = self.gpus if self.gpus is not None and self.gpus.boot_id == boot_id else GpusLine(boot_id=boot_id)
+        return State(
+            node=node,
+            boot_id=boot_id,
+            known_sequence=max([boot.sequence, *(each.sequence for each in incidents if each.boot_id == boot_id)]),
+            gpus=boot.gpus,
+            driver=boot.driver,
+            incidents=incidents,
+            drain=self.drain,
+        )
+
+    def lines(self) -> list[Line]:
+        """Return the fewest lines that say the same."""
+        found: list[Line] = [IncidentLine(incident=each) for each in self.incidents.values()]
+        if self.drain is not None:
+            found.append(DrainLine(drain=self.drain))
+        if self.gpus is not None:
+            found.append(self.gpus)
+        return found
+
+
+def read(path: Path) -> Book:
+    """Read a ledger; an empty book where there is none yet.
+
+    Raises:
+        OSError: it is there, and is no plain file or cannot be read.
+    """
+    book = Book()
+    try:
+        file = open_plain(path)
+    except FileNotFoundError:
+        return book
+    with file:
+        for raw in lines.forwards(file):
+            if not raw:
+                continue
+            try:
+                book.take(_decoder.decode(raw))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                book.unreadable += 1
+    return book
+
+
+def own_directory(path: Path) -> None:
+    """Make a directory that is ours and that nobody else can write in; refuse one that is not.
+
+    Raises:
+        StepkeeperError: it cannot be made, or it is somebody else's.
+    """
+    try:
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise StepkeeperError(f"{path}: {error.strerror}: the agent cannot use it", ExitCode.USAGE) from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise StepkeeperError(
+            f"{path}: must be a directory, no link, owned by the agent's user and writable by nobody else",
+            ExitCode.USAGE,
+        )
+
+
+class Ledger:
+    """Appends lines on a thread.  `append` returns at once; `flush` waits."""
+
+    def __init__(self, path: Path, book: Book, policy: Policy) -> None:
+        self._path = path
+        self._book = book
+        self._policy = policy
+        self._changed = threading.Condition()
+        self._waiting: deque[Line] = deque(maxlen=WAITING_MAX)
+        self._busy = False
+        self.on_failure: Callable[[BaseException], None] | None = None  # of a mistake of ours: the thread ends with it
+        self.failed = ""  # why the newest write failed; empty when it did not
+        threading.Thread(target=self._write, name="ledger", daemon=True).start()
+
+    def append(self, line: Line) -> None:
+        """Hand over one line; returns at once."""
+        with self._changed:
+            self._waiting.append(line)
+            self._changed.notify_all()
+
+    def flush(self, within_s: float) -> bool:
+        """Wait until all that was handed over is durable; False if that takes longer, or fails."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._waiting or self._busy) or self.failed, timeout=within_s)
+            return not (self._waiting or self._busy)
+
+    def _write(self) -> None:
+        try:
+            self._write_on()
+        except BaseException as error:
+            if self.on_failure is None:
+                raise
+            self.on_failure(error)
+
+    def _write_on(self) -> None:
+        while True:
+            with self._changed:
+                if self.failed:
+                    self._changed.wait(RETRY_S)
+                self._changed.wait_for(lambda: self._waiting)
+                line = self._waiting[0]
+                self._busy = True
+            failed = self._write_one(line)
+            with self._changed:
+                self._busy = False
+                self.failed = failed
+                if not failed and self._waiting and self._waiting[0] is line:
+                    self._waiting.popleft()
+                self._changed.notify_all()
+
+    def _write_one(self, line: Line) -> str:
+        try:
+            if self._path.exists() and self._path.lstat().st_size > BYTES_MAX:
+                self._compact(line)
+            else:
+                append_line(self._path, msgspec.json.encode(line))
+        except OSError as error:
+            return f"{self._path}: {error.strerror}"
+        self._book.take(line)
+        return ""
+
+    def _compact(self, line: Line) -> None:
+        """Write the ledger anew, with `line`.  Raises OSError: the old one stands."""
+        book = msgspec.structs.replace(self._book, incidents=dict(self._book.incidents))
+        book.take(line)
+        boot_id = book.gpus.boot_id if book.gpus is not None else ""
+        state = book.state("", boot_id)
+        if book.gpus is not None:
+            book.gpus = msgspec.structs.replace(book.gpus, sequence=state.known_sequence)
+        newest = max((each.last_at for each in state.incidents), default=0.0)
+        kept = {each.id for each in forget(state, newest, self._policy).incidents}
+        book.incidents = {key: each for key, each in book.incidents.items() if key in kept}
+        write_atomically(self._path, b"".join(msgspec.json.encode(each) + b"\n" for each in book.lines()), mode=0o600)
+        self._book = book

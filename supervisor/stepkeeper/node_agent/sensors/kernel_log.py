@@ -1,0 +1,347 @@
+"""Reads the kernel's log, /dev/kmsg: from the oldest record that is still there, without missing or repeating any.
+
+A record says who wrote it: facility 0 is the kernel itself, and what user space wrote has another facility, whatever
+its text claims.  Only the kernel's own records are passed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import select
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from stepkeeper.node_agent.sensors.readings import Evidence, KernelGap, KernelRecord, Reading
+from stepkeeper.node_agent.xid.parse import SYSCTL
+
+DEVICE = "/dev/kmsg"
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+NETFILTER_OF_ALL = Path("/proc/sys") / SYSCTL.replace(".", "/")
+RECORD_BYTES_MAX = 16384  # the kernel writes at most 8192
+FACILITY_SHIFT = 3
+KERNEL = 0
+READABLE = "readable"  # in the values of `Evidence` about the device itself
+TRY_AGAIN_S = 60.0  # a device that is missing or not ours to read: that may change
+RECORDS_AT_ONCE = 1000  # then look whether to stop
+
+_ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One record as the device gives it."""
+
+    facility: int
+    sequence: int
+    usec: int  # of the kernel's clock, which starts at boot
+    text: bytes  # still escaped
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """The last record that was dealt with: reading goes on behind it."""
+
+    boot_id: str
+    sequence: int  # -1: none yet
+
+
+def parse_record(data: bytes) -> Record | None:
+    r"""Take one record apart; None where it is none.
+
+    >>> parse(b"6,339,5140900,-;NVRM: loading\n SUBSYSTEM=pci\n").text
+    b'NVRM: loading'
+    """
+    head, found, rest = data.partition(b";")
+    fields = head.split(b",")
+    if not found or len(fields) < 3:  # noqa: PLR2004 - priority, sequence, time; more may follow
+        return None
+    try:
+        priority, sequence, usec = (int(field) for field in fields[:3])
+    except ValueError:
+        return None
+    # what follows the first line feed are ` KEY=value` lines; one in the text itself is written as \x0a
+    text = rest.partition(b"\n")[0]
+    return Record(facility=priority >> FACILITY_SHIFT, sequence=sequence, usec=usec, text=text)
+
+
+def unescape(text: bytes) -> str:
+    r"""Undo the kernel's `\xNN`.
+
+    >>> unescape(rb"on two\x0alines")
+    'on two\nlines'
+    """
+    if b"\\" in text:
+        text = _ESCAPED.sub(lambda match: bytes((int(match[1], 16),)), text)
+    return text.decode(errors="replace")
+
+
+def boot_id(path: str = BOOT_ID) -> str:
+    """Return the id of this boot.  Raises OSError."""
+    with open(path, encoding="ascii") as file:
+        return file.read().strip()
+
+
+def users_may_write(path: Path = NETFILTER_OF_ALL) -> bool:
+    """Tell whether any user can have netfilter begin records of the kernel log with a text of his choice."""
+    try:
+        return path.read_text(encoding="ascii").strip() not in ("", "0")
+    except OSError:
+        return False  # no netfilter, or no log of it
+
+
+class KernelLog:
+    """Reads on a thread of its own and hands `KernelRecord`, `KernelGap` and `Evidence` to a callback.
+
+    `Evidence` with `what="sensor"` says that the log cannot be read, and why, and when it can again.  The callback must
+    not raise.  `read` stands for os.read; a test's device may answer as the kernel does on an overrun.
+    """
+
+    def __init__(
+        self,
+        callback: Callable[[Reading], None],
+        *,
+        path: str = DEVICE,
+        resume: Position | None = None,
+        allow_injected: bool = False,
+        boot: str | None = None,
+        read: Callable[[int, int], bytes] = os.read,
+    ) -> None:
+        """Prepare.  `allow_injected` believes what user space wrote too: only ever for acceptance tests."""
+        self._callback = callback
+        self._path = path
+        self._boot = boot if boot is not None else boot_id()
+        same_boot = resume is not None and resume.boot_id == self._boot and resume.sequence >= 0
+        self._expected = resume.sequence + 1 if resume is not None and same_boot else None
+        self._allow_injected = allow_injected
+        self._read = read
+        self._overrun = False
+        self._problem = ""
+        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="kmsg", daemon=True)
+        self.caught_up = threading.Event()  # everything that was there at the start has been handed over
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, within_s: float = 2.0) -> None:
+        """End the thread, once; returns in time."""
+        os.write(self._stop_write, b"x")
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(within_s)
+        if not self._thread.is_alive():
+            os.close(self._stop_read)
+            os.close(self._stop_write)
+
+    # --- on the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                descriptor = self._open()
+            except OSError as error:
+                self._report(error)
+            else:
+                try:
+                    self._follow(descriptor)
+                except OSError as error:
+                    self._report(error)
+                finally:
+                    os.close(descriptor)
+            self.caught_up.set()  # as far as it goes
+            if select.select([self._stop_read], [], [], TRY_AGAIN_S if self._problem else 0.0)[0]:
+                return
+
+    def _open(self) -> int:
+        flags = os.O_RDONLY
+        if stat.S_ISFIFO(os.stat(self._path).st_mode):
+            flags = os.O_RDWR  # a test's stand-in: its end must not come when a writer leaves
+        return os.open(self._path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def _follow(self, descriptor: int) -> None:
+        """Read until told to stop.  Raises OSError where the device fails."""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.register(self._stop_read, select.POLLIN)
+        stopping = False
+        while not stopping:
+            if self._read_some(descriptor):
+                self.caught_up.set()
+                stopping = any(found == self._stop_read for found, _ in poll.poll())
+            else:
+                stopping = bool(select.select([self._stop_read], [], [], 0.0)[0])
+
+    def _read_some(self, descriptor: int) -> bool:
+        """Read what is there, but not for ever; return whether that was all."""
+        for _ in range(RECORDS_AT_ONCE):
+            try:
+                data = self._read(descriptor, RECORD_BYTES_MAX)
+            except BlockingIOError:
+                self._recovered()
+                return True
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # the ring went round; the next read gives the oldest record left
+                    self._overrun = True
+                elif error.errno != errno.EINVAL:  # one that is too long was passed over: the sequence tells
+                    raise
+                continue
+            if not data:
+                raise OSError(errno.ENODATA, "the device has ended")
+            record = parse_record(data)
+            if record is not None:
+                self._take(record)
+        return False
+
+    def _take(self, record: Record) -> None:
+        now = time.time()
+        if self._expected is not None and record.sequence < self._expected:
+            return  # dealt with before
+        lost = record.sequence - self._expected if self._expected is not None else int(self._overrun)
+        if lost > 0:
+            self._callback(KernelGap(at=now, lost=lost))
+        self._overrun = False
+        self._expected = record.sequence + 1
+        if record.facility != KERNEL and not self._allow_injected:
+            return
+        self._callback(
+            KernelRecord(
+                at=min(now, now - (time.monotonic() - record.usec / 1e6)),
+                boot_id=self._boot,
+                sequence=record.sequence,
+                text=unescape(record.text),
+            )
+        )
+
+    # --- whether it can be read -------------------------------------------------------------------
+
+    def _report(self, error: OSError) -> None:
+        problem = f"cannot read {self._path}: {error.strerror or error}"
+        if error.errno == errno.EPERM:
+            problem += " (kernel.dmesg_restrict is on: CAP_SYSLOG is needed)"
+        if problem != self._problem:
+            self._tell(problem, readable=False)
+        self._problem = problem
+
+    def _recovered(self) -> None:
+        if self._problem:
+            self._problem = ""
+            self._tell("can be read again", readable=True)
+
+    def _tell(self, text: str, *, readable: bool) -> None:
+        values = {READABLE: float(readable)}
+        self._callback(Evidence(at=time.time(), what="sensor", where=self._path, text=text, values=values))
+
+
+# Reads, once, what the journal keeps of the boot before this one: why the node went down, perhaps.
+#
+# /dev/kmsg begins anew with every boot.  A node without journald, or whose journal is not kept on disk, has nothing
+# to tell, and that is fine.
+
+COMMAND = ("journalctl",)
+LINES_MAX = 50_000  # the newest
+BYTES_MAX = 64 * 1024 * 1024
+WITHIN_S = 20.0
+ENDS_WITHIN_S = 1.0
+LOOKS_UP_S = 0.2  # to see whether the agent stops
+FIELDS = "MESSAGE,SYSLOG_IDENTIFIER,SYSLOG_FACILITY"
+UNKNOWN_SEQUENCE = -1  # the journal does not keep the record's number
+USEC = 1_000_000
+
+
+def previous_boot(
+    callback: Callable[[KernelRecord], None],
+    *,
+    command: Sequence[str] = COMMAND,
+    within_s: float = WITHIN_S,
+    bytes_max: int = BYTES_MAX,
+    stopped: threading.Event | None = None,
+) -> str:
+    """Hand over the kernel's records of the boot before, oldest first; return what was wrong, "" where nothing was.
+
+    Never raises; returns in time, or soon after `stopped` was set (and a second for journalctl to die).
+    """
+    arguments = [*command, "-k", "-b", "-1", "-o", "json", "--no-pager", "-q", "-n", str(LINES_MAX)]
+    arguments.append(f"--output-fields={FIELDS}")
+    try:
+        process = subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+        )
+    except OSError as error:
+        return f"no journal: {command[0]}: {error.strerror}"
+    assert process.stdout is not None
+    code: int | None = None
+    try:
+        with process.stdout:
+            problem = _read(process.stdout, callback, time.monotonic() + within_s, bytes_max, stopped)
+        if not problem:
+            code = process.wait(ENDS_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        problem = "journalctl does not end"
+    if code is None:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # on a disk that hangs: left behind
+            process.wait(ENDS_WITHIN_S)
+    return "no journal of the boot before" if code else problem
+
+
+def _read(
+    stream: IO[bytes],
+    callback: Callable[[KernelRecord], None],
+    until: float,
+    bytes_max: int,
+    stopped: threading.Event | None,
+) -> str:
+    rest = b""
+    size = 0
+    while size < bytes_max:
+        left_s = until - time.monotonic()
+        if left_s <= 0 or (stopped is not None and stopped.is_set()):
+            return "the journal was not read to its end: out of time"
+        if not select.select([stream], [], [], min(left_s, LOOKS_UP_S))[0]:
+            continue
+        data = stream.read(1 << 16)
+        if not data:
+            return ""
+        size += len(data)
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            record = parse(line)
+            if record is not None:
+                callback(record)
+    return f"the journal was not read to its end: more than {bytes_max} bytes"
+
+
+def parse(line: bytes) -> KernelRecord | None:
+    """Return one entry; None where it is not the kernel's own, or not readable."""
+    try:
+        entry = json.loads(line)
+        if entry.get("SYSLOG_IDENTIFIER") != "kernel" or entry.get("SYSLOG_FACILITY", "0") != "0":
+            return None  # user space wrote it to /dev/kmsg
+        message = entry["MESSAGE"]
+        return KernelRecord(
+            at=int(entry["__REALTIME_TIMESTAMP"]) / USEC,
+            boot_id=_dashed(str(entry["_BOOT_ID"])),
+            sequence=UNKNOWN_SEQUENCE,
+            text=_text(message),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None  # torn, or of a shape that no journald writes
+
+
+def _text(message: Any) -> str:
+    """Return the message: journald gives one that is not UTF-8 as a list of bytes."""
+    return message if isinstance(message, str) else bytes(message).decode(errors="replace")
+
+
+def _dashed(boot: str) -> str:
+    """Return the boot's id as the kernel writes it."""
+    return "-".join((boot[:8], boot[8:12], boot[12:16], boot[16:20], boot[20:]))

@@ -1,0 +1,368 @@
+"""NVML seen from a distance: a child process calls it (`nvml_child`), this side keeps the time.
+
+Whatever the driver does, nothing here waits for it: a call that does not come back is reported again and again, a
+child that dies is started again, and one that cannot even be killed is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from stepkeeper.isolation import flags
+from stepkeeper.node_agent.sensors import readings
+from stepkeeper.node_agent.sensors.readings import Begins, FromChild, GpuHealth, NvmlState, NvmlStatus, Reading
+
+COMMAND = ("-m", "stepkeeper.node_agent.sensors.nvml_child")
+STARTING = "start of the NVML process"
+STDERR_BYTES = 1000  # the last of them are told when it dies
+DIES_WITHIN_S = 1.0  # after SIGKILL; longer means uninterruptible sleep in the driver
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long to wait for what, in seconds."""
+
+    start_takes_s: float = 20.0  # to read Python's files, on a busy node or a slow file system
+    stuck_after_s: float = 10.0  # a call that lasts longer is reported, with XID 119 they last 6 to 45 s
+    stuck_again_s: float = 10.0  # then again after this long, and after twice as long, ...
+    stuck_again_max_s: float = 60.0
+    abandon_after_s: float = 300.0  # a child stuck for this long is killed: a new one may fare better
+    restart_after_s: float = 1.0  # a dead child; twice as long after each death
+    restart_after_max_s: float = 60.0
+    lasted_s: float = 60.0  # a child that lived this long starts the count anew
+    absent_again_s: float = 300.0  # no library or no driver: one may be installed
+    absent_soon_s: float = 60.0  # at first: at boot the driver comes late
+    absent_lasts_s: float = 120.0  # then its absence is told once more, with its length
+
+
+class Calls:
+    """Which calls are under way, and whether one of them is stuck.  Pure: the caller brings the clock."""
+
+    def __init__(self, now: float, patience: Patience, *, hung_since: float | None = None) -> None:
+        """`hung_since`: since when the process before did not come back, where it was given up for that."""
+        self._patience = patience
+        self.hung_since = hung_since
+        self._lanes: dict[str, tuple[Begins, float]] = {}
+        self._report_at = 0.0
+        self._report_again_s = patience.stuck_again_s
+        self.is_stuck = False
+        self.begin(Begins(lane="", call=STARTING, takes_s=patience.start_takes_s), now)
+
+    def begin(self, begins: Begins, now: float) -> None:
+        """Note that a thread begins its next call, so that the one before is over."""
+        self._lanes.pop("", None)
+        self._lanes[begins.lane] = (begins, now)
+        if begins.call == readings.REST and begins.lane == readings.HEALTH:
+            self.hung_since = None  # every GPU was asked
+
+    def worst(self, now: float) -> tuple[str, float]:
+        """Return the call that is longest overdue, and by how many seconds; negative where it is not yet due."""
+        begins, since = min(self._lanes.values(), key=lambda lane: lane[1] + lane[0].takes_s)
+        return begins.call, now - since - begins.takes_s
+
+    def report(self, now: float) -> NvmlStatus | None:
+        """Return what is stuck, when it is time to say so (again)."""
+        call, overdue_s = self.worst(now)
+        if overdue_s < self._patience.stuck_after_s:
+            return None
+        if not self.is_stuck:
+            self.is_stuck = True
+            self._report_at = now
+            self._report_again_s = self._patience.stuck_again_s
+        if now < self._report_at:
+            return None
+        self._report_at = now + self._report_again_s
+        self._report_again_s = min(2 * self._report_again_s, self._patience.stuck_again_max_s)
+        stuck_s = overdue_s if self.hung_since is None else now - self.hung_since
+        return NvmlStatus(
+            at=time.time(), state=NvmlState.STUCK, call=call, stuck_s=stuck_s, detail=f"{call} does not come back"
+        )
+
+    def is_back(self, now: float) -> bool:
+        """Tell, once, that what was stuck is not any more."""
+        if not self.is_stuck or self.worst(now)[1] >= self._patience.stuck_after_s:
+            return False
+        self.is_stuck = False
+        return True
+
+    def wait_s(self, now: float) -> float:
+        """Return after how many seconds there is something to report, or the child is to be abandoned."""
+        overdue_s = self.worst(now)[1]
+        abandon_s = self._patience.abandon_after_s - overdue_s
+        if self.is_stuck:
+            return max(0.0, min(self._report_at - now, abandon_s))
+        return max(0.0, min(self._patience.stuck_after_s - overdue_s, abandon_s))
+
+
+class _Child:
+    """The process and its pipes."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        """Start it.  Raises OSError."""
+        self.process = subprocess.Popen(
+            [sys.executable, *flags(), *COMMAND, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # a Ctrl-C at a terminal is for us
+        )
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self._out = self.process.stdout.fileno()
+        self._err = self.process.stderr.fileno()
+        self._open = {self._out, self._err}
+        self._rest = b""
+        self.words = b""
+
+    def read(self, wait_s: float, *others: int) -> tuple[list[FromChild], bool]:
+        """Wait until it or one of the other descriptors has something; return messages, and whether more may come."""
+        poll = select.poll()
+        for descriptor in (*self._open, *others):
+            poll.register(descriptor, select.POLLIN)
+        messages: list[FromChild] = []
+        for descriptor, _ in poll.poll(max(0.0, wait_s) * 1000 + 1):
+            if descriptor in self._open:
+                data = os.read(descriptor, readings.LINE_BYTES_MAX)
+                if not data:
+                    self._open.discard(descriptor)
+                elif descriptor == self._err:
+                    self.words = (self.words + data)[-STDERR_BYTES:]
+                else:
+                    messages += self._messages(data)
+        return messages, self._out in self._open
+
+    def _messages(self, data: bytes) -> Iterator[FromChild]:
+        *lines, rest = (self._rest + data).split(b"\n")
+        self._rest = rest if len(rest) <= readings.LINE_BYTES_MAX else b""
+        for line in lines:
+            try:
+                yield readings.decode_nvml(line)
+            except readings.UNREADABLE:  # a library's own words on standard output: for people
+                self.words = (self.words + line + b"\n")[-STDERR_BYTES:]
+
+    def end(self) -> int | None:
+        """Kill it and return its exit code; None where not even SIGKILL ends it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be about to end by itself
+            return self.process.wait(0.0 if self._out in self._open else DIES_WITHIN_S)
+        self.process.kill()
+        try:
+            return self.process.wait(DIES_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """Give the pipes back.  A child that still lives sees its standard input end."""
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
+    def said(self) -> str:
+        """Return its last words, for people."""
+        return self.words.decode(errors="replace").strip()
+
+
+class NvmlProcess:
+    """Keeps an NVML child running and hands its readings to a callback, on a thread of its own.
+
+    The callback gets `NvmlStatus`, `NvmlXid`, `GpuHealth` and `Evidence`, and must not raise.
+    """
+
+    def __init__(
+        self, callback: Callable[[Reading], None], *, health_every_s: float = 10.0, patience: Patience | None = None
+    ) -> None:
+        self._callback = callback
+        self._arguments = ["--health-every-s", f"{health_every_s:g}"]
+        self._patience = patience or Patience()
+        self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
+        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
+        self._ready: NvmlStatus | None = None
+        self._absent = ""
+        self._absent_since: float | None = None
+        self._absence_told = False
+        self._hung_since: float | None = None  # a new process may hang like the one before: that is one silence
+        self.pid: int | None = None  # of the child that runs now
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, within_s: float = 3.0) -> None:
+        """End the child and the thread, once.  Returns in time, whatever they do."""
+        os.write(self._stop_write, b"x")
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(within_s)
+        if not self._thread.is_alive():
+            os.close(self._stop_read)
+            os.close(self._stop_write)
+
+    # --- on the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        patience = self._patience
+        pause_s = patience.restart_after_s
+        while True:
+            began = time.monotonic()
+            wait_s = self._live_one_life()
+            if wait_s is None:
+                if time.monotonic() - began >= patience.lasted_s:
+                    pause_s = patience.restart_after_s
+                wait_s = pause_s
+                pause_s = min(2 * pause_s, patience.restart_after_max_s)
+            if self._stopped(wait_s):
+                return
+
+    def _live_one_life(self) -> float | None:
+        """Start a child and follow it to its end; return how long to wait for the next, None: as after a death."""
+        try:
+            child = _Child(self._arguments)
+        except OSError as error:
+            self._say(NvmlState.ENDED, f"cannot start the NVML process: {error}")
+            return None
+        self.pid = child.process.pid
+        try:
+            stuck_for_s = self._follow(child)
+            if stuck_for_s and self._hung_since is None:
+                self._hung_since = time.monotonic() - stuck_for_s
+            code = child.end()
+            if code is None:
+                self._outlive(child, stuck_for_s)
+                return None
+        finally:
+            self.pid = None
+            child.close()
+        if code == readings.ENDS_ABSENT:
+            soon = self._absent_since is not None and not self._absence_told
+            return min(self._patience.absent_soon_s if soon else math.inf, self._patience.absent_again_s)
+        if code != readings.ENDS_TO_BEGIN_ANEW and not self._stopped(0.0):
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._say(NvmlState.ENDED, f"the NVML process ended: {how}; {child.said()}".rstrip("; "))
+        return None
+
+    def _follow(self, child: _Child) -> float:
+        """Pass on what the child says until it ends, we stop, or it is stuck for too long: return how long."""
+        calls = Calls(time.monotonic(), self._patience, hung_since=self._hung_since)
+        while True:
+            messages, more = child.read(calls.wait_s(time.monotonic()), self._stop_read)
+            for message in messages:
+                if isinstance(message, Begins):
+                    calls.begin(message, time.monotonic())
+                else:
+                    self._pass_on(message)
+            now = time.monotonic()
+            self._hung_since = calls.hung_since
+            if not more or self._stopped(0.0):
+                return 0.0
+            if calls.is_back(now) and self._ready is not None:
+                self._callback(msgspec.structs.replace(self._ready, at=time.time(), detail="NVML answers again"))
+            if (report := calls.report(now)) is not None:
+                self._callback(report)
+            if calls.is_stuck and (stuck_s := calls.worst(now)[1]) >= self._patience.abandon_after_s:
+                return stuck_s
+
+    def _outlive(self, child: _Child, stuck_for_s: float) -> None:
+        """Wait for a child that cannot be killed: a second one would only hang beside it.  Say so now and then."""
+        since = time.monotonic() - stuck_for_s
+        again_s = self._patience.stuck_again_s
+        while child.process.poll() is None:
+            self._callback(
+                NvmlStatus(
+                    at=time.time(),
+                    state=NvmlState.STUCK,
+                    stuck_s=time.monotonic() - since,
+                    detail=f"the NVML process {child.process.pid} cannot be killed: it hangs in the driver",
+                )
+            )
+            if self._stopped(again_s):
+                return
+            again_s = min(2 * again_s, self._patience.stuck_again_max_s)
+
+    def _pass_on(self, reading: Reading) -> None:
+        if isinstance(reading, NvmlStatus):
+            if reading.state is NvmlState.READY:
+                self._ready = reading
+                self._absent = ""
+                self._absent_since, self._absence_told = None, False
+            elif reading.state is NvmlState.ABSENT:
+                if (told := self._absence(reading)) is None:
+                    return
+                reading = told
+        self._callback(reading)
+
+    def _absence(self, status: NvmlStatus) -> NvmlStatus | None:
+        """Return what is to be told of an absence; None where that was said already."""
+        now = time.monotonic()
+        if self._absent_since is None:
+            self._absent_since = now
+        for_s = now - self._absent_since
+        lasts = not self._absence_told and for_s >= self._patience.absent_lasts_s
+        if status.detail == self._absent and not lasts:
+            return None
+        self._absent = status.detail
+        self._absence_told = self._absence_told or lasts
+        return msgspec.structs.replace(status, stuck_s=for_s)
+
+    def _say(self, state: NvmlState, detail: str) -> None:
+        self._callback(NvmlStatus(at=time.time(), state=state, detail=detail))
+
+    def _stopped(self, wait_s: float) -> bool:
+        return bool(select.select([self._stop_read], [], [], wait_s)[0])
+
+
+class Once(msgspec.Struct, frozen=True, kw_only=True):
+    """What one look at NVML gave."""
+
+    status: NvmlStatus
+    health: tuple[GpuHealth, ...] = ()
+
+
+def once(within_s: float) -> Once:
+    """Look at all GPUs once.  Returns in time (and a second for the child to die), whatever the driver does."""
+    until = time.monotonic() + within_s
+    try:
+        child = _Child(["--once"])
+    except OSError as error:
+        return Once(status=_status(NvmlState.ENDED, f"cannot start the NVML process: {error}"))
+    status: NvmlStatus | None = None
+    health: list[GpuHealth] = []
+    call, more = STARTING, True
+    try:
+        while more and time.monotonic() < until:
+            messages, more = child.read(until - time.monotonic())
+            for message in messages:
+                if isinstance(message, Begins):
+                    call = message.call
+                elif isinstance(message, NvmlStatus):
+                    status = message
+                elif isinstance(message, GpuHealth):
+                    health.append(message)
+        code = child.end()
+    finally:
+        child.close()
+    if more:
+        stuck = NvmlStatus(
+            at=time.time(),
+            state=NvmlState.STUCK,
+            call=call,
+            stuck_s=within_s,
+            once=True,
+            detail=f"no answer within {within_s:g} s: {call}",
+        )
+        return Once(status=stuck, health=tuple(health))
+    if status is None or code not in (0, readings.ENDS_ABSENT):
+        detail = f"the NVML process ended with {code} in {call}; {child.said()}".rstrip("; ")
+        status = _status(NvmlState.ENDED, detail)
+    return Once(status=msgspec.structs.replace(status, once=True), health=tuple(health))
+
+
+def _status(state: NvmlState, detail: str) -> NvmlStatus:
+    return NvmlStatus(at=time.time(), state=state, detail=detail, once=True)

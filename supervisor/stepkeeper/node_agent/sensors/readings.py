@@ -1,0 +1,146 @@
+"""What sensors report: facts without a judgement.  Sent as JSON lines between the NVML child and its parent too."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class _Reading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="reading"):
+    at: float  # Unix seconds
+
+
+class KernelRecord(_Reading, frozen=True, kw_only=True, tag="kernel_record"):
+    """One record of the kernel's own log, never of a user-space writer unless injection is allowed."""
+
+    boot_id: str
+    sequence: int  # -1 in what the journal told: it does not keep the number
+    text: str  # whole record; what the kernel escaped is unescaped, so it may hold line feeds
+
+
+class KernelGap(_Reading, frozen=True, kw_only=True, tag="kernel_gap"):
+    """The ring buffer went round before we had read it."""
+
+    lost: int  # records
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One GPU as NVML lists it."""
+
+    index: int
+    pci: str  # `0000:3b:00.0`
+    uuid: str = ""
+    name: str = ""
+
+
+class NvmlState(StrEnum):
+    """How NVML is doing."""
+
+    READY = "ready"
+    ABSENT = "absent"  # no library or no driver: not a GPU node, as far as anyone can tell
+    STUCK = "stuck"  # a call has not come back in its time limit
+    ENDED = "ended"  # the child process died; it is started again
+
+
+class NvmlStatus(_Reading, frozen=True, kw_only=True, tag="nvml_status"):
+    """NVML is ready, absent or stuck."""
+
+    state: NvmlState
+    detail: str = ""
+    driver: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    stuck_s: float = 0.0  # or absent, for so long
+    call: str = ""  # that is stuck
+    once: bool = False  # of a single look: nobody listens for events
+
+
+class NvmlXid(_Reading, frozen=True, kw_only=True, tag="nvml_xid"):
+    """An XID event.  It has no text; the kernel log has it."""
+
+    code: int
+    pci: str
+    uuid: str = ""
+    gpu_instance: int | None = None
+    compute_instance: int | None = None
+
+
+LISTING = "listing"
+TEMPERATURE = "temperature"
+
+
+class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
+    """What NVML says of one GPU; None where this GPU or driver does not tell."""
+
+    pci: str
+    uuid: str = ""
+    index: int = -1
+    lost: bool = False  # NVML_ERROR_GPU_IS_LOST
+    recovery_action: int | None = None  # field 230
+    rows_pending: bool | None = None  # a remapped row waits for a reset
+    rows_failed: bool | None = None  # remapping has failed
+    rows_correctable: int | None = None
+    rows_uncorrectable: int | None = None
+    pages_pending: bool | None = None  # before Ampere: a page waits for a reset to be retired
+    ecc_uncorrected: int | None = None  # volatile: since the last reset
+    sram_threshold_exceeded: bool | None = None
+    temperature_c: int | None = None
+    throttled: tuple[str, ...] = ()  # reasons, in words: evidence only
+    errors: tuple[str, ...] = ()  # calls that failed, and how
+
+    @property
+    def silent(self) -> bool:
+        """Whether the GPU does not answer: it cannot be listed, or not even its temperature read.
+
+        Some drivers say "unknown error" of a GPU that is gone.
+        """
+        mute = any(error.partition(":")[0] in (LISTING, TEMPERATURE) for error in self.errors)
+        return mute and not self.lost and not self.recovery_action
+
+
+class Evidence(_Reading, frozen=True, kw_only=True, tag="evidence"):
+    """A counter or state that says something and proves nothing: AER, InfiniBand, NVLink, throttling, pressure."""
+
+    what: (
+        str  # `aer`, `infiniband`, `disk`, `memory_pressure`, `nvlink`, `nvml_events`, `sensor`: it cannot do its work
+    )
+    where: str  # PCI address, port, mount
+    text: str  # for people
+    values: dict[str, float] = {}
+
+
+Reading = KernelRecord | KernelGap | NvmlStatus | NvmlXid | GpuHealth | Evidence
+
+
+# What the NVML child says to its parent: readings, and which call it begins.  One JSON line each.
+
+LINE_BYTES_MAX = 65536
+HEALTH = "health"  # the thread that asks every GPU, again and again,
+REST = "rest"  # and what it says when it has done so
+ENDS_ABSENT = 3  # the child's exit code: no library or no driver here; look again later
+ENDS_TO_BEGIN_ANEW = 4  # the GPUs are not those that it listed: a new process sees what is there now
+
+
+class Begins(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="reading", tag="begins"):
+    """A thread of the child begins a call.  It says something again when the call is over."""
+
+    lane: str  # the thread: `events` or `health`
+    call: str  # `nvmlDeviceGetRemappedRows of 0000:3b:00.0`
+    takes_s: float = 0.0  # as long as this is no sign of trouble: it waits on purpose
+
+
+FromChild = Reading | Begins
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[FromChild] = msgspec.json.Decoder(FromChild)
+
+
+def encode(message: FromChild) -> bytes:
+    """Return the line."""
+    return _encoder.encode(message) + b"\n"
+
+
+def decode_nvml(line: bytes) -> FromChild:
+    """Parse a line.  Raises one of `UNREADABLE`."""
+    return _decoder.decode(line)

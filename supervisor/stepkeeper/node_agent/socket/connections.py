@@ -1,0 +1,305 @@
+"""One connection: what its peer sent, and what it has not read yet.  Nothing here waits."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection
+
+import msgspec
+import structlog
+
+from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX
+from stepkeeper.node_agent.socket.peers import Credentials
+
+# How much of anything one user, or all of them, may have of the agent.
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """One field a limit.  Rates are a second; a burst is what may come at once."""
+
+    connections_max: int = 256
+    connections_per_uid_max: int = 32
+    backlog: int = 4096
+    accepts_per_s: float = 10_000.0  # of all: whoever waits behind one who connects without end is served soon
+    accepts_burst: float = 1000.0
+    accepts_per_uid_per_s: float = 20.0
+    accepts_per_uid_burst: float = 64.0
+    packets_per_s: float = 5.0  # of one connection
+    packets_burst: float = 20.0
+    packets_per_uid_per_s: float = 50.0
+    packets_per_uid_burst: float = 200.0
+    unjoined_s: float = 10.0  # a connection that has not joined is closed then
+    outgoing_max: int = 64  # messages that a peer has not read
+    outgoing_stuck_s: float = 10.0  # how long the kernel may refuse to take the next one
+    send_buffer_bytes: int = 32 * 1024
+    uids_max: int = 4096  # users remembered in each table below; a user with subordinate uids has 65,536
+    looks_per_uid_per_s: float = 0.1
+    looks_per_uid_burst: float = 3.0
+    looks_per_s: float = 1.0
+    looks_burst: float = 10.0
+    looks_waiting_max: int = 4  # of one connection
+    look_within_s: float = 60.0
+    questions_max: int = 32  # to Slurm, waiting
+    questions_per_uid_max: int = 4
+    questions_per_uid_per_s: float = 0.5
+    questions_per_uid_burst: float = 5.0
+    questions_per_s: float = 5.0
+    questions_burst: float = 20.0
+    answers_kept: int = 256
+    answers_kept_s: float = 5.0
+    hastens_per_uid_per_s: float = 0.1  # wishes that are new or changed: each costs Slurm calls
+    hastens_per_uid_burst: float = 10.0
+    jobs_max: int = 1024
+    jobs_per_uid_max: int = 128
+    log_lines_per_s: float = 1.0
+    log_lines_burst: float = 20.0
+    log_lines_per_uid_per_s: float = 0.2
+    log_lines_per_uid_burst: float = 5.0
+
+
+class Bucket:
+    """A token bucket."""
+
+    __slots__ = ("_at", "_burst", "_left", "_rate")
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._left = burst
+        self._at = now
+
+    def take(self, now: float) -> bool:
+        """Take one token, if there is one."""
+        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
+        self._at = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+class Buckets:
+    """One bucket a user.  The user seen longest ago is forgotten first, so memory stays bounded."""
+
+    def __init__(self, rate: float, burst: float, uids_max: int) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._uids_max = uids_max
+        self._of: OrderedDict[int, Bucket] = OrderedDict()
+
+    def take(self, uid: int, now: float) -> bool:
+        """Take one token of a user's, if there is one."""
+        bucket = self._of.get(uid)
+        if bucket is None:
+            if len(self._of) >= self._uids_max:
+                self._of.popitem(last=False)
+            bucket = self._of[uid] = Bucket(self._rate, self._burst, now)
+        self._of.move_to_end(uid)
+        return bucket.take(now)
+
+
+class BoundedLog:
+    """Logs what users cause, at a bounded rate; the lines left out are counted in the next one."""
+
+    def __init__(self, log: structlog.typing.FilteringBoundLogger, limits: Limits, now: float) -> None:
+        self._log = log
+        self._all = Bucket(limits.log_lines_per_s, limits.log_lines_burst, now)
+        self._each = Buckets(limits.log_lines_per_uid_per_s, limits.log_lines_per_uid_burst, limits.uids_max)
+        self._left_out = 0
+
+    def room(self, now: float, uid: int) -> int | None:
+        """Return how many lines were left out before this one; None where this one is left out too."""
+        if not self._each.take(uid, now) or not self._all.take(now):
+            self._left_out += 1
+            return None
+        left_out, self._left_out = self._left_out, 0
+        return left_out
+
+    def refused(self, now: float, *, uid: int, what: str, why: str, **more: object) -> None:
+        """Log one refusal, or count it."""
+        if (left_out := self.room(now, uid)) is not None:
+            self._log.warning("socket_refused", what=what, uid=uid, why=why, left_out=left_out, **more)
+
+
+class EndedError(Exception):
+    """The connection is over.  `blame`: its peer broke a rule, and the log says so."""
+
+    def __init__(self, why: str, *, blame: bool = True) -> None:
+        super().__init__(why)
+        self.blame = blame
+
+
+class Connection:
+    """A peer, by its number on this server; numbers are never used again."""
+
+    def __init__(self, number: int, sock: socket.socket, peer: Credentials, limits: Limits, now: float) -> None:
+        self.number = number
+        self.socket = sock
+        self.peer = peer
+        self.opened_at = now
+        self.job_id: int | None = None  # joined
+        self.asking = False  # Slurm is asked about its `Join`
+        self.looks: dict[int, float] = {}  # number of the look -> answered until
+        self.rate = Bucket(limits.packets_per_s, limits.packets_burst, now)
+        self._limits = limits
+        self._outgoing: deque[bytes] = deque()
+        self._stuck_at: float | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether something waits for the peer to read."""
+        return bool(self._outgoing)
+
+    def receive(self) -> bytes | None:
+        """Return one packet, or None.
+
+        No room is given for ancillary data: descriptors that a peer sends along are closed by the kernel.
+
+        Raises:
+            EndedError: the peer left, or sent what it must not.
+        """
+        try:
+            packet, _, flags, _ = self.socket.recvmsg(MESSAGE_BYTES_MAX, 0)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise EndedError(error.strerror or "the connection broke", blame=False) from error
+        if flags & socket.MSG_TRUNC:
+            raise EndedError(f"a message of more than {MESSAGE_BYTES_MAX} bytes")
+        if flags & socket.MSG_CTRUNC:
+            raise EndedError("a message with descriptors or credentials")
+        if not packet:
+            raise EndedError("the peer left", blame=False)  # an empty packet looks the same
+        return packet
+
+    def send(self, packet: bytes, now: float) -> None:
+        """Send, or keep it until the peer has read what came before.
+
+        Raises:
+            EndedError: the peer left, or does not read.
+        """
+        if len(self._outgoing) >= self._limits.outgoing_max:
+            raise EndedError(f"it has not read {self._limits.outgoing_max} messages")
+        self._outgoing.append(packet)
+        self.flush(now)
+
+    def flush(self, now: float) -> None:
+        """Send what waits, as far as the peer has room.
+
+        Raises:
+            EndedError: see `send`.
+        """
+        while self._outgoing:
+            try:
+                self.socket.send(self._outgoing[0], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._stuck_at = now if self._stuck_at is None else self._stuck_at
+                return
+            except OSError as error:
+                raise EndedError(error.strerror or "the connection broke", blame=False) from error
+            self._outgoing.popleft()
+            self._stuck_at = None
+
+    def overdue(self, now: float) -> str | None:
+        """Return why the connection must end now, if it must."""
+        if self.job_id is None and not self.asking and now - self.opened_at > self._limits.unjoined_s:
+            return f"it did not join in {self._limits.unjoined_s:g} s"
+        if self._stuck_at is not None and now - self._stuck_at > self._limits.outgoing_stuck_s:
+            return f"it has read nothing for {self._limits.outgoing_stuck_s:g} s"
+        return None
+
+    def watchful(self) -> bool:
+        """Whether time alone can change something about it."""
+        return self.job_id is None or bool(self._outgoing) or bool(self.looks)
+
+
+# The jobs whose processes joined here: what `Hasten` is checked against.  Pure, and bounded.
+
+ROOT = 0
+
+
+class JoinedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that ran on this node, for sure."""
+
+    job_id: int
+    uid: int  # who joined: the job's owner, or root
+    restart_count: int  # the highest that joined
+
+
+class JoinedJobs:
+    """Remembers the newest ones; each user has a share, so that none can push out another's."""
+
+    def __init__(self, *, jobs_max: int, per_uid_max: int) -> None:
+        self._jobs_max = jobs_max
+        self._per_uid_max = per_uid_max
+        self._jobs: OrderedDict[int, JoinedJob] = OrderedDict()
+        self._count: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job_id: int, uid: int, restart_count: int) -> None:
+        """Remember a job whose owner was checked."""
+        known = self._jobs.get(job_id)
+        if known is not None:
+            if uid == ROOT:
+                uid = known.uid  # root watching a job does not take it from its owner
+            if known.uid == uid:
+                restart_count = max(restart_count, known.restart_count)
+            self._drop(job_id)
+        if self._count[uid] >= self._per_uid_max:
+            self._drop(next(each.job_id for each in self._jobs.values() if each.uid == uid))
+        elif len(self._jobs) >= self._jobs_max:
+            self._drop(next(iter(self._jobs)))
+        self._jobs[job_id] = JoinedJob(job_id=job_id, uid=uid, restart_count=restart_count)
+        self._count[uid] += 1
+
+    def joined_by(self, job_id: int, uid: int) -> JoinedJob | None:
+        """Return the job if this user joined it; root may speak for every job that joined."""
+        found = self._jobs.get(job_id)
+        return found if found is not None and uid in (found.uid, ROOT) else None
+
+    def _drop(self, job_id: int) -> None:
+        gone = self._jobs.pop(job_id)
+        self._count[gone.uid] -= 1
+        if not self._count[gone.uid]:
+            del self._count[gone.uid]
+
+
+# Who may come in, and how often a peer is heard.  Pure but for its memory of what was.
+
+
+class Door:
+    """Counts connections and messages.  Root is trusted, and always comes in."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._limits = limits
+        self.accepts = Bucket(limits.accepts_per_s, limits.accepts_burst, now)
+        self._accepts_of = Buckets(limits.accepts_per_uid_per_s, limits.accepts_per_uid_burst, limits.uids_max)
+        self._packets_of = Buckets(limits.packets_per_uid_per_s, limits.packets_per_uid_burst, limits.uids_max)
+
+    def refusal(self, uid: int, now: float, inside: Collection[Connection]) -> str:
+        """Return why a user may not come in, or nothing."""
+        if uid == ROOT:
+            return ""
+        if not self._accepts_of.take(uid, now):
+            return "too many connections in a short time"
+        if sum(each.peer.uid == uid for each in inside) >= self._limits.connections_per_uid_max:
+            return "too many connections of one user"
+        if len(inside) >= self._limits.connections_max and self.makes_room(uid, inside) is None:
+            return "too many connections"
+        return ""
+
+    def makes_room(self, uid: int, inside: Collection[Connection]) -> Connection | None:
+        """Return the connection that has to leave for a new one: the oldest of those without a job here."""
+        if uid == ROOT or len(inside) < self._limits.connections_max:
+            return None
+        return next((each for each in inside if each.job_id is None and not each.asking), None)
+
+    def hears(self, connection: Connection, now: float) -> bool:
+        """Count one message; False: it is one too many."""
+        if not connection.rate.take(now):
+            return False
+        uid = connection.peer.uid
+        return uid == ROOT or self._packets_of.take(uid, now)

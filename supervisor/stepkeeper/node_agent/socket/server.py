@@ -1,0 +1,319 @@
+"""The agent's socket: one thread serves every connection, and nothing in it waits for anybody.
+
+Not here: what a message gets (`requests.py`), and anything that asks Slurm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+
+from stepkeeper.node_agent import expedite_requeue
+from stepkeeper.node_agent.protocol import UNREADABLE, FromAgent, Refused, Seen, decode_to_agent, encode
+from stepkeeper.node_agent.socket import peers
+from stepkeeper.node_agent.socket.connections import ROOT, BoundedLog, Connection, Door, EndedError, Limits
+from stepkeeper.node_agent.socket.place import Place
+from stepkeeper.node_agent.socket.requests import LookRequest, Requests
+from stepkeeper.slurm.nodes import NodeClient
+
+ACCEPTS_PER_TURN = 64
+PAUSE_S = 0.05  # of accepting, when there are too many or no descriptors are left
+SWEEP_S = 0.5
+CLOSE_WITHIN_S = 5.0
+
+
+class AgentSocket:
+    """Serves the jobs of this node.
+
+    `on_look` and `open_incidents` are called on the serving thread and must return at once.  `publish` and
+    `answer_look` may be called on any thread.  What fails by our own mistake goes to `on_failure`, and ends the thread.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        node: str,
+        acts: bool,
+        client: NodeClient,
+        on_look: Callable[[LookRequest], None],
+        open_incidents: Callable[[], list[Seen]],
+        log: structlog.typing.FilteringBoundLogger,
+        limits: Limits | None = None,
+        version: str = "",
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        now = time.monotonic()
+        self._path = path
+        self._log = log
+        self._limits = limits = limits or Limits()
+        self._on_failure = on_failure
+        self._refusals = BoundedLog(log, limits, now)
+        self._hastener = expedite_requeue.RequeueExpediter(client, log, on_failure=self._failed)
+        self._requests = Requests(
+            self,
+            node=node,
+            acts=acts,
+            version=version,
+            client=client,
+            hastener=self._hastener,
+            on_look=on_look,
+            open_incidents=open_incidents,
+            log=log,
+            refusals=self._refusals,
+            limits=limits,
+            on_failure=self._failed,
+            now=now,
+        )
+        self._place: Place | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._calls: deque[Callable[[float], None]] = deque()
+        self._connections: dict[int, Connection] = {}
+        self._number = 0
+        self._door = Door(limits, now)
+        self._paused_until: float | None = None
+        self._sweep_at: float | None = None
+        self._closing = False
+        self._closing_lock = threading.Lock()  # nobody writes to the descriptor once it is closed
+        self._thread = threading.Thread(target=self._serve, name="socket", daemon=True)
+
+    # -- for the agent ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Listen and serve.
+
+        Raises:
+            PlaceError: the socket cannot be put there safely.
+        """
+        self._place = Place(self._path, backlog=self._limits.backlog)
+        self._selector.register(self._place.socket, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._requests.questions.start()
+        self._hastener.start()
+        self._thread.start()
+        self._log.info("socket_listening", path=self._place.path)
+
+    def publish(self, seen: Seen) -> None:
+        """Tell every job on this node about an incident."""
+        packet = encode(seen)
+
+        def broadcast(now: float) -> None:
+            for connection in list(self._connections.values()):
+                if connection.job_id is not None:
+                    self._send(connection, packet, now)
+
+        self.post(broadcast)
+
+    def answer_look(self, request: LookRequest, found: int) -> None:
+        """Answer `Look`, after the incidents that were found have been published."""
+        self.post(lambda _: self._requests.looked(request, found))
+
+    @property
+    def alive(self) -> bool:
+        """Whether every thread of it works: the watchdog asks."""
+        return self._thread.is_alive() and self._hastener.alive
+
+    def close(self) -> None:
+        """Close every connection and remove the socket; jobs that wait to be hastened are given up."""
+        with self._closing_lock:
+            if self._closing and self._wake < 0:
+                return
+            self._closing = True
+            os.eventfd_write(self._wake, 1)
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_WITHIN_S)
+            self._requests.questions.close(CLOSE_WITHIN_S)
+        else:
+            self._selector.close()
+        self._hastener.close(CLOSE_WITHIN_S)
+        if self._place is not None:
+            self._place.close()
+            self._place = None
+        with self._closing_lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    # -- for the requests (see their `Server`) --------------------------------------------------------------------
+
+    def post(self, call: Callable[[float], None]) -> None:
+        """Have something done on the serving thread."""
+        with self._closing_lock:
+            if self._closing:
+                return  # nobody is there to hear it
+            self._calls.append(call)
+            os.eventfd_write(self._wake, 1)
+
+    def connection(self, number: int) -> Connection | None:
+        """Return a connection that is still there."""
+        return self._connections.get(number)
+
+    def send(self, number: int, message: FromAgent) -> None:
+        """Send to a connection that is still there."""
+        connection = self._connections.get(number)
+        if connection is not None:
+            self._send(connection, encode(message), time.monotonic())
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except BaseException as error:  # noqa: BLE001 - handed to the agent, which ends with it
+            self._failed(error)
+        finally:
+            with self._closing_lock:
+                self._closing = True
+            for connection in list(self._connections.values()):
+                self._end(connection)
+            self._selector.close()
+
+    def _turn(self) -> None:
+        wake_at = [at for at in (self._sweep_at, self._paused_until) if at is not None]
+        limit = max(0.0, min(wake_at) - time.monotonic()) if wake_at else None
+        events = self._selector.select(limit)
+        now = time.monotonic()
+        for key, mask in events:
+            if isinstance(key.data, Connection):
+                self._converse(key.data, mask, now)
+        self._run_calls(now)
+        if self._place is not None and any(key.fileobj is self._place.socket for key, _ in events):
+            self._accept(self._place.socket, now)
+        if self._paused_until is not None and now >= self._paused_until and self._place is not None:
+            self._paused_until = None
+            self._selector.register(self._place.socket, selectors.EVENT_READ)
+        if self._sweep_at is not None and now >= self._sweep_at:
+            self._sweep(now)
+
+    def _run_calls(self, now: float) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return  # nobody called
+        for _ in range(len(self._calls)):
+            self._calls.popleft()(now)
+
+    def _accept(self, listener: socket.socket, now: float) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            if not self._door.accepts.take(now):
+                self._pause(listener, now)
+                return
+            try:
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # it left before we came to it
+            except OSError as error:
+                self._refusals.refused(now, uid=ROOT, what="connect", why=f"cannot accept: {error.strerror}")
+                self._pause(listener, now)
+                return
+            self._admit(sock, now)
+
+    def _pause(self, listener: socket.socket, now: float) -> None:
+        self._selector.unregister(listener)
+        self._paused_until = now + PAUSE_S
+
+    def _admit(self, sock: socket.socket, now: float) -> None:
+        sock.setblocking(False)  # noqa: FBT003 - the method takes no keyword
+        try:
+            peer = peers.credentials(sock)
+        except OSError:
+            sock.close()  # it left already
+            return
+        if why := self._door.refusal(peer.uid, now, self._connections.values()):
+            self._refusals.refused(now, uid=peer.uid, what="connect", why=why, pid=peer.pid)
+            with contextlib.suppress(OSError):  # it left before it was refused: that is fine too
+                sock.send(encode(Refused(what="connect", why=why)), socket.MSG_NOSIGNAL)
+            sock.close()
+            return
+        self._number += 1
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer_bytes)
+        connection = Connection(self._number, sock, peer, self._limits, now)
+        if (leaves := self._door.makes_room(peer.uid, self._connections.values())) is not None:
+            self._end(leaves)
+        self._connections[connection.number] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._watch(now)
+
+    def _converse(self, connection: Connection, mask: int, now: float) -> None:
+        if connection.number not in self._connections:
+            return  # ended earlier in this turn
+        try:
+            if mask & selectors.EVENT_WRITE:
+                connection.flush(now)
+                self._select(connection)
+            if mask & selectors.EVENT_READ:
+                self._hear(connection, now)
+        except EndedError as error:
+            self._end(connection, error, now)
+
+    def _hear(self, connection: Connection, now: float) -> None:
+        """Take one packet: the others wait for the next turn, so that nobody is starved."""
+        packet = connection.receive()
+        if packet is None:
+            return
+        if not self._door.hears(connection, now):
+            raise EndedError("too many messages")
+        try:
+            message = decode_to_agent(packet)
+        except UNREADABLE as error:
+            raise EndedError("a message that cannot be read") from error
+        if message is not None:
+            self._requests.handle(connection, message, now)
+
+    def _send(self, connection: Connection, packet: bytes, now: float) -> None:
+        try:
+            connection.send(packet, now)
+        except EndedError as error:
+            self._end(connection, error, now)
+            return
+        self._select(connection)
+        if connection.stuck or connection.looks:
+            self._watch(now)
+
+    def _select(self, connection: Connection) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.stuck else 0)
+        if self._selector.get_key(connection.socket).events != wanted:
+            self._selector.modify(connection.socket, wanted, connection)
+
+    def _end(self, connection: Connection, error: EndedError | None = None, now: float = 0.0) -> None:
+        if self._connections.pop(connection.number, None) is None:
+            return
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        if error is not None and error.blame:
+            peer = connection.peer
+            self._refusals.refused(now, uid=peer.uid, what="connection", why=str(error), pid=peer.pid)
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def _watch(self, now: float) -> None:
+        """See that the connections are swept soon; with nothing to watch the thread sleeps."""
+        if self._sweep_at is None:
+            self._sweep_at = now + SWEEP_S
+
+    def _sweep(self, now: float) -> None:
+        self._sweep_at = None
+        for connection in list(self._connections.values()):
+            if why := connection.overdue(now):
+                self._end(connection, EndedError(why), now)
+                continue
+            self._requests.give_up_looks(connection, now)
+        if any(each.watchful() for each in self._connections.values()):
+            self._watch(now)
+
+    def _failed(self, error: BaseException) -> None:
+        self._log.error("socket_failed", error=repr(error))
+        if self._on_failure is None:
+            raise error
+        self._on_failure(error)

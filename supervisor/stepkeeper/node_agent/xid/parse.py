@@ -1,0 +1,276 @@
+r"""One record of the kernel log: is it a fault report?
+
+Every pattern is anchored at the start of the *record*, never searched for and never multi-line: any local user can put
+text of his choice into the middle of a genuine kernel record (the name of a program that crashes, the path of one that
+is started), but not at its start.  One kind of record does begin with a user's text: netfilter's, with the prefix of a
+`log` rule, which any user may have in a network namespace of his own where `net.netfilter.nf_log_all_netns` is 1.
+Netfilter always adds `IN=... OUT=...` and the packet behind the prefix, so a record that holds that is no report.  Each
+form of it is longer than a process name, or ends the record: so no process name can hide a real report.  The code
+stands before the process name, so that cannot change it; and the name is cut off so that no part of it is ever taken
+for the driver's text.
+
+Drivers wrote the report in these ways, oldest first; the function number is in the tracepoint's and the switches'.
+
+    NVRM: Xid (0000:01:00): 31, Ch 0000000b
+    NVRM: Xid (PCI:0000:02:00): 79, GPU has
+    NVRM: Xid (PCI:0000:02:00): 79, pid=1896, GPU has
+    NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', name=<unknown>, GPU has
+    NVRM: Xid (PCI:0000:01:00 GPU-I:05 GPU-CI:00): 94, pid=7194, name=python3, Contained
+    Xid (PCI:0000:3b:00.0): 79, GPU has
+    nvidia-nvswitch1: SXid (PCI:0000:06:00.0): 20034, Fatal, Link 48 LTSSM Fault Up
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+import msgspec
+
+from stepkeeper.node_agent.xid.catalogue import TEXT_CHARACTERS_MAX, Kind
+
+SYSCTL = "net.netfilter.nf_log_all_netns"  # with it, records of netfilter begin with any user's text
+RECORD_CHARACTERS_MAX = 16_384  # the kernel's own limit is far below
+NAME_CHARACTERS_MAX = 15  # of a process, as the kernel keeps it
+
+_PCI = r"(?P<domain>[0-9a-fA-F]{4}(?:[0-9a-fA-F]{4})?):(?P<bus>[0-9a-fA-F]{2}):(?P<device>[0-9a-fA-F]{2})"
+_XID = re.compile(
+    rf"(?:NVRM: )?Xid \((?:PCI:)?{_PCI}(?:\.(?P<function>[0-7]))?"
+    r"(?: GPU-I:(?P<gi>[0-9]{1,3}))?(?: GPU-CI:(?P<ci>[0-9]{1,3}))?\): (?P<code>[0-9]{1,5})(?:,[ ]?|\Z)"
+)
+_SXID = re.compile(
+    rf"nvidia-nvswitch[0-9]{{1,4}}: SXid \(PCI:{_PCI}(?:\.(?P<function>[0-7]))?\): (?P<code>[0-9]{{1,5}})(?:,[ ]?|\Z)"
+)
+_SXID_DETAIL = re.compile(r"Severity [0-9]|Data \{")  # lines that belong to a report that was printed before
+_OFF_THE_BUS = re.compile(rf"NVRM: GPU {_PCI}\.(?P<function>[0-7]): GPU has fallen off the bus")
+# one record of three lines, printed where the driver meets the GPU for the first time; no XID comes with it
+_LOST_AT_PROBE = re.compile(
+    rf"NVRM: The NVIDIA GPU {_PCI}(?:\.(?P<function>[0-7]))?\s+(?:NVRM:\s+)?"
+    r"\(PCI ID: [0-9a-fA-F]{4}:[0-9a-fA-F]{4}\)\s+(?:NVRM:\s+)?installed in this system has\s+"
+    r"(?:NVRM:\s+)?fallen off the bus"
+)
+_ANNOUNCEMENT = re.compile(rf"NVRM: GPU at PCI:{_PCI}(?:\.(?P<function>[0-7]))?: (?P<uuid>GPU-[0-9a-fA-F-]{{36}})\s*\Z")
+# IN=lo OUT= MAC=... SRC=...: the kernel allows no space in the name of an interface, but all else that looks like one.
+# What follows is what nf_log_syslog and ebt_log print there.  Each is longer than NAME_CHARACTERS_MAX, or ends the
+# record, so that no process name is one.
+_NETFILTER = re.compile(
+    r"IN=[^ ]* OUT=[^ ]*(?: PHYSIN=| PHYSOUT=| MACSRC=| MAC source = | MAC=[0-9a-f]{2}[: ]"
+    r"|(?: MAC=)?(?: SRC=[^ ]+ DST=| TUNNEL=| TRUNCATED| ARP HTYPE=| ?\Z))"
+)
+_DRIVER_LOADED = "NVRM: loading NVIDIA UNIX "
+_PID = re.compile(r"pid=(?:[0-9]{1,10}|'?<unknown>'?)(?:,[ ]?|\Z)")
+_ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What one record says, without a judgement."""
+
+    kind: Kind  # XID, SXID or LOST
+    pci: str  # `0000:3b:00.0`
+    code: int | None = None  # None where the GPU was lost and the driver gave no number
+    instance: str = ""  # of MIG: `GI 5`, `GI 5 CI 0`
+    payload: str = ""  # the driver's text, behind code and process
+    record: str = ""  # the whole, at most TEXT_CHARACTERS_MAX
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """The driver says which GPU sits where, in front of a GPU's first XID."""
+
+    pci: str
+    uuid: str
+
+
+def parse(record: str) -> Report | None:
+    """Return what a kernel record reports; None for all others.  Never raises.
+
+    `record` is the text alone: without priority, time stamp or `kernel:`, and with the kernel's escapes undone.
+    """
+    if len(record) > RECORD_CHARACTERS_MAX or _NETFILTER.search(record):
+        return None
+    if match := _XID.match(record):
+        return Report(
+            kind=Kind.XID,
+            code=int(match["code"]),
+            pci=_address(match),
+            instance=_instance(match["gi"], match["ci"]),
+            payload=_without_process(record[match.end() :]),
+            record=record[:TEXT_CHARACTERS_MAX],
+        )
+    if match := _SXID.match(record):
+        payload = record[match.end() :].strip()
+        if _SXID_DETAIL.match(payload):
+            return None
+        return Report(
+            kind=Kind.SXID,
+            code=int(match["code"]),
+            pci=_address(match),
+            payload=payload,
+            record=record[:TEXT_CHARACTERS_MAX],
+        )
+    if match := _OFF_THE_BUS.match(record) or _LOST_AT_PROBE.match(record):
+        return Report(kind=Kind.LOST, pci=_address(match), record=record[:TEXT_CHARACTERS_MAX])
+    return None
+
+
+def announcement(record: str) -> Announcement | None:
+    """Return which GPU a record says is where; None for all others."""
+    match = _ANNOUNCEMENT.match(record) if len(record) <= RECORD_CHARACTERS_MAX else None
+    return Announcement(_address(match), match["uuid"]) if match else None
+
+
+def driver_loaded(record: str) -> bool:
+    """Tell whether a record says that the driver was loaded, which sets up every GPU anew."""
+    return record.startswith(_DRIVER_LOADED) and not _NETFILTER.search(record)
+
+
+def canonical(pci: str) -> str:
+    """Return an address as this program writes it: `0000:3b:00.0`.  NVML writes `00000000:3B:00.0`.
+
+    Text that is no address comes back in lower case.
+
+    >>> canonical("00000000:3B:00.0"), canonical("0009:01:00")
+    ('0000:3b:00.0', '0009:01:00.0')
+    """
+    match = re.fullmatch(rf"{_PCI}(?:\.(?P<function>[0-7]))?", pci)
+    return _address(match) if match else pci.lower()
+
+
+def unescaped(text: str) -> str:
+    r"""Return text with the escapes of /dev/kmsg undone.  Split records first: `\x0a` is a line feed *in* a record.
+
+    >>> unescaped(r"has\x0aNVRM: fallen")
+    'has\nNVRM: fallen'
+    """
+    if "\\x" not in text:
+        return text
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
+
+
+def _address(match: re.Match[str]) -> str:
+    domain, bus, device = (int(match[part], 16) for part in ("domain", "bus", "device"))
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{match['function'] or 0}"
+
+
+def _instance(gi: str | None, ci: str | None) -> str:
+    if gi is None:
+        return ""
+    return f"GI {int(gi)}" if ci is None else f"GI {int(gi)} CI {int(ci)}"
+
+
+def _without_process(text: str) -> str:
+    """Return the driver's text behind `pid=` and `name=`.
+
+    A name may hold ", " itself.  The last one that a name of full length leaves room for is taken for its end: so the
+    result may lack the beginning of the driver's text, but never holds a character of the name.
+    """
+    if match := _PID.match(text):
+        text = text[match.end() :]
+    if not text.startswith("name="):
+        return text.strip()
+    behind = text[len("name=") :]
+    end = behind.rfind(", ", 0, NAME_CHARACTERS_MAX + len(", "))
+    return behind[end + len(", ") :].strip() if end >= 0 else ""
+
+
+# PCIe errors that the kernel reports itself (AER): evidence, never a verdict.
+#
+# The driver takes no part in AER, so a fatal one on a GPU's port is mostly followed by XID 79, which is the verdict.
+
+
+class Seriousness(StrEnum):
+    """What PCIe calls severity."""
+
+    CORRECTED = "corrected"
+    NONFATAL = "nonfatal"
+    FATAL = "fatal"  # also where the kernel could not recover the device
+    UNKNOWN = "unknown"
+
+
+class Aer(msgspec.Struct, frozen=True, kw_only=True):
+    """One record of AER."""
+
+    where: str  # `0000:3b:00.0`: the device that the record is about, mostly a port
+    seriousness: Seriousness
+    text: str
+    source: str = ""  # the device that sent the error message, where it is named
+
+
+_DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,32} (?P<where>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]): ")
+_RECEIVED = re.compile(
+    r"AER: (?:Multiple )?(?P<word>Correct(?:ed|able)|Uncorrect(?:ed|able) \((?:Non-)?Fatal\))"
+    r" error (?:message )?received(?: from|:) (?P<source>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])?"
+)
+_BUS_ERROR = re.compile(r"(?:AER: )?PCIe Bus Error: severity=(?P<word>Correct\w+|Uncorrect\w+ \((?:Non-)?Fatal\))")
+_UNRECOVERED = re.compile(
+    r"(?:AER: )?(?:can't recover \(no error_detected callback\)|device recovery failed|device has no AER-aware driver)"
+)
+_DETAIL = re.compile(r"(?:AER: )?\s*\[\s*[0-9]{1,2}\] (?P<name>[A-Za-z][\w /-]{0,40})")
+# names of the status bits, in the wordings of old and new kernels
+_FATAL_BITS = (
+    "sdes",
+    "surprise down",
+    "dlp",
+    "data link protocol",
+    "malftlp",
+    "malformed tlp",
+    "rxof",
+    "receiver over",
+)
+_NONFATAL_BITS = ("cmplt", "completion time", "completer abort", "unxcmplt", "unexpected", "unsupreq", "unsupported")
+_CORRECTED_BITS = (
+    "rxerr",
+    "receiver error",
+    "badtlp",
+    "bad tlp",
+    "baddllp",
+    "bad dllp",
+    "rollover",
+    "replay",
+    "timeout",
+)
+
+
+def parse_aer(record: str) -> Aer | None:
+    """Return what a kernel record says of PCIe errors; None for all others.  Never raises."""
+    device = _DEVICE.match(record) if len(record) <= RECORD_CHARACTERS_MAX else None
+    if device is None:
+        return None
+    said = record[device.end() :]
+    source = ""
+    if match := _RECEIVED.match(said):
+        seriousness = _of_word(match["word"])
+        source = canonical(match["source"]) if match["source"] else ""
+    elif match := _BUS_ERROR.match(said):
+        seriousness = _of_word(match["word"])
+    elif _UNRECOVERED.match(said):
+        seriousness = Seriousness.FATAL
+    elif match := _DETAIL.match(said):
+        seriousness = _of_bit(match["name"])
+        if seriousness is Seriousness.UNKNOWN:
+            return None  # other drivers number their lines too
+    else:
+        return None
+    return Aer(
+        where=canonical(device["where"]),
+        seriousness=seriousness,
+        text=said.strip()[:TEXT_CHARACTERS_MAX],
+        source=source,
+    )
+
+
+def _of_word(word: str) -> Seriousness:
+    if word.startswith("Correct"):
+        return Seriousness.CORRECTED
+    return Seriousness.NONFATAL if "Non-Fatal" in word else Seriousness.FATAL
+
+
+def _of_bit(name: str) -> Seriousness:
+    name = name.lower()
+    for bits, seriousness in (
+        (_FATAL_BITS, Seriousness.FATAL),
+        (_NONFATAL_BITS, Seriousness.NONFATAL),
+        (_CORRECTED_BITS, Seriousness.CORRECTED),
+    ):
+        if name.startswith(bits):
+            return seriousness
+    return Seriousness.UNKNOWN

@@ -1,0 +1,200 @@
+"""A run directory -> its timeline.  All I/O of `seeing` is here."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper.config import resolve
+from stepkeeper.run_analytics import history, model, timeline
+from stepkeeper.run_analytics.model import Incident, micro
+from stepkeeper.run_analytics.timeline import OnDisk, Timeline
+from stepkeeper.run_store import journal, lease, submission
+from stepkeeper.run_store import status as status_file
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper_trainer.formats import lineage as lineages
+from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats.cache import Cache
+
+METRICS_NAME = "metrics.csv"
+LINES_BACK_MAX = 1_500  # of the journal, for a quick look
+
+
+def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
+    """Read everything that a run has written.  What is missing tells nothing; what is torn is passed over.
+
+    Args:
+        run: the run directory.
+        now: Unix seconds, to tell a silent run from a running one; the clock's by default.
+
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
+    told = history.read_history(journal.read(run.journal))
+    _tell_rescues(run, told)
+    found = timeline.checkpoints(told, lineages.read(run.checkpoints), on_disk(run.checkpoints))
+    return timeline.build(
+        told,
+        model.read_rows(run.path / METRICS_NAME),
+        found,
+        updated_at=_updated_at(run),
+        now=micro(time.time() if now is None else now),
+    )
+
+
+def on_disk(checkpoints_directory: Path) -> dict[str, OnDisk]:
+    """Look at the step directories, by name: names and sizes of files, and what is known of their bytes.
+
+    Raises:
+        OSError: they cannot be listed.
+    """
+    cache = Cache(checkpoints_directory)
+    return {entry.path.name: look(entry, cache)[0] for entry in steps.list_steps(checkpoints_directory)}
+
+
+def look(entry: steps.StepDirectory, cache: Cache) -> tuple[OnDisk, tuple[str, ...]]:
+    """Look at one step directory; return it with all that is wrong with it."""
+    problems: tuple[str, ...]
+    problems, verified = (entry.problem or "no manifest",), False
+    if entry.manifest is not None:
+        problems, verified = steps.look_again(entry.path, cache)
+    found = OnDisk(
+        step=entry.step,
+        save_id=entry.manifest.save_id if entry.manifest is not None else "",
+        problem=problems[0] if problems else "",
+        verified=verified,
+        changed_at=_changed_at(entry.path),
+    )
+    return found, problems
+
+
+def condition_of(directory: Path, run: RunDirectory) -> str:
+    """Return one of the three words for a step directory of a run, by a look at it and the end of the journal.
+
+    One that is not there any more is `gone`.
+
+    Raises:
+        OSError: the journal is there and cannot be read.
+    """
+    if not directory.is_dir():
+        return "gone"
+    newest = journal.read_lines(run.journal, newest_first=True)
+    records = [line.record for line in itertools.islice(newest, LINES_BACK_MAX) if line.record is not None]
+    there, _ = look(steps.open_step(directory), Cache(directory.parent))
+    problem, verified = timeline.judged(directory.name, history.read_history(reversed(records)), there)
+    return timeline.condition(problem, verified=verified)
+
+
+def _changed_at(directory: Path) -> float:
+    """Return when a file of a step directory was written last; not its ctime, which a link to it changes too."""
+    try:
+        with os.scandir(directory) as entries:
+            return max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=0.0)
+    except OSError:
+        return 0.0  # what is wrong there is told as its problem
+
+
+def _tell_rescues(run: RunDirectory, told: history.History) -> None:
+    """Say of attempts that ended without a word who requeued them."""
+    attempts = {(attempt.job_id, attempt.restart_count): attempt for attempt in told.attempts}
+    for rescue in lease.read_rescues(run.path):
+        attempt = attempts.get((rescue.job_id, rescue.restart_count))
+        if attempt is None or attempt.said_end:
+            continue
+        decided = f"requeued by the watcher on {rescue.node}"
+        launch = attempt.launches[-1] if attempt.launches else None
+        if launch is not None:
+            launch.decided = decided  # whatever was decided before, nobody was left to do it
+        told.incidents.found.append(
+            Incident(
+                at=micro(rescue.at),
+                attempt=attempt.number,
+                launch=launch.number if launch is not None else None,
+                kind="supervisor lost",
+                what="it was killed, or its node was lost",
+                decided=decided,
+                node=rescue.node,
+            )
+        )
+    told.incidents.found.sort(key=lambda each: each.at)
+
+
+def _updated_at(run: RunDirectory) -> int | None:
+    try:
+        status = status_file.read(run.status)
+    except msgspec.MsgspecError:
+        return None  # a status that is none tells nothing; the journal counts
+    return micro(status_file.heard_at(status)) if status is not None else None
+
+
+# With what each attempt was started: its command line, code and settings, from the records in `attempts/`.
+
+COMMIT_CHARACTERS = 12
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """What was the same for one or more attempts in a row."""
+
+    first: int  # attempt
+    last: int
+    command: tuple[str, ...] = ()
+    commit: str = ""
+    changed: bool = False  # besides the commit, what is not committed ran too
+    directory: str = ""  # of the git working tree
+    unknown: str = ""  # why git did not tell
+    scripts: dict[str, str] = {}  # files of the command line, with their digests
+    stepkeeper: str = ""  # its version
+    settings: dict[str, str] = {}  # those that are not the defaults
+
+    @property
+    def command_line(self) -> str:
+        """The command as one types it."""
+        return shlex.join(self.command)
+
+    @property
+    def code(self) -> str:
+        """Say in words which code ran."""
+        if self.commit:
+            changed = ", with changes that are not committed" if self.changed else ""
+            return f"commit {self.commit[:COMMIT_CHARACTERS]}{changed}, in {self.directory}"
+        named = ", ".join(f"{path} (xxh3 {digest[:COMMIT_CHARACTERS]})" for path, digest in self.scripts.items())
+        return named or "not known" + (f": {self.unknown}" if self.unknown else "")
+
+
+def read(run: RunDirectory, attempts: Iterable[int]) -> list[Started]:
+    """Return what is recorded, oldest first; attempts that were started alike stand together."""
+    found: list[Started] = []
+    digest = ""
+    for attempt in sorted(set(attempts)):
+        ran, by = submission.read_code(run.path, attempt), resolve.read_record(run.path, attempt)
+        if ran is None and not by.stepkeeper:
+            continue
+        ran = ran or submission.Code()
+        one = Started(
+            first=attempt,
+            last=attempt,
+            command=ran.command,
+            commit=ran.commit,
+            changed=bool(ran.changes_xxh3),
+            directory=ran.directory,
+            unknown=ran.unknown,
+            scripts=ran.scripts,
+            stepkeeper=by.stepkeeper,
+            settings=by.chosen(),
+        )
+        if (
+            found
+            and digest == ran.changes_xxh3
+            and msgspec.structs.replace(found[-1], first=attempt, last=attempt) == one
+        ):
+            found[-1] = msgspec.structs.replace(found[-1], last=attempt)
+        else:
+            found.append(one)
+        digest = ran.changes_xxh3
+    return found

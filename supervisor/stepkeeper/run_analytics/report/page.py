@@ -1,0 +1,359 @@
+"""The page: headline, how to go on, where the time went, timeline, loss, failures, checkpoints, what ran, incidents."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from importlib import resources
+
+import msgspec
+
+from stepkeeper.cli.printing import size
+from stepkeeper.core.causes import Cause
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.diagnosis import rules
+from stepkeeper.run_analytics.model import SECOND, Checkpoint, Launch, Use
+from stepkeeper.run_analytics.reading import Started
+from stepkeeper.run_analytics.report import lanes, losses
+from stepkeeper.run_analytics.report.lanes import count, hours, instant, percent, share, table, text, unit_hours, zone
+from stepkeeper.run_analytics.timeline import Standing, Timeline
+from stepkeeper_trainer.formats.steps import COMMITTED, DAMAGED, VERIFIED
+
+# How to go on with a run that does not do so by itself: what to mend, and what to type.
+
+_OUT = {DAMAGED, "pruned", "gone", "rolled back"}
+_BY_CAUSE = frozenset((ExitCode.TRAINING_FAILED, ExitCode.TRAINING_GAVE_UP, ExitCode.CAUSE_STAYS, ExitCode.NODES_LOST))
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """One thing to do."""
+
+    say: str
+    type: str = ""  # a command line, where there is one
+
+
+def advice(seen: Timeline, path: str) -> list[Advice]:
+    """Return what to do, in its order; nothing where the run goes on, or is finished."""
+    job = seen.attempts[-1].job_id if seen.attempts else 0
+    if seen.standing is Standing.SILENT:
+        return [
+            Advice("See whether the job is there, or suspended:", f"squeue --jobs={job}"),
+            _again(seen, path),
+        ]
+    if seen.standing is not Standing.ENDED:
+        return []
+    return [*_mend(seen, path), _again(seen, path)]
+
+
+def _mend(seen: Timeline, path: str) -> list[Advice]:
+    """Say what has to change first."""
+    code = next((each for each in ExitCode if each == seen.exit_code), None)
+    last = next((each for each in reversed(list(seen.launches())) if each.cause), None)
+    if code in _BY_CAUSE and last is not None and last.cause in set(Cause):
+        meaning = rules.load().meanings[Cause(last.cause)]
+        return [
+            Advice(f"{meaning.happened} {meaning.todo}"),
+            Advice("What the rank that failed first printed last:", f"stepkeeper logs {shlex.quote(path)} --failed"),
+        ]
+    return [Advice(f"Mend this first: {code.meaning}.")] if code is not None and code.needs_person else []
+
+
+def _again(seen: Timeline, path: str) -> Advice:
+    newest = _newest(seen.checkpoints)
+    where = (
+        f"step {newest.step:,} ({newest.states[0]})" if newest is not None else "the beginning: no step was committed"
+    )
+    return Advice(f"Submit it again as it was. It goes on from {where}.", f"stepkeeper resume {shlex.quote(path)}")
+
+
+def _newest(found: Sequence[Checkpoint]) -> Checkpoint | None:
+    usable = [each for each in found if not _OUT.intersection(each.states)]
+    return usable[-1] if usable else None
+
+
+COMMAND_MAX = 4_000  # characters of a command line
+ROWS_MAX = 60  # of each table: the newest; what is left out is counted
+NORMAL = {COMMITTED, VERIFIED}
+_STATE_CLASSES = {COMMITTED: "committed"}  # of CSS, where the word itself is none
+_WORDS = {
+    Standing.RUNNING: "It is running.",
+    Standing.WAITING: "It was requeued, and waits for nodes.",
+    Standing.SILENT: "It has not ended, and writes nothing any more.",
+    Standing.FINISHED: "The training is finished.",
+    Standing.ENDED: "It ended without a word.",
+    Standing.EMPTY: "No supervisor has worked on it yet.",
+}
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands above the page."""
+
+    name: str  # of the run directory
+    path: str
+    made_at: int  # microseconds
+    version: str  # of Stepkeeper
+    started: list[Started] = []  # what each attempt was started with
+
+
+def page(seen: Timeline, about: About) -> str:
+    """Return the whole document."""
+    style, script = _asset("page.css"), _asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    sections = [_headline(seen, about), _going_on(seen, about), _spent(seen), _timeline(seen), _losses(seen)]
+    sections += [_failures(seen), _checkpoints(seen), _started(about), _incidents(seen), _definitions(seen)]
+    body = "\n".join(sections)
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>{text(about.name)} – Stepkeeper</title><style>{style}</style></head>\n"  # noqa: RUF001
+        f"<body><main>{body}</main>"
+        f"<footer>Stepkeeper {text(about.version)} · made {instant(about.made_at)} {text(zone())} · "
+        f"<code>{text(about.path)}</code></footer><script>{script}</script></body></html>\n"
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _headline(seen: Timeline, about: About) -> str:
+    accounts = seen.accounts
+    launches = sum(1 for _ in seen.launches())
+    lost = accounts.wall[Use.LOST]
+    each, unit = _unit(seen)
+    facts = [
+        ("step", "–" if seen.step is None else f"{seen.step:,}", _loss_and_tokens(seen)),  # noqa: RUF001
+        ("ETTR", percent(accounts.ettr), "of the time became progress"),
+        ("goodput", percent(accounts.goodput), f"of the {unit} became progress"),
+        ("steps done again", f"{seen.steps_lost:,}", f"{hours(lost)} of training lost"),
+        ("launches", f"{launches:,}", f"in {len(seen.attempts):,} attempt{'s' * (len(seen.attempts) != 1)}"),
+        ("time", hours(accounts.wall_total), f"{unit_hours(each * accounts.node_total)} {unit}"),
+    ]
+    cards = "".join(
+        f"<div class=card><span>{name}</span><b>{text(value)}</b><small>{text(note)}</small></div>"
+        for name, value, note in facts
+    )
+    span = f"{instant(seen.began)} to {instant(seen.until)}" if seen.spans else ""
+    return (
+        f"<header><h1>{text(about.name)} <em class=s-{seen.standing.value}>{seen.standing.value}</em></h1>"
+        f"<p>{text(_sentence(seen))} <span class=quiet>{span}</span></p></header><div class=cards>{cards}</div>"
+    )
+
+
+def _sentence(seen: Timeline) -> str:
+    """Say in one short sentence how it stands; the whole reason stands below, with what to do."""
+    if seen.standing is not Standing.ENDED or seen.exit_code is None:
+        return _WORDS[seen.standing]
+    meaning = next((each.meaning for each in ExitCode if each == seen.exit_code), "it ended")
+    short = meaning.partition(":")[0].partition(";")[0]
+    return f"{short[0].upper()}{short[1:]} (exit code {seen.exit_code})."
+
+
+def _going_on(seen: Timeline, about: About) -> str:
+    """Say how to go on, where the run does not do so by itself."""
+    said = advice(seen, about.path)
+    if not said:
+        return ""
+    why = f"<p class=note>{text(seen.why)}</p>" if seen.why else ""
+    items = "".join(f"<li>{text(each.say)}{_typed(each)}</li>" for each in said)
+    return _section("How to go on", f"{why}<ol>{items}</ol>")
+
+
+def _typed(each: Advice) -> str:
+    return f"<pre>{text(each.type, longest=COMMAND_MAX)}</pre>" if each.type else ""
+
+
+def _unit(seen: Timeline) -> tuple[int, str]:
+    """Return what a node-hour is shown as: so many GPU-hours, where that is known."""
+    return (seen.gpus_per_node, "GPU-hours") if seen.gpus_per_node else (1, "node-hours")
+
+
+def _loss_and_tokens(seen: Timeline) -> str:
+    parts = [f"loss {seen.loss:.5g}"] if seen.loss is not None else []
+    if seen.loss_not_finite:
+        parts.append("its loss is no finite number")
+    if seen.rate is not None:
+        parts.append(f"learning rate {seen.rate:.3g}")
+    if seen.tokens:
+        parts.append(f"{count(seen.tokens)} tokens")
+    return ", ".join(parts) or "no step was reported"
+
+
+def _spent(seen: Timeline) -> str:
+    accounts = seen.accounts
+    each, unit = _unit(seen)
+    uses = [use for use in (*lanes.ORDER, Use.SPARE) if accounts.wall[use] or accounts.node_time[use]]
+    bar = "".join(_part(use, accounts.wall[use], accounts.wall_total) for use in uses if accounts.wall[use])
+    rows = [
+        (
+            f'<i class="dot u-{use.value}"></i>{use.value}',
+            hours(accounts.wall[use]),
+            share(accounts.wall[use], accounts.wall_total),
+            unit_hours(each * accounts.node_time[use]),
+            share(accounts.node_time[use], accounts.node_total),
+            f"<span class=aside>{text(use.meaning)}</span>",
+        )
+        for use in uses
+    ]
+    whole = unit_hours(each * accounts.node_total)
+    rows.append(("<b>all</b>", hours(accounts.wall_total), "100 %", whole, "100 %", ""))
+    head = ("", "time", "share", unit, "share", "")
+    body = f"<div class=bar>{bar}</div>{table(head, rows, right=frozenset((1, 2, 3, 4)))}"
+    return _section("Where the time went", body if seen.spans else "<p>Nowhere yet.</p>")
+
+
+def _part(use: Use, length: int, whole: int) -> str:
+    said = text(f"{use.value}: {hours(length)}, {share(length, whole)}")
+    return f'<i class="u-{use.value}" style="flex:{length}" tabindex=0 data-t="{said}"></i>'
+
+
+def _timeline(seen: Timeline) -> str:
+    if not seen.spans:
+        return ""
+    note = (
+        f"<p class=note>Time since the first attempt began, {instant(seen.began)}. Point at anything to learn more.</p>"
+    )
+    return _section("Timeline", note + lanes.timeline(seen))
+
+
+def _losses(seen: Timeline) -> str:
+    found = losses.curve(seen)
+    if found is None:
+        return _section("Loss", "<p>No step with a loss was reported.</p>")
+    source = "the journal, about one step a minute" if seen.coarse else "metrics.csv"
+    words = [("kept", "counts"), ("lost", "done again"), ("resume", "a launch resumed")]
+    words += [("peak", "beyond the scale, or no number")] if found.strange or losses.peaks(found) else []
+    words += [("rate", "learning rate, below")] if any(rate > 0 for _, rate in found.rate) else []
+    key = " ".join(f"<span class=key><i class='line {name}'></i>{word}</span>" for name, word in words)
+    note = f"Over steps, from {source}; every column keeps its least and greatest value. {key}"
+    return _section("Loss", f"<p class=note>{note}</p>{losses.picture(found)}")
+
+
+def _failures(seen: Timeline) -> str:
+    ended = lanes.ends_of(seen)
+    if not ended:
+        return ""
+    counts = Counter(launch.ending.value for launch in ended)
+    summary = ", ".join(f"{what} {count:,}" for what, count in counts.most_common())
+    shown = ended[-ROWS_MAX:]
+    rows = [_failure(launch, seen) for launch in reversed(shown)]
+    head = ("launch", "ended", "by", "why", "decided", "steps", "redone")
+    body = f"<p class=note>{text(summary)}.{_left_out(len(ended) - len(shown))}</p>"
+    return _section("How launches ended", body + table(head, rows, right=frozenset((5, 6))))
+
+
+def _failure(launch: Launch, seen: Timeline) -> tuple[str, ...]:
+    last = launch.last_step
+    limit = seen.kept_until.get((launch.attempt, launch.number))
+    redone = max(0, last - max(limit, launch.resumed_step)) if last is not None and limit is not None else 0
+    why = f"<div class=words>{text(launch.why)}</div>"
+    if launch.cause:
+        why += f"<small>verdict: <b>{text(launch.cause)}</b> {text(launch.evidence)}</small>"
+    return (
+        launch.name,
+        f"<time>{instant(lanes.ended_at(launch, seen))}</time>",
+        f"<em class=e-{launch.ending.name.lower()}>{launch.ending.value}</em>",
+        why,
+        f"<div class=phrase>{text(launch.decided or '–')}</div>",  # noqa: RUF001
+        "–" if last is None else f"{launch.resumed_step:,} → {last:,}",  # noqa: RUF001
+        f"{redone:,}" if redone else "",
+    )
+
+
+def _checkpoints(seen: Timeline) -> str:
+    found = seen.checkpoints
+    if not found:
+        return _section("Checkpoints", "<p>None yet.</p>")
+    counts = Counter(state for each in found for state in each.states)
+    summary = ", ".join(f"{count:,} {state}" for state, count in counts.most_common())
+    special = [each for each in found if set(each.states) - NORMAL - {"pruned"} or each.resumed][-ROWS_MAX:]
+    newest = found[-ROWS_MAX // 3 :]
+    shown = sorted({id(each): each for each in (*special, *newest)}.values(), key=lambda each: -each.step)
+    rows = [_checkpoint(each) for each in shown]
+    head = ("step", "committed", "took", "size", "state", "resumed", "directory")
+    body = f"<p class=note>{summary}.{_left_out(len(found) - len(shown))}</p>"
+    return _section("Checkpoints", body + table(head, rows, right=frozenset((0, 2, 3, 5))))
+
+
+def _checkpoint(each: Checkpoint) -> tuple[str, ...]:
+    states = "".join(
+        f"<em class='c-{_STATE_CLASSES.get(state, state.replace(' ', '-'))}'>{state}</em>" for state in each.states
+    )
+    problem = f"<br><small>{text(each.problem)}</small>" if each.problem else ""
+    return (
+        f"{each.step:,}",
+        f"<time>{instant(each.at)}</time>" if each.at is not None else "–",  # noqa: RUF001
+        hours(round(each.seconds * SECOND)) if each.seconds else "",
+        size(each.bytes) if each.bytes else "",
+        states + ("<em>emergency</em>" if each.emergency else "") + problem,
+        str(each.resumed) if each.resumed else "",
+        f"<code>{text(each.directory)}</code>",
+    )
+
+
+def _started(about: About) -> str:
+    """Show what each attempt was started with; those that were started alike stand in one row."""
+    if not about.started:
+        return ""
+    shown = about.started[-ROWS_MAX:]
+    rows = [
+        (
+            str(each.first) if each.first == each.last else f"{each.first} to {each.last}",
+            f"<pre>{text(each.command_line or 'not recorded', longest=COMMAND_MAX)}</pre>",
+            f"<div class=words>{text(each.code)}</div>",
+            text(each.stepkeeper),
+            "".join(f"<div class=words>{text(key)} = {text(value)}</div>" for key, value in each.settings.items()),
+        )
+        for each in reversed(shown)
+    ]
+    head = ("attempts", "command", "code", "Stepkeeper", "settings that are not the defaults")
+    note = f"<p class=note>{_left_out(len(about.started) - len(shown))}</p>" if len(shown) < len(about.started) else ""
+    return _section("What ran", note + table(head, rows))
+
+
+def _incidents(seen: Timeline) -> str:
+    found = seen.incidents
+    if not found:
+        return _section("Incidents", "<p>No fault of a node, no failed save, no damaged step directory.</p>")
+    shown = found[-ROWS_MAX:]
+    rows = [
+        (
+            f"<time>{instant(each.at)}</time>",
+            f"{each.attempt}.{each.launch}" if each.launch is not None else str(each.attempt),
+            text(each.kind),
+            text(each.node),
+            f"<div class=words>{text(each.what)}</div>",
+            f"<div class=words>{text(each.decided)}</div>",
+        )
+        for each in reversed(shown)
+    ]
+    counts = Counter(each.kind for each in found)
+    summary = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
+    body = f"<p class=note>{text(summary)}.{_left_out(len(found) - len(shown) + seen.incidents_left_out)}</p>"
+    return _section("Incidents", body + table(("when", "launch", "kind", "node", "what", "decided"), rows))
+
+
+def _left_out(count: int) -> str:
+    return f" {count:,} older or ordinary ones are left out here." if count > 0 else ""
+
+
+def _definitions(seen: Timeline) -> str:
+    return (
+        "<details><summary>What the figures mean</summary>"
+        "<p><b>ETTR</b>, the effective training time ratio: productive time over all time from the first attempt's "
+        "start, the queue between attempts included (Kokolis et al., arXiv 2410.21680). The wait before the first "
+        "attempt is not known to the run.</p><p><b>Goodput</b>: productive node-time over the node-time that the run "
+        "held, spares included (the runtime part of Google's ML Productivity Goodput). A step is productive where no "
+        "later launch did it again; time in which a command reported no steps is in neither figure.</p>"
+        f"<p>All times {text(zone())}. The parts add up to the whole: "
+        f"{sum(seen.accounts.wall.values()):,} of {seen.accounts.wall_total:,} microseconds.</p></details>"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{title}</h2>{body}</section>"

@@ -1,0 +1,304 @@
+"""One model of what happened in a run: `build` joins journal, rows and step directories.  Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.run_analytics import spending
+from stepkeeper.run_analytics.history import History
+from stepkeeper.run_analytics.model import (
+    Accounts,
+    Attempt,
+    Checkpoint,
+    Ending,
+    Incident,
+    Key,
+    Launch,
+    Rows,
+    Saved,
+    Span,
+    micro,
+    patience,
+)
+from stepkeeper_trainer.formats.lineage import PINNED, PRUNED, SUSPECT, Lineage
+from stepkeeper_trainer.formats.manifest import parse_step_name
+from stepkeeper_trainer.formats.steps import COMMITTED, DAMAGED, VERIFIED
+
+
+class Standing(StrEnum):
+    """How it stands with the run."""
+
+    RUNNING = "running"
+    WAITING = "waiting"  # requeued: the next attempt has not started
+    SILENT = "silent"  # it neither ended nor says anything
+    FINISHED = "finished"
+    ENDED = "ended"
+    EMPTY = "empty"
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened in a run.  Instants are microseconds."""
+
+    standing: Standing
+    began: int
+    until: int
+    attempts: list[Attempt]
+    spans: list[Span]
+    accounts: Accounts
+    incidents: list[Incident]
+    incidents_left_out: int
+    checkpoints: list[Checkpoint]
+    rows: dict[Key, Rows]
+    kept_until: dict[Key, int | None]  # the last step of each launch that counts; None: all do
+    coarse: bool  # steps are known from the journal only: about one a minute
+    step: int | None = None  # newest of the current state
+    tokens: int | None = None
+    loss: float | None = None
+    loss_not_finite: bool = False  # the newest one is no finite number
+    rate: float | None = None  # the newest learning rate
+    why: str = ""  # the newest word on how it ended, or what it waits for
+
+    def launches(self) -> Iterator[Launch]:
+        """Yield the launches of all attempts."""
+        for attempt in self.attempts:
+            yield from attempt.launches
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the newest attempt ended; None where it runs, or ended without a word."""
+        return self.attempts[-1].exit_code if self.attempts else None
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of a node, where all attempts had as many; else 0."""
+        found = {attempt.gpus_per_node for attempt in self.attempts}
+        return found.pop() if len(found) == 1 else 0
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that were completed and had to be done again."""
+        best: int | None = None
+        lost = 0
+        for launch in self.launches():
+            rows = self.rows.get((launch.attempt, launch.number))
+            if not rows:
+                continue
+            if best is not None:
+                lost += max(0, best - (rows.step[0] - 1))
+            best = rows.step[-1]
+        return lost
+
+
+def build(
+    told: History,
+    rows: dict[Key, Rows],
+    checkpoints: Sequence[Checkpoint] = (),
+    *,
+    updated_at: int | None = None,
+    now: int | None = None,
+) -> Timeline:
+    """Make the timeline.
+
+    Args:
+        told: what the journal tells.
+        rows: the steps of each launch, from `metrics.csv`.
+        checkpoints: the step directories.
+        updated_at: when the supervisor last wrote its status.
+        now: to tell a silent run from a running one; nothing else depends on it.
+    """
+    coarse = not rows and bool(told.progress)
+    rows = rows or told.progress
+    attempts = told.attempts
+    _hear_rows(attempts, rows)
+    until = max((attempt.ended for attempt in attempts), default=0)
+    newest = attempts[-1] if attempts else None
+    if newest is not None and not newest.said_end and updated_at is not None:
+        until = newest.ended = max(until, updated_at)
+    standing = _standing(newest, rows, until, now)
+    _close(attempts, standing)
+    ends = spending.Ends(
+        until=until,
+        over=standing is Standing.ENDED,
+        finished=standing is Standing.FINISHED,
+        durable_step=_durable(attempts),
+    )
+    limits = spending.kept_until(attempts, rows, ends)
+    spans = spending.spans(attempts, rows, ends, limits)
+    last = _newest_rows(attempts, rows)
+    return Timeline(
+        standing=standing,
+        began=spans[0].begin if spans else until,
+        until=spans[-1].end if spans else until,
+        attempts=attempts,
+        spans=spans,
+        accounts=spending.accounts(spans),
+        incidents=told.incidents.found,
+        incidents_left_out=told.incidents.left_out,
+        checkpoints=list(checkpoints),
+        rows=rows,
+        kept_until=limits,
+        coarse=coarse,
+        step=last.step[-1] if last else None,
+        tokens=last.tokens if last else None,
+        loss=last.loss[-1] if last and math.isfinite(last.loss[-1]) else None,
+        loss_not_finite=math.isinf(last.loss[-1]) if last else False,
+        rate=last.rate[-1] if last and math.isfinite(last.rate[-1]) else None,
+        why=newest.why if newest is not None else "",
+    )
+
+
+def _hear_rows(attempts: Sequence[Attempt], rows: dict[Key, Rows]) -> None:
+    """A row is a word of its launch: an attempt that was killed lived at least until then."""
+    for index, attempt in enumerate(attempts):
+        limit = attempts[index + 1].began if index + 1 < len(attempts) else None
+        for launch in attempt.launches:
+            known = rows.get((launch.attempt, launch.number))
+            if not known:
+                continue
+            launch.last_step = known.step[-1]
+            if not attempt.said_end:
+                heard = known.at[-1]
+                attempt.ended = max(attempt.ended, heard if limit is None else min(heard, limit))
+
+
+def _standing(newest: Attempt | None, rows: dict[Key, Rows], until: int, now: int | None) -> Standing:
+    if newest is None:
+        return Standing.EMPTY
+    if newest.said_end:
+        if newest.exit_code == ExitCode.FINISHED:
+            return Standing.FINISHED
+        requeued = newest.exit_code in (ExitCode.REQUEUED, ExitCode.SUPERSEDED)
+        return Standing.WAITING if requeued else Standing.ENDED
+    if now is None:
+        return Standing.RUNNING
+    last = _newest_rows([newest], rows)
+    return Standing.SILENT if now - until > patience(last.usual() if last else 0) else Standing.RUNNING
+
+
+def _close(attempts: Sequence[Attempt], standing: Standing) -> None:
+    """Say of launches that nobody saw end that nobody did."""
+    for index, attempt in enumerate(attempts):
+        for position, launch in enumerate(attempt.launches):
+            newest = index + 1 == len(attempts) and position + 1 == len(attempt.launches)
+            if launch.ending is Ending.RUNNING and not (newest and standing is Standing.RUNNING):
+                launch.ending = Ending.NO_WORD
+                launch.why = launch.why or "the supervisor was killed or its node lost: nobody saw it end"
+
+
+def _durable(attempts: Sequence[Attempt]) -> int:
+    """Return the newest step that a next launch would start from."""
+    for attempt in reversed(attempts):
+        for launch in reversed(attempt.launches):
+            committed = [save.step for save in launch.saves if save.directory]
+            return committed[-1] if committed else launch.resumed_step
+    return 0
+
+
+def _newest_rows(attempts: Sequence[Attempt], rows: dict[Key, Rows]) -> Rows | None:
+    for attempt in reversed(attempts):
+        for launch in reversed(attempt.launches):
+            if known := rows.get((launch.attempt, launch.number)):
+                return known
+    return None
+
+
+# The state of each step directory, from the journal, the lineage and what is on disk.  Pure.
+
+CLOCKS_DIFFER_S = 5.0  # at most, those of the storage and of the supervisor's host
+MARKS = (PINNED, SUSPECT, PRUNED)
+
+
+class OnDisk(NamedTuple):
+    """One step directory that is there now."""
+
+    step: int
+    save_id: str = ""  # empty: no readable manifest
+    problem: str = ""
+    verified: bool = False  # every byte was compared, and no file has changed since, by the cache of verifications
+    changed_at: float = 0.0  # Unix seconds: the newest change of its files
+
+
+def checkpoints(told: History, lineage: Lineage | None, disk: Mapping[str, OnDisk] | None) -> list[Checkpoint]:
+    """Return every step directory that anything tells of, oldest step first.
+
+    Args:
+        told: the journal.
+        lineage: of the run, if there is one.
+        disk: by name, what is there; None where nobody looked.
+    """
+    saves = _by_directory(save for attempt in told.attempts for launch in attempt.launches for save in launch.saves)
+    commits = {commit.directory: commit for commit in lineage.commits.values()} if lineage is not None else {}
+    names = dict.fromkeys((*saves, *commits, *told.verified, *(disk or ())))
+    chain = set(lineage.chain()) if lineage is not None and lineage.tells_steps else None
+    found = []
+    for name in names:
+        save, commit, there = saves.get(name), commits.get(name), (disk or {}).get(name)
+        step = _step(name, save, commit.step if commit is not None else None, there)
+        if step is None:
+            continue
+        save_id = commit.save_id if commit is not None else there.save_id if there is not None else ""
+        marks = lineage.marks.get(save_id, frozenset()) if lineage is not None else frozenset()
+        problem, verified = judged(name, told, there)
+        states = [condition(problem, verified=verified)]
+        states += [mark for mark in MARKS if mark in marks]
+        if disk is not None and there is None and PRUNED not in marks:
+            states.append("gone")
+        if chain is not None and commit is not None and save_id not in chain:
+            states.append("rolled back")
+        at = save.durable if save is not None else micro(commit.at) if commit is not None else None
+        found.append(
+            Checkpoint(
+                step=step,
+                directory=name,
+                at=at,
+                bytes=save.bytes if save is not None else 0,
+                seconds=(save.durable - save.requested) / 1e6 if save is not None else 0.0,
+                emergency=save.emergency if save is not None else False,
+                states=tuple(states),
+                problem=problem,
+                resumed=told.chosen.get(name, 0),
+            )
+        )
+    return sorted(found, key=lambda each: (each.step, each.at or 0, each.directory))
+
+
+def judged(name: str, told: History, there: OnDisk | None) -> tuple[str, bool]:
+    """Return what is wrong with a step directory, and whether it is known that nothing is.
+
+    The journal's newest word counts for the files that it spoke of: not for those that were written to since.
+    """
+    word = told.verified.get(name)
+    if there is None:
+        return word or "", word is not None
+    if there.changed_at > told.verified_at.get(name, 0.0) + CLOCKS_DIFFER_S:
+        word = None
+    if there.verified or there.problem:
+        return there.problem, not there.problem
+    return word or "", word is not None
+
+
+def condition(problem: str, *, verified: bool) -> str:
+    """Return one of the three words for a step directory.
+
+    >>> condition("", verified=False)
+    'committed, not yet verified'
+    """
+    return DAMAGED if problem else VERIFIED if verified else COMMITTED
+
+
+def _by_directory(saves: Iterable[Saved]) -> dict[str, Saved]:
+    return {save.directory: save for save in saves if save.directory}
+
+
+def _step(name: str, save: Saved | None, recorded: int | None, there: OnDisk | None) -> int | None:
+    if save is not None:
+        return save.step
+    if recorded is not None:
+        return recorded
+    return there.step if there is not None else parse_step_name(name)

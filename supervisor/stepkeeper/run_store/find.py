@@ -1,0 +1,300 @@
+"""Finding a run: by its directory, by its job id, or by where one stands."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.run_store import lines, run_registry, submission
+from stepkeeper.run_store import status as status_file
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper_trainer.formats import lease
+from stepkeeper_trainer.formats.lineage import LINEAGE_NAME
+from stepkeeper_trainer.formats.plain import open_plain, trusts
+from stepkeeper_trainer.formats.steps import parse_step_name, step_name
+
+# Which jobs have worked on a run: of a chain of jobs, status and lease name the newest one only, the journal all.
+
+_JOB_ID = re.compile(rb'\{"v":[0-9]+,"job_id":([0-9]+),')
+LOOKED_AT = 100  # lines at either end, of which some may be torn
+
+
+def worked_on(run: Path, job_id: int) -> bool:
+    """Tell whether a run's journal names a job as one of its own; one that cannot be read names none.
+
+    Slurm's numbers grow until they begin anew, so the ends of a journal are enough for nearly every run; only that of
+    a chain which may hold the number is read whole.
+    """
+    try:
+        with open_plain(RunDirectory(run).journal, within=run) as file:
+            newest = _first(itertools.islice(lines.backwards(file), LOOKED_AT))
+            file.seek(0)
+            oldest = _first(itertools.islice(lines.forwards(file), LOOKED_AT))
+            if oldest is None or newest is None or (oldest <= newest and not oldest <= job_id <= newest):
+                return False
+            if job_id in (oldest, newest):
+                return True
+            file.seek(0)
+            return any(_job_of(line) == job_id for line in lines.forwards(file))
+    except OSError:
+        return False
+
+
+def _first(some: Iterable[bytes]) -> int | None:
+    return next((job for line in some if (job := _job_of(line)) is not None), None)
+
+
+def _job_of(line: bytes) -> int | None:
+    match = _JOB_ID.match(line)
+    return int(match.group(1)) if match else None
+
+
+RUNS_NAME = "runs"
+_JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")  # Slurm counts in 32 bits; `ARRAY_TASK` is one task's name
+_DIRECTORIES = ("checkpoints", "logs", "attempts")
+_PARTS = ("status.json", "journal.jsonl", lease.LEASE_NAME, "checkpoints", submission.NAME)
+
+
+def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
+    """Return the run that is meant.
+
+    Args:
+        wanted: a run directory or a job id; None for the run here: the working directory, else
+            `STEPKEEPER_RUN_DIR`, else the newest one below `runs/`.
+        environment: where `STEPKEEPER_RUN_DIR` may stand.
+
+    Raises:
+        StepkeeperError: there is none; it says where was looked.
+        OSError: a directory cannot be read.
+    """
+    if wanted is None:
+        return _safe(_here(environment))
+    path = Path(wanted)
+    if path.is_dir():
+        return _safe(_at(path))
+    if _JOB.fullmatch(wanted):
+        return _safe(_of_job(wanted, environment))
+    what = "not a directory" if path.exists() else "no such directory, and no job id"
+    raise StepkeeperError(f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND)
+
+
+def is_job(wanted: str) -> bool:
+    """Tell whether RUN is the number of a job, and no directory of that name."""
+    return _JOB.fullmatch(wanted) is not None and not Path(wanted).is_dir()
+
+
+def _safe(run: RunDirectory) -> RunDirectory:
+    """Refuse a run whose parts lead elsewhere, or are a stranger's: whoever looks, root too, goes by what is in them.
+
+    Raises:
+        StepkeeperError: which part, and why.
+        OSError: it cannot be looked at.
+    """
+    owner = os.stat(run.path).st_uid
+    for name in _DIRECTORIES:
+        path = run.path / name
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(found.st_mode):
+            _require_own_link(path, found)
+        if not trusts(owner, found.st_uid):
+            raise StepkeeperError(
+                f"{path}: belongs to user id {found.st_uid}, and the run to {owner}: somebody may have planted it",
+                ExitCode.RUN_DIRECTORY,
+            )
+    return run
+
+
+def looks_like_run(path: Path) -> bool:
+    """Tell whether a directory has a part of a run."""
+    return _is_run(path)
+
+
+def every(environment: Mapping[str, str]) -> list[RunDirectory]:
+    """Return all runs that can be found: below `runs/`, and those that this account has started; the newest first.
+
+    Raises:
+        OSError: `runs/` cannot be read.
+    """
+    found = {resolved(path) for path in (*_runs_below(), *run_registry.runs(environment)) if _is_run(path)}
+    return [RunDirectory(path) for path in sorted(found, key=_changed_at, reverse=True)]
+
+
+def is_here(environment: Mapping[str, str]) -> bool:
+    """Tell whether one stands in a run directory, or STEPKEEPER_RUN_DIR names one."""
+    named = environment.get("STEPKEEPER_RUN_DIR", "")
+    return _is_run(Path()) or bool(named and "%" not in named and _is_run(Path(named)))
+
+
+def checkpoints(wanted: str, environment: Mapping[str, str]) -> Path:
+    """Return the `checkpoints/` directory that is meant: itself, a run directory's, or a job's.
+
+    Raises:
+        StepkeeperError: there is none.
+        OSError: a directory cannot be read.
+    """
+    path = Path(wanted)
+    if path.is_dir() and not _is_run(path):
+        names = os.listdir(path)
+        if path.name == "checkpoints" or LINEAGE_NAME in names or any(map(_is_step, names)):
+            return _followed(path)
+        raise StepkeeperError(
+            f"{wanted}: neither a run directory nor one with step directories; "
+            "name a run directory or its checkpoints/",
+            ExitCode.NOTHING_FOUND,
+        )
+    return resolved(find(wanted, environment).checkpoints)
+
+
+def step_directory(wanted: str) -> Path:
+    """Return the step directory that is meant; it may be missing.
+
+    Raises:
+        StepkeeperError: it is no directory, or a link in a run leads to it that is not ours.
+    """
+    path = Path(wanted)
+    if not path.is_dir():
+        what = "not a directory" if os.path.lexists(path) else "no such directory"
+        raise StepkeeperError(
+            f"{wanted}: {what}; name a step directory, such as RUN/checkpoints/{step_name(100)}", ExitCode.NOTHING_FOUND
+        )
+    return _followed(path)
+
+
+def resolved(path: Path) -> Path:
+    """Return a path without links; one that leads nowhere stays."""
+    return Path(os.path.realpath(path))
+
+
+def _followed(path: Path) -> Path:
+    """Return what a path leads to.  Whoever may write a run could have planted a link in it, so only ours are followed.
+
+    Raises:
+        StepkeeperError: which link is somebody else's.
+    """
+    for each in (path, path.parent):
+        if (each.name == "checkpoints" or _is_step(each.name)) and each.is_symlink():
+            _require_own_link(each, os.lstat(each))
+    return resolved(path)
+
+
+def _require_own_link(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise StepkeeperError(
+            f"{path}: is a symbolic link of user id {found.st_uid}, which is not followed; name what it leads to",
+            ExitCode.RUN_DIRECTORY,
+        )
+
+
+def _is_step(name: str) -> bool:
+    return parse_step_name(name) is not None
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / part).exists() for part in _PARTS)
+
+
+def _at(path: Path) -> RunDirectory:
+    if not _is_run(path):
+        raise StepkeeperError(
+            f"{path}: not a run directory: it has none of {', '.join(_PARTS)}", ExitCode.NOTHING_FOUND
+        )
+    return RunDirectory(resolved(path))
+
+
+def _here(environment: Mapping[str, str]) -> RunDirectory:
+    if _is_run(Path()):
+        return RunDirectory(Path.cwd())
+    named = environment.get("STEPKEEPER_RUN_DIR", "")
+    if named and "%" not in named and _is_run(Path(named)):
+        return RunDirectory(resolved(Path(named)))
+    if runs := [run for run in _runs_below() if _is_run(run)]:
+        return RunDirectory(resolved(max(runs, key=_changed_at)))
+    searched = ["the working directory", f"{RUNS_NAME}/ in it"]
+    if named:
+        searched.insert(1, f"STEPKEEPER_RUN_DIR ({named})")
+    raise StepkeeperError(
+        f"no run found; searched {', '.join(searched)}; name a run directory or a job id",
+        ExitCode.NOTHING_FOUND,
+    )
+
+
+def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
+    """Return the run that a job works on: one that says so itself outweighs one that is named after it."""
+    below = _runs_below()
+    named = environment.get("STEPKEEPER_RUN_DIR", "")
+    meant = _expanded(named, job)
+    candidates = [*meant, *below, *run_registry.runs(environment)]
+    saying = [run for run in candidates if job in _jobs(run)]
+    if not saying and job.isdigit():
+        saying = [run for run in candidates if worked_on(run, int(job))]
+    called = [run for run in candidates if run.name.endswith(f"-{job}") and _is_run(run)]
+    if found := saying or called or [run for run in meant if _is_run(run)]:
+        return RunDirectory(resolved(max(found, key=_changed_at)))
+    searched = [
+        f"{RUNS_NAME}/*-{job}",
+        f"the job ids in {RUNS_NAME}/*/status.json and journal.jsonl ({len(below)} runs)",
+        "the runs that this account has started",
+    ]
+    if named:
+        searched.insert(0, f"STEPKEEPER_RUN_DIR ({named})")
+    raise StepkeeperError(
+        f"job {job}: no run directory found below {Path.cwd()}; searched {', '.join(searched)}; "
+        f"go to the submit directory, or name the run directory; `squeue -j {job}` tells whether it waits in the queue",
+        ExitCode.NOTHING_FOUND,
+    )
+
+
+def _expanded(named: str, job: str) -> list[Path]:
+    """Return what STEPKEEPER_RUN_DIR can stand for; of its fields, only those of the job's name are known here."""
+    if not named:
+        return []
+    array, _, task = job.partition("_")
+    path = Path(named.replace("%A", array).replace(*(("%a", task) if task else ("%j", job))))
+    return [path] if "%" not in str(path) and path.is_dir() else []
+
+
+def _runs_below() -> list[Path]:
+    try:
+        with os.scandir(RUNS_NAME) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _changed_at(run: Path) -> float:
+    times = [0.0]
+    for part in _PARTS:
+        try:
+            times.append((run / part).stat().st_mtime)
+        except OSError:
+            continue  # not every run has every part
+    return max(times)
+
+
+def _jobs(run: Path) -> set[str]:
+    """Return the jobs that a run names as its own; what cannot be read names none."""
+    jobs: set[str] = set()
+    try:
+        status = status_file.read(run / "status.json")
+        held = lease.read(run)
+        submitted = submission.read(run)
+    except (OSError, msgspec.MsgspecError, lease.LeaseError):
+        return jobs
+    if status is not None:
+        jobs |= {str(status.job_id), status.slurm_name or str(status.job_id)}
+    if held is not None:
+        jobs.add(str(held.job_id))
+    if submitted is not None:
+        jobs.add(submitted.job)
+    return jobs

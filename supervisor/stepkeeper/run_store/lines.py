@@ -1,0 +1,176 @@
+"""Lines of files that somebody else writes, may have torn, or wrote to hurt: from either end.
+
+Memory stays small whatever the file holds: a line beyond the limit is cut, and its rest passed over.  So is time:
+what is passed over has a limit too, since a file of a terabyte without a line end may take no room on a disk.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from stepkeeper.redaction import redact
+from stepkeeper_trainer.formats.plain import open_plain
+
+LINE_BYTES_MAX = 1024 * 1024
+BLOCK_BYTES = 64 * 1024
+PASSED_OVER_MAX = 256 * 1024 * 1024  # of one file
+
+
+def forwards(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines without their ends, oldest first.
+
+    Raises:
+        OSError: it cannot be read, or holds next to no line.
+    """
+    passed_over = 0
+    while line := file.readline(LINE_BYTES_MAX):
+        rest = line
+        while rest and not rest.endswith(b"\n"):
+            rest = file.readline(LINE_BYTES_MAX)
+            passed_over = _pass_over(file, passed_over + len(rest))
+        yield line.removesuffix(b"\n")
+
+
+def backwards(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines without their ends, newest first; of one beyond the limit, its end.
+
+    Raises:
+        OSError: it cannot be read, or holds next to no line.
+    """
+    position = file.seek(0, os.SEEK_END)
+    tail = b""  # of the line that begins before `position`
+    is_first = True
+    passed_over = 0
+    while position > 0:
+        count = min(BLOCK_BYTES, position)
+        position -= count
+        file.seek(position)
+        pieces = file.read(count).split(b"\n")
+        if len(pieces) > 1:
+            last = pieces[-1] + tail
+            if last or not is_first:  # what follows the last line end is no line
+                yield last
+            yield from reversed(pieces[1:-1])
+            is_first = False
+            tail = pieces[0]
+        else:
+            whole = pieces[0] + tail
+            tail = whole[-LINE_BYTES_MAX:]
+            passed_over = _pass_over(file, passed_over + len(whole) - len(tail))
+    if tail or not is_first:
+        yield tail
+
+
+def _pass_over(file: BinaryIO, count: int) -> int:
+    if count > PASSED_OVER_MAX:
+        raise OSError(errno.EFBIG, f"{PASSED_OVER_MAX} bytes of it are no lines: it is damaged", file.name)
+    return count
+
+
+def encode(record: msgspec.Struct | dict[str, Any]) -> bytes:
+    """Return a record as one line of JSON, without its end.  Never raises for what strings hold.
+
+    A file name that is no UTF-8 reaches us with surrogates, which JSON cannot hold: they become `?`.  What looks like
+    a secret is hidden, whoever's words it stands in.
+    """
+    try:
+        data = msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_harmless(msgspec.to_builtins(record)))
+    text = data.decode()
+    return data if redact(text) == text else msgspec.json.encode(_harmless(msgspec.to_builtins(record)))
+
+
+def _harmless(value: Any) -> Any:
+    match value:
+        case str():
+            return redact(value.encode(errors="replace").decode())
+        case dict():
+            return {key: _harmless(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_harmless(item) for item in value]
+        case _:
+            return value
+
+
+# `metrics.csv`, from its end: how far a launch came, and what the losses were.
+
+METRICS_NAME = "metrics.csv"
+BYTES_MAX = 512 * 1024  # of its end that are read: thousands of steps
+LOSSES_MAX = 64  # for the loss watch of the next attempt: enough though a resume drops the newest half of them
+
+
+class Ended(NamedTuple):
+    """How far a launch came."""
+
+    step: int
+    wrong_step: int | None  # the first whose loss is no finite number
+
+
+def ended_at(run: Path, attempt: int, launch: int) -> Ended | None:
+    """Return the last step of a launch; None where it completed none, or the script writes none.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    try:
+        rows = _newest_rows(run)
+    except FileNotFoundError:
+        return None
+    step = wrong = None
+    for row in rows:
+        if (row.get("attempt"), row.get("launch")) != (str(attempt), str(launch)):
+            continue
+        number, loss = _number(row.get("step")), _number(row.get("loss"))
+        if number is None or not number.is_integer():
+            continue
+        step = int(number)
+        if wrong is None and loss is not None and not math.isfinite(loss):
+            wrong = step
+    return Ended(step, wrong) if step is not None else None
+
+
+def losses_before(run: Path, most: int = LOSSES_MAX) -> tuple[tuple[int, float], ...]:
+    """Return steps and losses of the newest state, oldest first: at most so many, spread over the end of the file.
+
+    Steps that were done again count once, as they were done last.  What cannot be read tells nothing: the loss watch
+    then begins anew.
+    """
+    try:
+        rows = _newest_rows(run)
+    except OSError:
+        return ()
+    found: list[tuple[int, float]] = []
+    for row in reversed(rows):
+        step, loss = _number(row.get("step")), _number(row.get("loss"))
+        if step is None or loss is None or not (step.is_integer() and math.isfinite(loss)):
+            continue
+        if not found or step < found[-1][0]:  # else it was done again later
+            found.append((int(step), loss))
+    every = max(1, -(-len(found) // most))
+    return tuple(reversed(found[::every]))
+
+
+def _newest_rows(run: Path) -> list[dict[str, str | None]]:
+    """Return what the end of the file holds, oldest first.  Raises OSError."""
+    with open_plain(run / METRICS_NAME, within=run) as file:
+        header = file.readline(4096).decode(errors="replace").strip().split(",")
+        start = max(file.tell(), file.seek(0, 2) - BYTES_MAX)
+        file.seek(start)
+        text = file.read(BYTES_MAX).decode(errors="replace")
+    return list(csv.DictReader(text.splitlines(), fieldnames=header))
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text or "")
+    except ValueError:  # torn, or left out
+        return None

@@ -1,0 +1,165 @@
+"""Which events reach the journal, and what its reader must be told of those that do not.
+
+A training says far more than a journal of months may hold: words of steps are samples there, and of quick saves some
+are left out.  What was left out has changed the state all the same, so the next record holds these changes (`missed`):
+a reader that applies them decides what we decided.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stepkeeper.core import events as on
+from stepkeeper.core.phases import Decision
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.reason_text import text
+from stepkeeper.core.state import State
+from stepkeeper.run_store.journal import VERSION, Record
+from stepkeeper_trainer.formats.lease import Lease
+
+# How much of what repeats reaches the journal: a few at once, then one in a while.
+
+
+class RateLimiter:
+    """Grants `burst` at once, and one more every `every_s` seconds, never more than `burst` in store."""
+
+    def __init__(self, burst: int, every_s: float) -> None:
+        self._burst = burst
+        self._every_s = every_s
+        self._stored = float(burst)
+        self._at: float | None = None
+
+    def take(self, now: float) -> bool:
+        """Take one, if there is one.
+
+        >>> allowance = Allowance(burst=2, every_s=10.0)
+        >>> [allowance.take(at) for at in (0.0, 0.1, 0.2, 10.3, 10.4)]
+        [True, True, False, True, False]
+        """
+        if self._at is not None:
+            self._stored = min(self._burst, self._stored + max(0.0, now - self._at) / self._every_s)
+        self._at = now
+        if self._stored < 1.0:
+            return False
+        self._stored -= 1.0
+        return True
+
+
+SAMPLED = (on.Progressed, on.NodesPaced)
+EVIDENCE = (on.Progressed, on.RankExited, on.BusEnded, on.Judged)  # journaled also where they changed nothing
+NODES_PACED_EVERY_S = 3600.0  # where nothing follows from it: of 2,000 nodes it is a long record
+SAVES_AT_ONCE, SAVES_EVERY_S = 100, 10.0
+WINDOW_LEAST = 4  # of a shorter list nothing is saved by naming only what is new
+
+
+class Recorder:
+    """Of one attempt.  A week of training must not fill the journal: 100 MB is the limit."""
+
+    def __init__(self, lease: Lease, policy: Policy) -> None:
+        """Begin with the state that an attempt begins with."""
+        self._lease = lease
+        self._number = 0  # of the newest record
+        self._known = State()  # as a reader of the journal knows it
+        self._limiters: dict[type[on.Event], RateLimiter] = {
+            on.Progressed: RateLimiter(1, policy.progress_every_s),
+            on.NodesPaced: RateLimiter(1, NODES_PACED_EVERY_S),
+            on.SaveBegan: RateLimiter(SAVES_AT_ONCE, SAVES_EVERY_S),
+            on.CheckpointCommitted: RateLimiter(SAVES_AT_ONCE, SAVES_EVERY_S),
+        }
+
+    def record(self, before: State, event: on.Event, decision: Decision) -> Record | None:
+        """Return the record of an event; None where it has none."""
+        state = decision.state
+        came_to_nothing = not decision.effects and not decision.why
+        if came_to_nothing and state == before and not isinstance(event, EVIDENCE):
+            return None
+        sample = came_to_nothing and isinstance(event, SAMPLED)
+        limited = sample or (not decision.effects and not isinstance(event, SAMPLED))
+        allowance = self._limiters.get(type(event)) if limited else None
+        if allowance is not None and not allowance.take(event.at):
+            return None
+        self._number += 1
+        missed: dict[str, Any] = {}
+        if not sample:
+            missed, self._known = changes(self._known, before), state
+        return Record(
+            v=VERSION,
+            job_id=self._lease.job_id,
+            restart_count=self._lease.restart_count,
+            attempt=self._lease.attempt,
+            launch=state.launch,
+            phase=state.phase,
+            event=event,
+            why=text(decision.why),
+            reasons=decision.why,
+            effects=decision.effects,
+            failures=state.failures,
+            node_losses=state.node_losses,
+            best_step=state.best_step,
+            nodes=state.nodes,
+            excluded=state.excluded,
+            tried=state.tried,
+            baseline=state.baseline,
+            skipped_data=state.skipped_data,
+            number=self._number,
+            sample=sample,
+            missed=missed,
+        )
+
+
+def changes(old: State, new: State) -> dict[str, Any]:
+    """Return what has to be changed in a state to make it another one; of windows that slid only what is new."""
+    found: dict[str, Any] = {}
+    for name in State.__struct_fields__:
+        then, now = getattr(old, name), getattr(new, name)
+        if then is not now and then != now:
+            found[name] = _change(_plain(then), _plain(now))
+    return found
+
+
+def _plain(value: object) -> Any:
+    """Return a value as a reader of the journal has it."""
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+def changed(state: State, missed: dict[str, Any]) -> State:
+    """Return the state with such changes.
+
+    Raises:
+        msgspec.ValidationError: they are not of this version's state.
+    """
+    known = {name: missed[name] for name in State.__struct_fields__ if name in missed}
+    if not known:
+        return state
+    values = {name: _apply(_plain(getattr(state, name)), change) for name, change in known.items()}
+    made = msgspec.convert(values, State)
+    return msgspec.structs.replace(state, **{name: getattr(made, name) for name in values})
+
+
+def _change(then: Any, now: Any) -> Any:
+    """Return a plain value, or how to come to it: `in` a record, `new` behind what is `kept` of a list, or `set`."""
+    if isinstance(then, dict) and isinstance(now, dict) and then.keys() <= now.keys():
+        parts = {
+            key: _change(then[key], value) if key in then else {"set": value}
+            for key, value in now.items()
+            if key not in then or then[key] != value
+        }
+        return {"in": parts}
+    if isinstance(now, dict):
+        return {"set": now}
+    if isinstance(then, list) and isinstance(now, list) and len(now) >= WINDOW_LEAST:
+        kept = next((length for length in range(min(len(then), len(now)), 0, -1) if then[-length:] == now[:length]), 0)
+        return {"kept": kept, "new": now[kept:]} if kept else now
+    return now
+
+
+def _apply(then: Any, change: Any) -> Any:
+    if not isinstance(change, dict):
+        return change
+    if "set" in change:
+        return change["set"]
+    if "in" in change:
+        return {**then, **{key: _apply(then.get(key), part) for key, part in change["in"].items()}}
+    return [*then[-change["kept"] :], *change["new"]]

@@ -1,0 +1,169 @@
+"""`status.json`: where a run stands, for people and programs.  Replaced atomically."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.state import Phase, State
+from stepkeeper.run_store import lines
+from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper_trainer.formats.plain import read_plain
+
+ALIVE_EVERY_S = 5.0  # a supervisor writes the status at least so often
+SILENT_AFTER_S = 20.0  # a status that is older was not renewed: nobody writes it, or the storage hangs
+# of a version that wrote only when something happened: it heard of each step
+OLD_SILENT_S, OLD_SILENT_STEPS = 120.0, 10
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """What `stepkeeper status` shows.  Instants are Unix seconds."""
+
+    format: int = 1
+    run_id: str
+    job_id: int
+    slurm_name: str = ""  # as Slurm's commands name the job: `ARRAY_TASK` for a task of an array
+    restart_count: int
+    attempt: int
+    launch: int  # the newest that was started
+    launched: bool = True  # one was started in this attempt
+    phase: str
+    nodes: tuple[str, ...]
+    step: int | None = None
+    tokens: int | None = None
+    total_steps: int | None = None  # when the work is done, where the script says it
+    loss: float | None = None
+    loss_not_finite: bool = False  # that of the newest step is NaN or infinite
+    step_seconds: float | None = None
+    checkpoint_step: int | None = None  # newest committed one that we heard of
+    resumed_from: str | None = None
+    library: bool | None = None  # the trainer library has answered; False: ranks run, and it has not; None: none runs
+    why: str = ""  # the newest decision
+    reason: str = ""  # its first reason: a tag of `core.reasons`
+    exit_code: int | None = None
+    suspended_seconds: float = 0.0  # of this attempt: its supervisor did not run
+    started_at: float
+    updated_at: float  # the newest event
+    alive_at: float | None = None  # the supervisor's loop ran; None: of a version that did not tell
+
+
+NO_LIBRARY = (
+    "no trainer library has answered so far: steps, losses and checkpoints are not known to Stepkeeper, which "
+    "has the script save by a signal and starts it again; what it goes on from is its own"
+)
+
+
+def is_over(path: Path) -> bool:
+    """Tell whether a run's newest attempt has ended, and not by a requeue.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    try:
+        status = read(path)
+    except msgspec.MsgspecError:
+        return False  # of a newer version: it cannot be known
+    return status is not None and status.phase == Phase.DONE and status.exit_code != ExitCode.REQUEUED
+
+
+def heard_at(status: Status) -> float:
+    """Return when the supervisor wrote its newest word."""
+    return max(status.updated_at, status.alive_at or 0.0)
+
+
+def is_silent(status: Status, now: float) -> bool:
+    """Tell whether a supervisor that should write has stopped writing."""
+    if status.phase == Phase.DONE:
+        return False
+    patience_s = SILENT_AFTER_S
+    if status.alive_at is None:
+        patience_s = max(OLD_SILENT_S, OLD_SILENT_STEPS * (status.step_seconds or 0.0))
+    return now - heard_at(status) > patience_s
+
+
+def changes(status: Status, event: on.Event, before: State, state: State) -> dict[str, object]:
+    """Return what one event, and the state after it, change in a status."""
+    found: dict[str, object] = {"phase": state.phase.value}
+    if state.running:  # else the number is that of a launch that is being prepared, and may never be started
+        found |= {"launch": state.launch, "launched": True}
+        if (status.launch, status.launched) != (state.launch, True) and status.step != state.resume_step:
+            # what was done after the step that this launch goes on from is lost
+            found |= {"step": state.resume_step, "tokens": None, "loss": None, "loss_not_finite": False}
+    if state.has_library or state.all_tasks_started or (state.running and not state.wrapped):
+        found["library"] = state.has_library
+    if isinstance(event, on.Progressed):
+        found |= {name: getattr(event, name) for name in ("step", "tokens", "loss", "step_seconds")}
+        found["loss_not_finite"] = event.not_finite
+    if isinstance(event, on.RankHello) and event.total_steps is not None:
+        found["total_steps"] = event.total_steps
+    if isinstance(event, on.Suspended):
+        found["suspended_seconds"] = status.suspended_seconds + event.seconds
+    if isinstance(event, on.CheckpointCommitted):
+        found["checkpoint_step"] = event.step
+    if isinstance(event, on.CheckpointChosen):
+        found |= {"resumed_from": event.directory, "checkpoint_step": event.step}
+    if isinstance(event, on.RankHello) and state.resume_step != before.resume_step:
+        told = f"step {state.resume_step}, which the ranks brought"
+        found |= {"resumed_from": told, "checkpoint_step": state.resume_step, "step": state.resume_step}
+    return found
+
+
+class StatusWriter:
+    """Writes the newest status on a thread of its own, no more often than `every_s`."""
+
+    def __init__(self, path: Path, *, every_s: float, on_error: Callable[[OSError], None]) -> None:
+        self._path = path
+        self._every_s = every_s
+        self._on_error = on_error
+        self._newest: Status | None = None
+        self._changed = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="status", daemon=True)
+        self._thread.start()
+
+    def show(self, status: Status) -> None:
+        """Hand over the newest status; returns at once."""
+        self._newest = status
+        self._changed.set()
+
+    def close(self, status: Status, within_s: float) -> None:
+        """Write the last status, if the storage takes it in time."""
+        self._closing.set()
+        self.show(status)
+        self._thread.join(within_s)
+
+    def _write(self) -> None:
+        while True:
+            self._changed.wait()
+            self._changed.clear()
+            last, status = self._closing.is_set(), self._newest
+            assert status is not None, "`show` sets it before it wakes us"
+            try:
+                write_atomically(self._path, lines.encode(status), mode=0o644)
+            except OSError as error:
+                self._on_error(error)
+            if last:
+                return
+            self._closing.wait(self._every_s)
+
+
+def read(path: Path) -> Status | None:
+    """Return the status; None where there is none.
+
+    Raises:
+        OSError: it cannot be read, or is no plain file.
+        msgspec.MsgspecError: it is no status.
+    """
+    try:
+        data = read_plain(path, within=path.parent)
+    except FileNotFoundError:
+        return None
+    try:
+        return msgspec.json.decode(data, type=Status)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from error

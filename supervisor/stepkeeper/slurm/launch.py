@@ -1,0 +1,263 @@
+"""The command lines of our Slurm steps.  Geometry is always explicit.  Pure: golden tests hold them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from stepkeeper.slurm.cmd import is_own_srun
+
+
+class Geometry(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a training step on each of its nodes."""
+
+    tasks_per_node: int
+    cpus_per_task: int | None = None
+    overcommit: bool = False  # fewer CPUs on a node than ranks
+
+
+def watcher_argv(nodes: Sequence[str], program: Sequence[str]) -> list[str]:
+    """Return the srun line of the watchers: one task a node, beside the training, taking nothing from it.
+
+    `--overlap --mem=0` share what the job has; no `--gres=none`, which would hide the GPUs from NVML; no
+    `--unbuffered`, which tears lines; `--no-kill` and `--kill-on-bad-exit=0` keep the other watchers when
+    one dies; `--input=all` sends each command to all of them.
+    """
+    return [*_shape(nodes, 1), "--cpus-per-task=1", *_beside("stepkeeper-watcher"), *program]
+
+
+def standby_argv(nodes: Sequence[str], geometry: Geometry, program: Sequence[str]) -> list[str]:
+    """Return the srun line of the standbys: the shape of the training step, for each becomes one of its ranks.
+
+    Its cgroup must be that of a training step: CPUs, memory and GPUs.  The rest is as for the watchers.
+    """
+    shape = [*_shape(nodes, geometry.tasks_per_node), *_cpus(geometry)]
+    return [*shape, *_beside("stepkeeper-standby"), *program]
+
+
+def training_argv(nodes: Sequence[str], geometry: Geometry, log_pattern: str, program: Sequence[str]) -> list[str]:
+    """Return the srun line of a training step: ranks are contiguous on the nodes in Slurm's order."""
+    shape = [*_shape(nodes, geometry.tasks_per_node), *_cpus(geometry)]
+    return [*shape, *_step_options(log_pattern), "--cpu-bind=none", *program]
+
+
+def _shape(nodes: Sequence[str], tasks_per_node: int) -> list[str]:
+    return [
+        "srun",
+        f"--nodes={len(nodes)}",
+        f"--ntasks={len(nodes) * tasks_per_node}",
+        f"--ntasks-per-node={tasks_per_node}",
+        f"--nodelist={','.join(nodes)}",
+    ]
+
+
+def _cpus(geometry: Geometry) -> list[str]:
+    if geometry.overcommit:
+        return ["--overcommit"]
+    return [f"--cpus-per-task={geometry.cpus_per_task}"] if geometry.cpus_per_task else []
+
+
+def _beside(name: str) -> list[str]:
+    """What a step of ours beside the training needs; see `watcher_argv`."""
+    return [
+        "--overlap",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--input=all",
+        f"--job-name={name}",
+    ]
+
+
+def own_srun_argv(line: Sequence[str], log_pattern: str) -> list[str]:
+    """Return the user's own srun line with our step options, which yield to the user's."""
+    assert is_own_srun(line), "the CMD rule tells an own srun line by its first word"
+    return [line[0], *_step_options(log_pattern), *line[1:]]
+
+
+def _step_options(log_pattern: str) -> list[str]:
+    """What every training step needs: beside the watchers, and stopped by us alone.
+
+    `--kill-on-bad-exit=0`: when a rank dies, the others may still finish the commit in flight.
+    """
+    return [
+        "--overlap",
+        "--mem=0",
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--input=none",
+        "--label",
+        f"--output={log_pattern}",
+        "--open-mode=append",
+    ]
+
+
+# What our Slurm steps inherit: the job's identity, never a geometry that was meant for another srun.
+
+# srun reads these as options (srun(1), INPUT ENVIRONMENT VARIABLES).  After a shrink, or inside a batch
+# script of another shape, they start the wrong number of tasks or none at all; ours are always explicit.
+_GEOMETRY = frozenset(
+    f"SLURM_{name}"
+    for name in (
+        "BCAST", "BCAST_EXCLUDE", "COMPRESS", "CONSTRAINT", "CORE_SPEC", "CPU_BIND", "CPU_BIND_LIST",
+        "CPU_BIND_TYPE", "CPU_BIND_VERBOSE", "CPU_FREQ_REQ", "CPUS_PER_GPU", "CPUS_PER_TASK", "DEPENDENCY",
+        "DISABLE_STATUS", "DIST_PLANESIZE", "DISTRIBUTION", "EPILOG", "EXACT", "EXCLUSIVE", "EXPORT_ENV",
+        "GPU_BIND", "GPU_FREQ", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GRES",
+        "GRES_FLAGS", "HINT", "HOSTFILE", "IMMEDIATE", "JOB_NUM_NODES", "KILL_BAD_EXIT", "LABELIO",
+        "MEM_BIND", "MEM_BIND_LIST", "MEM_BIND_PREFER", "MEM_BIND_SORT", "MEM_BIND_TYPE", "MEM_BIND_VERBOSE",
+        "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "MPI_TYPE", "NNODES", "NO_KILL", "NPROCS", "NTASKS",
+        "NTASKS_PER_CORE", "NTASKS_PER_GPU", "NTASKS_PER_NODE", "NTASKS_PER_SOCKET", "NTASKS_PER_TRES",
+        "OPEN_MODE", "OVERCOMMIT", "OVERLAP", "PARTITION", "POWER", "PROFILE", "PROLOG", "QOS", "RELATIVE",
+        "REMOTE_CWD", "REQ_SWITCH", "RESERVATION", "RESV_PORTS", "SIGNAL", "SPREAD_JOB", "SRUN_MULTI",
+        "STDERRMODE", "STDINMODE", "STDOUTMODE", "STEP_GRES", "STEP_KILLED_MSG_NODE_ID", "TASK_EPILOG",
+        "TASK_PROLOG", "TASKS_PER_NODE", "THREAD_SPEC", "THREADS", "THREADS_PER_CORE", "TIMELIMIT",
+        "TRES_BIND", "TRES_PER_TASK", "UMASK", "UNBUFFEREDIO", "USE_MIN_NODES", "WAIT", "WAIT4SWITCH",
+        "WCKEY", "WORKING_DIR", "WHOLE",
+    )
+)  # fmt: skip
+# What would make a Python of ours load somebody else's modules, or behave otherwise.
+_PYTHON = frozenset(("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONWARNINGS"))
+
+# What sbatch has set for the job that tells how it was submitted; srun sets some of them anew for a Slurm step.
+_OF_SUBMISSION = frozenset(
+    f"SLURM_{name}"
+    for name in (
+        "CPU_FREQ_REQ", "CPUS_PER_TASK", "DIST_PLANESIZE", "DISTRIBUTION", "EXPORT_ENV", "GPU_BIND", "GPU_FREQ", "HINT",
+        "OVERCOMMIT", "PROFILE",
+    )
+)  # fmt: skip
+
+WATCHER_VARIABLE = "STEPKEEPER_WATCHER"  # holds a watcher's assignment: who has it is in a Slurm step of ours
+KEPT = "STEPKEEPER_KEPT_"  # before the name of a variable that a watcher must not use, but may have to pass on
+
+
+def scrub_geometry(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what srun would take for options."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _GEOMETRY and not name.startswith(("SRUN_", "SLURM_STEP"))
+    }
+
+
+def without_python(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what steers a Python interpreter: for our own processes."""
+    return {name: value for name, value in environment.items() if name not in _PYTHON}
+
+
+def kept(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a watcher must not use, under other names: one that submits the job again needs it."""
+    return {f"{KEPT}{name}": value for name, value in environment.items() if name in _PYTHON | _OF_SUBMISSION}
+
+
+def as_submitted(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the batch process, also to a watcher: what `kept` has kept is as it was."""
+    if WATCHER_VARIABLE not in environment:
+        return dict(environment)
+    ours = {name: value for name, value in environment.items() if name not in _OF_SUBMISSION}
+    return ours | {name.removeprefix(KEPT): ours.pop(name) for name in list(ours) if name.startswith(KEPT)}
+
+
+def node_name() -> str:
+    """Return the name by which Slurm knows this node."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
+
+
+# srun's second process, which ends a Slurm step when srun itself is killed.
+#
+# Seen on Slurm 22.05: every srun forks a child that waits for its end, and has the step's tasks SIGKILLed when that
+# end was not in order.  When the supervisor is killed, slurmstepd kills its sruns one after the other, and whether
+# the child is faster decides whether watchers and ranks live: those that should save the training and the job.  So
+# the child is dismissed as soon as it is there; srun itself ends, and ends its tasks on SIGTERM, as before.
+
+FOUND_WITHIN_S = 20.0
+LOOK_EVERY_S = 0.05
+NOISE = "write(shepherd)"  # srun's complaint at its end: no reason for anything
+
+
+def dismiss_shepherd(srun: int) -> bool:
+    """SIGKILL the shepherd of an srun once it is there; False if none was seen in time, or srun ended."""
+    give_up_at = time.monotonic() + FOUND_WITHIN_S
+    while time.monotonic() < give_up_at:
+        try:
+            children = _children(srun)
+        except OSError:
+            return False  # srun is over
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):  # gone is what we wanted
+                os.kill(pid, signal.SIGKILL)
+        if children:
+            return True
+        time.sleep(LOOK_EVERY_S)
+    return False
+
+
+def _children(srun: int) -> list[int]:
+    """Return the children of an srun that are an srun too (not yet: they are something else in between).
+
+    Raises:
+        OSError: there is no such process.
+    """
+    os.stat(f"/proc/{srun}")
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                stat = file.read()
+        except OSError:
+            continue  # ended meanwhile
+        comm = stat[stat.index(b"(") + 1 : stat.rindex(b")")]
+        state, parent = stat[stat.rindex(b")") + 2 :].split()[:2]
+        if comm == b"srun" and int(parent) == srun and state not in b"ZX":
+            found.append(int(name))
+    return found
+
+
+# What Slurm says around the end of a Slurm step without telling why: warnings, and what follows from an end.  Pure.
+
+_FOLLOWS = re.compile(
+    rf"""
+    srun:\ (?:(?i:warning):
+        |cluster\ configuration\ lacks\ support
+        |Job\ step\ aborted
+        |(?i:forc(?:e|ing)\ )?(?i:terminat(?:ed|ing))\b
+        |forcing\ job\ termination
+        |(?:error:\ )?Timed\ out\ waiting\ for\ job\ step
+        |launch/slurm:
+        |error:\ [^\s:]+:\ tasks?\ \d[\d,-]*:
+        |[^\s:]+:\ tasks?\ \d[\d,-]*:
+        |(?:got|sending|interrupt|Cancelled\ pending|First\ task\ exited|Waiting\ up\ to|unknown\ signal)
+        |job\ \S+\ (?:queued|has\ been\ allocated)
+        |Complete(?:d)?\ job\ step|StepId=\S+\ aborted\ before\ step\ completely\ launched)
+    |slurmstepd(?:-[^\s:]+)?:\ error:\ \*\*\*\ STEP\ \S+\ (?:ON\ \S+\ )?CANCELLED\ AT\ [\dT:.-]+
+        (?:\ DUE\ TO\ TASK\ FAILURE)?\ \*\*\*
+    |.*{re.escape(NOISE)}
+    """,
+    re.VERBOSE,
+)
+
+
+def only_follows(text: str) -> bool:
+    """Tell whether a line of Slurm's tells of no cause: a warning, or that what runs of a Slurm step is ended.
+
+    >>> follows("srun: error: n2: task 1: Killed"), follows("srun: warning: can't honor --ntasks-per-node")
+    (True, True)
+    >>> follows("srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification")
+    False
+    >>> follows("slurmstepd: error: *** STEP 7.2 ON n1 CANCELLED AT 2026-09-21T10:00:00 DUE TO TIME LIMIT ***")
+    False
+    >>> follows("slurmstepd: error: Detected 1 oom_kill event in StepId=7.2. Some of the step tasks have been killed.")
+    False
+    """
+    return _FOLLOWS.match(text) is not None

@@ -1,0 +1,295 @@
+"""Choosing and verifying step directories, on threads of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.reason_text import text
+from stepkeeper.run_store import lease
+from stepkeeper.supervisor.actions.verify_pool import Read, VerifyPool, Wanted
+from stepkeeper.supervisor.sources.process import Inbox, Part
+from stepkeeper_trainer.formats import cache as caching
+from stepkeeper_trainer.formats import lineage, steps
+from stepkeeper_trainer.formats.cache import Cache
+from stepkeeper_trainer.formats.lease import Lease, LeaseError
+from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
+from stepkeeper_trainer.formats.reading import Reading
+from stepkeeper_trainer.formats.verify import Verdict, names_of_share, unread, verify
+from stepkeeper_trainer.store import space
+
+PROBLEM_CHARACTERS_MAX = 500
+SETTLE_MAX_S = 5.0  # a server's clock may be ahead
+SETTLE_LOOK_S = 0.1
+_WRITER = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote a file
+
+
+class Writers:
+    """Which node wrote a file of a step directory."""
+
+    def __init__(self, nodes: tuple[str, ...], ranks_per_node: int) -> None:
+        """Take the nodes of the launch that saved, in the order of its ranks."""
+        self._nodes = nodes
+        self._ranks_per_node = ranks_per_node
+
+    def node(self, name: str) -> str | None:
+        """Return the node; None where the name does not tell."""
+        match = _WRITER.fullmatch(name)
+        place = int(match[1]) // self._ranks_per_node if match else len(self._nodes)
+        return self._nodes[place] if place < len(self._nodes) else None
+
+    def of_shares(self, manifest: Manifest, of: int) -> Mapping[int, frozenset[str]]:
+        """Return for each share the nodes that wrote what is in it."""
+        found = {}
+        for index in range(of):
+            nodes = {self.node(name) for name in names_of_share(manifest, index, of)}
+            found[index] = frozenset(node for node in nodes if node is not None)
+        return found
+
+
+class Verification:
+    """Verifies step directories, large ones together with the watchers of the other nodes."""
+
+    def __init__(self, crew: VerifyPool, number: int) -> None:
+        self.readers: set[str] = set()
+        self.bytes_read = 0
+        self._crew = crew
+        self._number = number
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self._began
+
+    def is_old(self) -> bool:
+        """Tell whether a newer verification has begun: what this one says is not wanted any more."""
+        return self._crew.is_old(self._number)
+
+    def check(
+        self, directory: Path, cache: Cache | None, *, from_disk: bool = False, writers: Writers | None = None
+    ) -> Verdict:
+        """Look at a step directory, and read what has not been found right before."""
+        looked = verify(directory, deep=False, cache=cache)
+        if not looked.ok:
+            return looked
+        size, left = unread(directory, cache or Cache(directory.parent, knows=False))
+        of = self._crew.limits.count_shares(size, self._crew.size)
+        if of > 1 and left > size // self._crew.size:  # else it is less to read alone what is not known yet
+            try:
+                avoid = writers.of_shares(read_manifest(directory), of) if writers else {}
+            except (OSError, ManifestError) as error:
+                return Verdict(directory, (str(error),), 0)
+            wanted = Wanted(directory=directory, of=of, from_disk=from_disk, avoid=avoid)
+            read = self._crew.read(wanted, self._number, cache) or Read(verdict=looked, readers=())
+            verdict, readers = read.verdict, read.readers
+        else:
+            reading = Reading(
+                bytes_per_s=self._crew.limits.bytes_per_s,
+                from_disk=from_disk,
+                first_only=True,
+                should_stop=self.is_old,
+            )
+            verdict = verify(directory, reading=reading, cache=cache)
+            readers = (self._crew.own_node,) if verdict.bytes_read else ()
+        self.readers.update(readers)
+        self.bytes_read += verdict.bytes_read
+        return verdict
+
+
+def choose(checkpoints: Path, *, crew: VerifyPool, inbox: Inbox, after: threading.Thread | None = None) -> None:
+    """Find the newest verified step directory; `CheckpointChosen` or `ChoiceFailed` comes, once `after` has ended."""
+    verification = Verification(crew, crew.begin())
+
+    def work() -> None:
+        try:
+            choice = steps.newest_verified(checkpoints, check=verification.check, should_stop=verification.is_old)
+        except OSError as error:
+            why = f"{error.filename}: {error.strerror}"
+            inbox.put(on.ChoiceFailed(at=inbox.clock.now(), error=why))
+            return
+        if after is not None:
+            after.join()  # it has a time limit
+        if verification.is_old():
+            return
+        damaged = {step.path for step, _ in space.damaged_in_a_row(choice)}
+        skipped = tuple(
+            on.Skipped(
+                directory=step.path.name,
+                problem="; ".join(problems)[:PROBLEM_CHARACTERS_MAX],
+                damaged=step.path in damaged,
+            )
+            for step, problems in choice.skipped
+        )
+        chosen = choice.chosen
+        inbox.put(
+            on.CheckpointChosen(
+                at=inbox.clock.now(),
+                directory=str(chosen.path) if chosen else None,
+                step=chosen.step if chosen else None,
+                skipped=skipped,
+                bytes_read=verification.bytes_read,
+                seconds=verification.seconds,
+                readers=tuple(sorted(verification.readers)),
+            )
+        )
+
+    inbox.run(Part.CHOOSE_CHECKPOINT, work, answer=lambda error: on.ChoiceFailed(at=inbox.clock.now(), error=error))
+
+
+def verify_back(
+    checkpoints: Path,
+    effect: do.VerifyCheckpoint,
+    *,
+    writers: Writers | None,
+    patient: bool,
+    crew: VerifyPool,
+    inbox: Inbox,
+) -> None:
+    """Read back one step directory; `CheckpointVerified` comes, unless a newer verification begins.
+
+    Args:
+        checkpoints: where it is.
+        effect: which, and how.
+        writers: which node wrote what, so that others read it.
+        patient: let the files settle first; only then the result can be remembered.
+        crew: who reads.
+        inbox: where the answer goes.
+    """
+    name = effect.directory
+    verification = Verification(crew, crew.begin())
+
+    def work() -> None:
+        if patient:
+            _let_settle(checkpoints / name, verification.is_old)
+        verdict = verification.check(
+            checkpoints / name, Cache(checkpoints, knows=False), from_disk=effect.from_disk, writers=writers
+        )
+        if verification.is_old():
+            return
+        inbox.put(
+            on.CheckpointVerified(
+                at=inbox.clock.now(),
+                directory=name,
+                ok=verdict.ok,
+                problem="; ".join(verdict.problems)[:PROBLEM_CHARACTERS_MAX],
+                seconds=verification.seconds,
+                bytes_read=verification.bytes_read,
+                readers=tuple(sorted(verification.readers)),
+                gone=not verdict.ok and not (checkpoints / name).is_dir(),
+            )
+        )
+
+    inbox.run(
+        Part.VERIFY_CHECKPOINT,
+        work,
+        answer=lambda error: on.CheckpointVerified(at=inbox.clock.now(), directory=name, ok=False, problem=error),
+    )
+
+
+def _let_settle(directory: Path, should_stop: Callable[[], bool]) -> None:
+    """Wait until a change of a file would show in its times: a second or two after it was written."""
+    try:
+        with os.scandir(directory) as entries:
+            newest = max((entry.stat(follow_symlinks=False).st_ctime for entry in entries), default=0.0)
+    except OSError:
+        return  # the verification says what is wrong
+    until = time.monotonic() + min(newest + caching.SETTLED_S - time.time(), SETTLE_MAX_S)
+    while time.monotonic() < until and not should_stop():
+        time.sleep(SETTLE_LOOK_S)
+
+
+# Going back to an older step, on a thread of its own: one record in the lineage; nothing is deleted.
+
+WHY_CHARACTERS_MAX = 300
+
+
+def roll_back(checkpoints: Path, effect: do.RollBack, ours: Lease, *, inbox: Inbox) -> None:
+    """Have the lineage lead to the newest verified step below one; `RolledBack` or `Superseded` comes."""
+
+    def work() -> None:
+        try:
+            newer = lease.superseded(checkpoints.parent, ours)
+        except (OSError, LeaseError):
+            newer = None  # it cannot be told: the lease is watched besides
+        at = inbox.clock.now()
+        if newer is not None:
+            inbox.put(on.Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))
+            return
+        try:
+            chosen = _lead_back(checkpoints, effect, ours.attempt, at)
+        except (OSError, LookupError) as error:
+            why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error.args[0])
+            inbox.put(on.RolledBack(at=inbox.clock.now(), launch=effect.launch, error=why))
+            return
+        inbox.put(
+            on.RolledBack(at=inbox.clock.now(), launch=effect.launch, directory=str(chosen.path), step=chosen.step)
+        )
+
+    inbox.run(
+        Part.ROLL_BACK,
+        work,
+        answer=lambda error: on.RolledBack(at=inbox.clock.now(), launch=effect.launch, error=error),
+    )
+
+
+def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) -> steps.StepDirectory:
+    """Write the record.
+
+    Raises:
+        OSError: the step directories or the lineage cannot be read or written.
+        LookupError: no older step is whole: going back to the very start is for a person to decide.
+    """
+    chosen = steps.newest_verified(checkpoints, below_step=effect.below_step).chosen
+    if chosen is None or chosen.manifest is None:
+        raise LookupError(f"no verified step directory is older than step {effect.below_step}")
+    why = text(effect.reasons)[:WHY_CHARACTERS_MAX]
+    left_out = tuple(lineage.LeftOut(step=each.step, steps=each.steps) for each in effect.skipped_data)
+    if effect.suspect:
+        counted = steps.current_lineage(steps.list_steps(checkpoints), lineage.read(checkpoints))
+        for entry in counted:
+            if entry.manifest is not None and entry.step >= effect.below_step:
+                mark = lineage.Mark(at=at, attempt=attempt, save_id=entry.manifest.save_id, mark=lineage.SUSPECT)
+                lineage.append(checkpoints, mark)
+    save_id = chosen.manifest.save_id
+    record = lineage.Rollback(at=at, attempt=attempt, save_id=save_id, why=why, left_out=left_out or None)
+    lineage.append(checkpoints, record)
+    return chosen
+
+
+# Trying the storage with bytes that nobody needs, on a thread of its own.
+
+QUICK_BYTES = 4 * 1024 * 1024
+
+
+def test_storage(directory: Path, effect: do.TestStorage, *, within_s: float, inbox: Inbox) -> threading.Thread:
+    """Make a dummy save below a directory; `StorageTested` comes within the limit, before the thread ends."""
+
+    def work() -> None:
+        size = space.TEST_BYTES if effect.thorough else QUICK_BYTES
+        found = space.storage_test(directory, size=size, limit_s=within_s)
+        inbox.put(
+            on.StorageTested(
+                at=inbox.clock.now(),
+                ok=found.problem is None,
+                problem=(found.problem or "")[:PROBLEM_CHARACTERS_MAX],
+                untrue=found.untrue,
+                thorough=effect.thorough,
+                bytes=found.bytes,
+                write_s=found.write_s or 0.0,
+                read_s=found.read_s or 0.0,
+                from_disk=found.from_disk,
+            )
+        )
+
+    return inbox.run(
+        Part.TEST_STORAGE,
+        work,
+        answer=lambda error: on.StorageTested(at=inbox.clock.now(), ok=False, problem=error, thorough=effect.thorough),
+    )

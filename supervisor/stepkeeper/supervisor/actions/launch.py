@@ -1,0 +1,354 @@
+"""Starting a training step, and waiting for its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper import wrapper
+from stepkeeper.core import events as on
+from stepkeeper.log import PatientStream
+from stepkeeper.redaction import redact
+from stepkeeper.run_store import paths
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.slurm import cmd
+from stepkeeper.slurm import launch as lines
+from stepkeeper.slurm import launch as slurm_launch
+from stepkeeper.slurm.launch import scrub_geometry
+from stepkeeper.supervisor.actions import rank_files
+from stepkeeper.supervisor.sources.process import Inbox, Part
+from stepkeeper_trainer.formats import records
+
+ERROR_CHARACTERS_MAX = 300
+UNREACHABLE = "unable to contact slurm controller"
+KILL_BY_SLURM_AFTER_S = 3.0
+KILL_SRUN_AFTER_S = 10.0
+STORAGE_WITHIN_S = 10.0
+SRUN_LOG = "srun.log"  # among the logs of a launch: what srun itself says
+_DEATH = re.compile(
+    r"srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>\d+(?:[-,]\d+)*): "
+    r"(?:Exited with exit code (?P<code>\d+)|(?P<words>[A-Z][A-Za-z ()]+))"
+)
+_SIGNALS = {signal.strsignal(number) or "": int(number) for number in signal.Signals}
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What is the same for every launch of an attempt."""
+
+    command: tuple[str, ...]
+    torchrun: bool
+    geometry: lines.Geometry
+    run_directory: Path
+    run_id: str
+    attempt: int
+    socket: str  # with %N for the node
+    told: dict[str, str] = {}  # further variables for the ranks: those of tiers
+    starts_ranks: bool = False  # CMD is a script in which a launcher stands
+    resume_argument: bool | None = None  # appended on a resume, where CMD does not say where it goes; None: if it may
+    takes_resume: bool = False  # the script declares the option
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether our wrapper stands around each task: not so in a user's own srun line."""
+        return not cmd.is_own_srun(self.command)
+
+    @property
+    def launcher(self) -> bool:
+        """Whether each task starts ranks itself: one torchrun a node, ours or in CMD."""
+        return self.torchrun or self.starts_ranks or cmd.kind(self.command) is cmd.Kind.LAUNCHER
+
+    def tasks(self, nodes: Sequence[str]) -> int:
+        """Return the tasks of a training step on so many nodes: one a rank, or one launcher a node."""
+        return len(nodes) * (1 if self.launcher else self.geometry.tasks_per_node)
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """One launch: its number and nodes, where its ranks meet, and what it resumes from."""
+
+    launch: int
+    nodes: tuple[str, ...]
+    address: str
+    port: int
+    resume_from: str | None
+    skipped_data: str = ""  # `STEP:STEPS,...`: data that the ranks do not take
+    answered: bool = False  # the trainer library has, in this run: it needs no resume argument
+    newest: bool = True  # false: the run goes back on purpose, and what a tier has newer must not be taken
+
+
+def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
+    """Return the command line of a launch, by the one rule for CMD."""
+    # where CMD gives one for the first start, as for a run that goes on with another one's step, ours is the later word
+    may = cmd.says_resume(job.command) or (job.takes_resume and not meeting.answered)
+    append = job.resume_argument if job.resume_argument is not None else may
+    resumed = cmd.with_resume(job.command, meeting.resume_from, append=append)
+    command = cmd.with_nodes(resumed, len(meeting.nodes))
+    pattern = str(directory).replace("%", "%%") + "/%N.log"
+    if not job.wrapped:
+        return lines.own_srun_argv(command, pattern)
+    program = [sys.executable, "-I", "-S", os.path.abspath(wrapper.__file__)]
+    geometry = job.geometry
+    if job.launcher:
+        program += ["--agent", "--", *(_torchrun(job, meeting) if job.torchrun else ()), *command]
+        geometry = msgspec.structs.replace(
+            geometry,
+            tasks_per_node=1,
+            cpus_per_task=(geometry.cpus_per_task or 1) * geometry.tasks_per_node,
+        )
+    else:
+        program += ["--", *command]
+    return lines.training_argv(meeting.nodes, geometry, pattern, program)
+
+
+def _torchrun(job: Job, meeting: Meeting) -> list[str]:
+    return [
+        "torchrun",
+        f"--nnodes={len(meeting.nodes)}",
+        f"--nproc-per-node={job.geometry.tasks_per_node}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={meeting.address}:{meeting.port}",
+        f"--rdzv-id={job.run_id}-{job.attempt}-{meeting.launch}",
+        "--max-restarts=0",  # restarts are ours: two supervisors of one training would fight
+        "--no-python",
+    ]
+
+
+def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what the ranks find in their environment, besides the user's own."""
+    return {
+        # the user's own srun line finds what it would find without us
+        **(scrub_geometry(environment) if job.wrapped else own_line(environment, job.command)),
+        **_rendezvous(job, meeting, environment),
+        "STEPKEEPER_SOCKET": job.socket,
+        "STEPKEEPER_RUN_DIR": str(job.run_directory),
+        "STEPKEEPER_RUN_ID": job.run_id,
+        "STEPKEEPER_ATTEMPT": str(job.attempt),
+        "STEPKEEPER_LAUNCH": str(meeting.launch),
+        "STEPKEEPER_RESUME_FROM": meeting.resume_from or "",
+        "STEPKEEPER_RESUME_NEWEST": "1" if meeting.newest else "",
+        "STEPKEEPER_SKIP_DATA": meeting.skipped_data,
+        "STEPKEEPER_TASKS_PER_NODE": str(job.geometry.tasks_per_node),
+        "STEPKEEPER_ERROR_DIR": str(errors_directory(job, meeting.launch)),
+        **nccl_recorder(job, meeting.launch, environment),
+        **wandb_run(job, environment),
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": str(meeting.port),
+        **job.told,
+        "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
+    }
+
+
+def own_line(environment: Mapping[str, str], line: Sequence[str]) -> dict[str, str]:
+    """Return the environment of the user's own srun line.
+
+    Since 22.05 srun takes sbatch's `--cpus-per-task` no more, and each rank has one CPU: it is passed on where the
+    line leaves tasks and CPUs to the job.
+    """
+    cpus = environment.get("SLURM_CPUS_PER_TASK", "")
+    passed_on = {"SRUN_CPUS_PER_TASK": cpus} if cpus and cmd.leaves_shape_to_the_job(line) else {}
+    return {**passed_on, **environment}
+
+
+def _rendezvous(job: Job, meeting: Meeting, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a torchrun in CMD goes by where its line says nothing; its options win over these variables."""
+    if job.torchrun or not (job.wrapped and job.launcher):
+        return {}
+    said = {
+        "PET_NNODES": str(len(meeting.nodes)),
+        "PET_NPROC_PER_NODE": str(job.geometry.tasks_per_node),
+        "PET_MASTER_ADDR": meeting.address,
+        "PET_MASTER_PORT": str(meeting.port),
+        "PET_RDZV_ENDPOINT": f"{meeting.address}:{meeting.port}",
+        "PET_RDZV_ID": f"{job.run_id}-{job.attempt}-{meeting.launch}",
+    }
+    return {name: value for name, value in said.items() if name not in environment}
+
+
+def errors_directory(job: Job, launch: int) -> Path:
+    """Return where torch writes what ended a rank, in a script that records it."""
+    return RunDirectory(job.run_directory).logs(job.attempt, launch) / paths.ERRORS_NAME
+
+
+def nccl_recorder(job: Job, launch: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of NCCL's flight recorder that the user has not made: its dumps go to the launch's logs."""
+    place = RunDirectory(job.run_directory).logs(job.attempt, launch) / paths.STACKS_NAME
+    defaults = {
+        "TORCH_FR_BUFFER_SIZE": "2000",  # its older name would have torch warn in every rank's log
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{place}/nccl-of-rank-",
+    }
+    return {name: value for name, value in defaults.items() if name not in environment}
+
+
+def wandb_run(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what has `wandb.init()` of each attempt go on in one run; nothing where the user has named one.
+
+    An empty WANDB_RUN_ID counts as named: for scripts in which every rank has a run of its own.
+    """
+    if "WANDB_RUN_ID" in environment:
+        return {}
+    return {"WANDB_RUN_ID": job.run_id, "WANDB_RESUME": environment.get("WANDB_RESUME", "allow")}
+
+
+class Launch:
+    """A training step that runs.  `LaunchEnded` comes when it is over, `LaunchRefused` when it cannot be started.
+
+    Its threads touch the shared storage, never the loop; none of them lets a full or hung one hide the end.
+    """
+
+    def __init__(self, job: Job, meeting: Meeting, environment: Mapping[str, str], *, inbox: Inbox) -> None:
+        """Start srun on a thread."""
+        self._job = job
+        self._meeting = meeting
+        self._inbox = inbox
+        self._logs = RunDirectory(job.run_directory).logs(job.attempt, meeting.launch)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = threading.Event()
+        self._killed = False
+        inbox.run(Part.LAUNCH, lambda: self._run(dict(environment)), name=f"launch-{meeting.launch}")
+
+    def kill(self) -> None:
+        """See to it that the step ends, also where a watcher that should kill its ranks is gone.
+
+        SIGTERM to srun makes Slurm SIGKILL all tasks.  With a lost node even that waits for Slurm to
+        notice, so srun itself goes last.
+        """
+        if not self._killed:
+            self._killed = True
+            self._inbox.run(Part.KILL, self._kill, name=f"kill-{self._meeting.launch}")
+
+    def _kill(self) -> None:
+        for patience_s, number in (
+            (KILL_BY_SLURM_AFTER_S, signal.SIGTERM),
+            (KILL_SRUN_AFTER_S, signal.SIGKILL),
+        ):
+            if self._ended.wait(patience_s):
+                return
+            if self._process is not None:
+                self._process.send_signal(number)
+
+    def _run(self, environment: dict[str, str]) -> None:
+        launch = self._meeting.launch
+        try:
+            for path in (self._logs, self._logs / paths.ERRORS_NAME, self._logs / paths.STACKS_NAME):
+                path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._process = subprocess.Popen(
+                launch_argv(self._job, self._meeting, self._logs),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=launch_environment(self._job, self._meeting, environment)
+                | rank_files.reliability_variables(self._job.run_directory)
+                | rank_files.tracker_variables(self._job.run_directory, environment),
+                start_new_session=True,  # a signal to our process group is for us alone
+            )
+        except OSError as failure:
+            self._ended.set()
+            why = f"{failure.filename}: {failure.strerror}"
+            self._inbox.put(on.LaunchRefused(at=self._inbox.clock.now(), launch=launch, error=why))
+            return
+        srun = self._process.pid
+        self._inbox.run(Part.SHEPHERD, lambda: slurm_launch.dismiss_shepherd(srun), name=f"launch-{launch}-shepherd")
+        error = self._listen(self._process)
+        code = self._process.wait()
+        self._ended.set()
+        said = self._said()
+        self._inbox.put(
+            on.LaunchEnded(
+                at=self._inbox.clock.now(),
+                launch=launch,
+                code=code,
+                finished=said == "finished",
+                stopped=said == "stopped",
+                error=error if code else "",
+            )
+        )
+        with contextlib.suppress(OSError):  # housekeeping: the next launch tries again
+            if not said:
+                paths.mark_failed(self._logs, f"srun ended with {code}{f'; {error}' if error else ''}")
+            paths.prune_logs(self._job.run_directory / "logs")
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> str:
+        """Keep what srun itself says (the ranks write to their own files); return its last word."""
+        assert process.stdout is not None, "Popen was given a pipe"
+        log = PatientStream(lambda: (self._logs / SRUN_LOG).open("a", encoding="utf-8"))
+        error = telling = ""  # the last line that may be a reason, and one that says more: Slurm itself was away
+        for line in process.stdout:
+            text = redact(line.decode(errors="replace").strip())
+            if slurm_launch.NOISE in text:
+                continue
+            log.write(text + "\n")
+            telling = telling or (text[:ERROR_CHARACTERS_MAX] if UNREACHABLE in text.lower() else "")
+            error = error if slurm_launch.only_follows(text) else text[:ERROR_CHARACTERS_MAX] or error
+            for rank, code, number in deaths(text):
+                # the wrapper's own word may have been lost, and a user's own srun line has no wrapper
+                self._inbox.put(
+                    on.RankExited(
+                        at=self._inbox.clock.now(),
+                        launch=self._meeting.launch,
+                        rank=rank,
+                        node=_node(text),
+                        code=code,
+                        signal=number,
+                    )
+                )
+        log.drain(STORAGE_WITHIN_S)
+        return telling or error
+
+    def _said(self) -> str:
+        """Return what rank 0 wrote of the end; storage that hangs has nothing to say."""
+        found: list[str] = []
+        reader = threading.Thread(target=lambda: found.append(_outcome(self._job, self._meeting.launch)), daemon=True)
+        reader.start()
+        reader.join(STORAGE_WITHIN_S)
+        return found[0] if found else ""
+
+
+def deaths(text: str) -> list[tuple[int, int | None, int | None]]:
+    """Return (rank, exit code, signal) for each task that srun reports as failed in one line of its stderr.
+
+    >>> deaths("srun: error: gpu3: tasks 0-1,4: Exited with exit code 1")
+    [(0, 1, None), (1, 1, None), (4, 1, None)]
+    >>> deaths("srun: error: gpu3: task 2: Killed")
+    [(2, None, 9)]
+    >>> deaths("srun: error: gpu3: task 2: Segmentation fault (core dumped)")
+    [(2, None, 11)]
+    >>> deaths("srun: error: gpu3: task 2: Exited with exit code 75")
+    []
+    """
+    match = _DEATH.search(text)
+    if match is None:
+        return []
+    code = int(match["code"]) if match["code"] else None
+    number = None if code is not None else _SIGNALS.get(match["words"].removesuffix(" (core dumped)").strip())
+    if code in (records.EXIT_FINISHED, records.EXIT_STOPPED) or (code is None and number is None):
+        return []
+    ranks: list[int] = []
+    for part in match["tasks"].split(","):
+        first, _, last = part.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return [(rank, code, number) for rank in ranks]
+
+
+def _node(text: str) -> str:
+    match = _DEATH.search(text)
+    return match["node"] if match else ""
+
+
+def _outcome(job: Job, launch: int) -> str:
+    """Return what rank 0 wrote about the end of this very launch."""
+    try:
+        found = records.read_outcome(job.run_directory)
+    except (OSError, ValueError):
+        return ""  # as if it had not been written: the launch counts as failed, and is repeated
+    if found is None or found.launch != f"{job.attempt}.{launch}":
+        return ""
+    return found.outcome

@@ -1,0 +1,61 @@
+"""What ranks are told of the run's failures so far, so that `checkpoint_every="auto"` need not learn it anew."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.submit import plan
+from stepkeeper_trainer.formats.interval import RELIABILITY_VARIABLE, FailureRate
+from stepkeeper_trainer.formats.records import MLFLOW_VARIABLE, TrackerIds, read_tracker_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+READ_WITHIN_S = 5.0  # an estimate is not worth a later start
+
+
+def reliability_variables(run_directory: Path, *, within_s: float = READ_WITHIN_S) -> dict[str, str]:
+    """Return the variable for the ranks; none where the journal cannot be read in time: they start from the prior."""
+    found: list[FailureRate] = []
+
+    def read() -> None:
+        try:
+            found.append(plan.reliability(RunDirectory(run_directory).journal))
+        except OSError:
+            return  # the journal's own thread says what is wrong with the storage
+
+    reader = threading.Thread(target=read, name="reliability", daemon=True)
+    reader.start()
+    reader.join(within_s)
+    if not found or not found[0].node_hours:
+        return {}
+    return {RELIABILITY_VARIABLE: f"{found[0].failures:.4f}:{found[0].node_hours:.4f}"}
+
+
+# What ranks are told of experiment trackers, so that `mlflow.start_run()` of each launch goes on in one run.
+#
+# Weights & Biases takes a name of ours (`wandb_run` in launch.py); MLflow gives its own, which rank 0 of the first
+# launch has left in the run directory.
+
+
+def tracker_variables(
+    run_directory: Path, environment: Mapping[str, str], *, within_s: float = READ_WITHIN_S
+) -> dict[str, str]:
+    """Return the variable for the ranks; none where the user has named a run, or storage does not answer in time.
+
+    An empty variable counts as named: for scripts in which every rank has a run of its own.
+    """
+    if MLFLOW_VARIABLE in environment:
+        return {}
+    found: list[TrackerIds] = []
+    reader = threading.Thread(
+        target=lambda: found.append(read_tracker_ids(run_directory)), name="trackers", daemon=True
+    )
+    reader.start()
+    reader.join(within_s)
+    named = found[0].mlflow_run_id if found else None
+    return {MLFLOW_VARIABLE: named} if named else {}

@@ -1,0 +1,132 @@
+"""What ranks do that stand still: the watchers' words about stacks and collectives, put together."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import msgspec
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.diagnosis import collectives
+from stepkeeper.supervisor.sources.process import Inbox
+from stepkeeper.watcher import messages as lines
+from stepkeeper_trainer.formats.collectives import Place
+
+SHOWN_MAX = 4  # kinds of what ranks do, in the summary
+RANKS_SHOWN_MAX = 4
+
+
+class StackCollector:
+    """Collects one request's words; `StacksCollected` comes when every node has told of its ranks, or time is up."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._lock = threading.Lock()
+        self._number = 0
+        self._wanted: do.CollectStacks | None = None
+        self._missing: set[str] = set()
+        self._stood: list[lines.Stood] = []
+        self._below: dict[int, str] = {}  # by rank
+        self._places: dict[int, list[Place]] = defaultdict(list)
+
+    def begin(self, wanted: do.CollectStacks) -> int:
+        """Begin a request and return its number, for the watchers."""
+        with self._lock:
+            self._number += 1
+            self._wanted, self._missing, self._stood, self._below = wanted, set(wanted.nodes), [], {}
+            self._places = defaultdict(list)
+            number = self._number
+        timer = threading.Timer(wanted.within_s, lambda: self._end(number))
+        timer.daemon = True
+        timer.start()
+        return number
+
+    def receive(self, word: lines.OfStacks) -> None:
+        """Take in a watcher's word, on a thread of the bus."""
+        with self._lock:
+            if word.number != self._number:
+                return
+            if isinstance(word, lines.Stood):
+                self._stood.append(word)
+                return
+            if isinstance(word, lines.StoodBelow):
+                self._below[word.rank] = word.where
+                return
+            if isinstance(word, lines.Entered):
+                self._places[word.rank].append(word.place)
+                return
+            self._missing.discard(word.node)
+            complete = not self._missing
+        if complete:
+            self._end(word.number)
+
+    def _end(self, number: int) -> None:
+        with self._lock:
+            wanted = self._wanted
+            if wanted is None or number != self._number:
+                return
+            self._wanted = None
+            said = sorted(self._stood, key=lambda each: each.rank)
+            stood, missing = [with_below(each, self._below.get(each.rank, "")) for each in said], sorted(self._missing)
+            places = dict(self._places)
+        standstills = collectives.compare(places, (each.rank for each in stood)) if places else ()
+        suspect = find_suspect(stood, collectives.find_suspect(standstills))
+        unheard = [node for node in missing if node not in {each.node for each in stood}]
+        words = (summarise(stood, unheard), collectives.in_words(standstills, places))
+        self._inbox.put(
+            on.StacksCollected(
+                at=self._inbox.clock.now(),
+                launch=wanted.launch,
+                moved=any(each.moved for each in stood),
+                idle=bool(stood) and not missing and all(each.idle or each.waits for each in stood),
+                summary="; ".join(word for word in words if word),
+                rank=suspect.rank if suspect is not None else None,
+                node=suspect.node if suspect is not None else "",
+            )
+        )
+
+
+def with_below(stood: lines.Stood, below: str) -> lines.Stood:
+    """Add what native code and the kernel do for a rank."""
+    return msgspec.structs.replace(stood, where=f"{stood.where}, {below}") if below else stood
+
+
+def find_suspect(stood: list[lines.Stood], by_collectives: int | None = None) -> lines.Stood | None:
+    """Return the rank that others wait for; None where that cannot be told.
+
+    What the collectives say comes first: on a GPU a stack tells where the program is, which is ahead of its work.
+    """
+    kinds = (
+        [each for each in stood if each.rank == by_collectives],
+        [each for each in stood if each.halted],
+        [each for each in stood if not each.waits],
+    )
+    suspects = next((kind for kind in kinds if kind), [])
+    return suspects[0] if suspects and len(suspects) < max(2, len(stood)) else None
+
+
+def summarise(stood: list[lines.Stood], missing: list[str]) -> str:
+    """Say what the ranks do, those first that do not wait for others.
+
+    >>> word = lines.Stood(node="a", number=1, rank=0, where="waits in all_reduce", waits=True)
+    >>> summarise([word, lines.Stood(node="b", number=1, rank=1, where="is in load (data.py:7)")], [])
+    'rank 1 is in load (data.py:7); rank 0 waits in all_reduce'
+    """
+    groups: dict[tuple[bool, str], list[int]] = defaultdict(list)
+    for each in stood:
+        groups[each.waits, each.where].append(each.rank)
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0], len(item[1])))
+    words = [f"{_ranks(ranks)} {where}" for (_, where), ranks in ordered[:SHOWN_MAX]]
+    if len(ordered) > SHOWN_MAX:
+        words.append(f"{sum(len(ranks) for _, ranks in ordered[SHOWN_MAX:])} ranks do other things")
+    if missing:
+        words.append(f"nothing is known of the ranks on {', '.join(missing[:RANKS_SHOWN_MAX])}")
+    return "; ".join(words)
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) > RANKS_SHOWN_MAX:
+        return f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}: each"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}: each"

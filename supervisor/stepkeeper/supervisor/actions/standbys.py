@@ -1,0 +1,273 @@
+"""Warm standbys: one process a rank that has imported torch and waits for the next launch of the allocation.
+
+They are of the run and no part of the training: nothing is decided by them, and a launch that finds none starts its
+ranks as ever.  One Slurm step on the launch's nodes holds their keepers, and stays for as long as launches are on these
+nodes; a spare is asked for when a launch has done a step that is new, so that it imports beside training that works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import structlog
+
+from stepkeeper import standby as program
+from stepkeeper.core import events as on
+from stepkeeper.core.state import Next, Phase, State
+from stepkeeper.log import PatientStream
+from stepkeeper.redaction import redact
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.slurm import cmd as lines
+from stepkeeper.slurm import launch as slurm_launch
+from stepkeeper.slurm.launch import standby_argv
+from stepkeeper.supervisor.actions.launch import SRUN_LOG, Job, Meeting, launch_environment
+from stepkeeper.supervisor.sources.process import Inbox, Part
+
+LEAVE_WITHIN_S = 3.0
+KILL_BY_SLURM_WITHIN_S = 10.0
+ERRORS_WITHIN_S = 1.0
+ERROR_CHARACTERS_MAX = 300
+LOG = "standby.log"  # beside the logs of an attempt's launches
+VARIABLE, WORDS = "STEPKEEPER_STANDBY", "STEPKEEPER_STANDBY_WORDS"
+_OVER = (Phase.CLOSING, Phase.REQUEUEING, Phase.DONE)
+_OOM = "oom"  # of the kernel's word on a standby's step, whose ranks are the launch's
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a keeper's."""
+
+    standby: str  # `ready` or `gone`
+    node: str
+    slot: str
+    rss_mib: int = 0
+    why: str = ""
+
+
+def impossible(job: Job) -> str:
+    """Return why no standby can stand in for this CMD; empty where one can."""
+    if not job.wrapped:
+        return "CMD is an own srun line"
+    if job.launcher:
+        return "CMD starts ranks itself"
+    if lines.standby_prefix(job.command) is None:
+        return "CMD is not `python script.py` or `python -m module`"
+    return ""
+
+
+class Standbys:
+    """Those of one attempt.  All methods are for the loop and never wait."""
+
+    def __init__(
+        self,
+        job: Job,
+        environment: Mapping[str, str],
+        *,
+        modules: Sequence[str] = (),
+        inbox: Inbox,
+        log: structlog.typing.FilteringBoundLogger,
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            job: what the ranks of the attempt have in common.
+            environment: of the supervisor, which the ranks inherit.
+            modules: to import besides torch and the trainer library.
+            inbox: for the threads.
+            log: for what becomes of them.
+        """
+        self._job, self._environment, self._modules = job, environment, modules
+        self._inbox, self._log = inbox, log
+        self._why_not = impossible(job)
+        self._step: _Step | None = None
+        self._furthest = -1
+        self._prepared: int | None = None  # the newest launch whose spares were asked for
+        if self._why_not:
+            log.warning("standby_impossible", why=self._why_not)
+
+    def look(self, event: on.Event, state: State) -> None:
+        """Take in what has just been decided."""
+        if self._why_not:
+            return
+        if state.phase in _OVER:
+            self.close()
+        elif state.plan is not None and state.plan.next is not Next.RELAUNCH and self._step is not None:
+            self._step.leave()  # ranks among them come to their end
+        elif isinstance(event, on.Progressed) and state.phase is Phase.TRAINING and event.launch == state.launch:
+            is_new = event.step > self._furthest
+            self._furthest = max(self._furthest, event.step)
+            if is_new and self._prepared != state.launch:
+                self._prepared = state.launch
+                self._prepare(state.launch, state.launched)
+
+    def renew(self) -> None:
+        """Tell them that the supervisor lives."""
+        if self._step is not None:
+            self._step.say("alive")
+
+    def variables(self, launch: int, nodes: tuple[str, ...]) -> dict[str, str]:
+        """Return what has the wrappers of a launch on these nodes look for a standby; ends those of another world."""
+        step = self._step
+        if step is None or not step.runs:
+            return {}
+        if step.nodes != nodes:
+            self.close()
+            return {}
+        step.launch = launch
+        return {VARIABLE: step.address, WORDS: str(len(step.prefix))}
+
+    def close(self) -> None:
+        """End all."""
+        if self._step is not None:
+            self._step.close()
+            self._step = None
+
+    def _prepare(self, launch: int, nodes: tuple[str, ...]) -> None:
+        if self._step is not None and (self._step.nodes != nodes or not self._step.runs):
+            self.close()
+        if self._step is None:
+            self._step = _Step(
+                self._job,
+                nodes,
+                launch,
+                environment=self._environment,
+                modules=self._modules,
+                inbox=self._inbox,
+                log=self._log,
+            )
+        self._step.say("prepare")
+
+
+class _Step:
+    """One Slurm step of keepers."""
+
+    def __init__(
+        self,
+        job: Job,
+        nodes: tuple[str, ...],
+        launch: int,
+        *,
+        environment: Mapping[str, str],
+        modules: Sequence[str],
+        inbox: Inbox,
+        log: structlog.typing.FilteringBoundLogger,
+    ) -> None:
+        self.nodes, self.launch = nodes, launch
+        self.prefix = lines.standby_prefix(job.command) or []
+        self.address = f"{job.socket}/standby-{launch}"  # those of a step before may still be about to leave
+        self._job, self._inbox, self._log = job, inbox, log
+        self._output: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._leaving = self._closed = False
+        self._ready: dict[tuple[str, str], int] = {}  # node, slot -> MiB
+        self._process: subprocess.Popen[bytes] | None = None
+        self._error = ""
+        words = [*self.prefix, os.path.abspath(program.__file__), *modules, "--", *self.prefix]
+        argv = standby_argv(nodes, job.geometry, words)
+        meeting = Meeting(launch=launch, nodes=nodes, address="", port=0, resume_from=None)
+        variables = launch_environment(job, meeting, environment) | {VARIABLE: self.address}
+        variables.pop("SLURMD_NODENAME", None)  # each task has its own; by the batch host's, watchers would end srun
+        inbox.run(Part.STANDBYS, lambda: self._run(argv, variables), name="standby")
+
+    @property
+    def runs(self) -> bool:
+        """Tell whether the step has not ended."""
+        return not self._ended.is_set()
+
+    def say(self, word: str) -> None:
+        """Tell every keeper."""
+        if word == "prepare":
+            self._ready.clear()
+        self._output.put(word)
+
+    def leave(self) -> None:
+        """Have those leave that wait, and the others when their rank has ended."""
+        if not self._leaving:
+            self._leaving = True
+            self.say("quit")
+
+    def close(self) -> None:
+        """Have them leave, and see to it that the step ends."""
+        if not self._closed:
+            self._closed = True
+            self.leave()
+            self._output.put(None)
+            self._inbox.run(Part.STANDBYS, self._end, name="standby-end")
+
+    def _end(self) -> None:
+        for patience_s, number in ((LEAVE_WITHIN_S, signal.SIGTERM), (KILL_BY_SLURM_WITHIN_S, signal.SIGKILL)):
+            if self._ended.wait(patience_s):
+                return
+            if self._process is not None:
+                self._process.send_signal(number)  # with SIGTERM srun has Slurm end the tasks; a lost node waits long
+
+    # --- threads ----------------------------------------------------------------------------------
+
+    def _run(self, argv: list[str], environment: dict[str, str]) -> None:
+        try:
+            process = self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,  # a signal to our process group is for us alone
+            )
+        except OSError as failure:
+            self._ended.set()
+            self._log.warning("standby_ended", why=f"srun: {failure.strerror}")
+            return
+        # the ranks among them outlive us, to be saved
+        self._inbox.run(Part.SHEPHERD, lambda: slurm_launch.dismiss_shepherd(process.pid), name="standby-shepherd")
+        self._inbox.run(Part.STANDBYS, lambda: self._write(process), name="standby-write")
+        errors = self._inbox.run(Part.STANDBYS, lambda: self._read_errors(process), name="standby-error")
+        assert process.stdout is not None, "Popen was given a pipe"
+        for line in process.stdout:
+            self._hear(line)
+        code = process.wait()
+        self._ended.set()
+        errors.join(ERRORS_WITHIN_S)
+        if not self._leaving:
+            self._log.warning("standby_ended", why=self._error or f"srun ended with {code}")
+
+    def _write(self, process: subprocess.Popen[bytes]) -> None:
+        stdin = process.stdin
+        assert stdin is not None, "Popen was given a pipe"
+        with contextlib.suppress(BrokenPipeError), stdin:  # srun is gone: the reader says so
+            while (word := self._output.get()) is not None:
+                stdin.write(word.encode() + b"\n")
+                stdin.flush()
+
+    def _hear(self, line: bytes) -> None:
+        try:
+            said = msgspec.json.decode(line, type=Said)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return  # what a module says when it is imported
+        if said.standby != "ready":
+            self._log.warning("standby_gone", node=said.node, slot=said.slot, why=redact(said.why))
+            return
+        self._ready[said.node, said.slot] = said.rss_mib
+        if len(self._ready) == self._job.tasks(self.nodes):
+            self._log.info("standby_ready", ranks=len(self._ready), mib=max(self._ready.values()))
+
+    def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
+        """Keep what srun and the standbys say; what is of memory belongs to the launch whose ranks are in this step."""
+        assert process.stderr is not None, "Popen was given a pipe"
+        logs = RunDirectory(self._job.run_directory)
+        log = PatientStream(lambda: (logs.logs(self._job.attempt, 0).parent / LOG).open("a", encoding="utf-8"))
+        for line in process.stderr:
+            text = redact(line.decode(errors="replace").strip())
+            if not text or slurm_launch.NOISE in text:
+                continue
+            log.write(text + "\n")
+            self._error = text[:ERROR_CHARACTERS_MAX]
+            if _OOM in text.lower():
+                path = logs.logs(self._job.attempt, self.launch) / SRUN_LOG
+                with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+                    file.write(text + "\n")  # a full disk: the exit by SIGKILL is told all the same

@@ -1,0 +1,382 @@
+"""The bus: one Slurm step of watchers, spoken to through its srun's stdin and stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.core.liveness import SUSPECT_AFTER_S, Life, Peer
+from stepkeeper.redaction import redact
+from stepkeeper.slurm import launch as slurm_launch
+from stepkeeper.supervisor.sources.process import Inbox, Part
+from stepkeeper.watcher import messages as lines
+from stepkeeper_trainer.formats import messages as words
+
+# The watchers' words on what their ranks work for a step, put together: one event for all nodes.
+
+SLOWEST_TOLD = 4  # nodes
+
+
+class Paces:
+    """Collects a round of words; it is over when a node speaks again."""
+
+    def __init__(self) -> None:
+        self._launch = -1
+        self._heard: dict[str, lines.Paced] = {}
+
+    def receive(self, word: lines.Paced, launch: int, at: float) -> on.NodesPaced | None:
+        """Take in a word; return the round that is over with it.
+
+        Args:
+            word: of a watcher.
+            launch: of the attempt, that it tells of.
+            at: Unix seconds.
+        """
+        event = None
+        if launch != self._launch:
+            self._launch, self._heard = launch, {}
+        elif word.node in self._heard:
+            said = self._heard.values()
+            slowest = sorted((each for each in said if each.rank is not None), key=lambda each: -each.own_seconds)
+            event = on.NodesPaced(
+                at=at,
+                launch=launch,
+                step=max(each.step for each in said),
+                step_seconds=statistics.median(each.step_seconds for each in said),
+                own=tuple(sorted((each.node, each.own_seconds) for each in said)),
+                loading=statistics.median_low(each.loading_seconds for each in said),
+                slowest=tuple((each.node, each.rank or 0, each.loading_seconds) for each in slowest[:SLOWEST_TOLD]),
+            )
+            self._heard = {}
+        self._heard[word.node] = word
+        return event
+
+
+ERROR_CHARACTERS_MAX = 300
+ERRORS_WITHIN_S = 1.0
+LEFT_OUT = frozenset({"launch", "rank", "own_seconds", "loading_seconds"})  # of a word in its event; watchers gather
+_EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
+    words.Progress: on.Progressed,
+    words.Replayed: on.Replayed,
+    words.SaveStarted: on.SaveBegan,
+    words.Committed: on.CheckpointCommitted,
+    words.SaveFailed: on.SaveFailed,
+    words.Finished: on.TrainingFinished,
+    words.Stopped: on.TrainingStopped,
+}
+
+
+class Bus:
+    """One generation of watchers.  Emits their words as events."""
+
+    def __init__(
+        self,
+        number: int,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        inbox: Inbox,
+        attempt: int,
+        note: Callable[[str, str], None],
+        on_share: Callable[[lines.ShareRead], None],
+        on_stack: Callable[[lines.OfStacks], None] = lambda _: None,
+        on_told: Callable[[lines.Told], None] = lambda _: None,
+        after_s: float = 0.0,
+        size: int = 0,
+    ) -> None:
+        """Start srun, `after_s` seconds from now; `BusEnded` comes when it could not be started.
+
+        Args:
+            number: of this bus; the higher one takes over.
+            argv: of srun.
+            environment: of srun and the watchers.
+            inbox: where events go.
+            attempt: words of other attempts are not taken for this one's.
+            note: called with a node and what its watcher has for the log, on a thread of the bus.
+            on_share: called with what a watcher says of its share of a step directory, on a thread of the bus.
+            on_stack: called with what a watcher says of its ranks' stacks, on a thread of the bus.
+            on_told: called when ranks of a node got the stop signal, on a thread of the bus.
+            after_s: a bus that failed is not tried again at once.
+            size: nodes of it; 0: not known.
+        """
+        self.number = number
+        self._inbox = inbox
+        self._attempt = attempt
+        self._note = note
+        self._on_share = on_share
+        self._on_stack = on_stack
+        self._on_told = on_told
+        self._expected: tuple[int, int] = (-1, 0)  # launch and how many tasks it has
+        # launch, and what each rank's wrapper said when it was started
+        self._started: tuple[int, dict[int, words.TaskStarted]] = (-1, {})
+        self._cleared: dict[str, lines.Cleared] = {}
+        self._clear_number = 0
+        self._check_number = 0
+        self._to_clear: do.ClearNodes | None = None
+        self._heard: dict[str, Peer] = {}  # by node; its watcher, by the monotonic clock
+        self._size = size
+        self._ready: set[str] = set()  # nodes whose watcher has answered
+        self._reads: set[str] = set()  # nodes whose watcher can read shares of step directories
+        self._paces = Paces()
+        self._output: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._error = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = threading.Event()
+        inbox.run(Part.BUS, lambda: self._run(list(argv), dict(environment), after_s), name=f"bus-{number}")
+
+    def say(self, message: lines.ToWatcher) -> None:
+        """Queue one line for every watcher; never waits."""
+        self._output.put(lines.encode(message))
+
+    def expect(self, launch: int, tasks: int) -> None:
+        """Expect a launch; `LaunchBegan` comes when so many tasks have started."""
+        self._expected = (launch, tasks)
+
+    def clear(self, wanted: do.ClearNodes, *, gpus: int | None, free_bytes: int) -> None:
+        """Have the nodes cleared and looked at; `NodesCleared` comes when all of them confirmed."""
+        self._cleared = {}
+        self._to_clear = wanted
+        self._clear_number += 1
+        number = self._clear_number
+        self.say(lines.Clear(launch=wanted.launch, number=number, at=time.time(), gpus=gpus, free_bytes=free_bytes))
+
+    def check(self, wanted: do.CheckNodes, *, gpus: int | None, free_bytes: int) -> None:
+        """Have nodes looked at that take no part; `NodesChecked` comes from each."""
+        self._check_number += 1
+        for node in wanted.nodes:
+            self.say(
+                lines.Check(node=node, number=self._check_number, at=time.time(), gpus=gpus, free_bytes=free_bytes)
+            )
+
+    def readers(self) -> set[str]:
+        """Return the nodes whose watcher answers and can read shares of step directories."""
+        return self._reads & set(self._heard.copy())
+
+    def report_uncleared(self, launch: int) -> None:
+        """Emit `NodesNotCleared`: who has not confirmed."""
+        wanted = self._to_clear
+        nodes = wanted.nodes if wanted is not None and wanted.launch == launch else ()
+        missing = tuple(node for node in nodes if node not in self._cleared)
+        self._inbox.put(on.NodesNotCleared(at=self._now(), launch=launch, nodes=missing))
+
+    def check_silence(self) -> None:
+        """Emit `WatcherLost` for watchers that are suspect: a new bus costs nothing.  Called by the loop."""
+        now = time.monotonic()
+        for node, watcher in list(self._heard.items()):
+            if watcher.life(now) is not Life.ALIVE:
+                if self._heard.pop(node, None) is None:
+                    continue  # srun has told us meanwhile
+                why = f"silent for {SUSPECT_AFTER_S:g} s"
+                self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
+
+    def forgive(self, seconds: float) -> None:
+        """Take no watcher for silent because of a time in which we could not hear.  Called by the loop."""
+        now = time.monotonic()
+        for node, watcher in list(self._heard.items()):
+            self._heard[node] = watcher.paused(seconds, now)
+
+    def close(self) -> None:
+        """Ask the watchers to leave, and end the input."""
+        self._closed.set()
+        self.say(lines.Quit())
+        self._output.put(None)
+
+    def abandon(self) -> None:
+        """End srun of a bus that another one replaces; its watchers are ended by their successors."""
+        self.close()
+        timer = threading.Timer(1.0, self._kill)
+        timer.daemon = True
+        timer.start()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # ended by itself
+                self._process.kill()
+
+    # --- threads ----------------------------------------------------------------------------------
+
+    def _run(self, argv: list[str], environment: dict[str, str], after_s: float) -> None:
+        """Start srun, read what it says until it ends, and report the end."""
+        code, error = 0, ""
+        if not self._closed.wait(after_s):
+            try:
+                process = self._process = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=environment,
+                    start_new_session=True,  # a signal to our process group is for us alone
+                )
+            except OSError as failure:
+                code, error = 127, f"srun: {failure.strerror}"
+            else:
+                self._inbox.run(
+                    Part.SHEPHERD,
+                    lambda: slurm_launch.dismiss_shepherd(process.pid),
+                    name=f"bus-{self.number}-shepherd",
+                )
+                errors = self._inbox.run(
+                    Part.BUS_ERRORS, lambda: self._read_errors(process), name=f"bus-{self.number}-error"
+                )
+                self._inbox.run(Part.BUS, lambda: self._write(process), name=f"bus-{self.number}-write")
+                self._read(process)
+                code = process.wait()
+                errors.join(ERRORS_WITHIN_S)
+                error = self._error if code else ""
+        self._inbox.put(on.BusEnded(at=self._now(), bus=self.number, code=code, error=error))
+
+    def _write(self, process: subprocess.Popen[bytes]) -> None:
+        stdin = process.stdin
+        assert stdin is not None, "Popen was given a pipe"
+        with contextlib.suppress(BrokenPipeError), stdin:  # srun is gone: the reader says so
+            while (line := self._output.get()) is not None:
+                stdin.write(line)
+                stdin.flush()
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        stdout = process.stdout
+        assert stdout is not None, "Popen was given a pipe"
+        for line in stdout:
+            message = lines.decode_from_watcher(line)
+            if message is not None:
+                self._emit(message)
+
+    def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
+        stderr = process.stderr
+        assert stderr is not None, "Popen was given a pipe"
+        for line in stderr:
+            text = line.decode(errors="replace").strip()
+            if text and slurm_launch.NOISE not in text:
+                self._error = redact(text)[:ERROR_CHARACTERS_MAX]
+                self._notice_death(text)
+
+    def _notice_death(self, text: str) -> None:
+        """Take srun's word for a dead watcher: `srun: error: NODE: task 1: Killed`."""
+        parts = text.split(": ")
+        if len(parts) >= 4 and parts[:2] == ["srun", "error"] and parts[3].startswith("task"):  # noqa: PLR2004
+            node = parts[2]
+            if parts[-1].startswith("Killed") and len(self._ready) < self._size:
+                return  # Slurm ends a step on all nodes that it cannot start on one: this tells nothing of the others
+            if self._heard.pop(node, None) is not None:
+                why = ": ".join(parts[3:])
+                self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
+
+    # --- words become events ----------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return self._inbox.clock.now()
+
+    def _emit(self, message: lines.FromWatcher) -> None:  # noqa: C901, PLR0912 - one case a word
+        if message.node in self._heard or isinstance(message, lines.Ready):
+            self._heard[message.node] = Peer(time.monotonic())
+        at = self._now()
+        match message:
+            case lines.Ready():
+                self._ready.add(message.node)
+                if message.reads:
+                    self._reads.add(message.node)
+                self._inbox.put(on.WatcherReady(at=at, node=message.node, bus=self.number))
+            case lines.Signaled():
+                self._inbox.put(on.NodeSignaled(at=at, node=message.node, signal=message.signal))
+            case lines.Cleared():
+                self._on_cleared(message)
+            case lines.Checked():
+                if message.number == self._check_number:
+                    self._on_checked(message)
+            case lines.Rank():
+                event = self._rank_event(message.node, message.message, at)
+                if event is not None:
+                    self._inbox.put(event)
+            case lines.Paced():
+                launch = self._launch(message.launch)
+                paced = self._paces.receive(message, launch, at) if launch is not None else None
+                if paced is not None:
+                    self._inbox.put(paced)
+            case lines.Lost():
+                launch = self._launch(message.launch)
+                if launch is not None:
+                    self._inbox.put(on.RankExited(at=at, launch=launch, rank=message.rank, node=message.node))
+            case lines.Faulted():
+                fields = {name: getattr(message, name) for name in message.__struct_fields__}
+                self._inbox.put(on.NodeFaulted(at=at, **fields))
+            case lines.ShareRead():
+                self._on_share(message)
+            case lines.Stood() | lines.StoodBelow() | lines.Entered() | lines.StacksTaken():
+                self._on_stack(message)
+            case lines.Told():
+                self._on_told(message)
+            case lines.Note():
+                self._note(message.node, message.text)
+            case lines.Alive():
+                pass  # hearing it is what counts
+
+    def _on_cleared(self, message: lines.Cleared) -> None:
+        wanted, cleared = self._to_clear, self._cleared
+        current = message.number in (0, self._clear_number)  # 0: a watcher of a version that tells none
+        if wanted is None or message.launch != wanted.launch or not current:
+            return
+        cleared[message.node] = message
+        if not all(node in cleared for node in wanted.nodes):
+            return
+        self._to_clear = None
+        first = cleared[wanted.first]
+        said = [cleared[node] for node in wanted.nodes]
+        self._inbox.put(
+            on.NodesCleared(
+                at=self._now(),
+                launch=wanted.launch,
+                address=first.address,
+                port=first.port,
+                unfit=tuple(on.Unfit(node=w.node, why=w.unfit, shared=w.shared) for w in said if w.unfit),
+                nodes=wanted.nodes,
+            )
+        )
+
+    def _on_checked(self, message: lines.Checked) -> None:
+        unfit = (on.Unfit(node=message.node, why=message.unfit),) if message.unfit else ()
+        self._inbox.put(on.NodesChecked(at=self._now(), nodes=(message.node,), unfit=unfit))
+
+    def _on_task_started(self, launch: int, word: words.TaskStarted, at: float) -> on.LaunchBegan | None:
+        if self._started[0] != launch:
+            self._started = (launch, {})
+        started = self._started[1]
+        started[word.rank] = word
+        if (launch, len(started)) != self._expected:
+            return None
+        warm = sum(each.warm for each in started.values())
+        return on.LaunchBegan(
+            at=at, launch=launch, warm=warm, cold=next((each.cold for each in started.values() if each.cold), "")
+        )
+
+    def _launch(self, word: str) -> int | None:
+        """Return the launch of `ATTEMPT.LAUNCH`, if it is of our attempt."""
+        attempt, _, launch = word.partition(".")
+        if not launch.isdigit() or attempt != str(self._attempt):
+            return None
+        return int(launch)
+
+    def _rank_event(self, node: str, word: words.FromRank, at: float) -> on.Event | None:
+        launch = self._launch(word.launch)
+        if launch is None:
+            return None
+        match word:
+            case words.TaskStarted():
+                return self._on_task_started(launch, word, at)
+            case words.TaskExited():
+                return on.RankExited(
+                    at=at, launch=launch, rank=word.rank, node=node, code=word.code, signal=word.signal
+                )
+            case words.Hello():
+                told = {"resumed_step": word.resumed_step, "total_steps": word.total_steps}
+                return on.RankHello(at=at, launch=launch, rank=word.rank, node=node, **told)
+            case _:
+                names = set(word.__struct_fields__) - LEFT_OUT
+                return _EVENTS[type(word)](at=at, launch=launch, **{name: getattr(word, name) for name in names})

@@ -1,0 +1,101 @@
+"""Watching the lease file: a newer attempt of the same run ends this one, and so does a run directory that is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from stepkeeper.core.events import Requested, RunDirectoryGone, Superseded
+from stepkeeper.run_store import lease, requests
+from stepkeeper.supervisor.sources.process import Inbox, Part
+from stepkeeper_trainer.formats.lease import LEASE_NAME, Lease, LeaseError
+
+LOOK_EVERY_S = 5.0
+GONE_AFTER_S = 20.0  # a mount that comes back within it, or a directory that is being replaced, is none that is gone
+_NOT_THERE = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ESTALE))
+
+
+def watch_lease(run_directory: Path, ours: Lease, *, inbox: Inbox, on_error: Callable[[Exception], None]) -> None:
+    """Emit `Superseded` once a newer attempt holds the lease.  On a thread: shared storage may hang."""
+    pause = threading.Event()  # never set: the thread ends with the process
+
+    there = _Directory(run_directory)
+
+    def work() -> None:
+        newer: Lease | None = None
+        while newer is None:
+            missing_s = there.missing_s()
+            if missing_s >= GONE_AFTER_S:
+                inbox.put(RunDirectoryGone(at=inbox.clock.now(), path=str(run_directory)))
+                return
+            try:
+                newer = lease.superseded(run_directory, ours) if not missing_s else None
+            except (OSError, LeaseError) as error:
+                on_error(error)
+            except Exception as error:  # noqa: BLE001 - what somebody wrote there must not end the looking
+                inbox.failed(Part.LEASE, error)
+            if newer is None:
+                pause.wait(LOOK_EVERY_S)
+        at = inbox.clock.now()
+        inbox.put(Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))
+
+    inbox.run(Part.LEASE, work)
+
+
+class _Directory:
+    """The run directory as it was at the start; one that somebody makes anew in its place is not it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._identity: tuple[int, int] | None = None
+        with contextlib.suppress(OSError):  # then its lease is what tells it
+            self._identity = self._look()
+        self._missing_since: float | None = None
+
+    def missing_s(self) -> float:
+        """Return for how long it has not been there, as far as it was looked at; 0.0 where it is."""
+        now = time.monotonic()
+        try:
+            is_ours = self._look() == self._identity or (self._path / LEASE_NAME).exists()
+        except OSError as error:
+            is_ours = error.errno not in _NOT_THERE  # else it cannot be told now
+        if is_ours:
+            self._missing_since = None
+            return 0.0
+        if self._missing_since is None:
+            self._missing_since = now
+        return max(now - self._missing_since, 1e-3)
+
+    def _look(self) -> tuple[int, int]:
+        """Raises OSError."""
+        status = os.stat(self._path)
+        return status.st_dev, status.st_ino
+
+
+# What people ask of the run (`stepkeeper save`, `stepkeeper stop`): files that are looked for now and then.
+
+
+def watch_requests(run_directory: Path, job_id: int, *, inbox: Inbox, on_error: Callable[[OSError], None]) -> None:
+    """Emit `Requested` for each ask, again and again until it is answered.  On a thread: shared storage may hang."""
+    pause = threading.Event()  # never set: the thread ends with the process
+
+    def work() -> None:
+        while True:
+            try:
+                found = requests.waiting(run_directory, job_id)
+            except OSError as error:
+                on_error(error)
+                found = {}
+            except Exception as error:  # noqa: BLE001 - what somebody wrote there must not end the looking
+                inbox.failed(Part.REQUESTS, error)
+                found = {}
+            for name, ask in found.items():
+                inbox.put(Requested(at=inbox.clock.now(), name=name, kind=ask.kind, by=ask.by))
+            pause.wait(LOOK_EVERY_S)
+
+    inbox.run(Part.REQUESTS, work)

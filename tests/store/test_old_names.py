@@ -1,0 +1,77 @@
+"""Journals of earlier releases are read by the names of today."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepkeeper.core.effects import Effect
+from stepkeeper.core.events import Event
+from stepkeeper.core.state import State
+from stepkeeper.run_store import journal, old_names
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FRAME = {"v": 1, "job_id": 7, "restart_count": 0, "attempt": 0, "launch": 0, "phase": "training"}
+EVENTS: dict[str, dict[str, Any]] = {
+    "stood_still": {"seconds": 700.0},
+    "asked": {"name": "ask-1", "kind": "stop", "by": "ada"},
+    "save_gave_up": {"launch": 0, "step": 9, "save_id": "s1", "error": "No space left on device"},
+}
+EFFECTS: dict[str, dict[str, Any]] = {
+    "call_person": {"code": 12, "reason": "failed"},
+    "tell_slow_node": {"node": "a", "factor": 2.0, "since": 1.0},
+    "tell_slow_launch": {"seconds": 1.5, "usual": 1.0},
+    "tell_replay": {"equal": True, "steps": 3},
+    "answer_ask": {"name": "ask-1", "said": "saved"},
+}
+
+
+def record(**fields: Any) -> journal.Record:
+    line = msgspec.json.encode(FRAME | {"event": {"event": "tick", "at": 1.0}} | fields)
+    return msgspec.json.decode(old_names.translate(line), type=journal.Record)
+
+
+@pytest.mark.parametrize("run", ["run-0.1", "run-0.1-failures"])
+def test_every_record_of_an_earlier_release_is_read(run: str) -> None:
+    lines = list(journal.read_lines(FIXTURES / run / "journal.jsonl"))
+
+    assert lines
+    assert [line.data for line in lines if line.record is None] == []
+
+
+def test_every_old_tag_is_read_as_the_one_of_today() -> None:
+    assert EVENTS.keys() == old_names.EVENTS.keys()
+    assert EFFECTS.keys() == old_names.EFFECTS.keys()
+    for old, fields in EVENTS.items():
+        event: Event = record(event={"event": old, "at": 1.0, **fields}).event
+        assert event.__struct_config__.tag == old_names.EVENTS[old]
+    for old, fields in EFFECTS.items():
+        effect: Effect = record(effects=[{"effect": old, **fields}]).effects[0]
+        assert effect.__struct_config__.tag == old_names.EFFECTS[old]
+
+
+def test_old_fields_keep_their_values() -> None:
+    window = [{"step": 850, "steps": 2}]
+    read = record(
+        usual={"start_s": 12.5}, left_out=window, effects=[{"effect": "tell_slow_launch", "seconds": 2.0, "usual": 1.5}]
+    )
+
+    assert read.baseline.start_s == 12.5
+    assert [msgspec.to_builtins(each) for each in read.skipped_data] == window
+    assert read.effects[0].baseline == 1.5
+
+
+def test_old_fields_of_the_state_are_fields_of_today() -> None:
+    missed = record(missed=dict.fromkeys(old_names.STATE, "x") | {"step": 3}).missed
+
+    assert set(missed) == {*old_names.STATE.values(), "step"}
+    assert set(missed) <= set(State.__struct_fields__)
+
+
+def test_a_record_of_today_is_not_touched() -> None:
+    line = msgspec.json.encode(FRAME | {"event": {"event": "suspended", "at": 1.0, "seconds": 9.0}, "baseline": {}})
+
+    assert old_names.translate(line) is line

@@ -55,7 +55,7 @@ MUTATIONS = (
     Mutation(
         "phases.can_save",
         always,
-        "heard",
+        "library_seen",
         "a script without the trainer library has the time that is left to save",
         "no_trainer_library_preempted",
         "told",
@@ -116,9 +116,9 @@ MUTATIONS = (
         "promises",
         nth=1,
     ),
-    Mutation("judge.judge", never, "restarts", "a restart that we did not order is seen", "admin_requeue"),
+    Mutation("eviction.judge_eviction", never, "restarts", "a restart that we did not order is seen", "admin_requeue"),
     Mutation(
-        "judge.judge",
+        "eviction.judge_eviction",
         member("PREEMPTED"),
         "CANCELLED",
         "COMPLETING for no reason is a cancellation",
@@ -209,18 +209,20 @@ MUTATIONS = (
         "training._leave_soon", always, "known", "ranks that leave put off no deadline", "end_of_grace_while_saving"
     ),
     Mutation(
-        "suspension.on_stood_still",
+        "silence.on_stood_still",
         first,
         "min",
         "a suspension does not put off Slurm's limit",
         "suspended_while_leaving",
     ),
-    Mutation("judge._with_margin", opposite, "save_margin_s", "a save ends before Slurm does", "preempted_with_grace"),
+    Mutation(
+        "eviction._with_margin", opposite, "save_margin_s", "a save ends before Slurm does", "preempted_with_grace"
+    ),
     Mutation(
         "notices._save_until", never, "shorter", "ranks hear of a shorter notice", "second_shorter_notice", "told"
     ),
     Mutation(
-        "pace.least_save_s",
+        "baseline.least_save_s",
         always,
         "saves",
         "no save is given up for lack of knowledge",
@@ -283,7 +285,7 @@ MUTATIONS = (
         "nodes_that_fail",
     ),
     Mutation(
-        "settling._roll_back",
+        "recovery._roll_back",
         one_more,
         "resume_step",
         "a rollback goes back",
@@ -292,9 +294,9 @@ MUTATIONS = (
         nth=2,
     ),
     Mutation(
-        "settling._roll_back",
+        "recovery._roll_back",
         becomes("()"),
-        "left_out",
+        "skipped_data",
         "a rollback says to the lineage which data is left out",
         "left_out_data_stays_so_in_the_next_attempt",
         "again",
@@ -302,13 +304,13 @@ MUTATIONS = (
     Mutation(
         "starting.on_attempt_started",
         becomes("()"),
-        "left_out",
+        "skipped_data",
         "the next attempt leaves out the same data",
         "left_out_data_stays_so_in_the_next_attempt",
         "again",
     ),
     Mutation(
-        "settling._roll_back",
+        "recovery._roll_back",
         never,
         "wrong_at",
         "what a tier has of a loss gone wrong does not return",
@@ -318,7 +320,7 @@ MUTATIONS = (
     ),
     # --- budgets ------------------------------------------------------------------------------------
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         bound,
         "failures_max",
         "three launches without a new step end the run",
@@ -344,7 +346,7 @@ MUTATIONS = (
         nth=2,
     ),
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         drop,
         "row",
         "a full file system is waited for only so often",
@@ -352,7 +354,7 @@ MUTATIONS = (
         "again",
     ),
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         becomes("1"),
         "count",
         "a failure in the same way goes on along its row",
@@ -361,7 +363,7 @@ MUTATIONS = (
         nth=2,
     ),
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         never,
         "back",
         "the same step is stepped back from once",
@@ -369,7 +371,7 @@ MUTATIONS = (
         "again",
     ),
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         becomes("False"),
         "again",
         "the same step twice steps back",
@@ -377,7 +379,7 @@ MUTATIONS = (
         "again",
     ),
     Mutation(
-        "settling.past",
+        "recovery.past",
         becomes("()"),
         "return",
         "a failure is remembered until it is passed",
@@ -385,7 +387,7 @@ MUTATIONS = (
         "failure",
     ),
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         never,
         "unseen",
         "the same failure is bounded where launches may have progressed unseen",
@@ -439,7 +441,7 @@ MUTATIONS = (
         "faults.on_unfit", last, "found", "what most nodes share is not theirs", "most_nodes_are_not_fit", "failure"
     ),
     Mutation(
-        "places._fewer",
+        "phases._fewer",
         never,
         "nodes_min",
         "a launch shrinks only as far as it may",
@@ -455,7 +457,7 @@ MUTATIONS = (
         "nodes_that_fail",
     ),
     Mutation(
-        "growing.take_back",
+        "scale_up.take_back",
         drop,
         "back",
         "only a node that rested comes back",
@@ -472,7 +474,7 @@ MUTATIONS = (
         "nodes_that_fail",
     ),
     Mutation(
-        "places._fewer",
+        "phases._fewer",
         last,
         "largest",
         "a smaller launch has a number of nodes that divides its batch",

@@ -258,7 +258,7 @@ def test_a_requeued_job_does_not_wait_for_slurms_delay(lab_factory: Callable[...
     lab = lab_factory(nodes=2, grace_time_s=20, kill_wait_s=10, cred_expire_s=None)
     with Agents(lab) as own:
         own.start()
-        training = start(lab, own, "hastened", nodes=2)
+        training = start(lab, own, "expedited", nodes=2)
         lab.preempt(training.job_id)
         assert "cred_expire" not in lab.run("scontrol", "show", "config").stdout, "Slurm waits for its default, 120 s"
         training.wait_event(on.RequeueAnswered)

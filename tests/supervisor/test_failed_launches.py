@@ -59,9 +59,9 @@ def judged(
 def evidence_buffer(*events: on.Event) -> diagnosis.EvidenceBuffer:
     """Return one that heard a launch in which rank 1 failed and we killed the other."""
     heard = diagnosis.EvidenceBuffer(1, 1)
-    heard.hear(on.Tick(at=0), [do.StartLaunch(launch=0, resume_from=None, address="a", port=1)])
+    heard.add(on.Tick(at=0), [do.StartLaunch(launch=0, resume_from=None, address="a", port=1)])
     for event in events:
-        heard.hear(event, [])
+        heard.add(event, [])
     return heard
 
 
@@ -90,8 +90,8 @@ def test_a_rank_that_we_killed_ourselves_is_no_evidence(run: RunDirectory, inbox
     """Else every end of ours would look like a lack of memory."""
     ours, others = diagnosis.EvidenceBuffer(1, 1), diagnosis.EvidenceBuffer(1, 1)
     for heard, kill in ((ours, [do.KillRanks(launch=0, reasons=in_words("late"))]), (others, [])):
-        heard.hear(on.Tick(at=4.0), kill)
-        heard.hear(exited(1, 5.0, signal=9), [])
+        heard.add(on.Tick(at=4.0), kill)
+        heard.add(exited(1, 5.0, signal=9), [])
 
     assert judged(run, inbox, ours).rule == "no-evidence"
     assert judged(run, inbox, others).rule == "exit-killed"
@@ -164,9 +164,9 @@ def test_a_fault_just_before_the_launch_belongs_to_it_and_old_events_do_not() ->
     heard = diagnosis.EvidenceBuffer(1, 1)
     for at in (10.0, 1000.0):
         fault = on.NodeFaulted(at=at, node="n1", incident="i", name="XID 79", action="a", leave=True, why="lost")
-        heard.hear(fault, [])
-    heard.hear(exited(1, 1001.0, code=1), [])
-    heard.hear(on.Tick(at=1050.0), [do.StartLaunch(launch=0, resume_from=None, address="a", port=1)])
+        heard.add(fault, [])
+    heard.add(exited(1, 1001.0, code=1), [])
+    heard.add(on.Tick(at=1050.0), [do.StartLaunch(launch=0, resume_from=None, address="a", port=1)])
 
     assert [event.at for event in heard.launch(do.JudgeLaunch(launch=0)).events] == [1000.0]
 

@@ -181,7 +181,7 @@ class AgentClient:
         """Have the agent look, and wait for what it finds.  Raises AgentError."""
         return self._ask(Look(job_id=job_id, pci=pci, ordinal=ordinal, why=why[:200]), Looked, within_s)
 
-    def hasten(
+    def expedite(
         self,
         job_id: int,
         restart_count: int,
@@ -248,7 +248,7 @@ class AgentClient:
 
 
 def _what(message: ToAgent) -> str:
-    return type(message).__name__.lower()
+    return str(type(message).__struct_config__.tag)
 
 
 def connect(environment: Mapping[str, str], node: str) -> AgentClient | None:

@@ -4,7 +4,7 @@ Slurm keeps a requeued job back until its old credential has run out.  Once the 
 StartTime and ExcNodeList ends that wait.  Earlier it would be overwritten; with a start in the very same second as the
 credential's revocation the job would fail, so the start is set two seconds ahead, and watched.
 
-`judge` decides, and is pure; `Hastener` asks, acts and waits.
+`judge` decides, and is pure; `RequeueExpediter` asks, acts and waits.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class RequeueExpediter:
     def _send(self, entry: _Entry, job: OwnedJob) -> None:
         try:
             exclude = None if entry.job_request.exclude is None else ",".join(entry.job_request.exclude)
-            self._client.hasten(job, exclude, AFTER_S)
+            self._client.expedite(job, exclude, AFTER_S)
         except SlurmError as error:
             self._refused(entry, error)
             return
@@ -354,4 +354,6 @@ class RequeueExpediter:
 
     def _tell_over(self, entry: _Entry, why: str) -> None:
         done = entry.progress.sent_at is not None
-        self._log.info("expedite_over", job=entry.job_request.job_id, uid=entry.job_request.uid, hastened=done, why=why)
+        self._log.info(
+            "expedite_over", job=entry.job_request.job_id, uid=entry.job_request.uid, expedited=done, why=why
+        )

@@ -14,7 +14,7 @@ import msgspec
 from stepkeeper.node_agent.xid.catalogue import Action, Domain
 
 MESSAGE_BYTES_MAX = 4096
-EXCLUDE_MAX = 64  # nodes in one `Hasten`
+EXCLUDE_MAX = 64  # nodes in one `ExpediteRequeue`
 DEFAULT_SOCKET = "/run/stepkeeper/agent.sock"  # %N stands for the node's name
 SOCKET_VARIABLE = "STEPKEEPER_AGENT_SOCKET"
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -30,7 +30,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 class Join(_Message, frozen=True, kw_only=True, tag="join"):
     """A watcher or supervisor of a job on this node: from now on `Seen` comes for the node's incidents.
 
-    The agent answers with `Joined` or `Refused`.  It remembers that the job ran here, for `Hasten`.
+    The agent answers with `Joined` or `Refused`.  It remembers that the job ran here, for `ExpediteRequeue`.
     """
 
     job_id: int
@@ -91,7 +91,7 @@ class Looked(_Message, frozen=True, kw_only=True, tag="looked"):
 
 
 class Accepted(_Message, frozen=True, kw_only=True, tag="accepted"):
-    """The answer to `Hasten`: it will be done."""
+    """The answer to `ExpediteRequeue`: it will be done."""
 
 
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):

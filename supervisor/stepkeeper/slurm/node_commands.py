@@ -85,7 +85,7 @@ class NodeCommands:
         """See `NodeClient`."""
         return parse_owned_job(self._call("-o", "show", "job", str(job_id)), job_id)
 
-    def hasten(self, job: OwnedJob, exclude: str | None, after_s: int) -> None:
+    def expedite(self, job: OwnedJob, exclude: str | None, after_s: int) -> None:
         """See `NodeClient`."""
         listed = [] if exclude is None else [f"ExcNodeList={exclude}"]
         self._call("update", f"JobId={job.address}", *listed, f"StartTime=now+{after_s}")

@@ -53,7 +53,7 @@ class JobsHere(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides whether a caller may have a job hastened."""
+    """What decides whether a caller may have a job expedited."""
 
     job_id: int
     uid: int
@@ -108,10 +108,10 @@ class NodeClient(Protocol):
         """Return whose job it is and where it runs."""
         ...
 
-    def hasten(self, job: OwnedJob, exclude: str | None, after_s: int) -> None:
+    def expedite(self, job: OwnedJob, exclude: str | None, after_s: int) -> None:
         """Set StartTime of a pending job and, unless it is None, ExcNodeList, in one call."""
         ...
 
     def requeue(self, job: OwnedJob) -> None:
-        """Requeue a job whose hastened attempt Slurm failed before it began."""
+        """Requeue a job whose expedited attempt Slurm failed before it began."""
         ...

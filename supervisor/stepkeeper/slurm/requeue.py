@@ -43,7 +43,7 @@ def requeue(
         except SlurmError as error:
             trouble.append(f"the job's excluded nodes are not changed: {error}")
     try:
-        _hasten(assignment, listed)
+        _expedite(assignment, listed)
     except AgentError as error:
         trouble.append(f"the node agent does not make the job eligible at once: {error}")
     client.requeue(job)
@@ -102,14 +102,14 @@ def resubmit(
     return RequeuePlan(job_id=new.job_id, besides="; ".join(trouble))
 
 
-def _hasten(assignment: Assignment, excluded: tuple[str, ...] | None) -> None:
+def _expedite(assignment: Assignment, excluded: tuple[str, ...] | None) -> None:
     """Have this node's agent, if there is one, end Slurm's delay after the requeue.  Raises AgentError."""
     agent = connect(os.environ, node_name())
     if agent is None:
         return
     with agent:
         agent.join(assignment.job_id, assignment.restart_count, version=__version__, within_s=AGENT_WITHIN_S)
-        agent.hasten(assignment.job_id, assignment.restart_count, excluded, within_s=AGENT_WITHIN_S)
+        agent.expedite(assignment.job_id, assignment.restart_count, excluded, within_s=AGENT_WITHIN_S)
 
 
 def affordable(exclude: Sequence[str], fit: Collection[str], wanted: int) -> tuple[str, ...]:

@@ -225,7 +225,7 @@ def test_an_arrays_last_task_is_addressed_and_not_the_array(lab: Lab, client: No
         lab.run("scontrol", "update", f"JobId={array}_{task}", "Nice=1")
     last = client.owned_job(array)
 
-    client.hasten(last, None, 1800)
+    client.expedite(last, None, 1800)
 
     begins = [client.owned_job(number).eligible_at for number in (array, array + 1, array + 2)]
     lab.run("scancel", str(array))

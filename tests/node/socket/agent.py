@@ -40,7 +40,7 @@ class SmallSlurm:
             raise SlurmError(f"slurm_load_jobs error: Invalid job id specified: {job_id}")
         return self.jobs[job_id]
 
-    def hasten(self, job: OwnedJob, exclude: str, after_s: int) -> None:
+    def expedite(self, job: OwnedJob, exclude: str, after_s: int) -> None:
         say(call="hasten", job=job.job_id, exclude=exclude, after_s=after_s)
 
     def requeue(self, job: OwnedJob) -> None:

@@ -226,7 +226,7 @@ def test_one_user_fills_no_log(agent: AgentProcess) -> None:
             number += 1
             with contextlib.suppress(AgentError), AgentClient(path) as client:
                 client.join(JOB, 0)
-                client.hasten(JOB, 0, (f"n{number}",))
+                client.expedite(JOB, 0, (f"n{number}",))
             time.sleep(0.05)
         return time.monotonic() - began
 

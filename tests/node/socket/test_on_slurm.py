@@ -57,9 +57,9 @@ class Recorded(NodeCommands):
         self.seen.append(found)
         return found
 
-    def hasten(self, job: OwnedJob, exclude: str, after_s: int) -> None:
+    def expedite(self, job: OwnedJob, exclude: str, after_s: int) -> None:
         self.changes.append(("hasten", str(job.job_id), exclude))
-        super(Recorded, self).hasten(job, exclude, after_s)
+        super(Recorded, self).expedite(job, exclude, after_s)
 
     def requeue(self, job: OwnedJob) -> None:
         self.changes.append(("requeue", str(job.job_id)))
@@ -143,7 +143,7 @@ def test_a_process_of_the_job_joins_by_its_control_group_and_slurm_is_not_asked(
 def test_false_job_ids_and_other_users_jobs_are_refused_inside_a_job_too(node: Node) -> None:
     other = node.asks(["join", "JOB", 0], user="news")
     assert node.answers(other, user="news") == ["granted"]
-    job = node.asks(["join", other, 0], ["join", 999_999, 0], ["hasten", other, 0], ["look", other], ["join", "JOB", 0])
+    job = node.asks(["join", other, 0], ["join", 999_999, 0], ["expedite", other, 0], ["look", other], ["join", "JOB", 0])
 
     no = f"not a job of yours on {node.lab.node_names[0]}"
     assert node.answers(job) == [no, no, "join with this job first", "join with this job first", "granted"]
@@ -167,7 +167,7 @@ def test_outside_of_every_job_slurms_word_counts(node: Node) -> None:
 
 def test_a_requeued_job_runs_again_long_before_slurm_would_let_it(node: Node) -> None:
     last = node.lab.node_names[-1]
-    job = node.asks(["join", "JOB", 0], ["hasten", "JOB", 0, [last]])
+    job = node.asks(["join", "JOB", 0], ["expedite", "JOB", 0, [last]])
     assert node.answers(job)[1] == "granted"
 
     node.lab.requeue(job, user="games")
@@ -215,7 +215,7 @@ def test_a_launch_that_slurm_fails_looks_as_it_is_expected_to(node: Node) -> Non
 
 
 def test_a_cancelled_job_is_left_alone(node: Node) -> None:
-    job = node.asks(["join", "JOB", 0], ["hasten", "JOB", 0])
+    job = node.asks(["join", "JOB", 0], ["expedite", "JOB", 0])
     assert node.answers(job)[1] == "granted"
 
     node.lab.cancel(job)
@@ -226,7 +226,7 @@ def test_a_cancelled_job_is_left_alone(node: Node) -> None:
 
 
 def test_a_job_cancelled_after_its_requeue_is_left_alone(node: Node) -> None:
-    job = node.asks(["join", "JOB", 0], ["hasten", "JOB", 0])
+    job = node.asks(["join", "JOB", 0], ["expedite", "JOB", 0])
     assert node.answers(job)[1] == "granted"
 
     name = node.lab.node_names[0]
@@ -242,7 +242,7 @@ def test_a_job_cancelled_after_its_requeue_is_left_alone(node: Node) -> None:
 
 
 def test_a_held_job_is_left_alone(node: Node) -> None:
-    job = node.asks(["join", "JOB", 0], ["hasten", "JOB", 0])
+    job = node.asks(["join", "JOB", 0], ["expedite", "JOB", 0])
     assert node.answers(job)[1] == "granted"
 
     node.lab.run("scontrol", "requeuehold", str(job))
@@ -253,7 +253,7 @@ def test_a_held_job_is_left_alone(node: Node) -> None:
 
 
 def test_a_job_that_is_not_requeued_after_all_goes_on(node: Node) -> None:
-    job = node.asks(["join", "JOB", 0], ["hasten", "JOB", 0])
+    job = node.asks(["join", "JOB", 0], ["expedite", "JOB", 0])
     assert node.answers(job)[1] == "granted"
     asked = len(node.client.seen)
 

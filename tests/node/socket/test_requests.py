@@ -23,11 +23,11 @@ def joins(path: str, job_id: int, restart_count: int = 0) -> str:
         return f"{error.what}: {error.why}"
 
 
-def hastens(path: str, joined: int, job_id: int, exclude: list[str], restart_count: int = 0) -> str:
+def expedites(path: str, joined: int, job_id: int, exclude: list[str], restart_count: int = 0) -> str:
     try:
         with AgentClient(path) as client:
             client.join(joined, 0, within_s=WAIT_S)
-            client.hasten(job_id, restart_count, tuple(exclude), within_s=WAIT_S)
+            client.expedite(job_id, restart_count, tuple(exclude), within_s=WAIT_S)
     except AgentRefusedError as error:
         return f"{error.what}: {error.why}"
     return "accepted"
@@ -37,7 +37,7 @@ def floods_names(path: str) -> str:
     with AgentClient(path) as client:
         client.join(7, 0)
         with pytest.raises(AgentError, match="65 nodes to exclude are too many"):
-            client.hasten(7, 0, tuple(f"n{index}" for index in range(65)))
+            client.expedite(7, 0, tuple(f"n{index}" for index in range(65)))
         client.send(ExpediteRequeue(job_id=7, restart_count=0, exclude=tuple(f"n{index}" for index in range(65))))
         until(lambda: select.select([client], [], [], 1.0)[0], "the refusal")
         (refused,) = client.receive()
@@ -162,37 +162,37 @@ def _look(client: AgentClient, job_id: int, **more: Any) -> str:
         return error.why
 
 
-def test_only_who_joined_a_job_here_may_hasten_it(agent: AgentProcess) -> None:
+def test_only_who_joined_a_job_here_may_expedite_it(agent: AgentProcess) -> None:
     agent.job(7, GAMES)
     agent.job(8, NEWS)
     assert by(GAMES, joins, agent.path, 7) == "n1"
 
-    assert by(NEWS, hastens, agent.path, 8, 7, []) == "hasten: join with this job first"
-    assert by(GAMES, hastens, agent.path, 7, 8, []) == "hasten: join with this job first"
-    assert by(GAMES, hastens, agent.path, 7, 7, ["n1", "n2"]) == "accepted"
+    assert by(NEWS, expedites, agent.path, 8, 7, []) == "hasten: join with this job first"
+    assert by(GAMES, expedites, agent.path, 7, 8, []) == "hasten: join with this job first"
+    assert by(GAMES, expedites, agent.path, 7, 7, ["n1", "n2"]) == "accepted"
 
 
 def test_false_node_names_and_too_many_are_refused(agent: AgentProcess) -> None:
     agent.job(7, GAMES)
     false = ("n1,n2", "n[1-9]", "n1 StartTime=now", "", "-n1", "n1\n", "../n1", "n" * 64, "né")
 
-    answers = {by(GAMES, hastens, agent.path, 7, 7, [name]) for name in false}
+    answers = {by(GAMES, expedites, agent.path, 7, 7, [name]) for name in false}
 
     assert answers == {"hasten: a name in `exclude` that no node can have"}
     assert by(GAMES, floods_names, agent.path) == "hasten: more than 64 nodes to exclude"
     assert not agent.said("call", "hasten")
 
 
-def test_an_attempt_that_was_superseded_hastens_nothing(agent: AgentProcess) -> None:
+def test_an_attempt_that_was_superseded_expedites_nothing(agent: AgentProcess) -> None:
     agent.job(7, GAMES)
     assert by(GAMES, joins, agent.path, 7, 2) == "n1"
 
-    assert by(GAMES, hastens, agent.path, 7, 7, [], 1) == "hasten: a later attempt of the job has joined"
+    assert by(GAMES, expedites, agent.path, 7, 7, [], 1) == "hasten: a later attempt of the job has joined"
 
 
-def test_a_requeued_job_is_hastened_with_its_whole_list_in_one_call(agent: AgentProcess) -> None:
+def test_a_requeued_job_is_expedited_with_its_whole_list_in_one_call(agent: AgentProcess) -> None:
     agent.job(7, GAMES)
-    assert by(GAMES, hastens, agent.path, 7, 7, ["n3", "n1", "n3"]) == "accepted"
+    assert by(GAMES, expedites, agent.path, 7, 7, ["n3", "n1", "n3"]) == "accepted"
     agent.job(7, GAMES, state="COMPLETING", restarts=1)
     until(lambda: len(agent.said("call", "owned_job")) > 3, "some questions", agent.words)
     assert not agent.said("call", "hasten")

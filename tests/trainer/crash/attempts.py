@@ -34,7 +34,7 @@ MORE = 2  # of the newer one, beyond what it resumes from
 
 def attempt(root: Path, number: int, upto: int, _rank: int, tell: Tell) -> None:
     """Train as the attempt of this number, once its supervisor holds the lease."""
-    steady_names()
+    steady_names(number)
     os.environ |= {"SLURM_JOB_ID": "1", "SLURM_RESTART_COUNT": str(number), "STEPKEEPER_ATTEMPT": str(number)}
     run = root / "run"
     run.mkdir(exist_ok=True)

@@ -71,9 +71,9 @@ class Gate:
         os.write(self._said, json.dumps(words).encode() + b"\n")
 
 
-def steady_names() -> None:
-    """Have this process choose the same names each time for what gets a random one."""
-    numbers = itertools.count(1)
+def steady_names(series: int = 0) -> None:
+    """Have this process choose the same names each time for what gets a random one; another series has others."""
+    numbers = itertools.count(series * 1_000_000 + 1)
 
     class Names:
         def __iter__(self) -> Self:

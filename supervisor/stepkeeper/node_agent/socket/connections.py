@@ -48,8 +48,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     questions_burst: float = 20.0
     answers_kept: int = 256
     answers_kept_s: float = 5.0
-    hastens_per_uid_per_s: float = 0.1  # wishes that are new or changed: each costs Slurm calls
-    hastens_per_uid_burst: float = 10.0
+    expedites_per_uid_per_s: float = 0.1  # wishes that are new or changed: each costs Slurm calls
+    expedites_per_uid_burst: float = 10.0
     jobs_max: int = 1024
     jobs_per_uid_max: int = 128
     log_lines_per_s: float = 1.0
@@ -214,7 +214,7 @@ class Connection:
         return self.job_id is None or bool(self._outgoing) or bool(self.looks)
 
 
-# The jobs whose processes joined here: what `Hasten` is checked against.  Pure, and bounded.
+# The jobs whose processes joined here: what `ExpediteRequeue` is checked against.  Pure, and bounded.
 
 ROOT = 0
 

@@ -152,7 +152,7 @@ class Server(Protocol):
 
 
 class Requests:
-    """Decides on `Join`, `Look` and `Hasten`.  Every method runs on the serving thread."""
+    """Decides on `Join`, `Look` and `ExpediteRequeue`.  Every method runs on the serving thread."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Requests:
         acts: bool,
         version: str,
         client: NodeClient,
-        hastener: RequeueExpediter,
+        expediter: RequeueExpediter,
         on_look: Callable[[LookRequest], None],
         open_incidents: Callable[[], list[Seen]],
         log: structlog.typing.FilteringBoundLogger,
@@ -174,7 +174,7 @@ class Requests:
         self._server = server
         self._joined = Joined(node=node, acts=acts, version=version)
         self._not_yours = f"not a job of yours on {node}"  # whether another user's job exists is not said
-        self._hastener = hastener
+        self._expediter = expediter
         self._on_look = on_look
         self._open_incidents = open_incidents
         self._log = log
@@ -184,7 +184,7 @@ class Requests:
         self.jobs = JoinedJobs(jobs_max=limits.jobs_max, per_uid_max=limits.jobs_per_uid_max)
         self._looks = Bucket(limits.looks_per_s, limits.looks_burst, now)
         self._looks_of = Buckets(limits.looks_per_uid_per_s, limits.looks_per_uid_burst, limits.uids_max)
-        self._hastens_of = Buckets(limits.hastens_per_uid_per_s, limits.hastens_per_uid_burst, limits.uids_max)
+        self._expedites_of = Buckets(limits.expedites_per_uid_per_s, limits.expedites_per_uid_burst, limits.uids_max)
         self._granted = BoundedLog(log, limits, now)
         self._look_number = 0
 
@@ -196,7 +196,7 @@ class Requests:
             case Look():
                 self._look(connection, message, now)
             case ExpediteRequeue():
-                self._hasten(connection, message, now)
+                self._expedite(connection, message, now)
             case _:
                 assert_never(message)
 
@@ -253,7 +253,7 @@ class Requests:
                 restart=join.restart_count,
                 left_out=left_out,
             )
-        self._hastener.joined(join.job_id, join.restart_count)
+        self._expediter.joined(join.job_id, join.restart_count)
         self._server.send(connection.number, self._joined)
         for seen in self._open_incidents():
             self._server.send(connection.number, seen)
@@ -302,37 +302,37 @@ class Requests:
                 del connection.looks[number]
                 self._refuse(connection, "look", "the agent did not get to it in time", now)
 
-    # -- hasten -------------------------------------------------------------------------------------------------
+    # -- expedite -------------------------------------------------------------------------------------------------
 
-    def _hasten(self, connection: Connection, hasten: ExpediteRequeue, now: float) -> None:
+    def _expedite(self, connection: Connection, expedite: ExpediteRequeue, now: float) -> None:
         uid = connection.peer.uid
-        job = self.jobs.joined_by(hasten.job_id, uid)
+        job = self.jobs.joined_by(expedite.job_id, uid)
         if job is None:
             self._refuse(connection, "hasten", "join with this job first", now)
-        elif not job.restart_count <= hasten.restart_count < NUMBER_MAX:
+        elif not job.restart_count <= expedite.restart_count < NUMBER_MAX:
             self._refuse(connection, "hasten", "a later attempt of the job has joined", now)
-        elif len(hasten.exclude or ()) > protocol.EXCLUDE_MAX:
+        elif len(expedite.exclude or ()) > protocol.EXCLUDE_MAX:
             self._refuse(connection, "hasten", f"more than {protocol.EXCLUDE_MAX} nodes to exclude", now)
-        elif not all(_NODE_NAME.fullmatch(name) for name in hasten.exclude or ()):
+        elif not all(_NODE_NAME.fullmatch(name) for name in expedite.exclude or ()):
             self._refuse(connection, "hasten", "a name in `exclude` that no node can have", now)
         elif not self._joined.acts:
             self._refuse(connection, "hasten", "the agent only observes", now)
         else:
             job_request = RequeueRequest(
-                job_id=hasten.job_id,
+                job_id=expedite.job_id,
                 uid=None if uid == ROOT else uid,
-                restart_count=hasten.restart_count,
-                exclude=None if hasten.exclude is None else tuple(dict.fromkeys(hasten.exclude)),
+                restart_count=expedite.restart_count,
+                exclude=None if expedite.exclude is None else tuple(dict.fromkeys(expedite.exclude)),
             )
-            if uid != ROOT and not self._hastener.knows(job_request) and not self._hastens_of.take(uid, now):
+            if uid != ROOT and not self._expediter.knows(job_request) and not self._expedites_of.take(uid, now):
                 self._refuse(connection, "hasten", "too often: ask again in a minute", now)
                 return
-            if not self._hastener.add(job_request):
+            if not self._expediter.add(job_request):
                 self._refuse(connection, "hasten", "busy with other jobs", now)
                 return
             if (left_out := self._granted.room(now, uid)) is not None:
                 self._log.info(
-                    "expedite_accepted", job=hasten.job_id, uid=uid, exclude=job_request.exclude, left_out=left_out
+                    "expedite_accepted", job=expedite.job_id, uid=uid, exclude=job_request.exclude, left_out=left_out
                 )
             self._server.send(connection.number, Accepted())
 

@@ -57,14 +57,14 @@ class AgentSocket:
         self._limits = limits = limits or Limits()
         self._on_failure = on_failure
         self._refusals = BoundedLog(log, limits, now)
-        self._hastener = expedite_requeue.RequeueExpediter(client, log, on_failure=self._failed)
+        self._expediter = expedite_requeue.RequeueExpediter(client, log, on_failure=self._failed)
         self._requests = Requests(
             self,
             node=node,
             acts=acts,
             version=version,
             client=client,
-            hastener=self._hastener,
+            expediter=self._expediter,
             on_look=on_look,
             open_incidents=open_incidents,
             log=log,
@@ -98,7 +98,7 @@ class AgentSocket:
         self._selector.register(self._place.socket, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._requests.questions.start()
-        self._hastener.start()
+        self._expediter.start()
         self._thread.start()
         self._log.info("socket_listening", path=self._place.path)
 
@@ -120,10 +120,10 @@ class AgentSocket:
     @property
     def alive(self) -> bool:
         """Whether every thread of it works: the watchdog asks."""
-        return self._thread.is_alive() and self._hastener.alive
+        return self._thread.is_alive() and self._expediter.alive
 
     def close(self) -> None:
-        """Close every connection and remove the socket; jobs that wait to be hastened are given up."""
+        """Close every connection and remove the socket; jobs that wait to be expedited are given up."""
         with self._closing_lock:
             if self._closing and self._wake < 0:
                 return
@@ -134,7 +134,7 @@ class AgentSocket:
             self._requests.questions.close(CLOSE_WITHIN_S)
         else:
             self._selector.close()
-        self._hastener.close(CLOSE_WITHIN_S)
+        self._expediter.close(CLOSE_WITHIN_S)
         if self._place is not None:
             self._place.close()
             self._place = None

@@ -1,4 +1,4 @@
-"""The rules of hastening a requeued job, and the thread that follows them; Slurm is a small one of our own."""
+"""The rules of expediting a requeued job, and the thread that follows them; Slurm is a small one of our own."""
 
 import threading
 import time
@@ -148,7 +148,7 @@ class SmallSlurm:
         self.refuses = list(refuses)
         self.told: list[tuple[Any, ...]] = []
         self.asked = 0
-        self.after_hasten: list[OwnedJob | SlurmError] = []
+        self.after_expedite: list[OwnedJob | SlurmError] = []
 
     def owned_job(self, job_id: int) -> OwnedJob:
         self.asked += 1
@@ -157,17 +157,17 @@ class SmallSlurm:
             raise answer
         return msgspec.structs.replace(answer, job_id=job_id)
 
-    def hasten(self, job: OwnedJob, exclude: str, after_s: int) -> None:
+    def expedite(self, job: OwnedJob, exclude: str, after_s: int) -> None:
         self.told.append(("hasten", job.job_id, exclude, after_s))
         if self.refuses:
             raise self.refuses.pop(0)
-        if self.after_hasten:
-            self.answers = list(self.after_hasten)
+        if self.after_expedite:
+            self.answers = list(self.after_expedite)
 
     def requeue(self, of: OwnedJob) -> None:
         self.told.append(("requeue", of.job_id))
         self.answers = [job(restarts=3, eligible_at=time.time() + 120)]
-        self.after_hasten = [job(state="RUNNING", restarts=3)]
+        self.after_expedite = [job(state="RUNNING", restarts=3)]
 
     def node(self, name: str) -> NodeFacts:
         raise AssertionError(name)
@@ -191,14 +191,14 @@ class SmallSlurm:
 def over(slurm: SmallSlurm, job_request: RequeueRequest = WISH, **options: Any) -> str:
     """Follow a wish to its end, and return why it ended."""
     ends: list[str] = []
-    hastener = RequeueExpediter(slurm, _log(ends.append), poll_s=0.01, **options)
-    hastener.start()
-    assert hastener.add(job_request)
+    expediter = RequeueExpediter(slurm, _log(ends.append), poll_s=0.01, **options)
+    expediter.start()
+    assert expediter.add(job_request)
     until(lambda: ends, "the end of a wish", lambda: slurm.told)
-    assert hastener.waiting == 0
-    assert hastener.alive
-    hastener.close(60.0)
-    assert not hastener.alive
+    assert expediter.waiting == 0
+    assert expediter.alive
+    expediter.close(60.0)
+    assert not expediter.alive
     return ends[0]
 
 
@@ -214,15 +214,15 @@ def _log(over: Callable[[str], object]) -> structlog.typing.FilteringBoundLogger
 
 def test_one_call_after_completing_and_the_next_attempt_is_seen() -> None:
     slurm = SmallSlurm(job(state="RUNNING", restarts=1), job(state="COMPLETING"), job(eligible_at=time.time() + 120))
-    slurm.after_hasten = [job(), job(state="RUNNING")]
+    slurm.after_expedite = [job(), job(state="RUNNING")]
 
     assert over(slurm) == "the next attempt started: RUNNING"
     assert slurm.told == [("hasten", 7, "n1,n2", 2)]
 
 
-def test_a_launch_with_a_revoked_credential_is_requeued_and_hastened_again() -> None:
+def test_a_launch_with_a_revoked_credential_is_requeued_and_expedited_again() -> None:
     slurm = SmallSlurm(job(eligible_at=time.time() + 120))
-    slurm.after_hasten = [job(state="FAILED", reason="JobLaunchFailure")]
+    slurm.after_expedite = [job(state="FAILED", reason="JobLaunchFailure")]
 
     assert over(slurm) == "the next attempt started: RUNNING"
     assert slurm.told == [("hasten", 7, "n1,n2", 2), ("requeue", 7), ("hasten", 7, "n1,n2", 2)]
@@ -231,7 +231,7 @@ def test_a_launch_with_a_revoked_credential_is_requeued_and_hastened_again() -> 
 def test_a_controller_that_is_away_is_waited_for() -> None:
     away = SlurmError("timed out", unreachable=True)
     slurm = SmallSlurm(away, away, away, away, away, job(eligible_at=time.time() + 120), refuses=(away,))
-    slurm.after_hasten = [job(state="RUNNING")]
+    slurm.after_expedite = [job(state="RUNNING")]
 
     assert over(slurm) == "the next attempt started: RUNNING"
     assert len(slurm.told) == 2, "the first call had no effect: the job was seen waiting still"
@@ -254,57 +254,57 @@ def test_a_wish_has_an_end_whatever_slurm_says() -> None:
 
 
 def test_there_is_room_for_other_users_beside_a_greedy_one() -> None:
-    hastener = RequeueExpediter(SmallSlurm(job(state="COMPLETING")), _log(lambda _: None))
+    expediter = RequeueExpediter(SmallSlurm(job(state="COMPLETING")), _log(lambda _: None))
     greedy = [
-        hastener.add(RequeueRequest(job_id=i, uid=5, restart_count=0, exclude=()))
+        expediter.add(RequeueRequest(job_id=i, uid=5, restart_count=0, exclude=()))
         for i in range(WISHES_PER_UID_MAX + 1)
     ]
     others = [
-        hastener.add(RequeueRequest(job_id=1000 + i, uid=1000 + i, restart_count=0, exclude=()))
+        expediter.add(RequeueRequest(job_id=1000 + i, uid=1000 + i, restart_count=0, exclude=()))
         for i in range(WISHES_MAX)
     ]
 
     assert greedy == [True] * WISHES_PER_UID_MAX + [False]
     assert others == [True] * (WISHES_MAX - WISHES_PER_UID_MAX) + [False] * WISHES_PER_UID_MAX
-    assert hastener.add(RequeueRequest(job_id=0, uid=5, restart_count=0, exclude=())), "asking again is no new wish"
+    assert expediter.add(RequeueRequest(job_id=0, uid=5, restart_count=0, exclude=())), "asking again is no new wish"
 
 
 def test_the_word_of_the_next_attempt_ends_the_wish_and_that_of_the_same_one_does_not() -> None:
     ends: list[str] = []
-    hastener = RequeueExpediter(SmallSlurm(job(state="COMPLETING")), _log(ends.append))
-    hastener.add(WISH)
+    expediter = RequeueExpediter(SmallSlurm(job(state="COMPLETING")), _log(ends.append))
+    expediter.add(WISH)
 
-    hastener.joined(7, 1)
-    hastener.joined(8, 2)
-    assert hastener.waiting == 1
-    hastener.joined(7, 2)
+    expediter.joined(7, 1)
+    expediter.joined(8, 2)
+    assert expediter.waiting == 1
+    expediter.joined(7, 2)
 
-    assert hastener.waiting == 0
+    assert expediter.waiting == 0
     assert ends == ["the next attempt has joined"]
 
 
-def test_an_idle_hastener_asks_nothing() -> None:
+def test_an_idle_expediter_asks_nothing() -> None:
     slurm = SmallSlurm(job())
-    hastener = RequeueExpediter(slurm, _log(lambda _: None), poll_s=0.01)
-    hastener.start()
+    expediter = RequeueExpediter(slurm, _log(lambda _: None), poll_s=0.01)
+    expediter.start()
     threading.Event().wait(0.3)
-    hastener.close(5.0)
+    expediter.close(5.0)
 
     assert slurm.asked == 0
 
 
 def test_a_user_who_changes_his_wishes_asks_slurm_no_more_often() -> None:
     slurm = SmallSlurm(job(state="RUNNING", restarts=1))
-    hastener = RequeueExpediter(slurm, _log(lambda _: None), poll_s=0.2)
-    hastener.start()
+    expediter = RequeueExpediter(slurm, _log(lambda _: None), poll_s=0.2)
+    expediter.start()
     began = time.monotonic()
     number = 0
     while time.monotonic() - began < 2.0:
         number += 1
         for job_id in (7, 8, 9, 10):
-            hastener.add(RequeueRequest(job_id=job_id, uid=1000, restart_count=1, exclude=(f"n{number}",)))
+            expediter.add(RequeueRequest(job_id=job_id, uid=1000, restart_count=1, exclude=(f"n{number}",)))
         time.sleep(0.01)
     lasted_s = time.monotonic() - began
-    hastener.close(5.0)
+    expediter.close(5.0)
 
     assert 3 <= slurm.asked <= lasted_s / 0.2 + 2

@@ -140,7 +140,8 @@ def test_the_losses_do_not_show_three_interruptions(
 
     check_equal(run_dir, references[STEPS], STEPS)
     assert all(verify(step.path).ok for step in list_steps(run_dir / "checkpoints"))
-    assert not list((run_dir / "checkpoints").glob(".tmp-*"))
+    left = (run_dir / "checkpoints").glob(".tmp-*")
+    assert not [path for path in left if (path / "owner.json").exists()], "without an owner it stays until it is old"
 
 
 @pytest.mark.campaign

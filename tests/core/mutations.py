@@ -55,7 +55,7 @@ MUTATIONS = (
     Mutation(
         "phases.can_save",
         always,
-        "heard",
+        "library_seen",
         "a script without the trainer library has the time that is left to save",
         "no_trainer_library_preempted",
         "told",
@@ -116,16 +116,18 @@ MUTATIONS = (
         "promises",
         nth=1,
     ),
-    Mutation("judge.judge", never, "restarts", "a restart that we did not order is seen", "admin_requeue"),
+    Mutation("eviction.judge_eviction", never, "restarts", "a restart that we did not order is seen", "admin_requeue"),
     Mutation(
-        "judge.judge",
+        "eviction.judge_eviction",
         member("PREEMPTED"),
         "CANCELLED",
         "COMPLETING for no reason is a cancellation",
         "scancel_in_training",
     ),
     Mutation("phases.take", becomes("False"), "ends", "a plan to end stays one", "exit_93_and_a_notice", "promises"),
-    Mutation("phases.closed", never, "batch", "without a batch script nothing is requeued", "salloc_preempted"),
+    Mutation(
+        "phases.closed", never, "has_batch_script", "without a batch script nothing is requeued", "salloc_preempted"
+    ),
     Mutation(
         "notices._ask_about",
         never,
@@ -170,7 +172,7 @@ MUTATIONS = (
     Mutation(
         "deadlines.on_tick",
         never,
-        "requeue_by",
+        "state.requeue.by",
         "a requeue that Slurm never answers has an end",
         "requeue_that_is_never_answered",
         "time",
@@ -209,18 +211,20 @@ MUTATIONS = (
         "training._leave_soon", always, "known", "ranks that leave put off no deadline", "end_of_grace_while_saving"
     ),
     Mutation(
-        "suspension.on_stood_still",
+        "silence.on_stood_still",
         first,
         "min",
         "a suspension does not put off Slurm's limit",
         "suspended_while_leaving",
     ),
-    Mutation("judge._with_margin", opposite, "save_margin_s", "a save ends before Slurm does", "preempted_with_grace"),
+    Mutation(
+        "eviction._with_margin", opposite, "save_margin_s", "a save ends before Slurm does", "preempted_with_grace"
+    ),
     Mutation(
         "notices._save_until", never, "shorter", "ranks hear of a shorter notice", "second_shorter_notice", "told"
     ),
     Mutation(
-        "pace.least_save_s",
+        "baseline.least_save_s",
         always,
         "saves",
         "no save is given up for lack of knowledge",
@@ -252,7 +256,7 @@ MUTATIONS = (
     Mutation(
         "phases.go_on_starting",
         drop,
-        "storage_since",
+        "failing_since",
         "no launch starts on storage that failed its test",
         "storage_full_at_the_start",
         "failure",
@@ -283,18 +287,12 @@ MUTATIONS = (
         "nodes_that_fail",
     ),
     Mutation(
-        "settling._roll_back",
-        one_more,
-        "resume_step",
-        "a rollback goes back",
-        "same_step_twice_steps_back",
-        "again",
-        nth=2,
+        "recovery._roll_back", one_more, "step", "a rollback goes back", "same_step_twice_steps_back", "again", nth=3
     ),
     Mutation(
-        "settling._roll_back",
+        "recovery._roll_back",
         becomes("()"),
-        "left_out",
+        "skipped_data",
         "a rollback says to the lineage which data is left out",
         "left_out_data_stays_so_in_the_next_attempt",
         "again",
@@ -302,13 +300,13 @@ MUTATIONS = (
     Mutation(
         "starting.on_attempt_started",
         becomes("()"),
-        "left_out",
+        "skipped_data",
         "the next attempt leaves out the same data",
         "left_out_data_stays_so_in_the_next_attempt",
         "again",
     ),
     Mutation(
-        "settling._roll_back",
+        "recovery._roll_back",
         never,
         "wrong_at",
         "what a tier has of a loss gone wrong does not return",
@@ -318,7 +316,7 @@ MUTATIONS = (
     ),
     # --- budgets ------------------------------------------------------------------------------------
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         bound,
         "failures_max",
         "three launches without a new step end the run",
@@ -341,10 +339,9 @@ MUTATIONS = (
         "only verified progress fills a budget again",
         "storage_suspect_and_the_run_ends_anyway",
         "failure",
-        nth=2,
     ),
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         drop,
         "row",
         "a full file system is waited for only so often",
@@ -352,7 +349,7 @@ MUTATIONS = (
         "again",
     ),
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         becomes("1"),
         "count",
         "a failure in the same way goes on along its row",
@@ -361,7 +358,7 @@ MUTATIONS = (
         nth=2,
     ),
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         never,
         "back",
         "the same step is stepped back from once",
@@ -369,7 +366,7 @@ MUTATIONS = (
         "again",
     ),
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         becomes("False"),
         "again",
         "the same step twice steps back",
@@ -377,7 +374,7 @@ MUTATIONS = (
         "again",
     ),
     Mutation(
-        "settling.past",
+        "recovery.past",
         becomes("()"),
         "return",
         "a failure is remembered until it is passed",
@@ -385,7 +382,7 @@ MUTATIONS = (
         "failure",
     ),
     Mutation(
-        "settling.settle",
+        "recovery.settle",
         never,
         "unseen",
         "the same failure is bounded where launches may have progressed unseen",
@@ -439,9 +436,9 @@ MUTATIONS = (
         "faults.on_unfit", last, "found", "what most nodes share is not theirs", "most_nodes_are_not_fit", "failure"
     ),
     Mutation(
-        "places._fewer",
+        "phases._fewer",
         never,
-        "nodes_min",
+        "min",
         "a launch shrinks only as far as it may",
         "node_fault_without_an_agent",
         "nodes_that_fail",
@@ -455,7 +452,7 @@ MUTATIONS = (
         "nodes_that_fail",
     ),
     Mutation(
-        "growing.take_back",
+        "scale_up.take_back",
         drop,
         "back",
         "only a node that rested comes back",
@@ -472,7 +469,7 @@ MUTATIONS = (
         "nodes_that_fail",
     ),
     Mutation(
-        "places._fewer",
+        "phases._fewer",
         last,
         "largest",
         "a smaller launch has a number of nodes that divides its batch",

@@ -12,7 +12,7 @@ from stepkeeper.core.phases import Decision, all_ready, closed, query_slurm, que
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.scale_up import dismiss, give_up
-from stepkeeper.core.state import NO_SIGNAL, Next, Phase, Plan, Query, SlurmReachability, State
+from stepkeeper.core.state import NO_SIGNAL, BusStatus, Next, Phase, Plan, Query, SlurmReachability, State
 
 replace = msgspec.structs.replace
 
@@ -32,12 +32,12 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
     if event.bus != state.watchers.bus or not state.watchers.open:
         return Decision(state)
     if state.phase in (Phase.CLOSING, Phase.REQUEUEING):
-        state = replace(state, watchers=replace(state.watchers, open=False, ready=frozenset()))
+        state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED, ready=frozenset()))
         if state.phase is Phase.CLOSING:
             return closed(state, event.at, policy, (because.WatchersLeft(),))
         return Decision(state, (), (because.WatchersLeft(),))
     why = (because.BusEnded(code=event.code, error=event.error),)
-    state = replace(state, watchers=replace(state.watchers, open=False, error=event.error))
+    state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED, error=event.error))
     return restart_bus(state, event.at, why, policy)
 
 
@@ -67,10 +67,15 @@ def restart_bus(
     state = replace(
         state,
         watchers=replace(
-            state.watchers, bus=state.watchers.bus + 1, open=True, restarts=restarts, tries=tries, ready=frozenset()
+            state.watchers,
+            bus=state.watchers.bus + 1,
+            status=BusStatus.OPEN,
+            restarts=restarts,
+            tries=tries,
+            ready=frozenset(),
         ),
         launch=replace(state.launch, bus_restarted=True),
-        start=replace(state.start, clearing=False),
+        start=replace(state.start, clearing=None),
         deadline_at=deadline,
     )
     given_back: tuple[do.Effect, ...] = ()
@@ -85,7 +90,9 @@ def restart_bus(
 
 
 def _without_bus(state: State, why: Why) -> Decision:
-    return Decision(replace(state, watchers=replace(state.watchers, open=False, ready=frozenset())), (), why)
+    return Decision(
+        replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED, ready=frozenset())), (), why
+    )
 
 
 def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:

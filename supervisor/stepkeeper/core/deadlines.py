@@ -31,7 +31,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.recovery import on_judge_late
 from stepkeeper.core.scale_up import on_due
 from stepkeeper.core.silence import look_at_start, on_silence
-from stepkeeper.core.state import Blame, Next, Phase, Plan, SlurmReachability, State
+from stepkeeper.core.state import Blame, BusStatus, Clearing, Next, Phase, Plan, SlurmReachability, State
 from stepkeeper.core.storage import on_storage_late
 
 replace = msgspec.structs.replace
@@ -77,7 +77,7 @@ def _on_closing_late(state: State, at: float, policy: Policy) -> Decision:
     if state.storage.verifying is not None:
         state = replace(state, storage=replace(state.storage, verifying=None), deadline_at=at + policy.hurry_within_s)
     else:
-        state = replace(state, watchers=replace(state.watchers, open=False))
+        state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED))
     return closed(state, at, policy, (because.ClosingLate(),))
 
 
@@ -133,8 +133,8 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
         return go_on_starting(state, at, policy, (because.WaitOver(),))
     if not missing and state.start.unfit_since is not None and not state.start.clearing:
         return go_on_starting(state, at, policy, (because.CheckAgain(),))
-    if not missing and state.start.clearing and not state.start.asked_uncleared:
-        state = replace(state, start=replace(state.start, asked_uncleared=True), deadline_at=at + policy.ask_within_s)
+    if not missing and state.start.clearing is Clearing.ASKED:
+        state = replace(state, start=replace(state.start, clearing=Clearing.LATE), deadline_at=at + policy.ask_within_s)
         return Decision(state, (do.AskUncleared(launch=state.launch.number),), (because.ClearingLate(),))
     if not missing and state.start.clearing:
         return stop(state, at, Plan(next=Next.REQUEUE, why=(because.ClearingLate(),)), policy)

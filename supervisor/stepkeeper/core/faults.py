@@ -31,7 +31,7 @@ from stepkeeper.core.phases import (
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.scale_up import give_up, may_rest, rest
-from stepkeeper.core.state import Blame, Next, Phase, Plan, State
+from stepkeeper.core.state import Blame, BusStatus, Next, Phase, Plan, State
 
 SLURM_MISSES_A_NODE = (  # srun's last words, where it cannot start a step on every node: it kills what it has started
     "requested node configuration is not available",
@@ -97,7 +97,7 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
     if not (current and missed and 0 < len(silent) < len(state.nodes.usable)):
         return bus.on_bus_ended(state, event, policy)
     # the others get their full time on the next bus
-    watchers = replace(state.watchers, open=False, error=event.error, ready=frozenset())
+    watchers = replace(state.watchers, status=BusStatus.ENDED, error=event.error, ready=frozenset())
     state = replace(state, watchers=watchers, deadline_at=None)
     return lose_nodes(state, event.at, silent, (are_lost(state, silent),), policy)
 
@@ -120,7 +120,7 @@ def _wait_for_common_cause(state: State, at: float, said: Why, policy: Policy) -
     why = (because.MostNodesUnfit(), *said)
     if at - since >= policy.unfit_wait_s:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_UNFIT), policy)
-    start = replace(state.start, clearing=False, unfit_since=since)
+    start = replace(state.start, clearing=None, unfit_since=since)
     state = replace(state, start=start, deadline_at=at + policy.unfit_retry_s)
     return Decision(state, (), (*why, because.CheckAgain(after_s=policy.unfit_retry_s)))
 

@@ -36,7 +36,7 @@ from stepkeeper.core.phases import (
 )
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Reason, Why
-from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Next, Phase, Plan, SlurmReachability, State
+from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Next, Phase, Plan, Question, SlurmReachability, State
 
 replace = msgspec.structs.replace
 
@@ -92,11 +92,11 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
     if not state.query.asking:
         return Decision(state)  # too late: it was given up
     if state.suspended.asked:
-        query = replace(state.query, asking=False)
-        state = replace(state, query=query, suspended=replace(state.suspended, asked=False))
-        return query_slurm(state, (because.SuspendedSinceAsked(),))
-    again = state.query.requery
-    state = replace(state, query=replace(state.query, asking=False, requery=False))
+        state = replace(state, suspended=replace(state.suspended, asked=False))
+        why = (because.SuspendedSinceAsked(),)
+        return Decision(state, (do.AskSlurm(reasons=why),), why)
+    again = state.query.question is Question.OUTDATED
+    state = replace(state, query=replace(state.query, question=None))
     if event.job is not None:
         state = expecting(replace(state, identity=replace(state.identity, end_at=event.job.end_at)), policy)
         if event.job.state is JobState.RUNNING:
@@ -315,7 +315,7 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
     state = replace(
         state,
         requeue=replace(state.requeue, tries=tries, requesting=False),
-        query=replace(state.query, asking=False, requery=False),
+        query=replace(state.query, question=None),
         deadline_at=at + wait,
     )
     return Decision(state, (), (because.RequeueFailed(error=error, again_s=wait, tries=tries),))

@@ -16,7 +16,19 @@ from stepkeeper.core.causes import Tried
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Finding, NodesLeft, Why
-from stepkeeper.core.state import NO_SIGNAL, Blame, Failure, Next, Phase, Plan, State
+from stepkeeper.core.state import (
+    NO_SIGNAL,
+    Blame,
+    BusStatus,
+    Choice,
+    Clearing,
+    Failure,
+    Next,
+    Phase,
+    Plan,
+    Question,
+    State,
+)
 
 # Which nodes a launch gets.  Pure.
 
@@ -105,8 +117,10 @@ def request_save(state: State) -> do.RequestSave:
 def query_slurm(state: State, why: Why) -> Decision:
     """Ask Slurm; if a question is under way, ask again when it is answered."""
     if state.query.asking:
-        return Decision(replace(state, query=replace(state.query, requery=True)), (), why)
-    return Decision(replace(state, query=replace(state.query, asking=True)), (do.AskSlurm(reasons=why),), why)
+        return Decision(replace(state, query=replace(state.query, question=Question.OUTDATED)), (), why)
+    return Decision(
+        replace(state, query=replace(state.query, question=Question.ASKED)), (do.AskSlurm(reasons=why),), why
+    )
 
 
 def query_slurm_unprompted(state: State, why: Why) -> Decision:
@@ -183,8 +197,10 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
         why = (*plan.why, because.NoBatchScript())
         plan = replace(plan, next=Next.END, why=why, code=ExitCode.NO_BATCH_SCRIPT)
         state = replace(state, leaving=replace(state.leaving, plan=plan))
-    if plan.next is Next.END and state.watchers.open and not state.watchers.leaving:
-        return Decision(replace(state, watchers=replace(state.watchers, leaving=True)), (do.StopBus(),), why)
+    if plan.next is Next.END and state.watchers.status is BusStatus.OPEN:
+        return Decision(
+            replace(state, watchers=replace(state.watchers, status=BusStatus.LEAVING)), (do.StopBus(),), why
+        )
     if state.storage.verifying is not None or (plan.next is Next.END and state.watchers.open):
         return Decision(state, (), why)
     if plan.next is Next.END:
@@ -227,8 +243,8 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
         failure=failure,
         launch=replace(launch, number=launch.number + 1, first_failure=why),
         leaving=replace(state.leaving, plan=None, fallback_plan=None),
-        resume=replace(state.resume, chosen=False),
-        start=replace(state.start, clearing=False),
+        resume=replace(state.resume, choice=Choice.OPEN),
+        start=replace(state.start, clearing=None),
         deadline_at=at + wait,
     )
     return Decision(state, (*released.effects, do.ChooseCheckpoint(), *judge), (because.Relaunch(), *why))
@@ -246,7 +262,7 @@ def wait_for_slurm(state: State, at: float, why: Why, policy: Policy) -> Decisio
     state = replace(
         state,
         leaving=replace(state.leaving, plan=plan),
-        query=replace(state.query, asking=False, requery=False),
+        query=replace(state.query, question=None),
         deadline_at=at + policy.slurm_again_s,
     )
     return Decision(state, (), (*why, because.WaitForSlurm()))
@@ -280,7 +296,7 @@ def go_on_starting(state: State, at: float, policy: Policy, why: Why) -> Decisio
         return Decision(replace(state, deadline_at=state.start.wait_until), (), why)
     state = replace(
         state,
-        start=replace(state.start, wait_until=None, clearing=True, asked_uncleared=False),
+        start=replace(state.start, wait_until=None, clearing=Clearing.ASKED),
         deadline_at=at + policy.clear_within_s,
     )
     clear = do.ClearNodes(launch=state.launch.number, nodes=state.nodes.usable, first=places(state)[0])

@@ -22,7 +22,7 @@ from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
 from stepkeeper.core.phases import Decision, go_on_starting, places, repeats, stop, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.state import Blame, Next, Phase, Plan, State
+from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State
 
 TRIED_MAX = 16  # ways to fail that are remembered, the newest
 
@@ -51,9 +51,13 @@ def on_judge_late(state: State, at: float, policy: Policy) -> Decision:
 
 def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decision:
     """The lineage leads to an older step: choose anew."""
-    if state.phase is not Phase.STARTING or not state.resume.rolling_back or event.launch != state.launch.number:
+    if (
+        state.phase is not Phase.STARTING
+        or state.resume.choice is not Choice.ROLLING_BACK
+        or event.launch != state.launch.number
+    ):
         return Decision(state)
-    resume = replace(state.resume, rolling_back=False)
+    resume = replace(state.resume, choice=Choice.OPEN)
     state = replace(state, resume=resume, deadline_at=event.at + policy.choose_within_s)
     if event.error:
         why = (*state.launch.first_failure, because.NoWayBack(error=event.error))
@@ -209,7 +213,7 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
     below = wrong_at if wrong_at is not None else state.resume.step
     if state.resume.step < below:
         return go_on_starting(state, at, policy, (*why, because.NewestIsBefore()))
-    resume = replace(state.resume, chosen=False, rolling_back=True)
+    resume = replace(state.resume, choice=Choice.ROLLING_BACK)
     state = replace(state, resume=resume, deadline_at=at + policy.choose_within_s)
     effect = do.RollBack(
         launch=state.launch.number,

@@ -33,6 +33,8 @@ from stepkeeper.core.scale_up import launched, take_back
 from stepkeeper.core.silence import first_word_by
 from stepkeeper.core.state import (
     Budgets,
+    BusStatus,
+    Choice,
     Identity,
     Launch,
     Next,
@@ -85,13 +87,13 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         baseline=event.baseline,
         resume=replace(state.resume, skipped_data=event.skipped_data),
         losses=losses.carried(event.losses),
-        watchers=Watchers(bus=1, open=True),
+        watchers=Watchers(bus=1, status=BusStatus.OPEN),
         deadline_at=event.at + policy.start_within_s,
     )
     state = expecting(state, policy)
     if event.finished_step is not None:
         why = (because.FinishedEarlier(step=event.finished_step),)
-        state = replace(state, watchers=replace(state.watchers, open=False))
+        state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED))
         return finish(state, Plan(next=Next.END, why=why, code=ExitCode.FINISHED))
     effects = (do.StartBus(bus=1, nodes=state.nodes.usable), do.TestStorage(), do.ChooseCheckpoint())
     return Decision(state, effects, (because.AttemptStarts(), *known_bad))
@@ -170,10 +172,10 @@ def _say_again(state: State, *, first: bool) -> Decision:
 
 def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Policy) -> Decision:
     """The newest verified step directory is known, and with it the progress since the last launch."""
-    if state.phase is not Phase.STARTING or state.resume.chosen or state.resume.rolling_back:
+    if state.phase is not Phase.STARTING or state.resume.choice is not Choice.OPEN:
         return Decision(state)
     progressed = event.step is not None and (state.budgets.best_step is None or event.step > state.budgets.best_step)
-    resume = replace(state.resume, chosen=True, directory=event.directory, step=event.step)
+    resume = replace(state.resume, choice=Choice.CHOSEN, directory=event.directory, step=event.step)
     state = replace(state, resume=resume)
     if progressed:
         tried = past(state.budgets.tried, event.step)
@@ -219,7 +221,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         state,
         phase=Phase.TRAINING,
         deadline_at=event.at + (policy.begin_within_s if state.identity.wrapped else policy.announce_within_s),
-        start=replace(state.start, clearing=False, unfit_since=None),
+        start=replace(state.start, clearing=None, unfit_since=None),
         launch=Launch(number=state.launch.number, nodes=nodes, began_at=event.at, running=True),
         budgets=replace(state.budgets, failure_counted=False),
         leaving=replace(state.leaving, eviction_confirmed=False, plan=None),

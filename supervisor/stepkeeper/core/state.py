@@ -48,6 +48,36 @@ class SlurmReachability(StrEnum):
     LAST = "last"  # it answered: the bus is tried once more, then the nodes are lost
 
 
+class BusStatus(StrEnum):
+    """Of the watchers' Slurm step."""
+
+    ENDED = "ended"  # or never started
+    OPEN = "open"
+    LEAVING = "leaving"  # the watchers were asked to leave
+
+
+class Clearing(StrEnum):
+    """Every node is asked whether nothing of an earlier launch is left there, and whether it is fit."""
+
+    ASKED = "asked"
+    LATE = "late"  # it takes too long: which nodes are missing?
+
+
+class Choice(StrEnum):
+    """Which checkpoint the next launch begins with."""
+
+    OPEN = "open"
+    ROLLING_BACK = "rolling back"  # the lineage is being led to an older step; then it is chosen anew
+    CHOSEN = "chosen"
+
+
+class Question(StrEnum):
+    """The question to Slurm that is under way."""
+
+    ASKED = "asked"
+    OUTDATED = "outdated"  # something happened since: it is asked again after the answer
+
+
 class Blame(StrEnum):
     """Whose budget a relaunch counts in."""
 
@@ -143,14 +173,18 @@ class Watchers(msgspec.Struct, frozen=True, kw_only=True):
     """The bus, and which watchers answer on it."""
 
     bus: int = 0  # the number of the newest
-    open: bool = False
-    leaving: bool = False  # they were asked to leave
+    status: BusStatus = BusStatus.ENDED
     ready: frozenset[str] = frozenset()  # nodes whose watcher answers
     silent: frozenset[str] = frozenset()  # nodes whose watcher was lost since all answered last
     error: str = ""  # why the newest bus ended, until every watcher answers again
     restarts: int = 0
     tries: int = 0  # restarts beside training of a bus on which nobody answered: in no budget
     reachability: SlurmReachability = SlurmReachability.NONE
+
+    @property
+    def open(self) -> bool:
+        """Whether watchers may run."""
+        return self.status is not BusStatus.ENDED
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,19 +193,22 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     wait_until: float | None = None  # the cause of the failure before may pass
     slurm_away_since: float | None = None  # the launch before could not begin, and waits for Slurm
     unfit_since: float | None = None  # most nodes fail the checks
-    clearing: bool = False
-    asked_uncleared: bool = False  # it takes too long: which nodes are missing?
+    clearing: Clearing | None = None
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
     """Which checkpoint the next launch begins with; the newest one, while it runs."""
 
-    chosen: bool = False
+    choice: Choice = Choice.OPEN
     directory: str | None = None
     step: int | None = None
-    rolling_back: bool = False  # the lineage is being led to an older step
-    went_back: bool = False  # it was, and nothing is committed since: what a tier has newer must not return
+    went_back: bool = False  # to an older step, and nothing is committed since: what a tier has newer must not return
     skipped_data: tuple[SkippedData, ...] = ()  # of steps at which the loss went wrong; carried over
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the checkpoint for the next launch is known."""
+        return self.choice is Choice.CHOSEN
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,11 +269,15 @@ class Leaving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True):
-    """The question to Slurm: at most one is under way."""
+    """What Slurm is asked."""
 
     signal: str = ""  # the newest that we asked about
-    asking: bool = False
-    requery: bool = False  # something happened since it was asked: its answer may be out of date
+    question: Question | None = None  # at most one
+
+    @property
+    def asking(self) -> bool:
+        """Whether an answer is on its way."""
+        return self.question is not None
 
 
 class Requeue(msgspec.Struct, frozen=True, kw_only=True):

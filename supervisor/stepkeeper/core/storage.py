@@ -98,7 +98,7 @@ def _failed(state: State, at: float, said: Why, policy: Policy, *, untrue: bool)
     pause = min(policy.storage_retry_max_s, policy.storage_retry_s * 2.0 ** min(state.storage.tries, 30))
     deadline = min(at + pause, since + policy.storage_wait_s)
     storage = replace(state.storage, failing_since=since, tries=state.storage.tries + 1)
-    start = replace(state.start, clearing=False)  # were the nodes asked already, their answer would start the launch
+    start = replace(state.start, clearing=None)  # were the nodes asked already, their answer would start the launch
     state = replace(state, storage=storage, start=start, deadline_at=deadline)
     return Decision(state, (), (*said, because.StorageTestAgain(after_s=deadline - at)))
 

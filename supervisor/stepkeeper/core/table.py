@@ -16,6 +16,9 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import (
+    BusStatus,
+    Choice,
+    Clearing,
     Failure,
     Growth,
     Identity,
@@ -25,6 +28,7 @@ from stepkeeper.core.state import (
     Phase,
     Plan,
     Query,
+    Question,
     Resting,
     State,
     Watchers,
@@ -53,27 +57,27 @@ def _states() -> dict[str, State]:
         identity=Identity(attempt=1),
         nodes=Nodes(usable=NODES, wanted=2),
         launch=Launch(nodes=NODES),
-        watchers=Watchers(bus=1, open=True, ready=frozenset("a")),
+        watchers=Watchers(bus=1, status=BusStatus.OPEN, ready=frozenset("a")),
         deadline_at=AT + 60,
-        query=Query(asking=True),
+        query=Query(question=Question.ASKED),
     )
     judging = replace(
         starting,
-        query=replace(starting.query, asking=False),
+        query=Query(),
         watchers=replace(starting.watchers, ready=frozenset(NODES)),
-        resume=replace(starting.resume, chosen=True, step=800),
+        resume=replace(starting.resume, choice=Choice.CHOSEN, step=800),
         failure=Failure(launch=-1, step=900, judge_by=AT + 20),
     )
     clearing = replace(
         starting,
         watchers=replace(starting.watchers, ready=frozenset(NODES)),
-        resume=replace(starting.resume, chosen=True),
-        start=replace(starting.start, clearing=True),
+        resume=replace(starting.resume, choice=Choice.CHOSEN),
+        start=replace(starting.start, clearing=Clearing.ASKED),
     )
     training = replace(
         clearing,
         phase=Phase.TRAINING,
-        start=replace(clearing.start, clearing=False),
+        start=replace(clearing.start, clearing=None),
         launch=replace(clearing.launch, running=True, library_seen=True, step=900),
         deadline_at=None,
     )
@@ -211,9 +215,11 @@ def _fitting(state: State, event: on.Event) -> State:
     """Return the state in which such an event comes: an answer where it was asked for."""
     return replace(
         state,
-        query=replace(state.query, asking=isinstance(event, on.SlurmAnswered)),
+        query=replace(state.query, question=Question.ASKED if isinstance(event, on.SlurmAnswered) else None),
         silence=replace(state.silence, looking=isinstance(event, on.StacksCollected)),
-        resume=replace(state.resume, rolling_back=isinstance(event, on.RolledBack)),
+        resume=replace(
+            state.resume, choice=Choice.ROLLING_BACK if isinstance(event, on.RolledBack) else state.resume.choice
+        ),
         requeue=replace(state.requeue, requesting=isinstance(event, on.RequeueAnswered)),
         nodes=replace(state.nodes, growth=_RESTS if isinstance(event, on.NodesChecked) else state.nodes.growth),
         storage=replace(state.storage, verifying=STEP if isinstance(event, on.CheckpointVerified) else None),

@@ -6,7 +6,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.eviction import preempted_at_last
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.state import Next, Phase
+from stepkeeper.core.state import BusStatus, Next, Phase, Question
 from tests.core.promises.register import POLICY, promise
 
 
@@ -49,7 +49,7 @@ def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
         assert not ends or job.reason == "TimeLimit" or preempted
         assert turn.before.phase is Phase.REQUEUEING
         assert not turn.before.launch.running
-        assert not turn.before.watchers.leaving
+        assert turn.before.watchers.status is not BusStatus.LEAVING
         assert not turn.before.requeue.requesting
         assert signaled_at <= asked_at
 
@@ -80,7 +80,7 @@ def what_slurm_or_the_training_ended_is_never_requeued(turns):
         heard = (
             job is not None
             and turn.before.query.asking
-            and not (turn.before.phase is Phase.REQUEUEING and turn.before.query.requery)
+            and not (turn.before.phase is Phase.REQUEUEING and turn.before.query.question is Question.OUTDATED)
         )
         cancelled = job is not None and (
             job.restarts > 0

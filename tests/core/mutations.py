@@ -125,7 +125,9 @@ MUTATIONS = (
         "scancel_in_training",
     ),
     Mutation("phases.take", becomes("False"), "ends", "a plan to end stays one", "exit_93_and_a_notice", "promises"),
-    Mutation("phases.closed", never, "batch", "without a batch script nothing is requeued", "salloc_preempted"),
+    Mutation(
+        "phases.closed", never, "has_batch_script", "without a batch script nothing is requeued", "salloc_preempted"
+    ),
     Mutation(
         "notices._ask_about",
         never,
@@ -170,7 +172,7 @@ MUTATIONS = (
     Mutation(
         "deadlines.on_tick",
         never,
-        "requeue_by",
+        "state.requeue.by",
         "a requeue that Slurm never answers has an end",
         "requeue_that_is_never_answered",
         "time",
@@ -254,7 +256,7 @@ MUTATIONS = (
     Mutation(
         "phases.go_on_starting",
         drop,
-        "storage_since",
+        "failing_since",
         "no launch starts on storage that failed its test",
         "storage_full_at_the_start",
         "failure",
@@ -285,13 +287,7 @@ MUTATIONS = (
         "nodes_that_fail",
     ),
     Mutation(
-        "recovery._roll_back",
-        one_more,
-        "resume_step",
-        "a rollback goes back",
-        "same_step_twice_steps_back",
-        "again",
-        nth=2,
+        "recovery._roll_back", one_more, "step", "a rollback goes back", "same_step_twice_steps_back", "again", nth=3
     ),
     Mutation(
         "recovery._roll_back",
@@ -343,7 +339,6 @@ MUTATIONS = (
         "only verified progress fills a budget again",
         "storage_suspect_and_the_run_ends_anyway",
         "failure",
-        nth=2,
     ),
     Mutation(
         "recovery.settle",
@@ -443,7 +438,7 @@ MUTATIONS = (
     Mutation(
         "phases._fewer",
         never,
-        "nodes_min",
+        "min",
         "a launch shrinks only as far as it may",
         "node_fault_without_an_agent",
         "nodes_that_fail",

@@ -100,7 +100,7 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
                 ready.pop()  # that node is lost
             return (ready[0], ready[1:]) if ready else (None, [])
         case do.StopBus():
-            return on.BusEnded(at=at, bus=state.bus, code=0), []
+            return on.BusEnded(at=at, bus=state.watchers.bus, code=0), []
         case do.ChooseCheckpoint():
             step = draw(st.none() | small)
             directory = None if step is None else "step"
@@ -133,12 +133,12 @@ def _answer(  # noqa: C901, PLR0912 - one case an effect
             if not effect.stop:
                 return None, []
             words = [on.SaveBegan, on.CheckpointCommitted, on.TrainingStopped]
-            began, *later = [draw(_word(kind, state.launch)) for kind in words]
+            began, *later = [draw(_word(kind, state.launch.number)) for kind in words]
             return msgspec.structs.replace(began, at=at), later
         case do.KillRanks():
             return on.LaunchEnded(at=at, launch=effect.launch, code=137), []
         case do.AskUncleared():
-            missing = draw(st.sampled_from(((), state.nodes[:1], state.nodes)))
+            missing = draw(st.sampled_from(((), state.nodes.usable[:1], state.nodes.usable)))
             return on.NodesNotCleared(at=at, launch=effect.launch, nodes=missing), []
         case (
             do.Look()
@@ -190,7 +190,7 @@ def _word(kind: type, launch: int) -> st.SearchStrategy[on.Event]:
 def _trouble(state: State, at: float, often: Mapping[type, int]) -> st.SearchStrategy[on.Event]:
     """Return what comes unasked: signals, losses, failures, the end."""
     now = {"at": st.just(at)}
-    fixed = {"launch": st.just(state.launch), "bus": st.just(state.bus)}
+    fixed = {"launch": st.just(state.launch.number), "bus": st.just(state.watchers.bus)}
     every = {
         kind: st.builds(
             kind,

@@ -8,7 +8,7 @@ from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.core.eviction import Judgement, judge_eviction
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import State
+from stepkeeper.core.state import Identity, Leaving, Query, State
 
 AT = 1000.0
 POLICY = Policy()
@@ -19,8 +19,11 @@ def facts(**changes) -> JobFacts:
     return JobFacts(**{field: getattr(RUNNING, field) for field in RUNNING.__struct_fields__} | changes)
 
 
-def judged(job: JobFacts | None, **state) -> Judgement:
-    return judge_eviction(State(restart_count=2, kill_wait_s=30.0, **state), job, AT, POLICY)
+def judged(job: JobFacts | None, signal: str = "", **leaving: float) -> Judgement:
+    state = State(
+        identity=Identity(restart_count=2, kill_wait_s=30.0), query=Query(signal=signal), leaving=Leaving(**leaving)
+    )
+    return judge_eviction(state, job, AT, POLICY)
 
 
 COMPLETING = {"state": JobState.COMPLETING, "slurm_state": "COMPLETING", "end_at": AT}

@@ -43,7 +43,7 @@ class World:
         return sum(isinstance(order, kind) for order in self.orders)
 
     def _attempt(self) -> None:
-        before, self.state, self.code = self.state, State(), None
+        before, self.state, self.code = self.state.budgets, State(), None
         start = on.AttemptStarted(
             at=self.at, job_id=7, restart_count=0, attempt=self.attempts, nodes=("a", "b", "c"), batch_node="a",
             kill_wait_s=30.0, nodes_wanted=2, failures=before.failures, tried=before.tried, best_step=before.best_step,
@@ -68,7 +68,7 @@ class World:
                 due += self.answers(effect)
 
     def answers(self, effect: do.Effect) -> list[on.Event]:  # noqa: C901 - one case an effect
-        launch = self.state.launch
+        launch = self.state.launch.number
         match effect:
             case do.StartBus():
                 return [on.WatcherReady(at=0, node=node, bus=effect.bus) for node in effect.nodes]
@@ -104,7 +104,7 @@ class World:
             case do.Requeue():
                 return [on.RequeueAnswered(at=0, ok=True)]
             case do.StopBus():
-                return [on.BusEnded(at=0, bus=self.state.bus, code=0)]
+                return [on.BusEnded(at=0, bus=self.state.watchers.bus, code=0)]
             case do.Exit():
                 assert self.state.phase is Phase.DONE
                 self.code = effect.code
@@ -227,7 +227,7 @@ def test_only_the_newest_ways_to_fail_are_remembered():
     world.play()
 
     assert world.count(do.StartLaunch) == 30
-    assert len(world.state.tried) == 16
+    assert len(world.state.budgets.tried) == 16
 
 
 def _elsewhere_each_time(world: World) -> None:

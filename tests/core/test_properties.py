@@ -141,9 +141,9 @@ def test_words_of_older_launches_and_buses_change_nothing(events, event, age):
     fields = type(event).__struct_fields__
     if "launch" in fields:
         before = isinstance(event, on.Judged)  # it tells of the launch before, at the time of the next one
-        stale = msgspec.structs.replace(event, launch=state.launch - age - before)
+        stale = msgspec.structs.replace(event, launch=state.launch.number - age - before)
     elif "bus" in fields:
-        stale = msgspec.structs.replace(event, bus=state.bus - age)
+        stale = msgspec.structs.replace(event, bus=state.watchers.bus - age)
     else:
         return
 

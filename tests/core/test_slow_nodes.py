@@ -102,11 +102,19 @@ def test_few_launches_are_kept() -> None:
     assert len(known.paces) == baseline.LAUNCHES_KEPT
 
 
+def after(before: tuple[str, ...], **observed: object) -> State:
+    """Return a training whose launch before had these nodes."""
+    state = given_training()
+    return replace(state, nodes=replace(state.nodes, launched_before=before), **observed)
+
+
 def train(state: State, seconds: float) -> tuple[State, list[do.ReportSlowLaunch], list[str]]:
     """Do steps until the launch has a pace."""
     told, words = [], []
     for step in range(1, 70):  # twice as many words as a pace needs, less the warm-up
-        event = on.Progressed(at=100.0 + step, launch=state.launch, step=step, tokens=1, loss=1.0, step_seconds=seconds)
+        event = on.Progressed(
+            at=100.0 + step, launch=state.launch.number, step=step, tokens=1, loss=1.0, step_seconds=seconds
+        )
         decision = decide(state, event, POLICY)
         state = decision.state
         told += [effect for effect in decision.effects if isinstance(effect, do.ReportSlowLaunch)]
@@ -133,7 +141,7 @@ def test_a_slow_launch_is_told_with_the_node_that_may_be_why(
     before: tuple[str, ...], slowest: tuple[str, Slow], suspects: tuple[str, ...], said: str
 ) -> None:
     known = Baseline(paces=(LaunchPace(nodes=2, seconds=1.0),))  # of an attempt before, through the journal
-    state = replace(given_training(), baseline=known, launched_before=before, stragglers=Stragglers(slowest=slowest))
+    state = after(before, baseline=known, stragglers=Stragglers(slowest=slowest))
 
     state, (told,), (why,) = train(state, 1.4)
 
@@ -145,12 +153,14 @@ def test_a_slow_launch_is_told_with_the_node_that_may_be_why(
 
 def test_what_the_nodes_take_is_waited_for_before_a_slow_launch_is_told() -> None:
     known = Baseline(paces=(LaunchPace(nodes=2, seconds=1.0),))
-    state = replace(given_training(), baseline=known, launched_before=("a", "b"))
+    state = after(("a", "b"), baseline=known)
     told: list[do.ReportSlowLaunch] = []
     for step in range(1, 60):
         at = 100.0 + step
-        progressed = on.Progressed(at=at, launch=state.launch, step=step, tokens=1, loss=1.0, step_seconds=1.4)
-        paced = on.NodesPaced(at=at, launch=state.launch, step=step, step_seconds=1.4, own=(("a", 1.0), ("b", 1.4)))
+        progressed = on.Progressed(at=at, launch=state.launch.number, step=step, tokens=1, loss=1.0, step_seconds=1.4)
+        paced = on.NodesPaced(
+            at=at, launch=state.launch.number, step=step, step_seconds=1.4, own=(("a", 1.0), ("b", 1.4))
+        )
         for event in (progressed, paced) if step == 45 else (progressed,):
             decision = decide(state, event, POLICY)
             state = decision.state
@@ -172,11 +182,13 @@ def slow_windows(
     *, own: float, loads: float, rank: int | None = 3, policy: Policy = POLICY
 ) -> tuple[State, list[do.ReportSlowNode]]:
     """Play windows in which b takes `own` seconds for a step, of which it loads data for `loads`; a takes 0.5, 0.1."""
-    state, told = replace(given_training(), launched=("a", "b"), nodes=("a", "b", "c")), []
+    state, told = given_training(), []
+    nodes = replace(state.nodes, usable=("a", "b", "c"))
+    state = replace(state, launch=replace(state.launch, nodes=("a", "b")), nodes=nodes)
     for number in range(20):
         event = on.NodesPaced(
             at=100.0 + EVERY_S * number,
-            launch=state.launch,
+            launch=state.launch.number,
             step=number,
             step_seconds=1.0,
             own=(("a", 0.5), ("b", own)),
@@ -199,7 +211,7 @@ def test_a_slow_data_loader_is_told_by_its_rank_and_its_node_is_not_replaced() -
         "the data loader of rank 3 on b is slow, not the node: it takes 0.55 s for a step, and 0.1 s elsewhere; "
         "the node is not replaced for it"
     )
-    assert state.to_replace == ""
+    assert state.launch.to_replace == ""
     assert slow_windows(own=1.0, loads=0.55)[1][0].reasons == told.reasons[:1]
 
 
@@ -210,7 +222,7 @@ def test_a_node_that_computes_slowly_is_replaced_and_its_slowest_rank_named() ->
     assert text(told.reasons).startswith(
         "b is slow: rank 3 works 2.00 times as long for a step as the others; a spare takes"
     )
-    assert state.to_replace == "b"
+    assert state.launch.to_replace == "b"
 
 
 def test_watchers_of_a_version_that_names_no_rank_are_understood() -> None:

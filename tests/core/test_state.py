@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from stepkeeper.core.state import Growth, Phase, Resting, State
+from stepkeeper.core.state import Growth, Nodes, Phase, Resting, Silence, State
 
 replace = msgspec.structs.replace
 WAITING = State(
     deadline_at=50.0,
-    hang_at=40.0,
+    silence=Silence(hang_at=40.0),
     limit_at=30.0,
-    growth=Growth(ask_at=20.0, resting=(Resting(node="c", look_at=10.0),)),
+    nodes=Nodes(growth=Growth(ask_at=20.0, resting=(Resting(node="c", look_at=10.0),))),
 )
 
 
@@ -34,7 +34,7 @@ def test_training_that_waits_for_nothing_is_not_woken() -> None:
 
 
 def test_a_node_that_is_looked_at_is_waited_for_and_not_looked_at_again() -> None:
-    growth = replace(WAITING.growth, looked_at=("c",), look_until=15.0, ask_at=None)
+    growth = replace(WAITING.nodes.growth, looked_at=("c",), look_until=15.0, ask_at=None)
 
     assert growth.wake_at == 15.0
     assert Growth(resting=(Resting(node="c", look_at=None),)).wake_at is None

@@ -47,40 +47,40 @@ class Journal:
                     job_id=7,
                     restart_count=self.attempt,
                     attempt=self.attempt,
-                    launch=state.launch,
+                    launch=state.launch.number,
                     phase=state.phase,
                     event=event,
                     why=text(decision.why),
                     reasons=decision.why,
                     effects=decision.effects,
-                    failures=state.failures,
-                    node_losses=state.node_losses,
-                    best_step=state.best_step,
-                    nodes=state.nodes,
-                    excluded=state.excluded,
+                    failures=state.budgets.failures,
+                    node_losses=state.budgets.node_losses,
+                    best_step=state.budgets.best_step,
+                    nodes=state.nodes.usable,
+                    excluded=state.nodes.excluded,
                 )
             )
 
     def launch(self, at: float, resume: int = 0) -> None:
         """Let everything be ready: the ranks start at `at`."""
-        ready = [node for node in self.state.nodes if node not in self.state.ready]
-        self.tell(*[on.WatcherReady(at=START + at, node=node, bus=self.state.bus) for node in ready])
+        ready = [node for node in self.state.nodes.usable if node not in self.state.watchers.ready]
+        self.tell(*[on.WatcherReady(at=START + at, node=node, bus=self.state.watchers.bus) for node in ready])
         directory = f"/runs/r/checkpoints/step_{resume:08d}" if resume else None
         self.tell(on.CheckpointChosen(at=START + at, directory=directory, step=resume or None))
-        self.tell(on.NodesCleared(at=START + at, launch=self.state.launch, address="n1", port=1))
-        self.tell(on.RankHello(at=START + at, launch=self.state.launch, rank=0, node="n1"))
+        self.tell(on.NodesCleared(at=START + at, launch=self.state.launch.number, address="n1", port=1))
+        self.tell(on.RankHello(at=START + at, launch=self.state.launch.number, rank=0, node="n1"))
 
     def steps(self, first: int, count: int, at: float, seconds: float = 1.0) -> None:
         """Complete steps; the first one ends `seconds` after `at`."""
-        rows = self.rows.setdefault((self.attempt, self.state.launch), Rows())
+        rows = self.rows.setdefault((self.attempt, self.state.launch.number), Rows())
         for index in range(count):
             step = first + index
             rows.add(START + at + (index + 1) * seconds, step, 4.0 - 0.01 * step, step * 100)
         ended_at = START + at + count * seconds
-        self.tell(on.Progressed(at=ended_at, launch=self.state.launch, step=first + count - 1, tokens=0))
+        self.tell(on.Progressed(at=ended_at, launch=self.state.launch.number, step=first + count - 1, tokens=0))
 
     def commit(self, step: int, at: float, seconds: float = 1.0, *, emergency: bool = False) -> None:
-        launch, save_id = self.state.launch, f"s{step}"
+        launch, save_id = self.state.launch.number, f"s{step}"
         began = START + at - seconds
         self.tell(on.SaveBegan(at=began, launch=launch, step=step, save_id=save_id, emergency=emergency))
         self.tell(
@@ -98,7 +98,7 @@ class Journal:
 
     def rank_dies(self, at: float, left: float = 0.0) -> None:
         """A rank ends with 1; the launch is over `left` seconds later."""
-        launch = self.state.launch
+        launch = self.state.launch.number
         self.tell(on.RankExited(at=START + at, launch=launch, rank=1, node="n2", code=1))
         self.tell(on.LaunchEnded(at=START + at + left, launch=launch, code=1))
         if any(isinstance(effect, do.JudgeLaunch) for effect in self.records[-1].effects):

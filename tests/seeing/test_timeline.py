@@ -202,7 +202,7 @@ def test_waiting_for_nodes_costs_time_but_no_nodes() -> None:
     facts = {"state": on.JobState.RUNNING, "slurm_state": "RUNNING", "restarts": 0, "end_at": START + 40}
     told.tell(on.SlurmAnswered(at=START + 10, job=on.JobFacts(**facts, preempt_at=START + 9)))
     told.commit(10, at=12, seconds=2, emergency=True)
-    launch = told.state.launch
+    launch = told.state.launch.number
     told.tell(on.TrainingStopped(at=START + 12, launch=launch, step=10))
     told.tell(on.CheckpointVerified(at=START + 12, directory="step_00000010", ok=True))
     told.tell(on.LaunchEnded(at=START + 13, launch=launch, code=75, stopped=True))
@@ -384,10 +384,10 @@ def runs(draw: st.DrawFn) -> tuple[list[Record], dict[tuple[int, int], Rows]]:
             event = histories.msgspec.structs.replace(turn.event, at=offset + turn.event.at)
             records.append(
                 Record(
-                    v=VERSION, job_id=7, restart_count=attempt, attempt=attempt, launch=state.launch,
+                    v=VERSION, job_id=7, restart_count=attempt, attempt=attempt, launch=state.launch.number,
                     phase=state.phase, event=event, why=text(turn.decision.why),
                     reasons=turn.decision.why, effects=turn.decision.effects,
-                    node_losses=state.node_losses, nodes=state.nodes,
+                    node_losses=state.budgets.node_losses, nodes=state.nodes.usable,
                 )
             )  # fmt: skip
         long = turns[-1].event.at
@@ -463,7 +463,7 @@ def stood_still() -> Journal:
     while not any(isinstance(each, do.CollectStacks) for each in told.records[-1].effects):
         at += 10
         told.tell(on.Tick(at=START + at))
-    launch = told.state.launch
+    launch = told.state.launch.number
     summary = "rank 1 is in load (data.py:7)"
     stands = {"launch": launch, "moved": False, "idle": True, "summary": summary, "rank": 1, "node": "n2"}
     told.tell(on.StacksCollected(at=START + at + 1, **stands))
@@ -542,7 +542,7 @@ def test_a_slow_node_that_a_spare_replaces_is_no_stop_that_somebody_asked_for() 
     told.begin(0, nodes_wanted=2)
     told.launch(0)
     told.steps(1, 10, at=0)
-    told.state = msgspec.structs.replace(told.state, to_replace="n2")
+    told.state = msgspec.structs.replace(told.state, launch=msgspec.structs.replace(told.state.launch, to_replace="n2"))
     told.commit(10, at=10, seconds=0)
     assert told.state.phase.value in ("saving", "stopping"), told.records[-1].why
     told.tell(on.TrainingStopped(at=START + 12, launch=0, step=10))

@@ -118,7 +118,10 @@ def a_training_with_a_slow_node() -> list[on.Event]:
         words.append(f"{at} Progressed launch=1 step={step} loss=2.0 step_seconds=1.4")
     words += [f"{at + 1} SignalReceived", f"{at + 1.1} SlurmAnswered preempt={at} end={at + 120}"]
     state = given_training()
-    return [parse(line, msgspec.structs.replace(state, bus=1)) for line in words]
+    return [
+        parse(line, msgspec.structs.replace(state, watchers=msgspec.structs.replace(state.watchers, bus=1)))
+        for line in words
+    ]
 
 
 def test_hours_of_words_fit_into_samples_and_the_replay_is_exact() -> None:

@@ -49,7 +49,7 @@ def test_a_week_stays_below_100_mb(tmp_path):
         supervisor._feed(on.CheckpointCommitted(**save, directory=f"step_{second:08d}", bytes=10**12, seconds=0.5))
         supervisor._feed(on.RankHello(at=at, launch=0, rank=second % 16, node="gpu001"))
 
-    assert supervisor.state.step == DAY_S // 4 - 1
+    assert supervisor.state.launch.step == DAY_S // 4 - 1
     assert journal.bytes * 4 * 7 < 100e6, f"{journal.bytes * 4 * 7 / 1e6:.0f} MB a week"
     assert len([r for r in journal.records if isinstance(r.event, on.Progressed)]) >= DAY_S / 4 / 60 - 1
 

@@ -19,7 +19,7 @@ from stepkeeper.config.settings import SETTINGS
 from stepkeeper.config.values import shown
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.phases import places
-from stepkeeper.core.state import State
+from stepkeeper.core.state import Nodes, State
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.redaction import redact, redact_words
 from stepkeeper.run_store import paths
@@ -100,7 +100,7 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     assumed = ["step directories are compared by names and sizes only; a start reads every byte"]
     allocation = _allocation(config, environment) if is_job else _assume(config, environment, command, assumed)
     sized = shape.of(config, len(allocation.nodes), command, allocation.tasks_per_node)
-    nodes = places(State(nodes=allocation.nodes, nodes_wanted=sized.wanted))
+    nodes = places(State(nodes=Nodes(usable=allocation.nodes, wanted=sized.wanted)))
     carried = attempt.carried(directory)
     resume_from, passed_over = _resume(directory)
     script = own_script.look(command, Path.cwd())

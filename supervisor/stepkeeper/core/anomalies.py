@@ -14,10 +14,10 @@ from stepkeeper.core import reasons as because
 from stepkeeper.core.baseline import MAD_TO_SIGMA
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.losses import ENOUGH, NOT_FINITE, Losses, observe
-from stepkeeper.core.phases import Decision, kill
+from stepkeeper.core.phases import Decision, kill_for
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Finding, Why
-from stepkeeper.core.state import Next, Phase, Plan, State
+from stepkeeper.core.state import Phase, State
 
 OFF, REPORT, ROLLBACK = WATCH = ("off", "tell", "rollback")
 
@@ -36,9 +36,7 @@ def watch_loss(state: State, event: on.Progressed, policy: Policy) -> Decision:
     if wanted == REPORT or state.phase is not Phase.TRAINING:
         return Decision(state, (), (anomaly,))
     found = Finding(cause=Cause.NUMERICAL, rule=anomaly.rule, reasons=(anomaly,), step=anomaly.step)
-    plan = Plan(next=Next.RELAUNCH, why=(anomaly,))
-    state = replace(state, phase=Phase.STOPPING, plan=plan, first_failure=(anomaly,), found=found)
-    return kill(state, event.at, policy, (anomaly,))
+    return kill_for(state, event.at, found, policy)
 
 
 # What follows from steps that were done again after a resume, and their losses.  Pure.
@@ -54,7 +52,7 @@ NOISE_SHARE = 0.5  # of what neighbouring steps differ by: the same step on the 
 
 def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
     """Judge the losses of steps that were done again."""
-    if event.launch != state.launch or not state.running:
+    if not state.launch.runs(event.launch):
         return Decision(state)
     if event.worst is None:
         why: Why = (because.ReplayEqual(steps=event.steps),)
@@ -65,7 +63,8 @@ def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
         then, now = event.then, event.now
         why = (because.ReplayEqual(steps=event.steps, exact=False, step=event.worst, then=then, now=now),)
         return Decision(state, (_tell(event, (), why, equal=True),), why)
-    new = tuple(node for node in state.launched if state.launched_before and node not in state.launched_before)
+    before = state.nodes.launched_before
+    new = tuple(node for node in state.launch.nodes if before and node not in before)
     why = (
         because.ReplayDiffers(
             step=event.worst,
@@ -80,9 +79,7 @@ def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
     if policy.replay_differs == REPORT_REPLAY or state.phase is not Phase.TRAINING:
         return Decision(state, (tell,), why)
     found = Finding(cause=Cause.NUMERICAL, rule=RULE, reasons=why, step=event.worst)
-    plan = Plan(next=Next.RELAUNCH, why=why)
-    state = replace(state, phase=Phase.STOPPING, plan=plan, first_failure=why, found=found)
-    ended = kill(state, event.at, policy, why)
+    ended = kill_for(state, event.at, found, policy)
     return Decision(ended.state, (tell, *ended.effects), why)
 
 

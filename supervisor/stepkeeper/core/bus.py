@@ -12,32 +12,32 @@ from stepkeeper.core.phases import Decision, all_ready, closed, query_slurm, que
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.scale_up import dismiss, give_up
-from stepkeeper.core.state import NO_SIGNAL, Next, Phase, Plan, SlurmReachability, State
+from stepkeeper.core.state import NO_SIGNAL, BusStatus, Next, Phase, Plan, Query, SlurmReachability, State
 
 replace = msgspec.structs.replace
 
 
 def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Decision:
     """A watcher is gone: start a new bus beside the training."""
-    if event.bus != state.bus or not state.bus_open or state.phase in (Phase.CLOSING, Phase.REQUEUEING):
+    if event.bus != state.watchers.bus or not state.watchers.open or state.phase in (Phase.CLOSING, Phase.REQUEUEING):
         return Decision(state)
-    if event.node not in state.nodes:  # it was left: Slurm ends what runs there
+    if event.node not in state.nodes.usable:  # it was left: Slurm ends what runs there
         return give_up(state, event.node, (because.WatcherGone(node=event.node, text=event.why),))
-    state = replace(state, silent=state.silent | {event.node})
+    state = replace(state, watchers=replace(state.watchers, silent=state.watchers.silent | {event.node}))
     return restart_bus(state, event.at, (because.WatcherGone(node=event.node, text=event.why),), policy)
 
 
 def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
     """All watchers are gone: as we wanted, or a new bus is started beside the training."""
-    if event.bus != state.bus or not state.bus_open:
+    if event.bus != state.watchers.bus or not state.watchers.open:
         return Decision(state)
     if state.phase in (Phase.CLOSING, Phase.REQUEUEING):
-        state = replace(state, bus_open=False, ready=frozenset())
+        state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED, ready=frozenset()))
         if state.phase is Phase.CLOSING:
             return closed(state, event.at, policy, (because.WatchersLeft(),))
         return Decision(state, (), (because.WatchersLeft(),))
     why = (because.BusEnded(code=event.code, error=event.error),)
-    state = replace(state, bus_open=False, bus_error=event.error)
+    state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED, error=event.error))
     return restart_bus(state, event.at, why, policy)
 
 
@@ -46,15 +46,15 @@ def restart_bus(
 ) -> Decision:
     """Start a new bus beside the training; a node that does not come back is lost."""
     # beside training, a bus on which nobody answered is in no budget: its deadline asks Slurm first
-    unheard = state.phase is Phase.TRAINING and not state.ready
-    restarts = state.bus_restarts + (not unheard)
-    tries = state.bus_tries + unheard
+    unheard = state.phase is Phase.TRAINING and not state.watchers.ready
+    restarts = state.watchers.restarts + (not unheard)
+    tries = state.watchers.tries + unheard
     if restarts > policy.bus_restarts_max:
         why = (*why, because.BusRestarts(restarts=restarts - 1))
-        if state.plan is not None:  # we leave already: a save may still come to its end
+        if state.leaving.plan is not None:  # we leave already: a save may still come to its end
             return _without_bus(state, why)
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.START_FAILED), policy)
-    nodes = tuple(node for node in state.nodes if node not in without)
+    nodes = tuple(node for node in state.nodes.usable if node not in without)
     if not nodes:
         return _without_bus(state, (*why, because.NothingToWatch()))
     deadline = state.deadline_at
@@ -66,57 +66,63 @@ def restart_bus(
         deadline = min(deadline, back) if lost_before and deadline is not None else back
     state = replace(
         state,
-        bus=state.bus + 1,
-        bus_open=True,
-        bus_restarts=restarts,
-        bus_tries=tries,
-        bus_restarted_in_launch=True,
-        ready=frozenset(),
-        clearing=False,
+        watchers=replace(
+            state.watchers,
+            bus=state.watchers.bus + 1,
+            status=BusStatus.OPEN,
+            restarts=restarts,
+            tries=tries,
+            ready=frozenset(),
+        ),
+        launch=replace(state.launch, bus_restarted=True),
+        start=replace(state.start, clearing=None),
         deadline_at=deadline,
     )
     given_back: tuple[do.Effect, ...] = ()
-    if resting := frozenset(each.node for each in state.growth.resting):
+    if resting := frozenset(each.node for each in state.nodes.growth.resting):
         # they get no new watcher: one that is broken would keep the whole bus from starting
         released = release(dismiss(state, resting))
         state, given_back = released.state, released.effects
     # a bus that cannot start must not spin; the first restarts are at once
     number = restarts + tries
     after_s = min(policy.bus_retry_max_s, 0.25 * 2.0 ** min(number, 30)) if number > 1 else 0.0
-    return Decision(state, (*given_back, do.StartBus(bus=state.bus, nodes=nodes, after_s=after_s)), why)
+    return Decision(state, (*given_back, do.StartBus(bus=state.watchers.bus, nodes=nodes, after_s=after_s)), why)
 
 
 def _without_bus(state: State, why: Why) -> Decision:
-    return Decision(replace(state, bus_open=False, ready=frozenset()), (), why)
+    return Decision(
+        replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED, ready=frozenset())), (), why
+    )
 
 
 def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:
     """Beside training, no watcher at all came back in time: are the nodes lost, or is only Slurm away?"""
-    if state.slurm_reachability is SlurmReachability.ASKED and state.asking:
-        prompted = state.signal != NO_SIGNAL
-        state = replace(state, asking=False, requery=False, signal=state.signal if prompted else "")
+    if state.watchers.reachability is SlurmReachability.ASKED and state.query.asking:
+        prompted = state.query.signal != NO_SIGNAL
+        query = Query(signal=state.query.signal) if prompted else Query()
+        state = replace(state, query=query)
         late = f"no answer in {policy.ask_within_s:g} s"
         decision = try_bus_again(state, at, policy, answered=False, error=late)
         if not prompted:
             return decision
         more = query_slurm(decision.state, decision.why)  # what a signal means is still to be found out
         return Decision(more.state, (*decision.effects, *more.effects), decision.why)
-    state = replace(state, slurm_reachability=SlurmReachability.ASKED, deadline_at=at + policy.ask_within_s)
+    watchers = replace(state.watchers, reachability=SlurmReachability.ASKED)
+    state = replace(state, watchers=watchers, deadline_at=at + policy.ask_within_s)
     why = (because.NoWatcher(),)
-    return Decision(state, (), why) if state.asking else query_slurm_unprompted(state, why)
+    return Decision(state, (), why) if state.query.asking else query_slurm_unprompted(state, why)
 
 
 def try_bus_again(
     state: State, at: float, policy: Policy, *, answered: bool, slurm_state: str = "", error: str = ""
 ) -> Decision:
     """Training goes on; without Slurm for as long as it takes, with it for one more time."""
-    deadline = at + policy.watcher_back_within_s
-    state = replace(
-        state, slurm_reachability=SlurmReachability.LAST if answered else SlurmReachability.AWAY, deadline_at=deadline
-    )
-    if answered:
-        state = replace(state, bus_tries=0)  # the time is short: almost at once
-    suspects = state.silent if answered and state.silent < set(state.nodes) else frozenset[str]()
+    watchers = replace(state.watchers, reachability=SlurmReachability.AWAY)
+    if answered:  # the time is short: almost at once
+        watchers = replace(state.watchers, reachability=SlurmReachability.LAST, tries=0)
+    state = replace(state, watchers=watchers, deadline_at=at + policy.watcher_back_within_s)
+    some = answered and watchers.silent < set(state.nodes.usable)
+    suspects = watchers.silent if some else frozenset[str]()
     without = tuple(sorted(suspects))
     why = because.BusTriedAgain(answered=answered, slurm_state=slurm_state, error=error, without=without)
     return restart_bus(state, at, (why,), policy, without=suspects)

@@ -24,13 +24,14 @@ from stepkeeper.core.phases import (
     query_slurm_unprompted,
     relaunch,
     stop,
+    stopping,
     wait_for_slurm,
 )
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.recovery import on_judge_late
 from stepkeeper.core.scale_up import on_due
 from stepkeeper.core.silence import look_at_start, on_silence
-from stepkeeper.core.state import Blame, Next, Phase, Plan, SlurmReachability, State
+from stepkeeper.core.state import Blame, BusStatus, Clearing, Next, Phase, Plan, SlurmReachability, State
 from stepkeeper.core.storage import on_storage_late
 
 replace = msgspec.structs.replace
@@ -40,7 +41,7 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
     """The deadline of a phase has passed."""
     if state.limit_at is not None and event.at >= state.limit_at and state.phase in (Phase.STARTING, Phase.TRAINING):
         return on_limit_near(state)
-    if state.phase is Phase.REQUEUEING and state.requeue_by is not None and event.at >= state.requeue_by:
+    if state.phase is Phase.REQUEUEING and state.requeue.by is not None and event.at >= state.requeue.by:
         return give_up_requeue(state, event.at, policy)
     if state.deadline_at is None or event.at < state.deadline_at:
         return _on_other_instants(state, event.at, policy) if state.phase is Phase.TRAINING else Decision(state)
@@ -54,8 +55,8 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
         case Phase.CLOSING:
             return _on_closing_late(state, event.at, policy)
         case Phase.REQUEUEING | Phase.DONE:  # DONE has no deadline: nothing comes here
-            if state.asking or state.requesting:
-                within_s = policy.requeue_within_s if state.requesting else policy.ask_within_s
+            if state.query.asking or state.requeue.requesting:
+                within_s = policy.requeue_within_s if state.requeue.requesting else policy.ask_within_s
                 late = f"Slurm did not answer in {within_s:g} s"
                 return retry_requeue(state, event.at, late, ExitCode.UNDECIDED, policy)
             state = replace(state, deadline_at=event.at + policy.ask_within_s)
@@ -66,82 +67,83 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
 
 def _on_other_instants(state: State, at: float, policy: Policy) -> Decision:
     """Training goes on, and no word of it is late: is it silent, or is a node to be looked at?"""
-    if state.hang_at is not None and at >= state.hang_at:
+    if state.silence.hang_at is not None and at >= state.silence.hang_at:
         return on_silence(state, at, policy)
     return on_due(state, at, policy)
 
 
 def _on_closing_late(state: State, at: float, policy: Policy) -> Decision:
     """Reading back took too long, or the watchers did not leave: they end with the job."""
-    if state.verifying is not None:
-        state = replace(state, verifying=None, deadline_at=at + policy.hurry_within_s)
+    if state.storage.verifying is not None:
+        state = replace(state, storage=replace(state.storage, verifying=None), deadline_at=at + policy.hurry_within_s)
     else:
-        state = replace(state, bus_open=False)
+        state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED))
     return closed(state, at, policy, (because.ClosingLate(),))
 
 
 def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
-    plan = state.plan
+    plan = state.leaving.plan
     assert plan is not None, "STOPPING is entered with a plan"
-    if not state.running and state.slurm_away_since is not None:
+    if not state.launch.running and state.start.slurm_away_since is not None:
         return _on_slurm_still_away(state, at, plan, policy)
-    if not state.running and plan.next is Next.END:
+    if not state.launch.running and plan.next is Next.END:
         return close(state, at, plan, policy)
-    if not state.running:
+    if not state.launch.running:
         return relaunch(state, at, (*plan.why, because.SlurmLate(within_s=policy.ask_within_s)), policy)
-    if not state.killed:
+    if not state.launch.killed:
         return kill(state, at, policy, (because.RanksLate(),))
     why = (*plan.why, because.StepSurvivesKill())
     if plan.next is Next.RELAUNCH:  # nothing can be started beside ranks that do not die
         plan = Plan(next=Next.REQUEUE, why=why)
-    return close(replace(state, running=False), at, plan, policy)
+    return close(replace(state, launch=replace(state.launch, running=False)), at, plan, policy)
 
 
 def _on_slurm_still_away(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     """Ask whether a launch could begin now; in the end try it, on the training's account."""
-    assert state.slurm_away_since is not None, "the caller looks"
-    if state.asking:
+    assert state.start.slurm_away_since is not None, "the caller looks"
+    if state.query.asking:
         return wait_for_slurm(state, at, (because.SlurmLate(within_s=policy.ask_within_s),), policy)
-    if at - state.slurm_away_since < policy.slurm_away_for_s:
+    if at - state.start.slurm_away_since < policy.slurm_away_for_s:
         state = replace(state, deadline_at=at + policy.ask_within_s)
         return query_slurm_unprompted(state, (because.SlurmAsked(),))
-    state = replace(state, plan=replace(plan, blame=Blame.TRAINING))
+    state = replace(state, leaving=replace(state.leaving, plan=replace(plan, blame=Blame.TRAINING)))
     return relaunch(state, at, (*plan.why, because.SlurmAway(for_s=policy.slurm_away_for_s)), policy)
 
 
 def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
     """Not every task has started, or no rank has the trainer library."""
-    if (
-        state.all_tasks_started or not state.wrapped or state.bus_restarted_in_launch
-    ):  # an older bus may have heard of it
+    may_have_begun = state.launch.all_tasks_started or not state.identity.wrapped
+    if may_have_begun or state.launch.bus_restarted:  # an older bus may have heard of it
         return look_at_start(replace(state, deadline_at=None), at, policy, (because.NoLibrary(),))
     why = (because.LaunchNeverBegan(within_s=policy.begin_within_s),)
-    state = replace(state, phase=Phase.STOPPING, first_failure=why, plan=Plan(next=Next.RELAUNCH, why=why))
+    state = stopping(state, Plan(next=Next.RELAUNCH, why=why))
+    state = replace(state, launch=replace(state.launch, first_failure=why))
     return kill(state, at, policy, why)
 
 
 def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
-    if state.phase is Phase.STARTING and (state.testing or state.storage_since is not None):
+    if state.phase is Phase.STARTING and (state.storage.testing or state.storage.failing_since is not None):
         return on_storage_late(state, at, policy)
-    missing = [node for node in state.nodes if node not in state.ready]
+    missing = [node for node in state.nodes.usable if node not in state.watchers.ready]
     if not missing and state.phase is Phase.TRAINING:
         return _on_launch_late(state, at, policy)
-    if not missing and state.chosen and state.failure is not None:
+    if not missing and state.resume.chosen and state.failure is not None:
         return on_judge_late(state, at, policy)
-    if not missing and state.wait_until is not None:
+    if not missing and state.start.wait_until is not None:
         return go_on_starting(state, at, policy, (because.WaitOver(),))
-    if not missing and state.unfit_since is not None and not state.clearing:
+    if not missing and state.start.unfit_since is not None and not state.start.clearing:
         return go_on_starting(state, at, policy, (because.CheckAgain(),))
-    if not missing and state.clearing and not state.asked_uncleared:
-        state = replace(state, asked_uncleared=True, deadline_at=at + policy.ask_within_s)
-        return Decision(state, (do.AskUncleared(launch=state.launch),), (because.ClearingLate(),))
-    if not missing and state.clearing:
+    if not missing and state.start.clearing is Clearing.ASKED:
+        state = replace(state, start=replace(state.start, clearing=Clearing.LATE), deadline_at=at + policy.ask_within_s)
+        return Decision(state, (do.AskUncleared(launch=state.launch.number),), (because.ClearingLate(),))
+    if not missing and state.start.clearing:
         return stop(state, at, Plan(next=Next.REQUEUE, why=(because.ClearingLate(),)), policy)
     if not missing:
         plan = Plan(next=Next.END, why=(because.ChoosingLate(),), code=ExitCode.STORAGE)
         return stop(state, at, plan, policy)
-    if state.phase is Phase.TRAINING and not state.ready and state.slurm_reachability is not SlurmReachability.LAST:
+    nobody = state.phase is Phase.TRAINING and not state.watchers.ready
+    if nobody and state.watchers.reachability is not SlurmReachability.LAST:
         return on_no_watcher(state, at, policy)
     # one lost node keeps the whole bus from starting: name that one, if its watcher fell silent first
-    lost = tuple([node for node in missing if node in state.silent] or missing)
+    lost = tuple([node for node in missing if node in state.watchers.silent] or missing)
     return lose_nodes(state, at, lost, (are_lost(state, lost),), policy)

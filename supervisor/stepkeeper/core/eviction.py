@@ -29,18 +29,21 @@ def margin_s(state: State, policy: Policy) -> float:
     """Return how long before the time limit the job leaves: as set, else by how long the run's saves take."""
     if policy.time_limit_margin:
         return policy.time_limit_margin
-    whole = max(0.0, (state.end_at or 0.0) - (state.started_at or 0.0))
+    whole = max(0.0, (state.identity.end_at or 0.0) - (state.identity.started_at or 0.0))
     return min(SHARE_MOST * whole, max(LEAST_S, SAVES * state.pace.save + policy.save_margin_s))
 
 
 def expecting(state: State, policy: Policy) -> State:
     """Set when to ask Slurm about the limit: it may have been changed since."""
-    return replace(state, limit_at=None if state.end_at is None else state.end_at - margin_s(state, policy))
+    end_at = state.identity.end_at
+    return replace(state, limit_at=None if end_at is None else end_at - margin_s(state, policy))
 
 
 def on_limit_near(state: State) -> Decision:
     """The margin has begun, as far as we know: is it still so?"""
-    state = replace(state, limit_at=None, signal=state.signal if state.asking else LIMIT)
+    state = replace(state, limit_at=None)
+    if not state.query.asking:
+        state = replace(state, query=replace(state.query, signal=LIMIT))
     return query_slurm(state, (because.TimeLimitNear(),))
 
 
@@ -70,38 +73,38 @@ def judge_eviction(state: State, job: JobFacts | None, at: float, policy: Policy
     """Tell why Slurm signaled.  `state.term_at` says when the batch process got SIGTERM, if it did."""
     if job is None:
         return _unreachable(state, at, policy)
-    if job.restarts > state.restart_count:
+    if job.restarts > state.identity.restart_count:
         return Judgement(notice=Notice.REQUEUED, deadline_at=_kill_deadline(state, at, policy))
     if job.state in (JobState.COMPLETING, JobState.ENDED):
         if job.reason == "TimeLimit":
             return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_kill_deadline(state, at, policy))
-        if preempted_at_last(job, state.preempted_at):
+        if preempted_at_last(job, state.leaving.preempted_at):
             return Judgement(notice=Notice.PREEMPTED, deadline_at=_kill_deadline(state, at, policy))
         return Judgement(notice=Notice.CANCELLED, deadline_at=_kill_deadline(state, at, policy))
     if job.preempt_at is not None:
         return Judgement(notice=Notice.PREEMPTED, deadline_at=_end_deadline(state, job, at, policy))
-    if state.signal == LIMIT and job.end_at is not None and job.end_at - at <= margin_s(state, policy):
+    if state.query.signal == LIMIT and job.end_at is not None and job.end_at - at <= margin_s(state, policy):
         return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_end_deadline(state, job, at, policy))
-    if state.signal in (NODE_TERM, NO_SIGNAL, LIMIT):
+    if state.query.signal in (NODE_TERM, NO_SIGNAL, LIMIT):
         return Judgement(notice=Notice.NOT_FOR_US)
     near = job.end_at is not None and job.end_at - at <= policy.time_limit_notice_s
-    if near and state.signal != "TERM":
+    if near and state.query.signal != "TERM":
         return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_end_deadline(state, job, at, policy))
     return Judgement(notice=Notice.ASKED_TO_SAVE)
 
 
 def _unreachable(state: State, at: float, policy: Policy) -> Judgement:
     """Slurm could not be asked: a signal of its own means the worst, our own clock what Slurm said last."""
-    if state.signal == NO_SIGNAL:
+    if state.query.signal == NO_SIGNAL:
         return Judgement(notice=Notice.NOT_FOR_US)
-    if state.signal == LIMIT and state.end_at is not None:
-        return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_with_margin(state.end_at, at, policy))
+    if state.query.signal == LIMIT and state.identity.end_at is not None:
+        return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_with_margin(state.identity.end_at, at, policy))
     return Judgement(notice=Notice.UNKNOWN, deadline_at=_kill_deadline(state, at, policy))
 
 
 def _kill_deadline(state: State, at: float, policy: Policy) -> float:
     """SIGTERM went to everybody: KillWait seconds are left from then."""
-    kill_at = (state.term_at if state.term_at is not None else at) + state.kill_wait_s
+    kill_at = (state.leaving.term_at if state.leaving.term_at is not None else at) + state.identity.kill_wait_s
     return _with_margin(kill_at, at, policy)
 
 

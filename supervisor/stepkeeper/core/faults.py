@@ -15,11 +15,23 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.bus import restart_bus
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import Decision, all_ready, go_on_starting, kept, places, release, repeats, room, stop
+from stepkeeper.core.phases import (
+    Decision,
+    all_ready,
+    go_on_starting,
+    kept,
+    places,
+    release,
+    repeats,
+    room,
+    stop,
+    stopping,
+    without_nodes,
+)
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.scale_up import give_up, may_rest, rest
-from stepkeeper.core.state import Blame, Next, Phase, Plan, State
+from stepkeeper.core.state import Blame, BusStatus, Next, Phase, Plan, State
 
 SLURM_MISSES_A_NODE = (  # srun's last words, where it cannot start a step on every node: it kills what it has started
     "requested node configuration is not available",
@@ -35,10 +47,11 @@ def on_node_faulted(state: State, event: on.NodeFaulted, policy: Policy) -> Deci
     what: Why = (because.NodeFault(node=event.node, name=event.name, text=event.why, gpu=event.gpu),)
     if not event.leave:
         hint = (event.node, f"{event.name}, {event.action}")
-        if event.node not in state.nodes or hint in state.hints:
+        if event.node not in state.nodes.usable or hint in state.launch.hints:
             return Decision(state)
-        return Decision(replace(state, hints=(*state.hints, hint)), (), (*what, because.NodeStays()))
-    if event.node not in state.nodes:
+        launch = replace(state.launch, hints=(*state.launch.hints, hint))
+        return Decision(replace(state, launch=launch), (), (*what, because.NodeStays()))
+    if event.node not in state.nodes.usable:
         given_up = give_up(state, event.node, what)
         drained = _drained_later(given_up.state, event)
         return Decision(drained.state, given_up.effects, given_up.why or drained.why)
@@ -47,25 +60,27 @@ def on_node_faulted(state: State, event: on.NodeFaulted, policy: Policy) -> Deci
 
 def _drained_later(state: State, event: on.NodeFaulted) -> Decision:
     """A drained node needs no exclusion, which nobody would lift once it is repaired."""
-    if not event.drained or all(exclusion.node != event.node for exclusion in state.excluded):
+    if not event.drained or all(exclusion.node != event.node for exclusion in state.nodes.excluded):
         return Decision(state)
-    others = tuple(exclusion for exclusion in state.excluded if exclusion.node != event.node)
-    return Decision(replace(state, excluded=others), (), (because.NodeDrained(node=event.node),))
+    others = tuple(exclusion for exclusion in state.nodes.excluded if exclusion.node != event.node)
+    state = replace(state, nodes=replace(state.nodes, excluded=others))
+    return Decision(state, (), (because.NodeDrained(node=event.node),))
 
 
 def on_nodes_released(state: State, event: on.NodesReleased) -> Decision:
     """The nodes that were left are given back; or stay in the allocation, unused: the next relaunch tries again."""
     if event.ok:
         return Decision(state, (), (because.NodesReleased(),))
-    return Decision(replace(state, releasing=True), (), (because.NodesNotReleased(error=event.error),))
+    state = replace(state, nodes=replace(state.nodes, releasing=True))
+    return Decision(state, (), (because.NodesNotReleased(error=event.error),))
 
 
 def on_nodes_not_cleared(state: State, event: on.NodesNotCleared, policy: Policy) -> Decision:
     """Some nodes do not confirm, such as one whose rank hangs in the driver: leave them; the others can go on."""
-    if state.phase is not Phase.STARTING or not state.clearing or event.launch != state.launch:
+    if state.phase is not Phase.STARTING or not state.start.clearing or event.launch != state.launch.number:
         return Decision(state)
-    left = [node for node in event.nodes if node in state.nodes]
-    if not left or len(left) == len(state.nodes):
+    left = [node for node in event.nodes if node in state.nodes.usable]
+    if not left or len(left) == len(state.nodes.usable):
         return Decision(replace(state, deadline_at=event.at))  # then the next rougher means: a requeue
     why = {node: (because.NodeNotClear(node=node),) for node in left}
     return _leave(state, event.at, why, policy, exclude=True)
@@ -76,22 +91,23 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
 
     Not beside training: ranks there may live on, and are asked for first.
     """
-    silent = tuple(node for node in state.nodes if node in state.silent)
+    silent = tuple(node for node in state.nodes.usable if node in state.watchers.silent)
     missed = any(words in event.error.lower() for words in SLURM_MISSES_A_NODE)
-    current = event.bus == state.bus and state.bus_open and state.phase is Phase.STARTING
-    if not (current and missed and 0 < len(silent) < len(state.nodes)):
+    current = event.bus == state.watchers.bus and state.watchers.open and state.phase is Phase.STARTING
+    if not (current and missed and 0 < len(silent) < len(state.nodes.usable)):
         return bus.on_bus_ended(state, event, policy)
     # the others get their full time on the next bus
-    state = replace(state, bus_open=False, bus_error=event.error, ready=frozenset(), deadline_at=None)
+    watchers = replace(state.watchers, status=BusStatus.ENDED, error=event.error, ready=frozenset())
+    state = replace(state, watchers=watchers, deadline_at=None)
     return lose_nodes(state, event.at, silent, (are_lost(state, silent),), policy)
 
 
 def on_unfit(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
     """Some nodes failed the checks before a launch: leave them, unless the storage of most did, which is not theirs."""
-    found = {unfit.node: unfit.why for unfit in event.unfit if unfit.node in state.nodes}
+    found = {unfit.node: unfit.why for unfit in event.unfit if unfit.node in state.nodes.usable}
     left: dict[str, Why] = {node: (because.NodeUnfit(node=node, text=said),) for node, said in found.items()}
-    shared = all(unfit.shared for unfit in event.unfit if unfit.node in state.nodes)
-    if found and shared and 2 * len(found) > len(state.nodes):
+    shared = all(unfit.shared for unfit in event.unfit if unfit.node in state.nodes.usable)
+    if found and shared and 2 * len(found) > len(state.nodes.usable):
         return _wait_for_common_cause(state, event.at, sum(left.values(), ()), policy)
     if not found:
         return go_on_starting(state, event.at, policy, (because.UnfitNodesLeft(),))
@@ -100,17 +116,18 @@ def on_unfit(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
 
 
 def _wait_for_common_cause(state: State, at: float, said: Why, policy: Policy) -> Decision:
-    since = state.unfit_since if state.unfit_since is not None else at
+    since = state.start.unfit_since if state.start.unfit_since is not None else at
     why = (because.MostNodesUnfit(), *said)
     if at - since >= policy.unfit_wait_s:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_UNFIT), policy)
-    state = replace(state, clearing=False, unfit_since=since, deadline_at=at + policy.unfit_retry_s)
+    start = replace(state.start, clearing=None, unfit_since=since)
+    state = replace(state, start=start, deadline_at=at + policy.unfit_retry_s)
     return Decision(state, (), (*why, because.CheckAgain(after_s=policy.unfit_retry_s)))
 
 
 def are_lost(state: State, lost: tuple[str, ...]) -> because.NodesLost:
     """Tell which nodes are lost, and what the newest bus ended with."""
-    return because.NodesLost(nodes=lost, error=state.bus_error)
+    return because.NodesLost(nodes=lost, error=state.watchers.error)
 
 
 def was_lost(exclusion: on.Exclusion) -> bool:
@@ -135,24 +152,27 @@ def _leave(
 ) -> Decision:
     """Use some nodes no more, and do what follows from that."""
     why: Why = tuple(dict.fromkeys(reason for reasons in left.values() for reason in reasons))
-    hit = state.running and bool(set(left) & set(state.launched))
-    nodes = tuple(node for node in state.nodes if node not in left)
+    hit = state.launch.running and bool(set(left) & set(state.launch.nodes))
+    nodes, watchers = without_nodes(state, left).nodes, state.watchers
+    releasing = nodes.releasing or (not (lost or rests) and bool(set(left) - {state.identity.batch_node}))
+    gone = tuple((node, at) for node in left) if lost else ()
     state = replace(
         state,
-        nodes=nodes,
-        ready=state.ready if rests else state.ready.difference(left),
-        silent=state.silent.difference(left),
-        node_losses=state.node_losses + 1,
-        lost=(*state.lost, *((node, at) for node in left)) if lost else state.lost,
-        releasing=state.releasing or (not (lost or rests) and bool(set(left) - {state.batch_node})),
+        nodes=replace(nodes, lost=(*nodes.lost, *gone), releasing=releasing),
+        watchers=replace(
+            watchers,
+            ready=watchers.ready if rests else watchers.ready.difference(left),
+            silent=watchers.silent.difference(left),
+        ),
+        budgets=replace(state.budgets, node_losses=state.budgets.node_losses + 1),
     )
     if rests:
         state = rest(state, at, left, policy)
     if exclude:
         state = _with_exclusions(state, at, left, policy)
-    again = state.plan is None or state.plan.next is Next.RELAUNCH
-    needed = hit or not state.running or state.phase is Phase.STARTING  # else training goes on without it
-    if again and needed and state.node_losses > policy.node_losses_max:
+    again = state.leaving.plan is None or state.leaving.plan.next is Next.RELAUNCH
+    needed = hit or not state.launch.running or state.phase is Phase.STARTING  # else training goes on without it
+    if again and needed and state.budgets.node_losses > policy.node_losses_max:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
     match state.phase:
         case Phase.STARTING:
@@ -167,36 +187,39 @@ def _with_exclusions(state: State, at: float, left: Mapping[str, Why], policy: P
     """Exclude nodes from the next attempts."""
     until = at + policy.exclude_for_s
     new = tuple(on.Exclusion(node=node, reasons=why, until=until) for node, why in left.items())
-    return _at_most((*(each for each in state.excluded if each.node not in left), *new), state, policy)
+    return _at_most((*(each for each in state.nodes.excluded if each.node not in left), *new), state, policy)
 
 
 def _at_most(excluded: tuple[on.Exclusion, ...], state: State, policy: Policy) -> State:
     """Exclude no more nodes than allowed: the weakest reasons, which come first, make room."""
     over = len(excluded) - policy.excluded_max if policy.excluded_max else 0
     dropped = tuple(each.node for each in excluded[: max(0, over)])
-    return replace(state, excluded=excluded[len(dropped) :], readmit=(*state.readmit, *dropped))
+    nodes = replace(state.nodes, excluded=excluded[len(dropped) :], readmit=(*state.nodes.readmit, *dropped))
+    return replace(state, nodes=nodes)
 
 
 def _not_charged(state: State, left: Mapping[str, Why]) -> State:
     """The launch before failed on such a node: that was no failure of the training."""
-    if not state.failure_counted or not set(left) & set(state.launched):
+    if not state.budgets.failure_counted or not set(left) & set(state.launch.nodes):
         return state
-    if state.failure is None and state.tried:  # it is settled: take that back too
-        last = state.tried[-1]
+    if state.failure is None and state.budgets.tried:  # it is settled: take that back too
+        last = state.budgets.tried[-1]
         times = repeats(last) - 1
         fewer = (replace(last, count=max(0, last.count - 1), repeats=times),) if times else ()
-        state = replace(state, tried=(*state.tried[:-1], *fewer))
+        state = replace(state, budgets=replace(state.budgets, tried=(*state.budgets.tried[:-1], *fewer)))
     return replace(not_charged(state), failure=None)
 
 
 def not_charged(state: State) -> State:
     """The launch before failed, and the training is not to blame."""
-    return replace(state, failure_counted=False, failures=max(0, state.failures - state.failure_counted))
+    failures = max(0, state.budgets.failures - state.budgets.failure_counted)
+    return replace(state, budgets=replace(state.budgets, failure_counted=False, failures=failures))
 
 
 def leave_on_suspicion(state: State, at: float, node: str, why: Why, policy: Policy) -> Decision:
     """The launch before failed on this node, and again: the next one runs without it."""
-    return _leave(replace(state, failure_counted=False), at, {node: why}, policy, exclude=True)
+    state = replace(state, budgets=replace(state.budgets, failure_counted=False))
+    return _leave(state, at, {node: why}, policy, exclude=True)
 
 
 def exclude(state: State, at: float, node: str, why: Why, policy: Policy) -> State:
@@ -211,12 +234,13 @@ def without_lost(state: State, at: float, policy: Policy) -> tuple[State, tuple[
     then give it GPUs that no step can use; and until then a lost node is one that Slurm may give again.  They come
     before the faulty ones in the list, and so make room for them: a lost node may be back any moment.
     """
-    until = {node: since + policy.exclude_lost_for_s for node, since in state.lost if node != state.batch_node}
+    own = state.identity.batch_node
+    until = {node: since + policy.exclude_lost_for_s for node, since in state.nodes.lost if node != own}
     lost = [node for node in until if until[node] > at]
-    if not lost or not state.nodes:  # where no node is left, it is not the nodes that are lost
+    if not lost or not state.nodes.usable:  # where no node is left, it is not the nodes that are lost
         return state, ()
-    faulty = tuple(each for each in state.excluded if not was_lost(each))
-    before = tuple(each for each in state.excluded if was_lost(each) and each.node not in lost)
+    faulty = tuple(each for each in state.nodes.excluded if not was_lost(each))
+    before = tuple(each for each in state.nodes.excluded if was_lost(each) and each.node not in lost)
     known = {each.node for each in faulty}
     why = (because.LostRecently(),)
     new = tuple(on.Exclusion(node=node, reasons=why, until=until[node]) for node in lost if node not in known)
@@ -230,7 +254,7 @@ def _start_without(state: State, at: float, why: Why, policy: Policy, *, lost: b
     state = released.state
     if all_ready(state):
         decision = go_on_starting(state, at, policy, why)
-    elif lost or not state.bus_open:  # no bus starts while a lost node is among its nodes
+    elif lost or not state.watchers.open:  # no bus starts while a lost node is among its nodes
         decision = restart_bus(state, at, why, policy)
     else:
         decision = Decision(state)  # the others are still starting
@@ -242,9 +266,9 @@ def _train_without(state: State, at: float, why: Why, policy: Policy, *, hit: bo
         return _without_a_spare(state, at, (*why, because.SpareOnly()), policy)
     enough = bool(places(state))
     plan = Plan(next=Next.RELAUNCH, why=why, blame=Blame.NODE) if enough else _requeue(state, why)
-    if state.saving is not None and not lost:  # what the ranks have copied may still be written
-        state = replace(state, phase=Phase.STOPPING, plan=plan, first_failure=why)
-        state = replace(state, deadline_at=at + policy.commit_grace_s)
+    if state.launch.saving is not None and not lost:  # what the ranks have copied may still be written
+        state = stopping(state, plan)
+        state = replace(state, launch=replace(state.launch, first_failure=why), deadline_at=at + policy.commit_grace_s)
         return Decision(state, (), (*why, because.CommitInFlight()))
     decision = stop(state, at, plan, policy)
     if enough and not all_ready(decision.state):
@@ -258,13 +282,13 @@ def _without_a_spare(state: State, at: float, why: Why, policy: Policy) -> Decis
     released = release(state)
     state = released.state
     if not all_ready(state):
-        if state.bus_open and not state.silent:
+        if state.watchers.open and not state.watchers.silent:
             return Decision(state, released.effects, why)
         restarted = restart_bus(state, at, why, policy)
         return Decision(restarted.state, (*released.effects, *restarted.effects), why)
-    if state.wrapped and not state.all_tasks_started:
+    if state.identity.wrapped and not state.launch.all_tasks_started:
         state = replace(state, deadline_at=at + policy.begin_within_s)
-    elif not state.library_seen:
+    elif not state.launch.library_seen:
         state = replace(state, deadline_at=at + policy.announce_within_s)
     else:
         state = replace(state, deadline_at=None)
@@ -273,10 +297,10 @@ def _without_a_spare(state: State, at: float, why: Why, policy: Policy) -> Decis
 
 def _blame_node(state: State, why: Why, *, hit: bool) -> State:
     """The ranks are leaving: if they were to be launched again, it is the node's fault now."""
-    plan = state.plan
+    plan = state.leaving.plan
     if plan is None or plan.next is not Next.RELAUNCH or not hit:
         return state
-    return replace(state, plan=replace(plan, why=(*plan.why, *why), blame=Blame.NODE))
+    return replace(state, leaving=replace(state.leaving, plan=replace(plan, why=(*plan.why, *why), blame=Blame.NODE)))
 
 
 def _requeue(state: State, why: Why) -> Plan:

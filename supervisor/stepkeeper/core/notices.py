@@ -30,34 +30,38 @@ from stepkeeper.core.phases import (
     request_save,
     save,
     stop,
+    stopping,
     take,
     wait_for_slurm,
 )
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Reason, Why
-from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Next, Phase, Plan, SlurmReachability, State
+from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Next, Phase, Plan, Question, SlurmReachability, State
 
 replace = msgspec.structs.replace
 
 
 def on_signal(state: State, event: on.SignalReceived, policy: Policy) -> Decision:
     """The batch process got a signal: ask Slurm what it means before deciding."""
-    if event.signal in ("TERM", "INT") and state.term_at is None:
-        state = replace(state, term_at=event.at)
+    if event.signal in ("TERM", "INT") and state.leaving.term_at is None:
+        state = replace(state, leaving=replace(state.leaving, term_at=event.at))
     if event.signal in ("TERM", "INT") and state.phase is Phase.REQUEUEING:  # whoever sent it does not wait for longer
-        state = replace(state, requeue_by=_earlier(state.requeue_by, event.at + state.kill_wait_s))
-    return _ask_about(replace(state, signal=event.signal), event.at, (because.GotSignal(signal=event.signal),), policy)
+        by = _earlier(state.requeue.by, event.at + state.identity.kill_wait_s)
+        state = replace(state, requeue=replace(state.requeue, by=by))
+    state = replace(state, query=replace(state.query, signal=event.signal))
+    return _ask_about(state, event.at, (because.GotSignal(signal=event.signal),), policy)
 
 
 def on_node_signaled(state: State, event: on.NodeSignaled, policy: Policy) -> Decision:
     """A watcher got SIGTERM: ask Slurm once for all nodes; a signal of our own outweighs it."""
-    if not state.wrapped:
-        state = replace(state, slurm_sent=event.signal)
+    if not state.identity.wrapped:
+        state = replace(state, launch=replace(state.launch, slurm_sent=event.signal))
     if _leaves(state):
         return Decision(state)  # on a thousand nodes it comes a thousand times
-    if state.asking and state.signal in (NODE_TERM, "TERM", "INT"):
+    if state.query.asking and state.query.signal in (NODE_TERM, "TERM", "INT"):
         return Decision(state)
-    state = replace(state, signal=NODE_TERM if state.signal in ("", NO_SIGNAL) else state.signal)
+    if state.query.signal in ("", NO_SIGNAL):
+        state = replace(state, query=replace(state.query, signal=NODE_TERM))
     return _ask_about(state, event.at, (because.StepsSignaled(node=event.node),), policy)
 
 
@@ -66,35 +70,37 @@ def _leaves(state: State) -> bool:
 
     A user signal near the time limit is not that: a preemption may leave less time than the limit does.
     """
-    if state.plan is None or state.plan.next is Next.RELAUNCH:
+    if state.leaving.plan is None or state.leaving.plan.next is Next.RELAUNCH:
         return False
-    return state.phase in (Phase.SAVING, Phase.STOPPING, Phase.CLOSING) and (state.eviction_confirmed or state.killed)
+    confirmed = state.leaving.eviction_confirmed or state.launch.killed
+    return confirmed and state.phase in (Phase.SAVING, Phase.STOPPING, Phase.CLOSING)
 
 
 def _ask_about(state: State, at: float, why: Why, policy: Policy) -> Decision:
-    if state.phase is Phase.CLOSING and state.plan is not None and state.plan.next is Next.END:
+    if state.phase is Phase.CLOSING and state.leaving.plan is not None and state.leaving.plan.next is Next.END:
         return Decision(state)  # it ends anyway; after a requeue Slurm sends us SIGTERM at once
     if state.phase is Phase.REQUEUEING:
-        if state.requesting:
+        if state.requeue.requesting:
             return Decision(state)  # Slurm ends what it requeues: the answer to that is on its way
-        if not state.asking:  # between two tries: what it means cannot wait
+        if not state.query.asking:  # between two tries: what it means cannot wait
             state = replace(state, deadline_at=at + policy.ask_within_s)
     return query_slurm(state, why)
 
 
 def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> Decision:
     """Act on what Slurm says of a signal, or of the requeue that we are about to make."""
-    if not state.asking:
+    if not state.query.asking:
         return Decision(state)  # too late: it was given up
     if state.suspended.asked:
-        state = replace(state, asking=False, suspended=replace(state.suspended, asked=False))
-        return query_slurm(state, (because.SuspendedSinceAsked(),))
-    again = state.requery
-    state = replace(state, asking=False, requery=False)
+        state = replace(state, suspended=replace(state.suspended, asked=False))
+        why = (because.SuspendedSinceAsked(),)
+        return Decision(state, (do.AskSlurm(reasons=why),), why)
+    again = state.query.question is Question.OUTDATED
+    state = replace(state, query=replace(state.query, question=None))
     if event.job is not None:
-        state = expecting(replace(state, end_at=event.job.end_at), policy)
+        state = expecting(replace(state, identity=replace(state.identity, end_at=event.job.end_at)), policy)
         if event.job.state is JobState.RUNNING:
-            state = replace(state, preempted_at=event.job.preempt_at)
+            state = replace(state, leaving=replace(state.leaving, preempted_at=event.job.preempt_at))
     if state.phase is Phase.REQUEUEING and again:
         state = replace(state, deadline_at=event.at + policy.ask_within_s)
         return query_slurm(state, (because.SignalSinceAsked(),))
@@ -102,7 +108,7 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
     if state.phase is Phase.REQUEUEING:
         return _requeue_if_right(state, event, judgement, policy)
     decision = _act(state, event, judgement, policy, final=not again)
-    if not again or decision.state.phase is Phase.DONE or decision.state.asking:
+    if not again or decision.state.phase is Phase.DONE or decision.state.query.asking:
         return decision
     more = query_slurm(decision.state, (because.SignalSinceAsked(),))
     return Decision(more.state, (*decision.effects, *more.effects), decision.why)
@@ -112,34 +118,34 @@ def _act(  # noqa: C901, PLR0912 - one case a notice
     state: State, event: on.SlurmAnswered, judgement: Judgement, policy: Policy, *, final: bool
 ) -> Decision:
     """Act on why Slurm signaled; if not `final`, a newer signal is still to be asked about."""
-    asked_for = state.signal
+    asked_for = state.query.signal
     nothing_ends = judgement.notice in (Notice.ASKED_TO_SAVE, Notice.NOT_FOR_US)
     if final:
         state = _dealt_with(state, event, nothing_ends=nothing_ends)
     why: Why = (_meaning(event, judgement),)
-    if nothing_ends and final and state.phase is Phase.STOPPING and not state.running:
-        assert state.plan is not None, "STOPPING is entered with a plan"
-        if event.job is None and state.slurm_away_since is not None:
+    if nothing_ends and final and state.phase is Phase.STOPPING and not state.launch.running:
+        assert state.leaving.plan is not None, "STOPPING is entered with a plan"
+        if event.job is None and state.start.slurm_away_since is not None:
             return wait_for_slurm(state, event.at, why, policy)
-        if state.plan.next is Next.END:  # its status said the end, and Slurm did not ask for it
-            return close(state, event.at, state.plan, policy)
-        return relaunch(state, event.at, state.plan.why, policy)  # the launch failed on its own account
-    if nothing_ends and final and state.phase is Phase.TRAINING and state.first_failure:
-        plan = Plan(next=Next.RELAUNCH, why=state.first_failure)  # no notice explains how that rank ended
-        return kill(replace(state, phase=Phase.STOPPING, plan=plan), event.at, policy, plan.why)
+        if state.leaving.plan.next is Next.END:  # its status said the end, and Slurm did not ask for it
+            return close(state, event.at, state.leaving.plan, policy)
+        return relaunch(state, event.at, state.leaving.plan.why, policy)  # the launch failed on its own account
+    if nothing_ends and final and state.phase is Phase.TRAINING and state.launch.first_failure:
+        plan = Plan(next=Next.RELAUNCH, why=state.launch.first_failure)  # no notice explains how that rank ended
+        return kill(stopping(state, plan), event.at, policy, plan.why)
     match judgement.notice:
         case Notice.NOT_FOR_US if (
-            final and state.phase is Phase.TRAINING and state.slurm_reachability is SlurmReachability.ASKED
+            final and state.phase is Phase.TRAINING and state.watchers.reachability is SlurmReachability.ASKED
         ):
             said = event.job.slurm_state if event.job is not None else ""
             answered = event.job is not None
             return try_bus_again(state, event.at, policy, answered=answered, slurm_state=said, error=event.error)
         case Notice.NOT_FOR_US:
             return Decision(state, (), why)
-        case Notice.ASKED_TO_SAVE if not state.batch and asked_for in ("INT", "TERM"):
+        case Notice.ASKED_TO_SAVE if not state.identity.has_batch_script and asked_for in ("INT", "TERM"):
             return _end_by_hand(state, event.at, asked_for, policy)
         case Notice.ASKED_TO_SAVE:
-            if state.phase is not Phase.TRAINING or not state.library_seen:
+            if state.phase is not Phase.TRAINING or not state.launch.library_seen:
                 return Decision(state, (), why)
             return Decision(state, (do.RequestSave(stop=False, reasons=(because.GotSignal(signal=asked_for),)),), why)
         case Notice.CANCELLED:
@@ -158,7 +164,7 @@ def _end_by_hand(state: State, at: float, signal: str, policy: Policy) -> Decisi
     plan = Plan(next=Next.END, why=(because.EndedByHand(signal=signal, saves=True),), code=ExitCode.STOPPED)
     if state.phase is Phase.TRAINING and can_save(state):
         return save(state, at + policy.stop_within_s, plan)
-    by_hand = state.plan is not None and state.plan.code is ExitCode.STOPPED
+    by_hand = state.leaving.plan is not None and state.leaving.plan.code is ExitCode.STOPPED
     if state.phase is Phase.SAVING and not by_hand:
         return Decision(take(state, plan), (), plan.why)
     return stop(state, at, replace(plan, why=(because.EndedByHand(signal=signal, saves=False),)), policy)
@@ -173,31 +179,35 @@ def _meaning(event: on.SlurmAnswered, judgement: Judgement) -> Reason:
 def _dealt_with(state: State, event: on.SlurmAnswered, *, nothing_ends: bool) -> State:
     """The signal is dealt with, if Slurm said what it means: the next one is asked about anew."""
     if event.job is None:
-        return replace(state, signal="") if state.signal == NO_SIGNAL else state
-    # `scancel -s TERM`: nobody is killed after it
-    return replace(state, signal="", term_at=None if nothing_ends else state.term_at)
+        return replace(state, query=replace(state.query, signal="")) if state.query.signal == NO_SIGNAL else state
+    state = replace(state, query=replace(state.query, signal=""))
+    if nothing_ends:  # `scancel -s TERM`: nobody is killed after it
+        state = replace(state, leaving=replace(state.leaving, term_at=None))
+    return state
 
 
 def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Policy) -> Decision:
     """The allocation will be taken: save if there is something to save, then leave it."""
     deadline = judgement.deadline_at
     assert deadline is not None, "whoever takes the allocation says until when"
-    runs_out = judgement.notice is Notice.TIME_LIMIT and state.term_at is None  # announced, not yet carried out
-    state = replace(state, eviction_confirmed=state.eviction_confirmed or not runs_out)
+    runs_out = judgement.notice is Notice.TIME_LIMIT and state.leaving.term_at is None  # announced, not yet carried out
+    if not runs_out:
+        state = replace(state, leaving=replace(state.leaving, eviction_confirmed=True))
     if not runs_out and state.phase is Phase.STARTING and state.failure is not None:
         # ranks that are told before we are die of it: what ended the launch a moment ago was most likely this
         state = not_charged(replace(state, failure=None))
     # a second notice can only shorten the wait, unless Slurm has by then told everybody to end
-    later = state.term_at is not None or state.leave_at is None
-    state = replace(state, leave_at=deadline if later else _earlier(state.leave_at, deadline))
+    later = state.leaving.term_at is not None or state.leaving.leave_at is None
+    leave_at = deadline if later else _earlier(state.leaving.leave_at, deadline)
+    state = replace(state, leaving=replace(state.leaving, leave_at=leave_at))
     match state.phase:
         case Phase.TRAINING if can_save(state):
             return _save_if_it_can(state, at, deadline, plan, policy)
         case Phase.SAVING:
             return _save_until(take(state, plan), deadline)
-        case Phase.STOPPING if not state.running:
+        case Phase.STOPPING if not state.launch.running:
             return close(state, at, plan, policy)
-        case Phase.STOPPING if state.killed:
+        case Phase.STOPPING if state.launch.killed:
             return Decision(take(state, plan), (), plan.why)
         case Phase.STOPPING | Phase.CLOSING:
             state = replace(take(state, plan), deadline_at=_earlier(state.deadline_at, deadline))
@@ -214,7 +224,7 @@ def _save_if_it_can(state: State, at: float, deadline: float, plan: Plan, policy
     """
     least_s = least_save_s(state.pace)
     left_s = max(0.0, deadline - at)
-    if not state.library_seen or state.saving is not None or left_s >= least_s:
+    if not state.launch.library_seen or state.launch.saving is not None or left_s >= least_s:
         return save(state, deadline, plan)
     why = (*plan.why, because.NoTimeToSave(left_s=left_s, quickest_s=state.pace.quickest))
     return stop(state, at, replace(plan, why=why), policy)
@@ -222,12 +232,12 @@ def _save_if_it_can(state: State, at: float, deadline: float, plan: Plan, policy
 
 def _save_until(state: State, deadline: float) -> Decision:
     """A notice while the ranks save: tell them if they have less time than they know of."""
-    assert state.plan is not None, "SAVING is entered with a plan"
+    assert state.leaving.plan is not None, "SAVING is entered with a plan"
     before = state.deadline_at
-    if state.verifying is not None or state.term_at is None:  # committed: nothing is left but to leave
+    if state.storage.verifying is not None or state.leaving.term_at is None:  # committed: nothing is left but to leave
         deadline = _earlier(before, deadline)
-    shorter = before is not None and deadline < before and state.verifying is None
-    why = state.plan.why
+    shorter = before is not None and deadline < before and state.storage.verifying is None
+    why = state.leaving.plan.why
     state = replace(state, deadline_at=deadline)
     return Decision(state, (request_save(state),) if shorter else (), why)
 
@@ -248,23 +258,28 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
         why = (because.SlurmSaid(notice=judgement.notice, slurm_state=job.slurm_state),)
         plan = Plan(next=Next.END, why=why, code=ExitCode.CANCELLED)
         return close(state, event.at, plan, policy)
-    anew = state.resubmitting or not job.requeue_allowed
+    anew = state.requeue.resubmitting or not job.requeue_allowed
     if anew and policy.resubmit == "never":
         plan = Plan(next=Next.END, why=(because.RequeueForbidden(),), code=ExitCode.REQUEUE_FAILED)
         return close(state, event.at, plan, policy)
-    assert state.plan is not None, "REQUEUEING is entered with a plan"
-    why = state.plan.why
+    assert state.leaving.plan is not None, "REQUEUEING is entered with a plan"
+    why = state.leaving.plan.why
     state, keep = without_lost(state, event.at, policy)
-    now = tuple(exclusion for exclusion in state.excluded if exclusion.until > event.at)
-    over = [exclusion.node for exclusion in state.excluded if exclusion not in now]
-    readmit = tuple(dict.fromkeys([*state.readmit, *over]))
+    now = tuple(exclusion for exclusion in state.nodes.excluded if exclusion.until > event.at)
+    over = [exclusion.node for exclusion in state.nodes.excluded if exclusion not in now]
+    readmit = tuple(dict.fromkeys([*state.nodes.readmit, *over]))
     if now:
         why += (because.WithoutNodes(nodes=tuple(exclusion.node for exclusion in now)),)
     deadline = event.at + policy.requeue_within_s
-    state = replace(state, requesting=True, deadline_at=deadline, excluded=now, readmit=readmit)
+    state = replace(
+        state,
+        requeue=replace(state.requeue, requesting=True),
+        deadline_at=deadline,
+        nodes=replace(state.nodes, excluded=now, readmit=readmit),
+    )
     exclude = tuple(exclusion.node for exclusion in now)
     if anew:
-        state = replace(state, resubmitting=True)
+        state = replace(state, requeue=replace(state.requeue, resubmitting=True))
         why += (because.SubmittedInstead(),)
     return Decision(state, (do.Requeue(keep=keep, exclude=exclude, readmit=readmit, resubmit=anew),), why)
 
@@ -274,35 +289,41 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
     if state.phase is not Phase.REQUEUEING:
         return Decision(state)
     if event.ok:
-        assert state.plan is not None, "REQUEUEING is entered with a plan"
+        assert state.leaving.plan is not None, "REQUEUEING is entered with a plan"
         requeued = because.Requeued(job_id=event.job_id, besides=event.error)
-        return close(state, event.at, Plan(next=Next.END, why=(requeued, *state.plan.why)), policy)
-    if not state.requesting:
+        return close(state, event.at, Plan(next=Next.END, why=(requeued, *state.leaving.plan.why)), policy)
+    if not state.requeue.requesting:
         return Decision(state)  # too late: it was given up, and counted
-    if event.forbidden and (state.resubmitting or policy.resubmit == "never"):
+    if event.forbidden and (state.requeue.resubmitting or policy.resubmit == "never"):
         why = (because.JobRefused(error=event.error),)
         return close(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED), policy)
     if event.forbidden:
         deadline = event.at + policy.ask_within_s
-        state = replace(state, requesting=False, resubmitting=True, deadline_at=deadline)
+        requeue = replace(state.requeue, requesting=False, resubmitting=True)
+        state = replace(state, requeue=requeue, deadline_at=deadline)
         return query_slurm(state, (because.RequeueNotAllowed(error=event.error),))
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
 
 
 def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: Policy) -> Decision:
     """Try again after a pause, as often as the policy allows."""
-    tries = state.requeue_tries + 1
+    tries = state.requeue.tries + 1
     if tries >= policy.requeue_tries_max:
         why = (because.RequeueFailed(error=error, tries=tries),)
         return close(state, at, Plan(next=Next.END, why=why, code=code), policy)
     wait = min(policy.requeue_retry_s * 2 ** (tries - 1), policy.requeue_retry_max_s)
-    state = replace(state, requeue_tries=tries, asking=False, requery=False, requesting=False, deadline_at=at + wait)
+    state = replace(
+        state,
+        requeue=replace(state.requeue, tries=tries, requesting=False),
+        query=replace(state.query, question=None),
+        deadline_at=at + wait,
+    )
     return Decision(state, (), (because.RequeueFailed(error=error, again_s=wait, tries=tries),))
 
 
 def give_up_requeue(state: State, at: float, policy: Policy) -> Decision:
     """End without a requeue: a person can still requeue the job, or resume the run."""
-    code = ExitCode.REQUEUE_FAILED if state.requesting else ExitCode.UNDECIDED
+    code = ExitCode.REQUEUE_FAILED if state.requeue.requesting else ExitCode.UNDECIDED
     return close(state, at, Plan(next=Next.END, why=(because.RequeueLate(),), code=code), policy)
 
 

@@ -6,7 +6,7 @@ Slurm step of ours lingers when the job is requeued.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -15,8 +15,20 @@ from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Tried
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reasons import NodesLeft, Why
-from stepkeeper.core.state import NO_SIGNAL, Blame, Failure, Next, Phase, Plan, State
+from stepkeeper.core.reasons import Finding, NodesLeft, Why
+from stepkeeper.core.state import (
+    NO_SIGNAL,
+    Blame,
+    BusStatus,
+    Choice,
+    Clearing,
+    Failure,
+    Next,
+    Phase,
+    Plan,
+    Question,
+    State,
+)
 
 # Which nodes a launch gets.  Pure.
 
@@ -26,20 +38,26 @@ def places(state: State) -> tuple[str, ...]:
 
     Nodes of the launch before come first, spares fill up.
     """
-    wanted = state.nodes_wanted
-    if len(state.nodes) < wanted:
-        wanted = _fewer(state, len(state.nodes))
-    again = [node for node in state.launched if node in state.nodes][:wanted]
-    spares = [node for node in state.nodes if node not in again]
+    wanted = state.nodes.wanted
+    if len(state.nodes.usable) < wanted:
+        wanted = _fewer(state, len(state.nodes.usable))
+    again = [node for node in state.launch.nodes if node in state.nodes.usable][:wanted]
+    spares = [node for node in state.nodes.usable if node not in again]
     chosen = {*again, *spares[: wanted - len(again)]}
-    return tuple(node for node in state.nodes if node in chosen)
+    return tuple(node for node in state.nodes.usable if node in chosen)
+
+
+def without_nodes(state: State, left: Collection[str]) -> State:
+    """Return the state in which a launch gets none of these nodes."""
+    usable = tuple(node for node in state.nodes.usable if node not in left)
+    return replace(state, nodes=replace(state.nodes, usable=usable))
 
 
 def _fewer(state: State, left: int) -> int:
     """Return how many of so many nodes a smaller launch has; 0 where it may not be so small."""
-    if not 0 < state.nodes_min <= left:
+    if not 0 < state.nodes.min <= left:
         return 0
-    return largest(state.node_counts, state.nodes_min, left)
+    return largest(state.nodes.counts, state.nodes.min, left)
 
 
 def largest(counts: Sequence[int], least: int, most: int) -> int:
@@ -55,8 +73,8 @@ def largest(counts: Sequence[int], least: int, most: int) -> int:
 
 def room(state: State) -> NodesLeft:
     """Tell how many nodes are left, and how many a launch needs."""
-    counts = state.node_counts
-    return NodesLeft(usable=len(state.nodes), wanted=state.nodes_wanted, least=state.nodes_min, counts=counts)
+    counts = state.nodes.counts
+    return NodesLeft(usable=len(state.nodes.usable), wanted=state.nodes.wanted, least=state.nodes.min, counts=counts)
 
 
 replace = msgspec.structs.replace
@@ -75,77 +93,96 @@ REQUEUE_FOR_S = 300.0  # a controller that fails over is back by then; one that 
 
 def can_save(state: State) -> bool:
     """Tell whether ranks that train may have something to save: done steps, or work that only their script knows of."""
-    if state.bus_restarted_in_launch:  # what they said meanwhile was not heard
+    if state.launch.bus_restarted:  # what they said meanwhile was not heard
         return True
-    return state.step is not None if state.library_seen else state.all_tasks_started or not state.wrapped
+    if state.launch.library_seen:
+        return state.launch.step is not None
+    return state.launch.all_tasks_started or not state.identity.wrapped
 
 
 def save(state: State, deadline: float, plan: Plan) -> Decision:
     """Ask all ranks for a save, and to leave."""
-    state = replace(state, phase=Phase.SAVING, plan=plan, deadline_at=deadline)
-    why = plan.why if state.library_seen else (*plan.why, because.StopSignalInstead())
+    state = replace(state, phase=Phase.SAVING, leaving=replace(state.leaving, plan=plan), deadline_at=deadline)
+    why = plan.why if state.launch.library_seen else (*plan.why, because.StopSignalInstead())
     return Decision(state, (request_save(state),), why)
 
 
 def request_save(state: State) -> do.RequestSave:
     """Return the word to the ranks that belongs to SAVING."""
-    assert state.plan is not None, "SAVING is entered with a plan"
-    sent = None if state.wrapped else state.slurm_sent or None  # a wrapper absorbs what Slurm sends
-    return do.RequestSave(stop=True, reasons=state.plan.why, deadline_at=state.deadline_at, slurm_sent=sent)
+    assert state.leaving.plan is not None, "SAVING is entered with a plan"
+    sent = None if state.identity.wrapped else state.launch.slurm_sent or None  # a wrapper absorbs what Slurm sends
+    return do.RequestSave(stop=True, reasons=state.leaving.plan.why, deadline_at=state.deadline_at, slurm_sent=sent)
 
 
 def query_slurm(state: State, why: Why) -> Decision:
     """Ask Slurm; if a question is under way, ask again when it is answered."""
-    if state.asking:
-        return Decision(replace(state, requery=True), (), why)
-    return Decision(replace(state, asking=True), (do.AskSlurm(reasons=why),), why)
+    if state.query.asking:
+        return Decision(replace(state, query=replace(state.query, question=Question.OUTDATED)), (), why)
+    return Decision(
+        replace(state, query=replace(state.query, question=Question.ASKED)), (do.AskSlurm(reasons=why),), why
+    )
 
 
 def query_slurm_unprompted(state: State, why: Why) -> Decision:
     """Ask Slurm though no signal came: only what ends the job counts."""
-    return query_slurm(replace(state, signal=state.signal if state.asking else NO_SIGNAL), why)
+    if not state.query.asking:
+        state = replace(state, query=replace(state.query, signal=NO_SIGNAL))
+    return query_slurm(state, why)
 
 
 def take(state: State, plan: Plan) -> State:
     """Take over a plan, unless the run ends anyway: nothing that comes later makes the job run again."""
-    ends = state.plan is not None and state.plan.next is Next.END
+    ends = state.leaving.plan is not None and state.leaving.plan.next is Next.END
     if not ends or plan.code is ExitCode.SUPERSEDED:
-        return replace(state, plan=plan)
-    if state.fallback_plan is None or state.fallback_plan.next is not Next.END:
-        return replace(state, fallback_plan=plan)
+        return replace(state, leaving=replace(state.leaving, plan=plan))
+    if state.leaving.fallback_plan is None or state.leaving.fallback_plan.next is not Next.END:
+        return replace(state, leaving=replace(state.leaving, fallback_plan=plan))
     return state
 
 
 def stop(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     """End the ranks, if there are any, without a save, and without reading back the one before."""
     why = plan.why
-    state = replace(take(state, plan), verifying=None)
-    assert state.plan is not None, "just taken"
-    plan = state.plan
+    state = take(state, plan)
+    state = replace(state, storage=replace(state.storage, verifying=None))
+    assert state.leaving.plan is not None, "just taken"
+    plan = state.leaving.plan
     if state.phase is Phase.CLOSING:
         return closed(state, at, policy, why)
-    if not state.running:
+    if not state.launch.running:
         return close(state, at, plan, policy)
-    if state.killed:
+    if state.launch.killed:
         return Decision(state, (), why)
     return kill(replace(state, phase=Phase.STOPPING), at, policy, why)
+
+
+def stopping(state: State, plan: Plan) -> State:
+    """Return the state in which the ranks leave, or are about to be killed."""
+    return replace(state, phase=Phase.STOPPING, leaving=replace(state.leaving, plan=plan))
+
+
+def kill_for(state: State, at: float, found: Finding, policy: Policy) -> Decision:
+    """Kill ranks for what we saw ourselves; why they failed is known by that."""
+    why = found.reasons
+    state = stopping(state, Plan(next=Next.RELAUNCH, why=why))
+    return kill(replace(state, launch=replace(state.launch, first_failure=why, found=found)), at, policy, why)
 
 
 def kill(state: State, at: float, policy: Policy, why: Why) -> Decision:
     """SIGKILL the ranks, and wait for the end of their Slurm step: but the requeue must come before Slurm's limit."""
     deadline = at + policy.kill_within_s
-    if state.leave_at is not None:
-        deadline = min(deadline, max(state.leave_at, at) + policy.hurry_within_s)
-    state = replace(state, killed=True, deadline_at=deadline)
-    return Decision(state, (do.KillRanks(launch=state.launch, reasons=why),), why)
+    if state.leaving.leave_at is not None:
+        deadline = min(deadline, max(state.leaving.leave_at, at) + policy.hurry_within_s)
+    state = replace(state, launch=replace(state.launch, killed=True), deadline_at=deadline)
+    return Decision(state, (do.KillRanks(launch=state.launch.number, reasons=why),), why)
 
 
 def close(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     """No rank runs: wait for the last checkpoint to be read back, and let the watchers leave at the end."""
-    deadline = at + (policy.verify_within_s if state.verifying else policy.close_within_s)
-    if state.leave_at is not None:
-        deadline = min(deadline, max(state.leave_at, at + policy.hurry_within_s))
-    state = replace(state, phase=Phase.CLOSING, plan=plan, deadline_at=deadline)
+    deadline = at + (policy.verify_within_s if state.storage.verifying else policy.close_within_s)
+    if state.leaving.leave_at is not None:
+        deadline = min(deadline, max(state.leaving.leave_at, at + policy.hurry_within_s))
+    state = replace(state, phase=Phase.CLOSING, leaving=replace(state.leaving, plan=plan), deadline_at=deadline)
     return closed(state, at, policy, plan.why)
 
 
@@ -154,20 +191,24 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
 
     Through the requeue the watchers stay: were the supervisor killed in it, nobody else would save the run.
     """
-    plan = state.plan
+    plan = state.leaving.plan
     assert plan is not None, "CLOSING is entered with a plan"
-    if plan.next is Next.REQUEUE and not state.batch:
+    if plan.next is Next.REQUEUE and not state.identity.has_batch_script:
         why = (*plan.why, because.NoBatchScript())
         plan = replace(plan, next=Next.END, why=why, code=ExitCode.NO_BATCH_SCRIPT)
-        state = replace(state, plan=plan)
-    if plan.next is Next.END and state.bus_open and not state.bus_told:
-        return Decision(replace(state, bus_told=True), (do.StopBus(),), why)
-    if state.verifying is not None or (plan.next is Next.END and state.bus_open):
+        state = replace(state, leaving=replace(state.leaving, plan=plan))
+    if plan.next is Next.END and state.watchers.status is BusStatus.OPEN:
+        return Decision(
+            replace(state, watchers=replace(state.watchers, status=BusStatus.LEAVING)), (do.StopBus(),), why
+        )
+    if state.storage.verifying is not None or (plan.next is Next.END and state.watchers.open):
         return Decision(state, (), why)
     if plan.next is Next.END:
         return finish(state, plan)
     by = at + REQUEUE_FOR_S
-    state = replace(state, phase=Phase.REQUEUEING, deadline_at=at + policy.ask_within_s, requeue_by=by)
+    state = replace(
+        state, phase=Phase.REQUEUEING, deadline_at=at + policy.ask_within_s, requeue=replace(state.requeue, by=by)
+    )
     asked = query_slurm(state, (because.RequeueAsked(),))
     return Decision(asked.state, asked.effects, why)
 
@@ -179,31 +220,31 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """
     if not places(state):
         return close(state, at, Plan(next=Next.REQUEUE, why=(*why, room(state)), blame=Blame.NODE), policy)
-    charged = state.plan is None or state.plan.blame is Blame.TRAINING
+    charged = state.leaving.plan is None or state.leaving.plan.blame is Blame.TRAINING
+    launch = state.launch
     unseen = (
-        not state.library_seen and state.launched_at is not None and at - state.launched_at >= policy.unseen_progress_s
+        not launch.library_seen and launch.began_at is not None and at - launch.began_at >= policy.unseen_progress_s
     )
     if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`settling`)
-        tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.tried)
-        state = replace(state, failures=0, tried=tried)
-    judged = charged and (state.all_tasks_started or not state.wrapped)  # else it says nothing of the training
-    failure = Failure(launch=state.launch, step=state.step, judge_by=at + policy.judge_within_s) if judged else None
-    judge = (do.JudgeLaunch(launch=state.launch, found=state.found),) if judged else ()
+        tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.budgets.tried)
+        state = replace(state, budgets=replace(state.budgets, failures=0, tried=tried))
+    judged = charged and (
+        launch.all_tasks_started or not state.identity.wrapped
+    )  # else it says nothing of the training
+    failure = Failure(launch=launch.number, step=launch.step, judge_by=at + policy.judge_within_s) if judged else None
+    judge = (do.JudgeLaunch(launch=launch.number, found=launch.found),) if judged else ()
     released = release(state)
     state = released.state
     wait = policy.choose_within_s if all_ready(state) else policy.watcher_back_within_s
     state = replace(
         state,
         phase=Phase.STARTING,
-        failures=state.failures + charged,
-        failure_counted=charged,
+        budgets=replace(state.budgets, failures=state.budgets.failures + charged, failure_counted=charged),
         failure=failure,
-        launch=state.launch + 1,
-        first_failure=why,
-        plan=None,
-        fallback_plan=None,
-        chosen=False,
-        clearing=False,
+        launch=replace(launch, number=launch.number + 1, first_failure=why),
+        leaving=replace(state.leaving, plan=None, fallback_plan=None),
+        resume=replace(state.resume, choice=Choice.OPEN),
+        start=replace(state.start, clearing=None),
         deadline_at=at + wait,
     )
     return Decision(state, (*released.effects, do.ChooseCheckpoint(), *judge), (because.Relaunch(), *why))
@@ -216,48 +257,55 @@ def repeats(tried: Tried) -> int:
 
 def wait_for_slurm(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """No launch can begin without Slurm: ask again in a moment.  That it is away is in nobody's budget."""
-    assert state.plan is not None, "STOPPING is entered with a plan"
-    plan = replace(state.plan, blame=Blame.SLURM)
-    state = replace(state, plan=plan, asking=False, requery=False, deadline_at=at + policy.slurm_again_s)
+    assert state.leaving.plan is not None, "STOPPING is entered with a plan"
+    plan = replace(state.leaving.plan, blame=Blame.SLURM)
+    state = replace(
+        state,
+        leaving=replace(state.leaving, plan=plan),
+        query=replace(state.query, question=None),
+        deadline_at=at + policy.slurm_again_s,
+    )
     return Decision(state, (), (*why, because.WaitForSlurm()))
 
 
 def release(state: State) -> Decision:
     """Give back the nodes that were left, so that they can be repaired: all but our own, which ends with the job."""
-    if not state.releasing:
+    if not state.nodes.releasing:
         return Decision(state)
-    return Decision(replace(state, releasing=False), (do.ReleaseNodes(keep=kept(state)),))
+    return Decision(replace(state, nodes=replace(state.nodes, releasing=False)), (do.ReleaseNodes(keep=kept(state)),))
 
 
 def kept(state: State) -> tuple[str, ...]:
     """Return the nodes that the job keeps where it gives back those that were left: our own is always among them."""
-    resting = [each.node for each in state.growth.resting]
-    own = () if state.batch_node in state.nodes else (state.batch_node,)
-    return tuple(dict.fromkeys([*own, *state.nodes, *resting]))
+    resting = [each.node for each in state.nodes.growth.resting]
+    own = () if state.identity.batch_node in state.nodes.usable else (state.identity.batch_node,)
+    return tuple(dict.fromkeys([*own, *state.nodes.usable, *resting]))
 
 
 def go_on_starting(state: State, at: float, policy: Policy, why: Why) -> Decision:
     """In STARTING, clear the nodes once watchers answer, the checkpoint is chosen, and no failure is to be settled."""
     if state.phase is not Phase.STARTING:
         return Decision(state)
-    if not all_ready(state) or state.testing or state.storage_since is not None:
+    if not all_ready(state) or state.storage.testing or state.storage.failing_since is not None:
         return Decision(state, (), why)
-    if not state.chosen:
+    if not state.resume.chosen:
         return Decision(replace(state, deadline_at=at + policy.choose_within_s), (), why)
     if state.failure is not None:
         return Decision(replace(state, deadline_at=state.failure.judge_by), (), why)
-    if state.wait_until is not None and at < state.wait_until:
-        return Decision(replace(state, deadline_at=state.wait_until), (), why)
+    if state.start.wait_until is not None and at < state.start.wait_until:
+        return Decision(replace(state, deadline_at=state.start.wait_until), (), why)
     state = replace(
-        state, wait_until=None, clearing=True, asked_uncleared=False, deadline_at=at + policy.clear_within_s
+        state,
+        start=replace(state.start, wait_until=None, clearing=Clearing.ASKED),
+        deadline_at=at + policy.clear_within_s,
     )
-    clear = do.ClearNodes(launch=state.launch, nodes=state.nodes, first=places(state)[0])
+    clear = do.ClearNodes(launch=state.launch.number, nodes=state.nodes.usable, first=places(state)[0])
     return Decision(state, (clear,), why)
 
 
 def finish(state: State, plan: Plan) -> Decision:
     """End the supervisor; where the run needs a person, call one."""
-    state = replace(state, phase=Phase.DONE, plan=plan, deadline_at=None)
+    state = replace(state, phase=Phase.DONE, leaving=replace(state.leaving, plan=plan), deadline_at=None)
     call = do.NotifyUser(code=int(plan.code), reasons=plan.why, cause=plan.cause)
     calls = (call,) if plan.code.needs_person else ()
     return Decision(state, (*calls, do.Exit(code=int(plan.code), reasons=plan.why)), plan.why)
@@ -265,4 +313,4 @@ def finish(state: State, plan: Plan) -> Decision:
 
 def all_ready(state: State) -> bool:
     """Tell whether the watcher of every node answers."""
-    return set(state.nodes) <= state.ready
+    return set(state.nodes.usable) <= state.watchers.ready

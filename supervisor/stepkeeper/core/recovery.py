@@ -19,10 +19,10 @@ from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import IN_A_STATE, OF_NODE, UNCHARGED, Cause, Rung, SkippedData, Tried, Try
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
-from stepkeeper.core.phases import Decision, go_on_starting, places, repeats, stop
+from stepkeeper.core.phases import Decision, go_on_starting, places, repeats, stop, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.state import Blame, Next, Phase, Plan, State
+from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State
 
 TRIED_MAX = 16  # ways to fail that are remembered, the newest
 
@@ -36,7 +36,7 @@ def on_judged(state: State, event: on.Judged, policy: Policy) -> Decision:
         return Decision(state)
     why = (found(event),)
     state = replace(state, failure=replace(failure, judged=event))
-    return settle(state, event.at, why, policy) if state.chosen else Decision(state, (), why)
+    return settle(state, event.at, why, policy) if state.resume.chosen else Decision(state, (), why)
 
 
 def on_judge_late(state: State, at: float, policy: Policy) -> Decision:
@@ -51,20 +51,25 @@ def on_judge_late(state: State, at: float, policy: Policy) -> Decision:
 
 def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decision:
     """The lineage leads to an older step: choose anew."""
-    if state.phase is not Phase.STARTING or not state.rolling_back or event.launch != state.launch:
+    if (
+        state.phase is not Phase.STARTING
+        or state.resume.choice is not Choice.ROLLING_BACK
+        or event.launch != state.launch.number
+    ):
         return Decision(state)
-    state = replace(state, rolling_back=False, deadline_at=event.at + policy.choose_within_s)
+    resume = replace(state.resume, choice=Choice.OPEN)
+    state = replace(state, resume=resume, deadline_at=event.at + policy.choose_within_s)
     if event.error:
-        why = (*state.first_failure, because.NoWayBack(error=event.error))
+        why = (*state.launch.first_failure, because.NoWayBack(error=event.error))
         plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
         return stop(state, event.at, plan, policy)
-    state = replace(state, went_back=True)
+    state = replace(state, resume=replace(state.resume, went_back=True))
     return Decision(state, (do.ChooseCheckpoint(),), (because.RolledBack(directory=event.directory),))
 
 
 def _newest(state: State) -> Cause | None:
     """Return the cause that was settled last; nothing where a node took the blame for it since."""
-    return next((each.cause for each in state.tried[-1:]), None)
+    return next((each.cause for each in state.budgets.tried[-1:]), None)
 
 
 def past(tried: tuple[Tried, ...], step: int | None) -> tuple[Tried, ...]:
@@ -92,37 +97,38 @@ def settle(state: State, at: float, why: Why, policy: Policy) -> Decision:
     assert failure is not None and failure.judged is not None, "the callers look"  # noqa: PT018
     said = failure.judged
     cause = said.cause if said.confidence >= policy.judged_from else Cause.UNKNOWN
-    if cause in OF_NODE and said.node and said.node not in state.launched:
+    if cause in OF_NODE and said.node and said.node not in state.launch.nodes:
         cause = Cause.UNKNOWN  # a node that the launch did not run on explains nothing: it was left before
     place = _place(cause, said)
-    step = next((each for each in (said.step, failure.step, state.resume_step) if each is not None), None)
-    before = next((each for each in state.tried if (each.cause, each.place) == (cause, place)), None)
+    step = next((each for each in (said.step, failure.step, state.resume.step) if each is not None), None)
+    before = next((each for each in state.budgets.tried if (each.cause, each.place) == (cause, place)), None)
     count = before.count if before is not None else 0
     row = policy.row(cause)
-    state = replace(state, failure=None, first_failure=(*state.first_failure, found(said)))
+    first_failure = (*state.launch.first_failure, found(said))
+    state = replace(state, failure=None, launch=replace(state.launch, first_failure=first_failure))
     if cause in UNCHARGED and count < len(row):
         state = not_charged(state)
-    if state.failures >= policy.failures_max:
-        why = (*state.first_failure, because.FailuresMax(failures=state.failures))
+    if state.budgets.failures >= policy.failures_max:
+        why = (*state.launch.first_failure, because.FailuresMax(failures=state.budgets.failures))
         plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
         return stop(state, at, plan, policy)
     times = 1 + (repeats(before) if before is not None else 0)
     unseen = times > count + 1  # launches between may have progressed, and nothing verified says so
     if unseen and cause not in UNCHARGED and times >= policy.failures_max:
-        why = (*state.first_failure, because.SameFailures(failures=times))
+        why = (*state.launch.first_failure, because.SameFailures(failures=times))
         plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
         return stop(state, at, plan, policy)
     index, word = _word(state, said.node, row, count)
     again = before is not None and _same(before.step, step)
     back = before is not None and before.stepped_back
     # the first step from a state was wrong, twice: the state is, though its own loss was a number
-    poisoned = again and cause is Cause.NUMERICAL and step is not None and state.resume_step == step - 1
-    if again and (cause in IN_A_STATE or poisoned) and state.resume_from:
+    poisoned = again and cause is Cause.NUMERICAL and step is not None and state.resume.step == step - 1
+    if again and (cause in IN_A_STATE or poisoned) and state.resume.directory:
         word = Try(Rung.STOP) if back else Try(Rung.ROLLBACK)
         back = True
     tried = Tried(cause=cause, place=place, count=max(count, index) + 1, repeats=times, step=step, stepped_back=back)
-    others = tuple(each for each in state.tried if each is not before)
-    state = replace(state, tried=(*others, tried)[-TRIED_MAX:])
+    others = tuple(each for each in state.budgets.tried if each is not before)
+    state = replace(state, budgets=replace(state.budgets, tried=(*others, tried)[-TRIED_MAX:]))
     case = _Case(cause=cause, step=step, node=said.node, why=why, poisoned=poisoned)
     return _act(state, at, word, case, policy)
 
@@ -149,8 +155,7 @@ class _Case(msgspec.Struct, frozen=True, kw_only=True):
 
 def _word(state: State, node: str, row: tuple[Try, ...], count: int) -> tuple[int, Try]:
     """Return the word of the row that this failure leads to, and its place there, without what cannot be done."""
-    others = tuple(each for each in state.nodes if each != node)
-    can_leave = node in state.nodes and bool(places(replace(state, nodes=others)))
+    can_leave = node in state.nodes.usable and bool(places(without_nodes(state, (node,))))
     for index in range(min(count, len(row) - 1), len(row)):
         if row[index].rung is not Rung.LEAVE or can_leave:
             return index, row[index]
@@ -160,10 +165,10 @@ def _word(state: State, node: str, row: tuple[Try, ...], count: int) -> tuple[in
 def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Decision:
     why = (*case.why, because.Recovery(action=word.rung, after_s=word.after_s))
     if word.after_s:
-        state = replace(state, wait_until=at + word.after_s)
+        state = replace(state, start=replace(state.start, wait_until=at + word.after_s))
     if case.cause in OF_NODE and word.rung is not Rung.LEAVE:  # leaving counts by itself
-        state = replace(state, node_losses=state.node_losses + 1)
-        if state.node_losses > policy.node_losses_max:
+        state = replace(state, budgets=replace(state.budgets, node_losses=state.budgets.node_losses + 1))
+        if state.budgets.node_losses > policy.node_losses_max:
             return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST, cause=case.cause), policy)
     match word.rung:
         case Rung.RELAUNCH:
@@ -173,12 +178,12 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
         case Rung.ROLLBACK:
             return _roll_back(state, at, case, why, policy)
         case Rung.REQUEUE:
-            if case.node in state.nodes and case.cause in (*OF_NODE, Cause.HANG):
+            if case.node in state.nodes.usable and case.cause in (*OF_NODE, Cause.HANG):
                 state = exclude(state, at, case.node, why, policy)
             blame = Blame.NODE if case.cause in OF_NODE else Blame.TRAINING
             return stop(state, at, Plan(next=Next.REQUEUE, why=why, blame=blame, cause=case.cause), policy)
         case Rung.STOP:
-            why = (*state.first_failure, because.CauseStays())
+            why = (*state.launch.first_failure, because.CauseStays())
             return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=case.cause), policy)
         case _:
             assert_never(word.rung)
@@ -188,11 +193,12 @@ def _leave_out(state: State, case: _Case, why: Why, policy: Policy) -> tuple[Sta
     """Have the data on which a loss went wrong left out, if that is wanted, and not too often."""
     if case.cause is not Cause.NUMERICAL or case.step is None or case.step < 1 or not policy.skip_data_steps:
         return state, why
-    if len(state.skipped_data) >= policy.skip_data_max:
-        return state, (*why, because.DataNotLeftOut(times=len(state.skipped_data)))
+    if len(state.resume.skipped_data) >= policy.skip_data_max:
+        return state, (*why, because.DataNotLeftOut(times=len(state.resume.skipped_data)))
     window = SkippedData(step=case.step, steps=policy.skip_data_steps)
     said = because.DataLeftOut(step=window.step, steps=window.steps)
-    return replace(state, skipped_data=(*state.skipped_data, window)), (*why, said)
+    resume = replace(state.resume, skipped_data=(*state.resume.skipped_data, window))
+    return replace(state, resume=resume), (*why, said)
 
 
 def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -> Decision:
@@ -200,18 +206,20 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
     state, why = _leave_out(state, case, why, policy)
     wrong_at = case.step if case.cause is Cause.NUMERICAL and not case.poisoned else None
     if wrong_at is not None:
-        state = replace(state, went_back=True)  # what a tier has newer may hold the wrong loss, and its data
-    if state.resume_step is None:
+        # what a tier has newer may hold the wrong loss, and its data
+        state = replace(state, resume=replace(state.resume, went_back=True))
+    if state.resume.step is None:
         return go_on_starting(state, at, policy, (*why, because.StartOver()))
-    below = wrong_at if wrong_at is not None else state.resume_step
-    if state.resume_step < below:
+    below = wrong_at if wrong_at is not None else state.resume.step
+    if state.resume.step < below:
         return go_on_starting(state, at, policy, (*why, because.NewestIsBefore()))
-    state = replace(state, chosen=False, rolling_back=True, deadline_at=at + policy.choose_within_s)
+    resume = replace(state.resume, choice=Choice.ROLLING_BACK)
+    state = replace(state, resume=resume, deadline_at=at + policy.choose_within_s)
     effect = do.RollBack(
-        launch=state.launch,
+        launch=state.launch.number,
         below_step=below,
         reasons=why,
         suspect=case.cause is Cause.NUMERICAL,
-        skipped_data=state.skipped_data,
+        skipped_data=state.resume.skipped_data,
     )
     return Decision(state, (effect,), (*why, because.GoBackBelow(step=below)))

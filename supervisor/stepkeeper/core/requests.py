@@ -38,11 +38,11 @@ ANSWERED_MAX = 16
 def _save(state: State, event: on.Requested) -> Decision | None:
     """Ask the ranks; without any that could, it is refused at once: the asker waits for an answer."""
     why = (because.SaveAsked(by=event.by),)
-    if state.phase is Phase.SAVING or (state.phase is Phase.TRAINING and state.saving is not None):
+    if state.phase is Phase.SAVING or (state.phase is Phase.TRAINING and state.launch.saving is not None):
         return None  # one is under way; the next one can be asked for then
     if state.phase is not Phase.TRAINING:
         return Decision(state, (), (because.SaveRefused(phase=state.phase.value),))
-    if not state.library_seen:
+    if not state.launch.library_seen:
         return Decision(state, (), (because.SaveRefused(),))
     return Decision(state, (do.RequestSave(stop=False, reasons=why),), why)
 
@@ -55,11 +55,11 @@ def _stop(state: State, event: on.Requested, policy: Policy) -> Decision | None:
             return save(state, event.at + policy.stop_within_s, plan)
         case Phase.SAVING:
             return Decision(take(state, plan), (), why)
-        case Phase.STOPPING if state.running:
+        case Phase.STOPPING if state.launch.running:
             return Decision(take(state, plan), (), why)
         case Phase.CLOSING:
             return closed(take(state, plan), event.at, policy, why)
-        case Phase.REQUEUEING if state.requesting:
+        case Phase.REQUEUEING if state.requeue.requesting:
             return None  # the next attempt hears of it
         case Phase.REQUEUEING:
             return close(take(state, plan), event.at, plan, policy)

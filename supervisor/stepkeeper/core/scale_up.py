@@ -8,14 +8,14 @@ so that no step is done twice; and only where `grow_back` says so.  While no nod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.phases import Decision, places, release, save
+from stepkeeper.core.phases import Decision, places, release, save, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Blame, Growth, Next, Phase, Plan, Resting, State
@@ -29,25 +29,29 @@ replace = msgspec.structs.replace
 
 def missing(state: State) -> int:
     """Return how many nodes a launch has too few; those that rest are missing too."""
-    return max(0, state.nodes_wanted - len(state.launched))
+    return max(0, state.nodes.wanted - len(state.launch.nodes))
 
 
 # --- nodes that failed their check ----------------------------------------------------------------
 
 
-def may_rest(state: State, left: Iterable[str], policy: Policy) -> bool:
+def may_rest(state: State, left: Collection[str], policy: Policy) -> bool:
     """Tell whether unfit nodes are kept: where no spare takes their place, and the launch can do without them."""
-    others = replace(state, nodes=tuple(node for node in state.nodes if node not in left))
-    failed = dict(state.growth.failed)
+    others = without_nodes(state, left)
+    failed = dict(state.nodes.growth.failed)
     again = all(failed.get(node, 0) + 1 < policy.unfit_looks_max for node in left)
-    return policy.grow_back != OFF and again and len(others.nodes) < state.nodes_wanted and bool(places(others))
+    return policy.grow_back != OFF and again and len(others.nodes.usable) < state.nodes.wanted and bool(places(others))
 
 
 def rest(state: State, at: float, nodes: Iterable[str], policy: Policy) -> State:
     """Keep nodes in the allocation that failed their check; the watchers there stay."""
-    growth = _failed(state.growth, nodes)
+    growth = _failed(state.nodes.growth, nodes)
     new = tuple(_again(growth, node, at, policy) for node in nodes)
-    return replace(state, growth=replace(growth, resting=(*growth.resting, *new)))
+    return _grown(state, replace(growth, resting=(*growth.resting, *new)))
+
+
+def _grown(state: State, growth: Growth) -> State:
+    return replace(state, nodes=replace(state.nodes, growth=growth))
 
 
 def _failed(growth: Growth, nodes: Iterable[str]) -> Growth:
@@ -63,15 +67,19 @@ def _again(growth: Growth, node: str, at: float, policy: Policy) -> Resting:
 
 def dismiss(state: State, nodes: frozenset[str]) -> State:
     """Rest no longer: these nodes are given back."""
-    growth = state.growth
+    growth = state.nodes.growth
     stay = tuple(each for each in growth.resting if each.node not in nodes)
     growth = _answered(replace(growth, resting=stay), nodes)
-    return replace(state, growth=growth, ready=state.ready - nodes, releasing=True)
+    return replace(
+        state,
+        nodes=replace(state.nodes, growth=growth, releasing=True),
+        watchers=replace(state.watchers, ready=state.watchers.ready - nodes),
+    )
 
 
 def give_up(state: State, node: str, why: Why) -> Decision:
     """A node that takes no part will not come back: if it rests, it is given back; training goes on."""
-    if all(each.node != node for each in state.growth.resting):
+    if all(each.node != node for each in state.nodes.growth.resting):
         return Decision(state)
     released = release(dismiss(state, frozenset((node,))))
     return Decision(released.state, released.effects, (*why, because.NodeGivenBack()))
@@ -79,7 +87,7 @@ def give_up(state: State, node: str, why: Why) -> Decision:
 
 def on_nodes_checked(state: State, event: on.NodesChecked, policy: Policy) -> Decision:
     """Nodes that rest were looked at: fit ones wait for a launch, others for the next look, or are given back."""
-    looked_at = tuple(node for node in event.nodes if node in state.growth.looked_at)
+    looked_at = tuple(node for node in event.nodes if node in state.nodes.growth.looked_at)
     if not looked_at:
         return Decision(state)
     unfit = {each.node: each.why for each in event.unfit if each.node in looked_at}
@@ -87,7 +95,7 @@ def on_nodes_checked(state: State, event: on.NodesChecked, policy: Policy) -> De
     why: Why = tuple(because.StillUnfit(node=node, text=said) for node, said in unfit.items())
     if fit:
         why += (because.FitAgain(nodes=tuple(fit)),)
-    return _looked(replace(state, growth=_fit(state.growth, fit)), event.at, unfit, why, policy)
+    return _looked(_grown(state, _fit(state.nodes.growth, fit)), event.at, unfit, why, policy)
 
 
 def _fit(growth: Growth, nodes: list[str]) -> Growth:
@@ -102,12 +110,12 @@ def _answered(growth: Growth, nodes: Iterable[str]) -> Growth:
 
 def _looked(state: State, at: float, unfit: Iterable[str], why: Why, policy: Policy) -> Decision:
     """Some were not fit, as often before perhaps; a fit one need not be excluded from later attempts."""
-    growth = _answered(_failed(state.growth, unfit), unfit)
+    growth = _answered(_failed(state.nodes.growth, unfit), unfit)
     resting = tuple(_again(growth, each.node, at, policy) if each.node in unfit else each for each in growth.resting)
     growth = replace(growth, resting=resting)
     fit = [each.node for each in resting if each.look_at is None]
-    excluded = tuple(each for each in state.excluded if each.node not in fit)
-    state = replace(state, growth=growth, excluded=excluded)
+    excluded = tuple(each for each in state.nodes.excluded if each.node not in fit)
+    state = replace(state, nodes=replace(state.nodes, growth=growth, excluded=excluded))
     failed = dict(growth.failed)
     over = frozenset(node for node in unfit if failed[node] >= policy.unfit_looks_max)
     if not over:
@@ -120,16 +128,17 @@ def take_back(state: State, at: float) -> tuple[State, Why]:
     """For the next launch: the nodes that rest and are fit, or whose time has come; its own checks judge them."""
     back = [
         each.node
-        for each in state.growth.resting
-        if each.node in state.ready and (each.look_at is None or each.look_at <= at)
+        for each in state.nodes.growth.resting
+        if each.node in state.watchers.ready and (each.look_at is None or each.look_at <= at)
     ]
     if not back:
         return state, ()
-    nodes = tuple(node for node in state.allocated if node in state.nodes or node in back)
-    resting = tuple(each for each in state.growth.resting if each.node not in back)
-    growth = replace(state.growth, resting=resting, looked_at=(), look_until=None)
-    excluded = tuple(each for each in state.excluded if each.node not in back)
-    return replace(state, nodes=nodes, growth=growth, excluded=excluded), (because.NodesTakenBack(nodes=tuple(back)),)
+    nodes = tuple(node for node in state.nodes.allocated if node in state.nodes.usable or node in back)
+    resting = tuple(each for each in state.nodes.growth.resting if each.node not in back)
+    growth = replace(state.nodes.growth, resting=resting, looked_at=(), look_until=None)
+    excluded = tuple(each for each in state.nodes.excluded if each.node not in back)
+    state = replace(state, nodes=replace(state.nodes, usable=nodes, growth=growth, excluded=excluded))
+    return state, (because.NodesTakenBack(nodes=tuple(back)),)
 
 
 # --- beside training ------------------------------------------------------------------------------
@@ -139,42 +148,40 @@ def launched(state: State, at: float, policy: Policy) -> State:
     """Begin a launch: only one that lacks nodes has Slurm asked."""
     asks = policy.grow_back == CHECKPOINT and missing(state) > 0
     ask_at = at + _pause_s(state, policy) if asks else None
-    growth = replace(state.growth, ask_at=ask_at, asked=False, idle_since=None, looked_at=(), look_until=None)
-    return replace(state, growth=growth)
+    growth = replace(state.nodes.growth, ask_at=ask_at, asked=False, idle_since=None, looked_at=(), look_until=None)
+    return _grown(state, growth)
 
 
 def _pause_s(state: State, policy: Policy) -> float:
     """Return the pause between two questions: each job has its own, and the core has no dice."""
-    share = state.job_id * 2654435761 % 2**32 / 2**32
+    share = state.identity.job_id * 2654435761 % 2**32 / 2**32
     return policy.grow_idle_s / ASKS * (1.0 + SPREAD * share)
 
 
 def on_due(state: State, at: float, policy: Policy) -> Decision:
     """Look at nodes that rest; ask for idle ones."""
-    growth = state.growth
+    growth = state.nodes.growth
     if growth.look_until is not None and at >= growth.look_until:
         why = (because.ChecksUnanswered(nodes=growth.looked_at),)
         return _looked(state, at, growth.looked_at, why, policy)
     due = tuple(each.node for each in growth.resting if each.look_at is not None and at >= each.look_at)
     if due and not growth.looked_at:
         growth = replace(growth, looked_at=due, look_until=at + policy.clear_within_s)
-        return Decision(
-            replace(state, growth=growth), (do.CheckNodes(nodes=due),), (because.RestingChecked(nodes=due),)
-        )
+        return Decision(_grown(state, growth), (do.CheckNodes(nodes=due),), (because.RestingChecked(nodes=due),))
     if growth.ask_at is not None and at >= growth.ask_at:
         growth = replace(growth, asked=True, ask_at=at + _pause_s(state, policy))
-        return Decision(replace(state, growth=growth), (do.AskIdleNodes(like=state.launched),))
+        return Decision(_grown(state, growth), (do.AskIdleNodes(like=state.launch.nodes),))
     return Decision(state)
 
 
 def on_idle_nodes(state: State, event: on.IdleNodes) -> Decision:
     """Slurm says which nodes like ours are idle."""
-    if not state.growth.asked or state.phase is not Phase.TRAINING:
+    if not state.nodes.growth.asked or state.phase is not Phase.TRAINING:
         return Decision(state)
     enough = not event.error and len(event.nodes) >= missing(state)
-    before = state.growth.idle_since
+    before = state.nodes.growth.idle_since
     since = (before if before is not None else event.at) if enough else None
-    state = replace(state, growth=replace(state.growth, asked=False, idle_since=since))
+    state = _grown(state, replace(state.nodes.growth, asked=False, idle_since=since))
     if (since is None) == (before is None):
         return Decision(state)
     if event.error:
@@ -184,14 +191,14 @@ def on_idle_nodes(state: State, event: on.IdleNodes) -> Decision:
 
 def at_commit(state: State, at: float, policy: Policy) -> Decision | None:
     """A checkpoint is there: grow, if that is wanted and there is something to grow by."""
-    if policy.grow_back != CHECKPOINT or state.phase is not Phase.TRAINING or state.asking or missing(state) == 0:
+    if policy.grow_back != CHECKPOINT or state.phase is not Phase.TRAINING or state.query.asking or missing(state) == 0:
         return None
     grown, _ = take_back(state, at)
-    more = len(places(grown)) - len(state.launched)
+    more = len(places(grown)) - len(state.launch.nodes)
     if more > 0:
         plan = Plan(next=Next.RELAUNCH, why=(because.GrowInPlace(nodes=more),), blame=Blame.NODE, to_grow=True)
         return save(state, at + policy.stop_within_s, plan)
-    since = state.growth.idle_since
+    since = state.nodes.growth.idle_since
     if since is None or at - since < policy.grow_idle_s:
         return None
     # Slurm 22.05 asks for the nodes of the submission again at a requeue, whatever was given back before: of `-N 3` it

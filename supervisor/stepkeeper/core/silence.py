@@ -14,10 +14,10 @@ from stepkeeper.core import reasons as because
 from stepkeeper.core.baseline import silence_s, steady_s
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.eviction import expecting
-from stepkeeper.core.phases import Decision, all_ready, kill, query_slurm_unprompted
+from stepkeeper.core.phases import Decision, all_ready, kill_for, query_slurm_unprompted
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Finding, Why
-from stepkeeper.core.state import Next, Phase, Plan, State, Suspended
+from stepkeeper.core.state import Phase, Silence, State, Suspended
 
 RULE = "progress-silence"
 PATIENCE_MAX = 8.0  # times the usual limit, for ranks that move and complete no step
@@ -29,12 +29,12 @@ replace = msgspec.structs.replace
 def alive(state: State, at: float, policy: Policy) -> State:
     """A rank spoke: from here on silence counts anew."""
     if not policy.hang_watch:
-        return replace(state, hang_at=None)
-    saving = state.saving is not None
+        return replace(state, silence=replace(state.silence, hang_at=None))
+    saving = state.launch.saving is not None
     allowed = silence_s(state.pace, policy, saving=saving)
     soon = steady_s(state.pace, policy, saving=saving)
     early = allowed - soon if soon is not None else 0.0
-    return replace(state, looking=False, patience=1.0, early_s=early, hang_at=at + allowed - early)
+    return replace(state, silence=Silence(early_s=early, hang_at=at + allowed - early))
 
 
 def first_word_by(state: State, at: float, policy: Policy) -> float | None:
@@ -53,76 +53,86 @@ def _start_s(state: State, policy: Policy) -> float:
 
 def look_at_start(state: State, at: float, policy: Policy, why: Why) -> Decision:
     """No word of the trainer library, and none from any launch before: tell what the ranks do, and end nothing."""
-    if state.looking or not policy.hang_watch or state.baseline.start_s or not all_ready(state):
+    if state.silence.looking or not policy.hang_watch or state.baseline.start_s or not all_ready(state):
         return Decision(state, (), why)
     return _look(state, at, policy, why)
 
 
 def on_silence(state: State, at: float, policy: Policy) -> Decision:
     """No word for longer than is usual: have the ranks' stacks collected, twice."""
-    if state.looking and _only_tells(state):
-        return Decision(replace(state, looking=False, hang_at=None), (), (because.NoStacks(),))
-    if state.looking and state.early_s:
+    if state.silence.looking and _only_tells(state):
+        return Decision(_not_watched(state), (), (because.NoStacks(),))
+    if state.silence.looking and state.silence.early_s:
         return Decision(_look_again(state, at), (), (because.NoStacks(again=True),))
-    if state.looking:
+    if state.silence.looking:
         return _stands_still(state, at, None, policy)
-    unborn = not state.library_seen and state.wrapped and not state.all_tasks_started  # that has a deadline of its own
+    launch = state.launch
+    # that has a deadline of its own
+    unborn = not launch.library_seen and state.identity.wrapped and not launch.all_tasks_started
     if unborn or not all_ready(state):  # words may be lost with the watchers, whose deadline runs
         return Decision(_wait_on(state, at, policy))
-    return _look(state, at, policy, (because.Silent(step=state.step, starting=not state.library_seen),))
+    return _look(state, at, policy, (because.Silent(step=launch.step, starting=not launch.library_seen),))
 
 
 def _only_tells(state: State) -> bool:
     """Tell whether the script may have no trainer library at all."""
-    return not state.library_seen and not state.baseline.start_s
+    return not state.launch.library_seen and not state.baseline.start_s
+
+
+def _not_watched(state: State) -> State:
+    """Silence means nothing until the ranks' first word."""
+    return replace(state, silence=replace(state.silence, looking=False, hang_at=None))
 
 
 def _look(state: State, at: float, policy: Policy, why: Why) -> Decision:
-    state = replace(state, looking=True, hang_at=at + policy.stacks_within_s)
-    effect = do.CollectStacks(launch=state.launch, nodes=state.launched, within_s=0.8 * policy.stacks_within_s)
+    state = replace(state, silence=replace(state.silence, looking=True, hang_at=at + policy.stacks_within_s))
+    effect = do.CollectStacks(
+        launch=state.launch.number, nodes=state.launch.nodes, within_s=0.8 * policy.stacks_within_s
+    )
     return Decision(state, (effect,), why)
 
 
 def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decision:
     """The ranks move, so they only take long; or they stand still, and nothing but an end helps."""
-    if event.launch != state.launch or not state.looking or state.phase is not Phase.TRAINING:
+    if event.launch != state.launch.number or not state.silence.looking or state.phase is not Phase.TRAINING:
         return Decision(state)
     if _only_tells(state):
         why: Why = (because.SilentStart(stacks=event.summary),) if event.summary else ()
-        return Decision(replace(state, looking=False, hang_at=None), (), why)
-    if state.early_s and (event.moved or not event.idle):
+        return Decision(_not_watched(state), (), why)
+    if state.silence.early_s and (event.moved or not event.idle):
         why = (because.PerhapsAtWork(stacks=event.summary),)
         return Decision(_look_again(state, event.at), (), why)
     if event.moved:
-        state = _wait_on(replace(state, looking=False, patience=2 * state.patience), event.at, policy)
+        silence = replace(state.silence, looking=False, patience=2 * state.silence.patience)
+        state = _wait_on(replace(state, silence=silence), event.at, policy)
         return Decision(state, (), (because.StillMoves(stacks=event.summary),))
     return _stands_still(state, event.at, event, policy)
 
 
 def _look_again(state: State, at: float) -> State:
     """Wait for as long as without the early look."""
-    return replace(state, looking=False, early_s=0.0, hang_at=at + state.early_s)
+    silence = replace(state.silence, looking=False, early_s=0.0, hang_at=at + state.silence.early_s)
+    return replace(state, silence=silence)
 
 
 def _wait_on(state: State, at: float, policy: Policy) -> State:
-    saving = state.saving is not None
-    allowed = silence_s(state.pace, policy, saving=saving) if state.library_seen else _start_s(state, policy)
-    return replace(state, early_s=0.0, hang_at=at + min(state.patience, PATIENCE_MAX) * allowed)
+    saving = state.launch.saving is not None
+    allowed = silence_s(state.pace, policy, saving=saving) if state.launch.library_seen else _start_s(state, policy)
+    hang_at = at + min(state.silence.patience, PATIENCE_MAX) * allowed
+    return replace(state, silence=replace(state.silence, early_s=0.0, hang_at=hang_at))
 
 
 def _stands_still(state: State, at: float, said: on.StacksCollected | None, policy: Policy) -> Decision:
-    why = (because.StandsStill(step=state.step, stacks=said.summary if said is not None else ""),)
+    why = (because.StandsStill(step=state.launch.step, stacks=said.summary if said is not None else ""),)
     found = Finding(
         cause=Cause.HANG,
         rule=RULE,
         reasons=why,
         node=said.node if said is not None else "",
         rank=said.rank if said is not None else None,
-        step=state.step,
+        step=state.launch.step,
     )
-    plan = Plan(next=Next.RELAUNCH, why=why)
-    state = replace(state, phase=Phase.STOPPING, plan=plan, first_failure=why, found=found, looking=False)
-    return kill(state, at, policy, why)
+    return kill_for(replace(state, silence=replace(state.silence, looking=False)), at, found, policy)
 
 
 # This process did not run for a while, or its wall clock was set.  Pure.
@@ -138,27 +148,32 @@ def on_stood_still(state: State, event: on.Suspended) -> Decision:
     away = event.seconds
     why = (because.Suspended(seconds=away),)
     deadline = _later(state.deadline_at, away)
-    if state.leave_at is not None and state.deadline_at is not None:  # Slurm's limit is not ours to put off
-        deadline = min(state.deadline_at + away, max(state.deadline_at, state.leave_at))
+    if state.leaving.leave_at is not None and state.deadline_at is not None:  # Slurm's limit is not ours to put off
+        deadline = min(state.deadline_at + away, max(state.deadline_at, state.leaving.leave_at))
     failure = state.failure
     if failure is not None:
         failure = replace(failure, judge_by=failure.judge_by + away)
     seen = state.suspended
     suspended = Suspended(
         step=away if state.phase in (Phase.TRAINING, Phase.SAVING) else 0.0,
-        save=seen.save + away if state.saving is not None else 0.0,
-        asked=state.asking,
+        save=seen.save + away if state.launch.saving is not None else 0.0,
+        asked=state.query.asking,
     )
     state = replace(
         state,
         deadline_at=deadline,
-        hang_at=_later(state.hang_at, away),
-        wait_until=_later(state.wait_until, away),
-        launched_at=_later(state.launched_at, away),
-        unfit_since=_later(state.unfit_since, away),
-        storage_since=_later(state.storage_since, away),
-        slurm_away_since=_later(state.slurm_away_since, away),
-        growth=replace(state.growth, look_until=_later(state.growth.look_until, away)),
+        silence=replace(state.silence, hang_at=_later(state.silence.hang_at, away)),
+        start=replace(
+            state.start,
+            wait_until=_later(state.start.wait_until, away),
+            unfit_since=_later(state.start.unfit_since, away),
+            slurm_away_since=_later(state.start.slurm_away_since, away),
+        ),
+        launch=replace(state.launch, began_at=_later(state.launch.began_at, away)),
+        storage=replace(state.storage, failing_since=_later(state.storage.failing_since, away)),
+        nodes=replace(
+            state.nodes, growth=replace(state.nodes.growth, look_until=_later(state.nodes.growth.look_until, away))
+        ),
         failure=failure,
         suspended=suspended,
     )
@@ -169,11 +184,13 @@ def on_clock_set(state: State, event: on.ClockSet, policy: Policy) -> Decision:
     """Our own instants stay as they are; those that Slurm has told stand elsewhere among them now."""
     why = (because.ClockSet(seconds=event.seconds),)
     state = replace(
-        state, end_at=_later(state.end_at, -event.seconds), preempted_at=_later(state.preempted_at, -event.seconds)
+        state,
+        identity=replace(state.identity, end_at=_later(state.identity.end_at, -event.seconds)),
+        leaving=replace(state.leaving, preempted_at=_later(state.leaving.preempted_at, -event.seconds)),
     )
     if state.limit_at is not None:  # else Slurm is being asked about it, or was
         state = expecting(state, policy)
-    if state.phase is Phase.SAVING and state.leave_at is not None:  # by when was said by the clock before
+    if state.phase is Phase.SAVING and state.leaving.leave_at is not None:  # by when was said by the clock before
         return query_slurm_unprompted(state, (*why, because.SaveLimitAsked()))
     return Decision(state, (), why)
 

@@ -31,51 +31,71 @@ from stepkeeper.core.reasons import Why
 from stepkeeper.core.recovery import past, settle
 from stepkeeper.core.scale_up import launched, take_back
 from stepkeeper.core.silence import first_word_by
-from stepkeeper.core.state import Next, Phase, Plan, SlurmReachability, State
+from stepkeeper.core.state import (
+    Budgets,
+    BusStatus,
+    Choice,
+    Identity,
+    Launch,
+    Next,
+    Nodes,
+    Phase,
+    Plan,
+    Silence,
+    SlurmReachability,
+    State,
+    Watchers,
+)
 
 replace = msgspec.structs.replace
 
 
 def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -> Decision:
     """Start the watchers and look for the checkpoint, unless the work is done already."""
-    if state.bus:
+    if state.watchers.bus:
         return Decision(state)  # an attempt starts once
     nodes, known_bad = _without_known_bad(event)
-    state = replace(
-        state,  # a signal may have come before us: what was asked about it stays asked
-        job_id=event.job_id,
-        restart_count=event.restart_count,
-        attempt=event.attempt,
-        nodes=nodes,
-        allocated=event.nodes,
-        releasing=bool(set(event.nodes) - set(nodes) - {event.batch_node}),
-        batch_node=event.batch_node,
-        kill_wait_s=event.kill_wait_s,
-        batch=event.batch,
-        wrapped=event.wrapped,
-        failures=event.failures,
-        node_losses=event.node_losses,
-        best_step=event.best_step,
-        nodes_wanted=event.nodes_wanted or len(event.nodes),
-        nodes_min=event.nodes_min,
-        node_counts=event.node_counts,
-        excluded=event.excluded,
-        tried=event.tried,
+    state = replace(  # a signal may have come before us: what was asked about it stays asked
+        state,
+        identity=Identity(
+            job_id=event.job_id,
+            restart_count=event.restart_count,
+            attempt=event.attempt,
+            batch_node=event.batch_node,
+            kill_wait_s=event.kill_wait_s,
+            has_batch_script=event.batch,
+            wrapped=event.wrapped,
+            started_at=event.at,
+            end_at=event.end_at,
+        ),
+        nodes=Nodes(
+            usable=nodes,
+            allocated=event.nodes,
+            releasing=bool(set(event.nodes) - set(nodes) - {event.batch_node}),
+            wanted=event.nodes_wanted or len(event.nodes),
+            min=event.nodes_min,
+            counts=event.node_counts,
+            excluded=event.excluded,
+            launched_before=event.nodes_before,
+        ),
+        budgets=Budgets(
+            failures=event.failures,
+            node_losses=event.node_losses,
+            best_step=event.best_step,
+            tried=event.tried,
+        ),
         baseline=event.baseline,
-        skipped_data=event.skipped_data,
-        launched_before=event.nodes_before,
+        resume=replace(state.resume, skipped_data=event.skipped_data),
         losses=losses.carried(event.losses),
-        started_at=event.at,
-        end_at=event.end_at,
-        bus=1,
-        bus_open=True,
+        watchers=Watchers(bus=1, status=BusStatus.OPEN),
         deadline_at=event.at + policy.start_within_s,
     )
     state = expecting(state, policy)
     if event.finished_step is not None:
         why = (because.FinishedEarlier(step=event.finished_step),)
-        return finish(replace(state, bus_open=False), Plan(next=Next.END, why=why, code=ExitCode.FINISHED))
-    effects = (do.StartBus(bus=1, nodes=state.nodes), do.TestStorage(), do.ChooseCheckpoint())
+        state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED))
+        return finish(state, Plan(next=Next.END, why=why, code=ExitCode.FINISHED))
+    effects = (do.StartBus(bus=1, nodes=state.nodes.usable), do.TestStorage(), do.ChooseCheckpoint())
     return Decision(state, effects, (because.AttemptStarts(), *known_bad))
 
 
@@ -90,36 +110,36 @@ def _without_known_bad(event: on.AttemptStarted) -> tuple[tuple[str, ...], Why]:
         return event.nodes, ()
     left = tuple(node for node in event.nodes if node not in bad)
     wanted = event.nodes_wanted or len(event.nodes)
-    if not places(State(nodes=left, nodes_wanted=wanted, nodes_min=event.nodes_min, node_counts=event.node_counts)):
+    if not places(State(nodes=Nodes(usable=left, wanted=wanted, min=event.nodes_min, counts=event.node_counts))):
         return event.nodes, (because.FaultyNodesGiven(nodes=bad, used=True),)
     return left, (because.FaultyNodesGiven(nodes=bad, used=False),)
 
 
 def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> Decision:
     """One more watcher answers."""
-    if event.bus != state.bus or event.node not in state.nodes or event.node in state.ready:
+    if event.bus != state.watchers.bus or event.node not in state.nodes.usable or event.node in state.watchers.ready:
         return Decision(state)
-    state = replace(state, ready=state.ready | {event.node})
-    everyone = all_ready(state)
+    watchers = replace(state.watchers, ready=state.watchers.ready | {event.node})
+    everyone = set(state.nodes.usable) <= watchers.ready
     if everyone:
-        state = replace(state, silent=frozenset(), bus_error="", bus_tries=0, slurm_reachability=SlurmReachability.NONE)
+        watchers = replace(watchers, silent=frozenset(), error="", tries=0, reachability=SlurmReachability.NONE)
+    state = replace(state, watchers=watchers)
     if state.phase in (Phase.SAVING, Phase.STOPPING):
-        first = len(state.ready) == 1
+        first = len(state.watchers.ready) == 1
         return _say_again(state, first=first) if first or everyone else Decision(state)
     if (
-        state.slurm_reachability is SlurmReachability.LAST
-        and state.silent
-        and set(state.nodes) == state.ready | state.silent
+        state.watchers.reachability is SlurmReachability.LAST
+        and state.watchers.silent
+        and set(state.nodes.usable) == state.watchers.ready | state.watchers.silent
     ):
-        lost = tuple(node for node in state.nodes if node in state.silent)
+        lost = tuple(node for node in state.nodes.usable if node in state.watchers.silent)
         return lose_nodes(state, event.at, lost, (are_lost(state, lost),), policy)
     if not everyone:
         return Decision(_bus_comes(state, event.at, policy))
     if state.phase is Phase.TRAINING:
         # a notice meanwhile reached no watcher: only Slurm can tell of it
-        unknown = (
-            state.wrapped and not state.all_tasks_started
-        )  # the word of the begin may have been lost: only warn, later
+        # the word of the begin may have been lost: only warn, later
+        unknown = state.identity.wrapped and not state.launch.all_tasks_started
         state = replace(state, deadline_at=event.at + policy.announce_within_s if unknown else None)
         return query_slurm_unprompted(state, (because.NoticePerhapsMissed(),))
     return go_on_starting(state, event.at, policy, (because.WatchersReady(),))
@@ -127,9 +147,11 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
 
 def _bus_comes(state: State, at: float, policy: Policy) -> State:
     """Slurm is there again, the first watcher proves it: the others get their usual time."""
-    if state.phase is Phase.TRAINING and state.slurm_reachability in (SlurmReachability.ASKED, SlurmReachability.AWAY):
-        return replace(state, slurm_reachability=SlurmReachability.NONE, deadline_at=at + policy.watcher_back_within_s)
-    return state
+    waits_for_slurm = state.watchers.reachability in (SlurmReachability.ASKED, SlurmReachability.AWAY)
+    if state.phase is not Phase.TRAINING or not waits_for_slurm:
+        return state
+    watchers = replace(state.watchers, reachability=SlurmReachability.NONE)
+    return replace(state, watchers=watchers, deadline_at=at + policy.watcher_back_within_s)
 
 
 def _say_again(state: State, *, first: bool) -> Decision:
@@ -139,33 +161,29 @@ def _say_again(state: State, *, first: bool) -> Decision:
     come, and once more to all: twice a bus, however many nodes there are.
     """
     everyone = not first or all_ready(state)
-    if state.phase is Phase.SAVING and state.verifying is None:
+    if state.phase is Phase.SAVING and state.storage.verifying is None:
         back = because.WatchersBack(everyone=everyone, sent_again="save")
         return Decision(state, (request_save(state),), (back,))
-    if state.killed and state.running:
+    if state.launch.killed and state.launch.running:
         why: Why = (because.WatchersBack(everyone=everyone, sent_again="kill"),)
-        return Decision(state, (do.KillRanks(launch=state.launch, reasons=why),), why)
+        return Decision(state, (do.KillRanks(launch=state.launch.number, reasons=why),), why)
     return Decision(state, (), (because.WatchersBack(everyone=everyone),))
 
 
 def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Policy) -> Decision:
     """The newest verified step directory is known, and with it the progress since the last launch."""
-    if state.phase is not Phase.STARTING or state.chosen or state.rolling_back:
+    if state.phase is not Phase.STARTING or state.resume.choice is not Choice.OPEN:
         return Decision(state)
-    progressed = event.step is not None and (state.best_step is None or event.step > state.best_step)
-    state = replace(
-        state,
-        chosen=True,
-        resume_from=event.directory,
-        resume_step=event.step,
-        best_step=event.step if progressed else state.best_step,
-        failures=0 if progressed else state.failures,
-        node_losses=0 if progressed else state.node_losses,
-        tried=past(state.tried, event.step) if progressed else state.tried,
-    )
+    progressed = event.step is not None and (state.budgets.best_step is None or event.step > state.budgets.best_step)
+    resume = replace(state.resume, choice=Choice.CHOSEN, directory=event.directory, step=event.step)
+    state = replace(state, resume=resume)
+    if progressed:
+        tried = past(state.budgets.tried, event.step)
+        budgets = replace(state.budgets, best_step=event.step, failures=0, node_losses=0, tried=tried)
+        state = replace(state, budgets=budgets)
     why: Why
     if event.directory is None:
-        alone = bool(state.attempt or state.launch) and not state.has_library
+        alone = bool(state.identity.attempt or state.launch.number) and not state.has_library
         why = (because.NoCheckpoint(script_resumes=alone),)
     else:
         why = (because.CheckpointFound(directory=event.directory),)
@@ -175,8 +193,8 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
         why += (because.StepsPassedOver(steps=tuple((each.directory, each.problem) for each in event.skipped)),)
     if state.failure is not None and state.failure.judged is not None:
         return settle(state, event.at, why, policy)
-    if state.failure is None and state.launch and state.failures >= policy.failures_max:
-        failed = (*state.first_failure, because.FailuresMax(failures=state.failures))
+    if state.failure is None and state.launch.number and state.budgets.failures >= policy.failures_max:
+        failed = (*state.launch.first_failure, because.FailuresMax(failures=state.budgets.failures))
         plan = Plan(next=Next.END, why=failed, code=ExitCode.TRAINING_FAILED)
         return stop(state, event.at, plan, policy)
     return go_on_starting(state, event.at, policy, why)
@@ -184,7 +202,7 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
 
 def on_choice_failed(state: State, event: on.ChoiceFailed, policy: Policy) -> Decision:
     """The storage does not answer as it should: a person is needed."""
-    if state.phase is not Phase.STARTING or state.chosen:
+    if state.phase is not Phase.STARTING or state.resume.chosen:
         return Decision(state)
     plan = Plan(next=Next.END, why=(because.StorageUnusable(error=event.error),), code=ExitCode.STORAGE)
     return stop(state, event.at, plan, policy)
@@ -192,9 +210,9 @@ def on_choice_failed(state: State, event: on.ChoiceFailed, policy: Policy) -> De
 
 def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
     """Nothing of an earlier launch is left anywhere: start the ranks."""
-    if state.phase is not Phase.STARTING or not state.clearing or event.launch != state.launch:
+    if state.phase is not Phase.STARTING or not state.start.clearing or event.launch != state.launch.number:
         return Decision(state)
-    if event.nodes and event.nodes != state.nodes:
+    if event.nodes and event.nodes != state.nodes.usable:
         return Decision(state)  # a node was left since: the others were asked again
     if event.unfit:
         return on_unfit(state, event, policy)
@@ -202,46 +220,26 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
     state = replace(
         state,
         phase=Phase.TRAINING,
-        deadline_at=event.at + (policy.begin_within_s if state.wrapped else policy.announce_within_s),
-        clearing=False,
-        unfit_since=None,
-        launched=nodes,
-        launched_at=event.at,
-        failure_counted=False,
-        hints=(),
-        running=True,
-        all_tasks_started=False,
-        library_seen=False,
-        bus_restarted_in_launch=False,
-        slurm_sent="",
-        eviction_confirmed=False,
-        slurm_reachability=SlurmReachability.NONE,
-        step=None,
-        saving=None,
-        reading_back=(),
-        read_back_wrong=0,
-        killed=False,
-        first_failure=(),
-        found=None,
+        deadline_at=event.at + (policy.begin_within_s if state.identity.wrapped else policy.announce_within_s),
+        start=replace(state.start, clearing=None, unfit_since=None),
+        launch=Launch(number=state.launch.number, nodes=nodes, began_at=event.at, running=True),
+        budgets=replace(state.budgets, failure_counted=False),
+        leaving=replace(state.leaving, eviction_confirmed=False, plan=None),
+        watchers=replace(state.watchers, reachability=SlurmReachability.NONE),
+        storage=replace(state.storage, reading_back=(), read_back_wrong=0),
         pace=baseline.launched(state.pace),
-        losses=losses.launched(state.losses, state.resume_step),
+        losses=losses.launched(state.losses, state.resume.step),
         stragglers=stragglers.launched(state.stragglers),
-        to_replace="",
-        paced=False,
-        launched_before=state.launched or state.launched_before,
-        hang_at=first_word_by(state, event.at, policy),
-        patience=1.0,
-        looking=False,
-        early_s=0.0,
-        plan=None,
+        nodes=replace(state.nodes, launched_before=state.launch.nodes or state.nodes.launched_before),
+        silence=Silence(hang_at=first_word_by(state, event.at, policy)),
     )
     state = launched(state, event.at, policy)
     effect = do.StartLaunch(
-        launch=state.launch,
+        launch=state.launch.number,
         nodes=nodes,
-        resume_from=state.resume_from,
-        went_back=state.went_back or None,
-        skipped_data=state.skipped_data,
+        resume_from=state.resume.directory,
+        went_back=state.resume.went_back or None,
+        skipped_data=state.resume.skipped_data,
         address=event.address,
         port=event.port,
     )
@@ -250,15 +248,15 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
 
 def _shape(state: State) -> Why:
     """Say it where a launch does not get all nodes of the allocation, or fewer than it wants."""
-    if len(state.launched) < state.nodes_wanted:
-        return (room(state), because.LaunchShrinks(nodes=len(state.launched)))
-    spares = tuple(node for node in state.nodes if node not in state.launched)
+    if len(state.launch.nodes) < state.nodes.wanted:
+        return (room(state), because.LaunchShrinks(nodes=len(state.launch.nodes)))
+    spares = tuple(node for node in state.nodes.usable if node not in state.launch.nodes)
     return (because.SparesLeft(nodes=spares),) if spares else ()
 
 
 def on_launch_refused(state: State, event: on.LaunchRefused, policy: Policy) -> Decision:
     """The launch did not even begin: srun could not be started."""
-    if event.launch != state.launch or not state.running:
+    if not state.launch.runs(event.launch):
         return Decision(state)
     plan = Plan(next=Next.END, why=(because.LaunchRefused(error=event.error),), code=ExitCode.START_FAILED)
-    return stop(replace(state, running=False), event.at, plan, policy)
+    return stop(replace(state, launch=replace(state.launch, running=False)), event.at, plan, policy)

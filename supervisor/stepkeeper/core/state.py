@@ -48,6 +48,36 @@ class SlurmReachability(StrEnum):
     LAST = "last"  # it answered: the bus is tried once more, then the nodes are lost
 
 
+class BusStatus(StrEnum):
+    """Of the watchers' Slurm step."""
+
+    ENDED = "ended"  # or never started
+    OPEN = "open"
+    LEAVING = "leaving"  # the watchers were asked to leave
+
+
+class Clearing(StrEnum):
+    """Every node is asked whether nothing of an earlier launch is left there, and whether it is fit."""
+
+    ASKED = "asked"
+    LATE = "late"  # it takes too long: which nodes are missing?
+
+
+class Choice(StrEnum):
+    """Which checkpoint the next launch begins with."""
+
+    OPEN = "open"
+    ROLLING_BACK = "rolling back"  # the lineage is being led to an older step; then it is chosen anew
+    CHOSEN = "chosen"
+
+
+class Question(StrEnum):
+    """The question to Slurm that is under way."""
+
+    ASKED = "asked"
+    OUTDATED = "outdated"  # something happened since: it is asked again after the answer
+
+
 class Blame(StrEnum):
     """Whose budget a relaunch counts in."""
 
@@ -109,132 +139,206 @@ class Suspended(msgspec.Struct, frozen=True, kw_only=True):
     asked: bool = False  # a question to Slurm was under way: its answer is of before
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a decision depends on besides the event and the policy."""
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Which job and attempt this is, and what Slurm said of it; set once, but for `end_at`."""
 
-    phase: Phase = Phase.STARTING
-    deadline_at: float | None = None  # Unix seconds; `Tick` comes then
-
-    # who we are
     job_id: int = 0
     restart_count: int = 0
     attempt: int = 0
-    nodes: tuple[str, ...] = ()  # that may be used: of the allocation, without lost and faulty ones
-    nodes_wanted: int = 0  # by a launch; the others are spares
-    nodes_min: int = 0  # that a launch may shrink to; 0: never
-    node_counts: tuple[int, ...] = ()  # that a launch may have; empty: any
-    allocated: tuple[str, ...] = ()  # nodes of the allocation at its start, in Slurm's order
     batch_node: str = ""
+    has_batch_script: bool = True  # the job can be requeued, or submitted again
     kill_wait_s: float = 30.0
-    batch: bool = True  # the job has a batch script: it can be requeued, or submitted again
+    wrapped: bool = True  # every task of a launch says when it has started
     started_at: float | None = None
     end_at: float | None = None  # the job's time limit, as Slurm said last
-    limit_at: float | None = None  # when to leave because of it
 
-    # the bus
-    bus: int = 0
-    ready: frozenset[str] = frozenset()  # nodes whose watcher answers
-    silent: frozenset[str] = frozenset()  # nodes whose watcher was lost since all answered last
-    bus_error: str = ""  # why the newest bus ended, until every watcher answers again
-    bus_restarts: int = 0
-    bus_tries: int = 0  # restarts beside training of a bus on which nobody answered: in no budget
-    slurm_reachability: SlurmReachability = SlurmReachability.NONE
-    bus_open: bool = False
-    bus_told: bool = False  # the watchers were asked to leave
 
-    # nodes that are not used any more
-    releasing: bool = False  # some are still in the allocation, and can be given back
+class Nodes(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes of the allocation: those that a launch may use, and those that are left."""
+
+    allocated: tuple[str, ...] = ()  # at the start of the attempt, in Slurm's order
+    usable: tuple[str, ...] = ()  # without lost and faulty ones
+    wanted: int = 0  # by a launch; the others are spares
+    min: int = 0  # that a launch may shrink to; 0: never
+    counts: tuple[int, ...] = ()  # that a launch may have; empty: any
+    launched_before: tuple[str, ...] = ()  # of the launch before, or of the attempt before
     lost: tuple[tuple[str, float], ...] = ()  # (node, when): Slurm may not have noticed yet
     excluded: tuple[Exclusion, ...] = ()  # the weakest reason first: lost nodes, then faulty ones, each oldest first
     readmit: tuple[str, ...] = ()  # that we excluded earlier, and do no more
-    unfit_since: float | None = None  # most nodes fail the checks before a launch
+    releasing: bool = False  # some that were left are still in the allocation, and can be given back
     growth: Growth = Growth()
 
-    # the launch
-    launch: int = 0
-    launched: tuple[str, ...] = ()  # its nodes
-    slurm_away_since: float | None = None  # the launch could not begin, and waits for Slurm
-    failure_counted: bool = False  # the launch before counts as failed
-    hints: tuple[tuple[str, str], ...] = ()  # (node, fault) of the launch: faults that do not make a job leave
-    running: bool = False  # ranks may run: from StartLaunch to LaunchEnded
-    chosen: bool = False  # the checkpoint for the next launch is known
-    resume_from: str | None = None
-    resume_step: int | None = None
-    launched_at: float | None = None
-    wait_until: float | None = None  # the next launch waits: the cause may pass
-    testing: bool = False  # the storage is under test: no launch starts
-    suspect: Why = ()  # why it is suspect
-    storage_since: float | None = None  # it failed its test: no launch starts
-    storage_tries: int = 0
-    clearing: bool = False
-    asked_uncleared: bool = False  # it takes too long: which nodes are missing?
-    wrapped: bool = True  # every task says when it has started
-    all_tasks_started: bool = False  # every task has, or a rank spoke
-    library_seen: bool = False  # a rank with the trainer library said hello
-    bus_restarted_in_launch: bool = False
-    slurm_sent: str = ""  # the newest signal that Slurm sent to the Slurm steps: ranks without a wrapper have it
-    step: int | None = None  # last completed step that we heard of, in this launch
-    saving: str | None = None  # save_id in flight
+
+class Watchers(msgspec.Struct, frozen=True, kw_only=True):
+    """The bus, and which watchers answer on it."""
+
+    bus: int = 0  # the number of the newest
+    status: BusStatus = BusStatus.ENDED
+    ready: frozenset[str] = frozenset()  # nodes whose watcher answers
+    silent: frozenset[str] = frozenset()  # nodes whose watcher was lost since all answered last
+    error: str = ""  # why the newest bus ended, until every watcher answers again
+    restarts: int = 0
+    tries: int = 0  # restarts beside training of a bus on which nobody answered: in no budget
+    reachability: SlurmReachability = SlurmReachability.NONE
+
+    @property
+    def open(self) -> bool:
+        """Whether watchers may run."""
+        return self.status is not BusStatus.ENDED
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What the next launch waits for, besides watchers, storage and checkpoint."""
+
+    wait_until: float | None = None  # the cause of the failure before may pass
+    slurm_away_since: float | None = None  # the launch before could not begin, and waits for Slurm
+    unfit_since: float | None = None  # most nodes fail the checks
+    clearing: Clearing | None = None
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """Which checkpoint the next launch begins with; the newest one, while it runs."""
+
+    choice: Choice = Choice.OPEN
+    directory: str | None = None
+    step: int | None = None
+    went_back: bool = False  # to an older step, and nothing is committed since: what a tier has newer must not return
+    skipped_data: tuple[SkippedData, ...] = ()  # of steps at which the loss went wrong; carried over
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the checkpoint for the next launch is known."""
+        return self.choice is Choice.CHOSEN
+
+
+class Storage(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the storage can be trusted, and what is read back."""
+
+    testing: bool = False  # no launch starts
+    suspect: Why = ()  # why it is
+    failing_since: float | None = None  # it failed its test: no launch starts
+    tries: int = 0
     reading_back: tuple[str, ...] = ()  # step directories: the first is being read, the others wait
     read_back_wrong: int = 0  # in a row
+    verifying: str | None = None  # the last directory, read back while the ranks leave
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The launch that runs, or ran last; a new record with each.  Its number counts on while the next is prepared."""
+
+    number: int = 0
+    nodes: tuple[str, ...] = ()
+    began_at: float | None = None
+    running: bool = False  # ranks may run: from StartLaunch to LaunchEnded
     killed: bool = False
-    pace: Pace = Pace()
-    suspended: Suspended = Suspended()
-    losses: Losses = Losses()
-    stragglers: Stragglers = Stragglers()
+    all_tasks_started: bool = False  # every task has, or a rank spoke
+    library_seen: bool = False  # a rank with the trainer library said hello
+    bus_restarted: bool = False  # words of its ranks may be lost
+    slurm_sent: str = ""  # the newest signal that Slurm sent to the Slurm steps: ranks without a wrapper have it
+    step: int | None = None  # the last one completed, as far as we heard
+    saving: str | None = None  # save_id in flight
+    hints: tuple[tuple[str, str], ...] = ()  # (node, fault): faults that do not make a job leave
     to_replace: str = ""  # a slow node, at the next checkpoint
-    skipped_data: tuple[SkippedData, ...] = ()  # data of steps at which the loss went wrong; carried over as well
-    baseline: Baseline = Baseline()  # carried over attempts through the journal
-    paced: bool = False  # this launch was compared with those before
-    launched_before: tuple[str, ...] = ()  # nodes of the launch before, or of the attempt before
-    hang_at: float | None = None  # in TRAINING: until then a word of the ranks must come
+    paced: bool = False  # it was compared with those before
+    first_failure: Why = ()  # what the first rank that failed said
+    found: Finding | None = None  # why it failed, as we saw ourselves
+
+    def runs(self, number: int) -> bool:
+        """Tell whether this is the launch of that number, and its ranks may run: else a word of it comes too late."""
+        return self.running and number == self.number
+
+
+class Silence(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the ranks of a launch say nothing."""
+
+    hang_at: float | None = None  # in TRAINING: until then a word must come
     patience: float = 1.0  # how many times longer, since the ranks were seen to move
     looking: bool = False  # their stacks are being collected
     early_s: float = 0.0  # so much before its usual time silence is looked at, or the look at hand began
-    first_failure: Why = ()  # of the launch: what the first rank that failed said
 
-    # why it failed
-    found: Finding | None = None  # what we saw ourselves
-    failure: Failure | None = None  # of the launch before, until it is settled what follows
-    rolling_back: bool = False  # the lineage is being led to an older step
-    went_back: bool = False  # it was, and nothing is committed since: what a tier has newer must not return
 
-    # why it ends
+class Leaving(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the launch or the job ends, and by when."""
+
     plan: Plan | None = None
     fallback_plan: Plan | None = None  # what comes if outcome.json denies that the training is finished
     term_at: float | None = None  # when Slurm told the batch process to end
     leave_at: float | None = None  # Slurm's limit: by then the requeue must be on its way
     preempted_at: float | None = None  # PreemptTime, as Slurm announced it while the job ran
     eviction_confirmed: bool = False  # Slurm said why it takes the allocation: SIGTERM to the steps is no news
-    signal: str = ""  # the newest signal that we asked Slurm about
-    asking: bool = False  # at most one question is under way
-    requery: bool = False  # something happened since it was asked: its answer may be out of date
-    requeue_by: float | None = None  # in REQUEUEING: the end, also where Slurm never answers
-    requesting: bool = False  # a requeue was ordered, and not answered
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True):
+    """What Slurm is asked."""
+
+    signal: str = ""  # the newest that we asked about
+    question: Question | None = None  # at most one
+
+    @property
+    def asking(self) -> bool:
+        """Whether an answer is on its way."""
+        return self.question is not None
+
+
+class Requeue(msgspec.Struct, frozen=True, kw_only=True):
+    """The requeue in REQUEUEING."""
+
+    by: float | None = None  # the end, also where Slurm never answers
+    tries: int = 0
+    requesting: bool = False  # ordered, and not answered
     resubmitting: bool = False  # the site let us requeue nothing: the job is submitted again instead
-    verifying: str | None = None  # directory that is being read back
 
-    answered: tuple[str, ...] = ()  # asks of people, the newest
 
-    # budgets: carried over attempts through the journal
+class Budgets(msgspec.Struct, frozen=True, kw_only=True):
+    """What may fail how often; carried over attempts through the journal."""
+
     failures: int = 0
+    failure_counted: bool = False  # the launch before counts as one
     node_losses: int = 0
     tried: tuple[Tried, ...] = ()
     best_step: int | None = None
-    requeue_tries: int = 0
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a decision depends on besides the event and the policy."""
+
+    phase: Phase = Phase.STARTING
+    deadline_at: float | None = None  # Unix seconds; `Tick` comes then
+    limit_at: float | None = None  # when to leave because of the job's time limit
+    identity: Identity = Identity()
+    nodes: Nodes = Nodes()
+    watchers: Watchers = Watchers()
+    start: Start = Start()
+    resume: Resume = Resume()
+    storage: Storage = Storage()
+    launch: Launch = Launch()
+    leaving: Leaving = Leaving()
+    query: Query = Query()
+    requeue: Requeue = Requeue()
+    budgets: Budgets = Budgets()
+    failure: Failure | None = None  # of the launch before, until it is settled what follows
+    answered: tuple[str, ...] = ()  # requests of people, the newest
+
+    # what is observed beside training
+    silence: Silence = Silence()
+    suspended: Suspended = Suspended()
+    pace: Pace = Pace()
+    baseline: Baseline = Baseline()  # carried over attempts through the journal
+    losses: Losses = Losses()
+    stragglers: Stragglers = Stragglers()
 
     @property
     def has_library(self) -> bool:
         """Whether the trainer library has answered in this run, in this launch or an earlier one."""
-        return self.library_seen or self.baseline.start_s > 0.0
+        return self.launch.library_seen or self.baseline.start_s > 0.0
 
     @property
     def wake_at(self) -> float | None:
         """When the next `Tick` must come."""
-        hang_at = self.hang_at if self.phase is Phase.TRAINING else None
+        hang_at = self.silence.hang_at if self.phase is Phase.TRAINING else None
         limit_at = self.limit_at if self.phase in (Phase.STARTING, Phase.TRAINING) else None
-        grow_at = self.growth.wake_at if self.phase is Phase.TRAINING else None
-        requeue_by = self.requeue_by if self.phase is Phase.REQUEUEING else None
+        grow_at = self.nodes.growth.wake_at if self.phase is Phase.TRAINING else None
+        requeue_by = self.requeue.by if self.phase is Phase.REQUEUEING else None
         return min(
             (at for at in (self.deadline_at, hang_at, limit_at, grow_at, requeue_by) if at is not None), default=None
         )

@@ -31,7 +31,8 @@ def on_chosen(state: State, event: on.CheckpointChosen, policy: Policy) -> Decis
     if len(damaged) < policy.storage_suspect_after:
         return on_checkpoint_chosen(state, event, policy)
     suspect = because.StorageSuspect(damaged=len(damaged), directories=tuple(damaged[:NAMED_MAX]))
-    held = replace(_testing(state, event.at, policy), suspect=(suspect,))
+    held = _testing(state, event.at, policy)
+    held = replace(held, storage=replace(held.storage, suspect=(suspect,)))
     decision = on_checkpoint_chosen(held, event, policy)
     if decision == Decision(held):
         return Decision(state)  # it changed nothing, nor does this
@@ -50,26 +51,27 @@ def on_run_directory_gone(state: State, event: on.RunDirectoryGone, policy: Poli
 
 
 def _testing(state: State, at: float, policy: Policy) -> State:
-    return replace(state, testing=True, deadline_at=at + policy.storage_test_within_s + ANSWER_MARGIN_S)
+    deadline = at + policy.storage_test_within_s + ANSWER_MARGIN_S
+    return replace(state, storage=replace(state.storage, testing=True), deadline_at=deadline)
 
 
 def on_storage_tested(state: State, event: on.StorageTested, policy: Policy) -> Decision:
     """The storage took bytes and gave them back, or it did not."""
-    state = replace(state, testing=False)
+    state = replace(state, storage=replace(state.storage, testing=False))
     said: Why = (_result(event),)
     if state.phase is not Phase.STARTING:
         return Decision(state, (), said)
     if not event.ok:
         return _failed(state, event.at, said, policy, untrue=event.untrue)
-    if state.suspect and not event.thorough:
+    if state.storage.suspect and not event.thorough:
         return Decision(_testing(state, event.at, policy), (do.TestStorage(thorough=True),), said)
-    passed = state.suspect
-    was_held = bool(passed) or state.storage_since is not None
-    state = replace(state, suspect=(), storage_since=None, storage_tries=0)
+    passed = state.storage.suspect
+    was_held = bool(passed) or state.storage.failing_since is not None
+    state = replace(state, storage=replace(state.storage, suspect=(), failing_since=None, tries=0))
     if not was_held:
         return Decision(state, (), said)
     if passed:
-        said += (because.StorageTrusted(directory=state.resume_from),)
+        said += (because.StorageTrusted(directory=state.resume.directory),)
     if not all_ready(state):
         state = replace(state, deadline_at=event.at + policy.start_within_s)
     return go_on_starting(state, event.at, policy, said)
@@ -85,26 +87,27 @@ def _result(event: on.StorageTested) -> Reason:
 
 def _failed(state: State, at: float, said: Why, policy: Policy, *, untrue: bool) -> Decision:
     """Storage that lies, or is suspect already, ends the run; any other trouble may pass."""
-    if state.suspect or untrue:
-        why = (*state.suspect, *said)
+    if state.storage.suspect or untrue:
+        why = (*state.storage.suspect, *said)
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.STORAGE), policy)
-    since = state.storage_since if state.storage_since is not None else at
+    since = state.storage.failing_since if state.storage.failing_since is not None else at
     waited = at - since
     if waited >= policy.storage_wait_s:
         why = (*said, because.StorageNotRecovered(waited_s=waited))
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.STORAGE), policy)
-    pause = min(policy.storage_retry_max_s, policy.storage_retry_s * 2.0 ** min(state.storage_tries, 30))
+    pause = min(policy.storage_retry_max_s, policy.storage_retry_s * 2.0 ** min(state.storage.tries, 30))
     deadline = min(at + pause, since + policy.storage_wait_s)
-    state = replace(state, storage_since=since, storage_tries=state.storage_tries + 1, deadline_at=deadline)
-    state = replace(state, clearing=False)  # were the nodes asked already, their answer would start the launch
+    storage = replace(state.storage, failing_since=since, tries=state.storage.tries + 1)
+    start = replace(state.start, clearing=None)  # were the nodes asked already, their answer would start the launch
+    state = replace(state, storage=storage, start=start, deadline_at=deadline)
     return Decision(state, (), (*said, because.StorageTestAgain(after_s=deadline - at)))
 
 
 def on_storage_late(state: State, at: float, policy: Policy) -> Decision:
     """Test it again; a test that did not even end by its own limit has failed."""
-    if state.testing:
+    if state.storage.testing:
         late = because.StorageTestLate(within_s=policy.storage_test_within_s)
-        return _failed(replace(state, testing=False), at, (late,), policy, untrue=False)
+        return _failed(replace(state, storage=replace(state.storage, testing=False)), at, (late,), policy, untrue=False)
     return Decision(_testing(state, at, policy), (do.TestStorage(),), (because.StorageTestBegins(),))
 
 
@@ -126,11 +129,11 @@ def on_commit(state: State, directory: str, policy: Policy) -> Decision:
     """Read a new step directory back, after the one that is being read; of those that wait, perhaps only this."""
     if state.phase is not Phase.TRAINING or not from_disk(policy):
         return Decision(state)
-    first, waiting = state.reading_back[:1], state.reading_back[1:]
+    first, waiting = state.storage.reading_back[:1], state.storage.reading_back[1:]
     waiting = (*waiting, directory)[-WAITING_MAX:] if policy.read_back == ALL else (directory,)
     if first:
-        return Decision(replace(state, reading_back=(*first, *waiting)))
-    return Decision(replace(state, reading_back=waiting), (_read(waiting[0]),))
+        return Decision(replace(state, storage=replace(state.storage, reading_back=(*first, *waiting))))
+    return Decision(replace(state, storage=replace(state.storage, reading_back=waiting)), (_read(waiting[0]),))
 
 
 def _read(directory: str) -> do.VerifyCheckpoint:
@@ -139,20 +142,20 @@ def _read(directory: str) -> do.VerifyCheckpoint:
 
 def on_read_back(state: State, event: on.CheckpointVerified) -> Decision:
     """One is read: go on with the next; where it is wrong, have the state saved once more."""
-    waiting = state.reading_back[1:]
+    waiting = state.storage.reading_back[1:]
     effects: tuple[do.Effect, ...] = (_read(waiting[0]),) if waiting else ()
-    state = replace(state, reading_back=waiting)
+    state = replace(state, storage=replace(state.storage, reading_back=waiting))
     if event.gone:
         return Decision(state, effects, (because.CheckpointRemoved(directory=event.directory),))
     if event.ok:
         verified = because.CheckpointVerified(directory=event.directory)
-        return Decision(replace(state, read_back_wrong=0), effects, (verified,))
-    state = replace(state, read_back_wrong=state.read_back_wrong + 1)
+        return Decision(replace(state, storage=replace(state.storage, read_back_wrong=0)), effects, (verified,))
+    state = replace(state, storage=replace(state.storage, read_back_wrong=state.storage.read_back_wrong + 1))
     why: Why = (because.CheckpointDamaged(directory=event.directory, problem=event.problem),)
-    if waiting or state.phase is not Phase.TRAINING or not state.running:
+    if waiting or state.phase is not Phase.TRAINING or not state.launch.running:
         return Decision(state, effects, why)
-    if state.read_back_wrong > 1:  # saving again and again onto bad storage helps nobody
-        why += (because.DamagedInARow(count=state.read_back_wrong),)
+    if state.storage.read_back_wrong > 1:  # saving again and again onto bad storage helps nobody
+        why += (because.DamagedInARow(count=state.storage.read_back_wrong),)
         return Decision(state, (*effects, do.TestStorage(thorough=True)), why)
     again: Why = (because.SaveAgain(),)
     return Decision(state, (*effects, do.RequestSave(stop=False, reasons=again)), why + again)

@@ -15,7 +15,24 @@ from stepkeeper.core.causes import Cause, Notice
 from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import Failure, Growth, Next, Phase, Plan, Resting, State
+from stepkeeper.core.state import (
+    BusStatus,
+    Choice,
+    Clearing,
+    Failure,
+    Growth,
+    Identity,
+    Launch,
+    Next,
+    Nodes,
+    Phase,
+    Plan,
+    Query,
+    Question,
+    Resting,
+    State,
+    Watchers,
+)
 
 AT = 1000.0
 LATE = AT + 1e6
@@ -37,39 +54,54 @@ replace = msgspec.structs.replace
 def _states() -> dict[str, State]:
     """Return a typical state of each phase."""
     starting = State(
-        attempt=1,
-        nodes=NODES,
-        nodes_wanted=2,
-        launched=NODES,
-        bus=1,
-        bus_open=True,
-        ready=frozenset("a"),
+        identity=Identity(attempt=1),
+        nodes=Nodes(usable=NODES, wanted=2),
+        launch=Launch(nodes=NODES),
+        watchers=Watchers(bus=1, status=BusStatus.OPEN, ready=frozenset("a")),
         deadline_at=AT + 60,
-        asking=True,
+        query=Query(question=Question.ASKED),
     )
     judging = replace(
         starting,
-        asking=False,
-        ready=frozenset(NODES),
-        chosen=True,
+        query=Query(),
+        watchers=replace(starting.watchers, ready=frozenset(NODES)),
+        resume=replace(starting.resume, choice=Choice.CHOSEN, step=800),
         failure=Failure(launch=-1, step=900, judge_by=AT + 20),
-        resume_step=800,
     )
-    clearing = replace(starting, ready=frozenset(NODES), chosen=True, clearing=True)
+    clearing = replace(
+        starting,
+        watchers=replace(starting.watchers, ready=frozenset(NODES)),
+        resume=replace(starting.resume, choice=Choice.CHOSEN),
+        start=replace(starting.start, clearing=Clearing.ASKED),
+    )
     training = replace(
         clearing,
         phase=Phase.TRAINING,
-        clearing=False,
-        running=True,
-        library_seen=True,
-        step=900,
+        start=replace(clearing.start, clearing=None),
+        launch=replace(clearing.launch, running=True, library_seen=True, step=900),
         deadline_at=None,
     )
     leave = Plan(next=Next.REQUEUE, why=(because.SlurmSaid(notice=Notice.PREEMPTED, slurm_state="RUNNING"),))
-    saving = replace(training, phase=Phase.SAVING, plan=leave, saving="s1", deadline_at=AT + 60)
+    saving = replace(
+        training,
+        phase=Phase.SAVING,
+        leaving=replace(training.leaving, plan=leave),
+        launch=replace(training.launch, saving="s1"),
+        deadline_at=AT + 60,
+    )
     again = Plan(next=Next.RELAUNCH, why=(because.RankFailed(rank=1, node="b", code=1),))
-    stopping = replace(saving, phase=Phase.STOPPING, plan=again, saving=None, killed=True)
-    closing = replace(stopping, phase=Phase.CLOSING, plan=leave, running=False)
+    stopping = replace(
+        saving,
+        phase=Phase.STOPPING,
+        leaving=replace(saving.leaving, plan=again),
+        launch=replace(saving.launch, saving=None, killed=True),
+    )
+    closing = replace(
+        stopping,
+        phase=Phase.CLOSING,
+        leaving=replace(stopping.leaving, plan=leave),
+        launch=replace(stopping.launch, running=False),
+    )
     requeueing = replace(closing, phase=Phase.REQUEUEING)
     done = replace(requeueing, phase=Phase.DONE, deadline_at=None)
     return {
@@ -183,13 +215,17 @@ def _fitting(state: State, event: on.Event) -> State:
     """Return the state in which such an event comes: an answer where it was asked for."""
     return replace(
         state,
-        asking=isinstance(event, on.SlurmAnswered),
-        looking=isinstance(event, on.StacksCollected),
-        rolling_back=isinstance(event, on.RolledBack),
-        requesting=isinstance(event, on.RequeueAnswered),
-        growth=_RESTS if isinstance(event, on.NodesChecked) else state.growth,
-        verifying=STEP if isinstance(event, on.CheckpointVerified) else None,
-        ready=frozenset("a") if isinstance(event, on.WatcherReady) else state.ready,
+        query=replace(state.query, question=Question.ASKED if isinstance(event, on.SlurmAnswered) else None),
+        silence=replace(state.silence, looking=isinstance(event, on.StacksCollected)),
+        resume=replace(
+            state.resume, choice=Choice.ROLLING_BACK if isinstance(event, on.RolledBack) else state.resume.choice
+        ),
+        requeue=replace(state.requeue, requesting=isinstance(event, on.RequeueAnswered)),
+        nodes=replace(state.nodes, growth=_RESTS if isinstance(event, on.NodesChecked) else state.nodes.growth),
+        storage=replace(state.storage, verifying=STEP if isinstance(event, on.CheckpointVerified) else None),
+        watchers=replace(
+            state.watchers, ready=frozenset("a") if isinstance(event, on.WatcherReady) else state.watchers.ready
+        ),
     )
 
 

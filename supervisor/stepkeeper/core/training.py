@@ -21,6 +21,7 @@ from stepkeeper.core.phases import (
     query_slurm,
     query_slurm_unprompted,
     relaunch,
+    stopping,
     take,
 )
 from stepkeeper.core.policy import STOP_SIGNALS, Policy
@@ -39,7 +40,7 @@ replace = msgspec.structs.replace
 
 def on_launch_began(state: State, event: on.LaunchBegan, policy: Policy) -> Decision:
     """Every task runs: whether the script uses the trainer library is still to be heard."""
-    if event.launch != state.launch or not state.running or state.all_tasks_started:
+    if not state.launch.runs(event.launch) or state.launch.all_tasks_started:
         return Decision(state)
     why = because.TasksStarted(warm=event.warm, cold=event.cold)
     return Decision(_begun(state, event.at, policy), (), (why,))
@@ -47,40 +48,49 @@ def on_launch_began(state: State, event: on.LaunchBegan, policy: Policy) -> Deci
 
 def _begun(state: State, at: float, policy: Policy) -> State:
     """The launch need not be waited for, but the first word of the library.  A lost watcher keeps its deadline."""
-    if state.all_tasks_started or state.phase is not Phase.TRAINING or not all_ready(state):
-        return replace(state, all_tasks_started=True, slurm_away_since=None)
-    return replace(state, all_tasks_started=True, slurm_away_since=None, deadline_at=at + policy.announce_within_s)
+    waited_for = not state.launch.all_tasks_started and state.phase is Phase.TRAINING and all_ready(state)
+    state = replace(
+        state,
+        launch=replace(state.launch, all_tasks_started=True),
+        start=replace(state.start, slurm_away_since=None),
+    )
+    return replace(state, deadline_at=at + policy.announce_within_s) if waited_for else state
 
 
 def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision:
     """The script can save, stop and resume."""
-    if event.launch != state.launch or not state.running:
+    if not state.launch.runs(event.launch):
         return Decision(state)
-    why: Why = () if state.library_seen else (because.LibraryAnswers(),)
-    if event.resumed_step is not None and event.resumed_step != state.resume_step:
-        why = (because.ResumedElsewhere(step=event.resumed_step, chosen=state.resume_step),)
-        state = replace(state, resume_step=event.resumed_step)
-    elif state.library_seen:
+    why: Why = () if state.launch.library_seen else (because.LibraryAnswers(),)
+    if event.resumed_step is not None and event.resumed_step != state.resume.step:
+        why = (because.ResumedElsewhere(step=event.resumed_step, chosen=state.resume.step),)
+        state = replace(state, resume=replace(state.resume, step=event.resumed_step))
+    elif state.launch.library_seen:
         return Decision(state)
-    if not state.library_seen and state.launched_at is not None:
-        state = replace(state, baseline=baseline.started(state.baseline, event.at - state.launched_at))
+    if not state.launch.library_seen and state.launch.began_at is not None:
+        state = replace(state, baseline=baseline.started(state.baseline, event.at - state.launch.began_at))
     return Decision(alive(_heard(state), event.at, policy), (), why)
 
 
 def _heard(state: State) -> State:
     """The trainer library is there: it need not be waited for.  A lost watcher keeps its deadline."""
-    if state.library_seen or state.phase is not Phase.TRAINING or not all_ready(state):
-        return replace(state, library_seen=True, all_tasks_started=True, slurm_away_since=None)
-    return replace(state, library_seen=True, all_tasks_started=True, slurm_away_since=None, deadline_at=None)
+    waited_for = not state.launch.library_seen and state.phase is Phase.TRAINING and all_ready(state)
+    state = replace(
+        state,
+        launch=replace(state.launch, library_seen=True, all_tasks_started=True),
+        start=replace(state.start, slurm_away_since=None),
+    )
+    return replace(state, deadline_at=None) if waited_for else state
 
 
 def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decision:
     """A step was completed."""
-    if event.launch != state.launch or not state.running:
+    if not state.launch.runs(event.launch):
         return Decision(state)
     state, seconds = step_seconds(state, event.step_seconds)
     pace = step_taken(state.pace, seconds) if seconds is not None else state.pace
-    state = alive(replace(_heard(state), step=event.step, pace=pace), event.at, policy)
+    state = _heard(state)
+    state = alive(replace(state, launch=replace(state.launch, step=event.step), pace=pace), event.at, policy)
     paced = watch_pace(state, policy)
     watched = watch_loss(paced.state, event, policy)
     return Decision(watched.state, (*paced.effects, *watched.effects), paced.why + watched.why)
@@ -88,19 +98,27 @@ def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decisio
 
 def on_save_began(state: State, event: on.SaveBegan, policy: Policy) -> Decision:
     """A save is in flight."""
-    if event.launch != state.launch or not state.running:
+    if not state.launch.runs(event.launch):
         return Decision(state)
     suspended = replace(state.suspended, save=0.0)
-    return Decision(alive(replace(_heard(state), saving=event.save_id, suspended=suspended), event.at, policy))
+    state = _heard(replace(state, suspended=suspended))
+    return Decision(alive(replace(state, launch=replace(state.launch, saving=event.save_id)), event.at, policy))
 
 
 def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) -> Decision:
     """A step directory is complete; an emergency one is read back while the ranks leave."""
-    if event.launch != state.launch or not state.running:
+    if not state.launch.runs(event.launch):
         return Decision(state)
     state, seconds = save_seconds(state, event.seconds)
     pace = saved(state.pace, seconds, by_disk=event.by_disk)
-    state = replace(state, saving=None, bus_restarts=0, node_losses=0, pace=pace, went_back=False)
+    state = replace(
+        state,
+        launch=replace(state.launch, saving=None),
+        watchers=replace(state.watchers, restarts=0),
+        budgets=replace(state.budgets, node_losses=0),
+        pace=pace,
+        resume=replace(state.resume, went_back=False),
+    )
     state = alive(state, event.at, policy)
     state = expecting(state, policy) if state.limit_at is not None else state
     why: Why = (because.Committed(step=event.step),)
@@ -111,8 +129,8 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     state, effects = read.state, read.effects
     if emergency and not _leaves_to_grow(state):  # the next launch of this attempt reads it anyway
         effects = (do.VerifyCheckpoint(directory=event.directory, from_disk=storage.from_disk(policy)),)
-        state = replace(state, verifying=event.directory, reading_back=())
-    if state.first_failure:
+        state = replace(state, storage=replace(state.storage, verifying=event.directory, reading_back=()))
+    if state.launch.first_failure:
         ended = _end_survivors(state, event.at, why, policy)
         return Decision(ended.state, (*effects, *ended.effects), ended.why)
     if emergency or state.phase is Phase.STOPPING:
@@ -128,23 +146,23 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
 
 def _leaves_to_grow(state: State) -> bool:
     """Tell whether the ranks were asked to leave for a larger launch in the same allocation."""
-    return state.plan is not None and state.plan.to_grow and state.plan.next is Next.RELAUNCH
+    return state.leaving.plan is not None and state.leaving.plan.to_grow and state.leaving.plan.next is Next.RELAUNCH
 
 
 def on_save_gave_up(state: State, event: on.SaveFailed, policy: Policy) -> Decision:
     """A save failed: training goes on, and older steps are untouched."""
-    if event.launch != state.launch or not state.running:
+    if not state.launch.runs(event.launch):
         return Decision(state)
-    state = replace(state, saving=None)
+    state = replace(state, launch=replace(state.launch, saving=None))
     why = (because.SaveFailed(step=event.step, error=event.error),)
-    if state.first_failure:
+    if state.launch.first_failure:
         return _end_survivors(state, event.at, why, policy)
     return Decision(state, (), why)
 
 
 def _end_survivors(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """A rank has failed, and the save that the others were spared for is over."""
-    if state.killed:
+    if state.launch.killed:
         return Decision(state, (), why)
     return kill(replace(state, phase=Phase.STOPPING), at, policy, why)
 
@@ -152,7 +170,7 @@ def _end_survivors(state: State, at: float, why: Why, policy: Policy) -> Decisio
 def _leave_soon(state: State, at: float, policy: Policy) -> State:
     """The ranks are about to leave: never put off a deadline for that."""
     deadline = at + policy.leave_within_s
-    if state.killed:
+    if state.launch.killed:
         return state
     known = state.deadline_at if state.phase is not Phase.TRAINING else None  # there it is the watchers'
     return replace(state, deadline_at=deadline if known is None else min(known, deadline))
@@ -160,48 +178,52 @@ def _leave_soon(state: State, at: float, policy: Policy) -> State:
 
 def on_finished(state: State, event: on.TrainingFinished, policy: Policy) -> Decision:
     """The work is done: that wins over every notice."""
-    if event.launch != state.launch or not state.running or state.killed:
+    if not state.launch.runs(event.launch) or state.launch.killed:
         return Decision(state)
     why = (because.TrainingFinished(step=event.step),)
-    if state.plan is not None and state.plan.code is ExitCode.FINISHED:
+    if state.leaving.plan is not None and state.leaving.plan.code is ExitCode.FINISHED:
         return Decision(state)
     plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
-    state = replace(_leave_soon(state, event.at, policy), phase=Phase.STOPPING, plan=plan, fallback_plan=state.plan)
+    state = _leave_soon(state, event.at, policy)
+    leaving = replace(state.leaving, plan=plan, fallback_plan=state.leaving.plan)
+    state = replace(state, phase=Phase.STOPPING, leaving=leaving)
     return Decision(state, (), why)
 
 
 def on_stopped(state: State, event: on.TrainingStopped, policy: Policy) -> Decision:
     """The ranks leave, on request or on their own."""
-    if event.launch != state.launch or not state.running:
+    if not state.launch.runs(event.launch):
         return Decision(state)
-    asked = state.plan is not None and (state.plan.next is not Next.RELAUNCH or state.plan.to_grow)
-    if asked or state.first_failure or state.killed:
+    known = state.leaving.plan
+    asked = known is not None and (known.next is not Next.RELAUNCH or known.to_grow)
+    if asked or state.launch.first_failure or state.launch.killed:
         state = _leave_soon(state, event.at, policy)
         return Decision(state, (), (because.RanksLeave(step=event.step),))
     why = (because.RanksLeftAlone(step=event.step),)
     plan = Plan(next=Next.RELAUNCH, why=why)
-    state = replace(_leave_soon(state, event.at, policy), phase=Phase.STOPPING, plan=plan)
+    state = stopping(_leave_soon(state, event.at, policy), plan)
     return query_slurm(_prompted(state), why)
 
 
 def _prompted(state: State) -> State:
     """The ranks left as if they had been told to: a question of our own accord becomes one about that."""
-    return replace(state, signal="") if state.signal == NO_SIGNAL else state
+    return replace(state, query=replace(state.query, signal="")) if state.query.signal == NO_SIGNAL else state
 
 
 def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decision:
     """A rank ended: if it failed, end the others, but let a commit in flight come to its end."""
-    if event.launch != state.launch or not state.running:
+    if not state.launch.runs(event.launch):
         return Decision(state)
-    if not state.library_seen and state.wrapped:
+    if not state.launch.library_seen and state.identity.wrapped:
         state = _begun(state, event.at, policy)
-    faults = tuple(fault for node, fault in state.hints if node == event.node)
+    faults = tuple(fault for node, fault in state.launch.hints if node == event.node)
     why: Why = (
         because.RankFailed(rank=event.rank, node=event.node, code=event.code, signal=event.signal, faults=faults),
     )
     if _slurm_may_have_ended_it(state, event):
-        first = state.first_failure or why
-        return Decision(replace(state, first_failure=first), (), (*why, because.SignalUnexplained()))
+        first = state.launch.first_failure or why
+        state = replace(state, launch=replace(state.launch, first_failure=first))
+        return Decision(state, (), (*why, because.SignalUnexplained()))
     if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
         return _on_rank_left(state, event, policy)
     if _ends_as_asked(state, event, policy):
@@ -210,17 +232,17 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
 
 
 def _on_rank_failed(state: State, event: on.RankExited, policy: Policy, why: Why) -> Decision:
-    first = state.first_failure or why
-    ours = state.killed or state.phase is not Phase.TRAINING  # it was told to end, or dies of another's death
+    first = state.launch.first_failure or why
+    ours = state.launch.killed or state.phase is not Phase.TRAINING  # it was told to end, or dies of another's death
     look = () if ours else (do.Look(node=event.node, reasons=why),)
-    state = replace(state, first_failure=first)
+    state = replace(state, launch=replace(state.launch, first_failure=first))
     if event.code == EXIT_GAVE_UP:
         state = take(state, Plan(next=Next.END, why=why, code=ExitCode.TRAINING_GAVE_UP))
-    elif state.plan is None or _leaves_to_grow(state) or _blames_training(state.plan):
-        state = replace(state, plan=Plan(next=Next.RELAUNCH, why=first))
-    if state.killed:
+    elif state.leaving.plan is None or _leaves_to_grow(state) or _blames_training(state.leaving.plan):
+        state = replace(state, leaving=replace(state.leaving, plan=Plan(next=Next.RELAUNCH, why=first)))
+    if state.launch.killed:
         return Decision(state)
-    if state.saving is None:
+    if state.launch.saving is None:
         killed = kill(replace(state, phase=Phase.STOPPING), event.at, policy, why)
         return Decision(killed.state, (*killed.effects, *look), why)
     if state.phase is Phase.TRAINING:
@@ -236,13 +258,13 @@ def _ends_as_asked(state: State, event: on.RankExited, policy: Policy) -> bool:
     if state.phase is not Phase.SAVING or event.code == EXIT_GAVE_UP:
         return False
     number = STOP_SIGNALS[policy.stop_signal]
-    return not state.library_seen or event.signal == number or event.code == SHELL_OF_SIGNAL + number
+    return not state.launch.library_seen or event.signal == number or event.code == SHELL_OF_SIGNAL + number
 
 
 def _slurm_may_have_ended_it(state: State, event: on.RankExited) -> bool:
     """Tell whether Slurm's own signal may have ended a rank that no wrapper shields: others may be saving for it."""
-    unasked = state.phase is Phase.TRAINING and state.asking and event.code not in (EXIT_FINISHED, EXIT_GAVE_UP)
-    return unasked and bool(state.slurm_sent) and not state.library_seen
+    unasked = state.phase is Phase.TRAINING and state.query.asking and event.code not in (EXIT_FINISHED, EXIT_GAVE_UP)
+    return unasked and bool(state.launch.slurm_sent) and not state.launch.library_seen
 
 
 def _blames_training(plan: Plan) -> bool:
@@ -257,28 +279,28 @@ def _on_rank_left(state: State, event: on.RankExited, policy: Policy) -> Decisio
     if state.phase is not Phase.TRAINING or event.code == EXIT_FINISHED:
         return Decision(state)
     left = because.RankLeft(rank=event.rank, node=event.node, seen=event.code is not None)
-    wait = policy.leave_within_s if state.saving is None else policy.commit_grace_s
+    wait = policy.leave_within_s if state.launch.saving is None else policy.commit_grace_s
     plan = Plan(next=Next.RELAUNCH, why=(left,))
-    state = replace(state, phase=Phase.STOPPING, plan=plan, deadline_at=event.at + wait)
+    state = replace(stopping(state, plan), deadline_at=event.at + wait)
     return Decision(state, (), (replace(left, waiting=True),))
 
 
 def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Decision:
     """No rank runs any more: go on with the plan, or find out what happened."""
-    if event.launch != state.launch or not state.running:
+    if not state.launch.runs(event.launch):
         return Decision(state)
-    state = replace(state, running=False, saving=None)
+    state = replace(state, launch=replace(state.launch, running=False, saving=None))
     if event.finished:
         finished = Plan(next=Next.END, why=(because.TrainingFinished(),), code=ExitCode.FINISHED)
         return close(state, event.at, finished, policy)
     if state.phase is Phase.TRAINING:
         return _after_unasked_end(state, event, policy)
-    plan = state.plan
+    plan = state.leaving.plan
     assert plan is not None, "SAVING and STOPPING are entered with a plan"
     if plan.code is ExitCode.FINISHED and event.code:  # with 0, rank 0's word counts without the file
         failed = (because.OutcomeMissing(error=event.error, code=event.code),)
-        plan = state.fallback_plan or Plan(next=Next.RELAUNCH, why=failed)
-    if _leaves_to_grow(state) and not state.asking:
+        plan = state.leaving.fallback_plan or Plan(next=Next.RELAUNCH, why=failed)
+    if _leaves_to_grow(state) and not state.query.asking:
         return relaunch(state, event.at, plan.why, policy)
     if plan.next is Next.RELAUNCH:
         return _after_failure(state, event, plan.why, policy)
@@ -286,65 +308,65 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
 
 
 def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> Decision:
-    if not state.library_seen and event.code == 0:
+    if not state.launch.library_seen and event.code == 0:
         why: Why = (because.CommandEnded(),)
         plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
-        if state.wrapped:
+        if state.identity.wrapped:
             return close(state, event.at, plan, policy)
         # Slurm's signal reaches these ranks before us: a handler that saves ends with 0 as well
-        state = replace(state, phase=Phase.STOPPING, plan=plan, deadline_at=event.at + policy.ask_within_s)
-        return Decision(state, (), why) if state.asking else query_slurm_unprompted(state, (*why, because.SlurmAsked()))
+        state = replace(stopping(state, plan), deadline_at=event.at + policy.ask_within_s)
+        return (
+            Decision(state, (), why)
+            if state.query.asking
+            else query_slurm_unprompted(state, (*why, because.SlurmAsked()))
+        )
     if event.code == EXIT_GAVE_UP:
         plan = Plan(next=Next.END, why=(because.CommandGaveUp(),), code=ExitCode.TRAINING_GAVE_UP)
         return close(state, event.at, plan, policy)
-    how = state.first_failure or (because.StepFailed(code=event.code, error=event.error),)
+    how = state.launch.first_failure or (because.StepFailed(code=event.code, error=event.error),)
     if event.stopped:
         how = (because.RanksLeftAlone(),)
     elif event.code == 0:
         how = (because.RanksEndedSilently(),)
-    elif state.wrapped and not state.all_tasks_started and not state.library_seen:
+    elif state.identity.wrapped and not state.launch.all_tasks_started and not state.launch.library_seen:
         return _never_began(state, event.at, how, policy)
     return _after_failure(state, event, how, policy)
 
 
 def _never_began(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """Not every task was started: where Slurm itself is away, that is no failure, and the next launch waits for it."""
-    since = state.slurm_away_since if state.slurm_away_since is not None else at
-    state = replace(state, phase=Phase.STOPPING, plan=Plan(next=Next.RELAUNCH, why=why), slurm_away_since=since)
+    since = state.start.slurm_away_since if state.start.slurm_away_since is not None else at
+    state = replace(
+        stopping(state, Plan(next=Next.RELAUNCH, why=why)), start=replace(state.start, slurm_away_since=since)
+    )
     return query_slurm_unprompted(replace(state, deadline_at=at + policy.ask_within_s), (*why, because.SlurmAsked()))
 
 
 def _after_failure(state: State, event: on.LaunchEnded, why: Why, policy: Policy) -> Decision:
     """Relaunch; but while Slurm is being asked, its answer may tell that this was no failure."""
-    if not state.asking and not event.stopped:
+    if not state.query.asking and not event.stopped:
         return relaunch(state, event.at, why, policy)
     if event.stopped:
         state = _prompted(state)
-    effects = () if state.asking else query_slurm(state, why).effects
-    state = replace(
-        state,
-        phase=Phase.STOPPING,
-        plan=_again(state, why),
-        asking=True,
-        deadline_at=event.at + policy.ask_within_s,
-    )
-    return Decision(state, effects, (*why, because.SlurmAsked()))
+    state = replace(stopping(state, _again(state, why)), deadline_at=event.at + policy.ask_within_s)
+    asked = Decision(state) if state.query.asking else query_slurm(state, why)
+    return Decision(asked.state, asked.effects, (*why, because.SlurmAsked()))
 
 
 def _again(state: State, why: Why) -> Plan:
     """Return the plan of a relaunch; whose fault it is stays as it was."""
-    if state.plan is None:
+    if state.leaving.plan is None:
         return Plan(next=Next.RELAUNCH, why=why)
-    return replace(state.plan, next=Next.RELAUNCH, why=why)
+    return replace(state.leaving.plan, next=Next.RELAUNCH, why=why)
 
 
 def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: Policy) -> Decision:
     """The emergency checkpoint was read back, or one beside training."""
-    if event.directory != state.verifying and event.directory in state.reading_back[:1]:
+    if event.directory != state.storage.verifying and event.directory in state.storage.reading_back[:1]:
         return storage.on_read_back(state, event)
-    if event.directory != state.verifying:
+    if event.directory != state.storage.verifying:
         return Decision(state)
-    state = replace(state, verifying=None)
+    state = replace(state, storage=replace(state.storage, verifying=None))
     why: Why
     if event.ok:
         why = (because.CheckpointVerified(directory=event.directory),)

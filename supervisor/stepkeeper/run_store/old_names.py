@@ -24,7 +24,6 @@ STATE = FIELDS | {  # of the state, in `missed`
     "told": "eviction_confirmed",
     "heard": "library_seen",
     "begun": "all_tasks_started",
-    "again": "requery",
     "charged": "failure_counted",
     "doubt": "slurm_reachability",
     "otherwise": "fallback_plan",

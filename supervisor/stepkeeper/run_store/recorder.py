@@ -89,34 +89,136 @@ class Recorder:
             job_id=self._lease.job_id,
             restart_count=self._lease.restart_count,
             attempt=self._lease.attempt,
-            launch=state.launch,
+            launch=state.launch.number,
             phase=state.phase,
             event=event,
             why=text(decision.why),
             reasons=decision.why,
             effects=decision.effects,
-            failures=state.failures,
-            node_losses=state.node_losses,
-            best_step=state.best_step,
-            nodes=state.nodes,
-            excluded=state.excluded,
-            tried=state.tried,
+            failures=state.budgets.failures,
+            node_losses=state.budgets.node_losses,
+            best_step=state.budgets.best_step,
+            nodes=state.nodes.usable,
+            excluded=state.nodes.excluded,
+            tried=state.budgets.tried,
             baseline=state.baseline,
-            skipped_data=state.skipped_data,
+            skipped_data=state.resume.skipped_data,
             number=self._number,
             sample=sample,
             missed=missed,
         )
 
 
+# A change is named by one key each, whichever record of the state holds it: journals outlive a change of the records.
+KEYS = {
+    "phase": ("", "phase"),
+    "deadline_at": ("", "deadline_at"),
+    "limit_at": ("", "limit_at"),
+    "failure": ("", "failure"),
+    "answered": ("", "answered"),
+    "suspended": ("", "suspended"),
+    "pace": ("", "pace"),
+    "baseline": ("", "baseline"),
+    "losses": ("", "losses"),
+    "stragglers": ("", "stragglers"),
+    "job_id": ("identity", "job_id"),
+    "restart_count": ("identity", "restart_count"),
+    "attempt": ("identity", "attempt"),
+    "batch_node": ("identity", "batch_node"),
+    "kill_wait_s": ("identity", "kill_wait_s"),
+    "batch": ("identity", "has_batch_script"),
+    "wrapped": ("identity", "wrapped"),
+    "started_at": ("identity", "started_at"),
+    "end_at": ("identity", "end_at"),
+    "nodes": ("nodes", "usable"),
+    "nodes_wanted": ("nodes", "wanted"),
+    "nodes_min": ("nodes", "min"),
+    "node_counts": ("nodes", "counts"),
+    "allocated": ("nodes", "allocated"),
+    "lost": ("nodes", "lost"),
+    "excluded": ("nodes", "excluded"),
+    "readmit": ("nodes", "readmit"),
+    "releasing": ("nodes", "releasing"),
+    "growth": ("nodes", "growth"),
+    "launched_before": ("nodes", "launched_before"),
+    "bus": ("watchers", "bus"),
+    "ready": ("watchers", "ready"),
+    "silent": ("watchers", "silent"),
+    "bus_error": ("watchers", "error"),
+    "bus_restarts": ("watchers", "restarts"),
+    "bus_tries": ("watchers", "tries"),
+    "slurm_reachability": ("watchers", "reachability"),
+    "bus_status": ("watchers", "status"),
+    "wait_until": ("start", "wait_until"),
+    "clearing_nodes": ("start", "clearing"),
+    "unfit_since": ("start", "unfit_since"),
+    "slurm_away_since": ("start", "slurm_away_since"),
+    "choice": ("resume", "choice"),
+    "resume_from": ("resume", "directory"),
+    "resume_step": ("resume", "step"),
+    "went_back": ("resume", "went_back"),
+    "skipped_data": ("resume", "skipped_data"),
+    "testing": ("storage", "testing"),
+    "suspect": ("storage", "suspect"),
+    "storage_since": ("storage", "failing_since"),
+    "storage_tries": ("storage", "tries"),
+    "reading_back": ("storage", "reading_back"),
+    "read_back_wrong": ("storage", "read_back_wrong"),
+    "verifying": ("storage", "verifying"),
+    "launch": ("launch", "number"),
+    "launched": ("launch", "nodes"),
+    "launched_at": ("launch", "began_at"),
+    "running": ("launch", "running"),
+    "killed": ("launch", "killed"),
+    "all_tasks_started": ("launch", "all_tasks_started"),
+    "library_seen": ("launch", "library_seen"),
+    "bus_restarted_in_launch": ("launch", "bus_restarted"),
+    "slurm_sent": ("launch", "slurm_sent"),
+    "step": ("launch", "step"),
+    "saving": ("launch", "saving"),
+    "hints": ("launch", "hints"),
+    "first_failure": ("launch", "first_failure"),
+    "found": ("launch", "found"),
+    "paced": ("launch", "paced"),
+    "to_replace": ("launch", "to_replace"),
+    "hang_at": ("silence", "hang_at"),
+    "patience": ("silence", "patience"),
+    "looking": ("silence", "looking"),
+    "early_s": ("silence", "early_s"),
+    "plan": ("leaving", "plan"),
+    "fallback_plan": ("leaving", "fallback_plan"),
+    "term_at": ("leaving", "term_at"),
+    "leave_at": ("leaving", "leave_at"),
+    "preempted_at": ("leaving", "preempted_at"),
+    "eviction_confirmed": ("leaving", "eviction_confirmed"),
+    "signal": ("query", "signal"),
+    "question": ("query", "question"),
+    "requeue_by": ("requeue", "by"),
+    "requeue_tries": ("requeue", "tries"),
+    "requesting": ("requeue", "requesting"),
+    "resubmitting": ("requeue", "resubmitting"),
+    "failures": ("budgets", "failures"),
+    "node_losses": ("budgets", "node_losses"),
+    "tried": ("budgets", "tried"),
+    "best_step": ("budgets", "best_step"),
+    "failure_counted": ("budgets", "failure_counted"),
+}
+
+
 def changes(old: State, new: State) -> dict[str, Any]:
     """Return what has to be changed in a state to make it another one; of windows that slid only what is new."""
     found: dict[str, Any] = {}
-    for name in State.__struct_fields__:
-        then, now = getattr(old, name), getattr(new, name)
+    for key in KEYS:
+        then, now = _value(old, key), _value(new, key)
         if then is not now and then != now:
-            found[name] = _change(_plain(then), _plain(now))
+            found[key] = _change(_plain(then), _plain(now))
     return found
+
+
+def _value(state: State, key: str) -> object:
+    record, field = KEYS[key]
+    value: object = getattr(getattr(state, record) if record else state, field)
+    return value
 
 
 def _plain(value: object) -> Any:
@@ -130,12 +232,22 @@ def changed(state: State, missed: dict[str, Any]) -> State:
     Raises:
         msgspec.ValidationError: they are not of this version's state.
     """
-    known = {name: missed[name] for name in State.__struct_fields__ if name in missed}
-    if not known:
+    plain: dict[str, Any] = {}
+    for key, change in missed.items():
+        if key in KEYS:
+            record, field = KEYS[key]
+            value = _apply(_plain(_value(state, key)), change)
+            (plain.setdefault(record, {}) if record else plain)[field] = value
+    if not plain:
         return state
-    values = {name: _apply(_plain(getattr(state, name)), change) for name, change in known.items()}
-    made = msgspec.convert(values, State)
-    return msgspec.structs.replace(state, **{name: getattr(made, name) for name in values})
+    made = msgspec.convert(plain, State)
+    for key in missed.keys() & KEYS.keys():
+        record, field = KEYS[key]
+        value = {field: _value(made, key)}
+        if record:
+            value = {record: msgspec.structs.replace(getattr(state, record), **value)}
+        state = msgspec.structs.replace(state, **value)
+    return state
 
 
 def _change(then: Any, now: Any) -> Any:

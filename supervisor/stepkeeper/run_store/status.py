@@ -89,12 +89,12 @@ def is_silent(status: Status, now: float) -> bool:
 def changes(status: Status, event: on.Event, before: State, state: State) -> dict[str, object]:
     """Return what one event, and the state after it, change in a status."""
     found: dict[str, object] = {"phase": state.phase.value}
-    if state.running:  # else the number is that of a launch that is being prepared, and may never be started
-        found |= {"launch": state.launch, "launched": True}
-        if (status.launch, status.launched) != (state.launch, True) and status.step != state.resume_step:
+    if state.launch.running:  # else the number is that of a launch that is being prepared, and may never be started
+        found |= {"launch": state.launch.number, "launched": True}
+        if (status.launch, status.launched) != (state.launch.number, True) and status.step != state.resume.step:
             # what was done after the step that this launch goes on from is lost
-            found |= {"step": state.resume_step, "tokens": None, "loss": None, "loss_not_finite": False}
-    if state.has_library or state.all_tasks_started or (state.running and not state.wrapped):
+            found |= {"step": state.resume.step, "tokens": None, "loss": None, "loss_not_finite": False}
+    if state.has_library or state.launch.all_tasks_started or (state.launch.running and not state.identity.wrapped):
         found["library"] = state.has_library
     if isinstance(event, on.Progressed):
         found |= {name: getattr(event, name) for name in ("step", "tokens", "loss", "step_seconds")}
@@ -107,9 +107,9 @@ def changes(status: Status, event: on.Event, before: State, state: State) -> dic
         found["checkpoint_step"] = event.step
     if isinstance(event, on.CheckpointChosen):
         found |= {"resumed_from": event.directory, "checkpoint_step": event.step}
-    if isinstance(event, on.RankHello) and state.resume_step != before.resume_step:
-        told = f"step {state.resume_step}, which the ranks brought"
-        found |= {"resumed_from": told, "checkpoint_step": state.resume_step, "step": state.resume_step}
+    if isinstance(event, on.RankHello) and state.resume.step != before.resume.step:
+        told = f"step {state.resume.step}, which the ranks brought"
+        found |= {"resumed_from": told, "checkpoint_step": state.resume.step, "step": state.resume.step}
     return found
 
 

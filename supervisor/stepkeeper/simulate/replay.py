@@ -118,12 +118,20 @@ def _with_missed(state: State, record: Record, found: Replayed) -> State:
 def _then(record: Record, state: State) -> dict[str, Any]:
     shown = {name: getattr(record, name) for name in _SHOWN}
     if record.nodes is None:  # as in the record before, which was compared
-        shown["nodes"] = state.nodes
+        shown["nodes"] = state.nodes.usable
     return {**shown, "effects": [_plain(each) for each in record.effects]}
 
 
 def _now(state: State, effects: Iterable[msgspec.Struct]) -> dict[str, Any]:
-    return {**{name: getattr(state, name) for name in _SHOWN}, "effects": [_plain(each) for each in effects]}
+    return {
+        "phase": state.phase,
+        "launch": state.launch.number,
+        "failures": state.budgets.failures,
+        "node_losses": state.budgets.node_losses,
+        "best_step": state.budgets.best_step,
+        "nodes": state.nodes.usable,
+        "effects": [_plain(each) for each in effects],
+    }
 
 
 def _plain(effect: msgspec.Struct) -> dict[str, Any]:

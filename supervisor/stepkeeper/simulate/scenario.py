@@ -151,9 +151,11 @@ def parse(line: str, state: State) -> on.Event:
     fields = _job(given) if name == "SlurmAnswered" and "error" not in given else _structures(given)
     if unknown := sorted(set(fields) - set(names)):
         raise ValueError(f"{name} has no {', '.join(unknown)}; it has {', '.join(names)}")
-    implied = {key: value for key, value in {"launch": state.launch, "bus": state.bus}.items() if key in names}
+    implied = {
+        key: value for key, value in {"launch": state.launch.number, "bus": state.watchers.bus}.items() if key in names
+    }
     if name == "Judged":
-        implied["launch"] = state.launch - 1  # the launch before
+        implied["launch"] = state.launch.number - 1  # the launch before
     if name == "CheckpointCommitted" and isinstance(fields.get("step"), int):
         fields.setdefault("directory", f"step_{fields['step']:08d}")
     event: on.Event = msgspec.convert({**implied, **DEFAULTS.get(name, {}), **fields, "at": float(at)}, kind)
@@ -243,12 +245,12 @@ def describe(before: State, decision: Decision) -> Iterator[str]:
         yield "> ."
         return
     shown = {
-        "launch": state.launch or None,
+        "launch": state.launch.number or None,
         "deadline": state.deadline_at,
-        "plan": state.plan.next.value if state.plan is not None else None,
-        "failures": state.failures or None,
-        "lost": state.node_losses or None,
-        "asking": state.asking or None,
+        "plan": state.leaving.plan.next.value if state.leaving.plan is not None else None,
+        "failures": state.budgets.failures or None,
+        "lost": state.budgets.node_losses or None,
+        "asking": state.query.asking or None,
     }
     words = [f"{name}={_show(value)}" for name, value in shown.items() if value is not None]
     why = f"  # {_reasons(decision.why)}" if decision.why else ""

@@ -30,7 +30,6 @@ from stepkeeper.simulate.world import MIX, Accounts, Kind, Progress, Result, Wor
 
 NAMED_MAX = 64
 TURNS_MAX = 50_000_000  # a run that decides so much is stuck
-CARRIED = ("failures", "best_step", "node_losses", "excluded", "tried", "baseline", "skipped_data")
 CAUSES = {Kind.FAULT: Cause.NODE_FAULT, Kind.LOST: Cause.NODE_LOST, Kind.FAILURE: Cause.NETWORK}
 
 
@@ -78,7 +77,7 @@ class Simulator:
     # --- one attempt ------------------------------------------------------------------------------
 
     def _attempt(self, end: float) -> None:
-        carried: dict[str, Any] = {name: getattr(self.state, name) for name in CARRIED}
+        before, budgets = self.state, self.state.budgets
         nodes = tuple(f"n{index}" for index in range(self.named + self.world.spares))
         number = self.result.attempts
         self.result.attempts += 1
@@ -92,7 +91,10 @@ class Simulator:
         self._feed(
             on.AttemptStarted(
                 at=self.now, nodes=nodes, nodes_wanted=self.named, nodes_min=self._names_min(), batch_node=nodes[0],
-                kill_wait_s=30.0, previous="" if not number else "requeued", **started, **carried,
+                kill_wait_s=30.0, previous="" if not number else "requeued", **started,
+                failures=budgets.failures, best_step=budgets.best_step, node_losses=budgets.node_losses,
+                tried=budgets.tried, excluded=before.nodes.excluded, baseline=before.baseline,
+                skipped_data=before.resume.skipped_data,
             )
         )  # fmt: skip
         self._later(self._gap(), "fail")
@@ -142,14 +144,14 @@ class Simulator:
     def _do_fail(self) -> None:
         self._later(self._gap(), "fail")
         kind = self.random.choices(list(MIX), list(MIX.values()))[0]
-        if self.random.random() * self.named >= len(self.state.nodes):
+        if self.random.random() * self.named >= len(self.state.nodes.usable):
             return  # it befell a node that this job has given back
-        spares = [node for node in self.state.nodes if node not in self.state.launched]
-        idle = len(spares) if self.state.launched else 0
+        spares = [node for node in self.state.nodes.usable if node not in self.state.launch.nodes]
+        idle = len(spares) if self.state.launch.nodes else 0
         hits_spare = self.random.random() < idle / (self.world.nodes + idle)
-        among = spares if hits_spare else [node for node in self.state.nodes if node not in spares or not idle]
+        among = spares if hits_spare else [node for node in self.state.nodes.usable if node not in spares or not idle]
         alive = [node for node in among if node not in self.dead]
-        if not alive or (kind is Kind.FAILURE and (hits_spare or not self.state.running)):
+        if not alive or (kind is Kind.FAILURE and (hits_spare or not self.state.launch.running)):
             return  # nothing runs there that could fail
         node = self.random.choice(alive)
         self.result.happened[kind] += 1
@@ -166,15 +168,15 @@ class Simulator:
                 self._later(self.world.detect_s, seen)
             case Kind.LOST:
                 self.dead.add(node)
-                lost = on.WatcherLost(at=0, node=node, bus=self.state.bus, why="silent")
+                lost = on.WatcherLost(at=0, node=node, bus=self.state.watchers.bus, why="silent")
                 self._later(self.world.silence_s, lost)
             case _:
-                exited = on.RankExited(at=0, launch=self.state.launch, rank=0, node=node, code=1)
+                exited = on.RankExited(at=0, launch=self.state.launch.number, rank=0, node=node, code=1)
                 self._later(self.world.detect_s, exited, launch=self.serial)
 
     def _break(self, kind: Kind) -> None:
         """No further step comes; what is not durable is lost."""
-        if self.hurt is None and self.state.running:
+        if self.hurt is None and self.state.launch.running:
             self.hurt = kind
             self._pause()
             self._lose()
@@ -194,14 +196,14 @@ class Simulator:
     def _do_first_step(self) -> None:
         if self.hurt is None:
             self._go_on()
-            self._feed(on.Progressed(at=self.now, launch=self.state.launch, step=self._step() + 1, tokens=0))
+            self._feed(on.Progressed(at=self.now, launch=self.state.launch.number, step=self._step() + 1, tokens=0))
 
     def _step(self) -> int:
         return int(self.progress.done.steps_s)
 
     def _go_on(self) -> None:
         self._spend(Use.PRODUCTIVE)
-        self.progress.go_on(self.now, len(self.state.launched) / self.named)
+        self.progress.go_on(self.now, len(self.state.launch.nodes) / self.named)
         self._later(self.world.interval_s, "save", launch=self.serial)
 
     def _pause(self) -> None:
@@ -224,7 +226,7 @@ class Simulator:
 
     def _begin_save(self, *, emergency: bool) -> None:
         step, save_id = self.progress.snapshot(), f"s{self.result.saves}"
-        began = on.SaveBegan(at=0, launch=self.state.launch, step=step, save_id=save_id, emergency=emergency)
+        began = on.SaveBegan(at=0, launch=self.state.launch.number, step=step, save_id=save_id, emergency=emergency)
         self._later(0.0, began, launch=self.serial)
         self._later(self.world.persist_s, "commit", launch=self.serial)
 
@@ -234,7 +236,7 @@ class Simulator:
             return
         emergency = self.state.phase is Phase.SAVING and not self.progress.saving
         self.result.saves += 1
-        launch = self.state.launch
+        launch = self.state.launch.number
         self._feed(
             on.CheckpointCommitted(
                 at=self.now, launch=launch, step=step, save_id="s", directory=f"step_{step:08d}", bytes=1,
@@ -249,7 +251,7 @@ class Simulator:
     # --- orders -----------------------------------------------------------------------------------
 
     def _hold(self) -> None:
-        self.accounts.held(self.now, 0 if self.over else len(self.state.nodes))
+        self.accounts.held(self.now, 0 if self.over else len(self.state.nodes.usable))
 
     def _feed(self, event: on.Event) -> None:
         self._hold()
@@ -276,7 +278,7 @@ class Simulator:
             case do.StartBus():
                 self._start_bus(effect)
             case do.StopBus():
-                self._later(world.slurm_s, on.BusEnded(at=0, bus=state.bus, code=0))
+                self._later(world.slurm_s, on.BusEnded(at=0, bus=state.watchers.bus, code=0))
             case do.ChooseCheckpoint():
                 step, directory = self._newest()
                 self._later(world.verify_s, on.CheckpointChosen(at=0, directory=directory, step=step or None))
@@ -357,7 +359,7 @@ class Simulator:
 
     def _give_back(self, effect: do.ReleaseNodes) -> None:
         """Nodes go to be repaired, each for its own time; where the job runs with fewer, they could come back."""
-        gone = set(self.state.allocated) - set(effect.keep) - self.left
+        gone = set(self.state.nodes.allocated) - set(effect.keep) - self.left
         self.left |= gone
         for _ in gone:
             wait = self.random.expovariate(1 / self.world.repair_s) if self.world.repair_s else 0.0
@@ -366,7 +368,9 @@ class Simulator:
     def _roll_back(self) -> None:
         self.accounts.lost(self.progress.roll_back())
         step, directory = self._newest()
-        self._later(self.world.slurm_s, on.RolledBack(at=0, launch=self.state.launch, directory=directory, step=step))
+        self._later(
+            self.world.slurm_s, on.RolledBack(at=0, launch=self.state.launch.number, directory=directory, step=step)
+        )
 
     def _newest(self) -> tuple[int, str | None]:
         step = self.progress.newest
@@ -377,7 +381,7 @@ class Simulator:
         return on.JobFacts(
             state=on.JobState.RUNNING,
             slurm_state="RUNNING",
-            restarts=self.state.restart_count,
+            restarts=self.state.identity.restart_count,
             preempt_at=self.facts.get("preempt"),
             end_at=end if end < float("inf") else None,
         )

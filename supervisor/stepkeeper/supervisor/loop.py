@@ -354,7 +354,7 @@ class Supervisor:
 
     def _renew(self) -> None:
         assert self.bus is not None, "the callers look"
-        self.bus.say(lines.Lease(seconds=GONE_AFTER_S, launch=self.state.launch))
+        self.bus.say(lines.Lease(seconds=GONE_AFTER_S, launch=self.state.launch.number))
 
     def _start_launch(self, effect: do.StartLaunch) -> None:
         self._renew()
@@ -378,17 +378,17 @@ class Supervisor:
     def _request_save(self, effect: do.RequestSave) -> None:
         self.requests += 1
         name = self.setting.policy.stop_signal
-        has_it = effect.slurm_sent == name or self.signaled == self.state.launch  # a handler must not run twice
+        has_it = effect.slurm_sent == name or self.signaled == self.state.launch.number  # a handler must not run twice
         if self.bus is not None:
             self.bus.say(
                 lines.Save(
-                    launch=self.state.launch,
+                    launch=self.state.launch.number,
                     request_id=self.requests,
                     stop=effect.stop,
                     why=shorten(text(effect.reasons)),
                     deadline_at=None if effect.deadline_at is None else self.inbox.clock.to_wall(effect.deadline_at),
                     signal=name if effect.stop and not has_it else "",
-                    heard=self.state.library_seen,
+                    heard=self.state.launch.library_seen,
                 )
             )
 

@@ -19,10 +19,16 @@ def failures_bound_the_launches_without_progress(turns):
     launches = taken_back = 0
     for turn in turns:
         before, after = turn.before, turn.after
-        unseen = after.failures < before.failures and any(each.count == 0 for each in after.tried)
-        if after.best_step != before.best_step or unseen:
+        unseen = after.budgets.failures < before.budgets.failures and any(
+            each.count == 0 for each in after.budgets.tried
+        )
+        if after.budgets.best_step != before.budgets.best_step or unseen:
             launches = taken_back = 0
-        taken_back += after.launched == before.launched and before.failure_counted and not after.failure_counted
+        taken_back += (
+            after.launch.nodes == before.launch.nodes
+            and before.budgets.failure_counted
+            and not after.budgets.failure_counted
+        )
         launches += len(turn.ordered(do.StartLaunch))
         assert launches <= POLICY.failures_max + taken_back
         assert taken_back <= POLICY.node_losses_max + STORAGE_MAX + BY_SLURM
@@ -33,16 +39,24 @@ def each_failed_launch_counts_until_there_is_verified_progress(turns):
     """A budget that is filled again by anything else bounds nothing."""
     for turn in turns:
         before, after = turn.before, turn.after
-        ran_long = before.launched_at is not None and turn.event.at - before.launched_at >= POLICY.unseen_progress_s
-        if after.launch > before.launch:
-            kept = 0 if ran_long and not before.library_seen else before.failures
-            assert after.failures == kept + after.failure_counted
-        elif after.failures < before.failures:
-            progressed = isinstance(turn.event, on.CheckpointChosen) and after.best_step != before.best_step
-            taken_back = before.failure_counted and not after.failure_counted and after.failures == before.failures - 1
+        ran_long = (
+            before.launch.began_at is not None and turn.event.at - before.launch.began_at >= POLICY.unseen_progress_s
+        )
+        if after.launch.number > before.launch.number:
+            kept = 0 if ran_long and not before.launch.library_seen else before.budgets.failures
+            assert after.budgets.failures == kept + after.budgets.failure_counted
+        elif after.budgets.failures < before.budgets.failures:
+            progressed = (
+                isinstance(turn.event, on.CheckpointChosen) and after.budgets.best_step != before.budgets.best_step
+            )
+            taken_back = (
+                before.budgets.failure_counted
+                and not after.budgets.failure_counted
+                and after.budgets.failures == before.budgets.failures - 1
+            )
             assert progressed or taken_back
-        if turn.ordered(do.StartLaunch) and before.launch:
-            assert before.failures < POLICY.failures_max
+        if turn.ordered(do.StartLaunch) and before.launch.number:
+            assert before.budgets.failures < POLICY.failures_max
 
 
 @promise
@@ -50,19 +64,21 @@ def an_hour_of_unseen_training_begins_the_rows_again_and_forgets_no_failure(turn
     """A launch that nobody could see may have progressed, or not: its failures count anew, the same one goes on."""
     for turn in turns:
         before, after = turn.before, turn.after
-        relaunched = after.launch > before.launch
-        ran_long = before.launched_at is not None and turn.event.at - before.launched_at >= POLICY.unseen_progress_s
-        if relaunched and ran_long and not before.library_seen:
-            assert after.failures <= 1
-            assert all(each.count == 0 for each in after.tried)
-            assert [repeats(each) for each in after.tried] == [repeats(each) for each in before.tried]
+        relaunched = after.launch.number > before.launch.number
+        ran_long = (
+            before.launch.began_at is not None and turn.event.at - before.launch.began_at >= POLICY.unseen_progress_s
+        )
+        if relaunched and ran_long and not before.launch.library_seen:
+            assert after.budgets.failures <= 1
+            assert all(each.count == 0 for each in after.budgets.tried)
+            assert [repeats(each) for each in after.budgets.tried] == [repeats(each) for each in before.budgets.tried]
 
 
 @promise
 def the_same_failure_is_bounded_without_a_newly_verified_step(turns):
     """Whatever launches may have done unseen: nothing verified says so."""
     for turn in turns:
-        for each in turn.after.tried if turn.ordered(do.StartLaunch) else ():
+        for each in turn.after.budgets.tried if turn.ordered(do.StartLaunch) else ():
             if each.repeats > each.count:
                 assert each.repeats < POLICY.failures_max or each.cause in UNCHARGED
 
@@ -72,15 +88,15 @@ def restarts_of_the_bus_and_lost_nodes_are_bounded(turns):
     """Every loop has a budget that only a commit, or a step that was verified anew, fills again."""
     restarts = 0
     for turn in turns:
-        committed = isinstance(turn.event, on.CheckpointCommitted) and turn.after.bus_restarts == 0
+        committed = isinstance(turn.event, on.CheckpointCommitted) and turn.after.watchers.restarts == 0
         restarts = 0 if committed else restarts
-        beside = turn.before.phase is Phase.TRAINING and not turn.before.ready  # while Slurm is away
+        beside = turn.before.phase is Phase.TRAINING and not turn.before.watchers.ready  # while Slurm is away
         started = len([order for order in turn.ordered(do.StartBus) if order.bus > 1])
         restarts += started if not beside else 0
         assert restarts <= POLICY.bus_restarts_max
-        assert turn.after.requeue_tries <= POLICY.requeue_tries_max
+        assert turn.after.requeue.tries <= POLICY.requeue_tries_max
         if turn.ordered(do.StartLaunch):
-            assert turn.after.node_losses <= POLICY.node_losses_max
+            assert turn.after.budgets.node_losses <= POLICY.node_losses_max
 
 
 @promise
@@ -88,15 +104,15 @@ def what_was_tried_is_remembered_until_the_place_is_passed(turns):
     """A budget that forgets is none: a failure counts until a step is verified beyond it, or hours have passed."""
     for turn in turns:
         before, after = turn.before, turn.after
-        known = {(each.cause, each.place): each for each in after.tried}
-        gone = [each for each in before.tried if (each.cause, each.place) not in known]
+        known = {(each.cause, each.place): each for each in after.budgets.tried}
+        gone = [each for each in before.budgets.tried if (each.cause, each.place) not in known]
         if not gone or isinstance(turn.event, on.AttemptStarted):
             continue
-        passed = isinstance(turn.event, on.CheckpointChosen) and after.best_step != before.best_step
-        unseen = isinstance(turn.event, on.LaunchEnded | on.SlurmAnswered | on.Tick) and not before.library_seen
-        assert passed or unseen or after.node_losses > before.node_losses
+        passed = isinstance(turn.event, on.CheckpointChosen) and after.budgets.best_step != before.budgets.best_step
+        unseen = isinstance(turn.event, on.LaunchEnded | on.SlurmAnswered | on.Tick) and not before.launch.library_seen
+        assert passed or unseen or after.budgets.node_losses > before.budgets.node_losses
         if passed:
-            assert all(each.step is None or each.step < after.best_step for each in gone)
+            assert all(each.step is None or each.step < after.budgets.best_step for each in gone)
 
 
 @promise
@@ -113,29 +129,33 @@ def failures_in_the_same_way_go_along_their_row_and_end_with_it(turns):
     """A budget that does not count is none: where the row says stop, nothing is started any more."""
     for turn in turns:
         before, after = turn.before, turn.after
-        if before.failure is None or after.failure is not None or after.tried == before.tried:
+        if before.failure is None or after.failure is not None or after.budgets.tried == before.budgets.tried:
             continue
-        if isinstance(turn.event, on.CheckpointChosen) and after.best_step != before.best_step:
+        if isinstance(turn.event, on.CheckpointChosen) and after.budgets.best_step != before.budgets.best_step:
             continue  # what lies behind it is forgotten in the same turn
-        new = after.tried[-1] if len(after.tried) >= len(before.tried) else None
-        if new is None or new in before.tried:
+        new = after.budgets.tried[-1] if len(after.budgets.tried) >= len(before.budgets.tried) else None
+        if new is None or new in before.budgets.tried:
             continue  # taken back: it was the node's fault
-        old = next((each for each in before.tried if (each.cause, each.place) == (new.cause, new.place)), None)
+        old = next((each for each in before.budgets.tried if (each.cause, each.place) == (new.cause, new.place)), None)
         counted = old.count if old is not None else 0
         assert new.count > counted
         row = POLICY.row(new.cause)
-        again = old is not None and new.step is not None and old.step == new.step and bool(after.resume_from)
+        again = old is not None and new.step is not None and old.step == new.step and bool(after.resume.directory)
         if again and new.cause in IN_A_STATE:
             assert new.stepped_back
-            assert _ends(turn) if old.stepped_back else turn.ordered(do.RollBack) or after.resume_step is None
+            assert _ends(turn) if old.stepped_back else turn.ordered(do.RollBack) or after.resume.step is None
         elif row[-1].rung is Rung.STOP and counted >= len(row) - 1:
             assert _ends(turn)
         if new.cause in UNCHARGED and counted >= len(row):
-            assert after.failures >= before.failures
+            assert after.budgets.failures >= before.budgets.failures
 
 
 def _ends(turn):
-    return turn.after.plan is not None and turn.after.plan.next is Next.END and turn.after.plan.code != 0
+    return (
+        turn.after.leaving.plan is not None
+        and turn.after.leaving.plan.next is Next.END
+        and turn.after.leaving.plan.code != 0
+    )
 
 
 @promise
@@ -145,8 +165,8 @@ def ninety_three_is_the_last_word_of_a_launcher(turns):
     for turn in turns:
         assert not (gave_up and (turn.ordered(do.StartLaunch) or turn.ordered(do.Requeue)))
         heard = isinstance(turn.event, on.RankExited) and turn.event.code == 93
-        now = heard and turn.before.running and turn.event.launch == turn.before.launch
-        assert not now or turn.after.plan.next is Next.END
+        now = heard and turn.before.launch.running and turn.event.launch == turn.before.launch.number
+        assert not now or turn.after.leaving.plan.next is Next.END
         gave_up = gave_up or now
 
 
@@ -154,9 +174,9 @@ def ninety_three_is_the_last_word_of_a_launcher(turns):
 def a_job_excludes_only_so_many_nodes(turns):
     """An exclusion that never ends makes a job unschedulable."""
     for turn in turns:
-        new = {each.node for each in turn.after.excluded} - {each.node for each in turn.before.excluded}
-        if new and turn.before.bus:  # what an attempt is told was written under a policy of its own
-            assert len(turn.after.excluded) <= POLICY.excluded_max
+        new = {each.node for each in turn.after.nodes.excluded} - {each.node for each in turn.before.nodes.excluded}
+        if new and turn.before.watchers.bus:  # what an attempt is told was written under a policy of its own
+            assert len(turn.after.nodes.excluded) <= POLICY.excluded_max
 
 
 @promise
@@ -164,6 +184,10 @@ def what_slurm_ended_is_no_failure_of_the_training(turns):
     """The ranks may hear of a preemption before we do, and their end comes first."""
     for turn in turns:
         before, after = turn.before, turn.after
-        leaves = after.plan is not None and after.plan.next is Next.REQUEUE and after.eviction_confirmed
+        leaves = (
+            after.leaving.plan is not None
+            and after.leaving.plan.next is Next.REQUEUE
+            and after.leaving.eviction_confirmed
+        )
         if isinstance(turn.event, on.SlurmAnswered) and before.phase is Phase.STARTING and before.failure and leaves:
-            assert after.failures == max(0, before.failures - before.failure_counted)
+            assert after.budgets.failures == max(0, before.budgets.failures - before.budgets.failure_counted)

@@ -18,8 +18,8 @@ def every_wait_has_a_deadline(turns):
         state = turn.after
         free = state.phase is Phase.DONE or (state.phase is Phase.TRAINING and all_watched(state))
         assert free or state.deadline_at is not None
-        heard = state.phase is Phase.TRAINING and state.library_seen
-        assert not heard or state.hang_at is not None
+        heard = state.phase is Phase.TRAINING and state.launch.library_seen
+        assert not heard or state.silence.hang_at is not None
 
 
 @promise
@@ -29,7 +29,7 @@ def a_limit_that_is_known_is_acted_on(turns):
         state = turn.before
         due = isinstance(turn.event, on.Tick) and state.limit_at is not None and turn.event.at >= state.limit_at
         if due and state.phase in (Phase.STARTING, Phase.TRAINING):
-            assert turn.after.asking
+            assert turn.after.query.asking
             assert turn.after.limit_at is None
 
 
@@ -39,18 +39,18 @@ def ranks_are_killed_no_later_than_the_save_deadline(turns):
     limit = None
     for turn in turns:
         state = turn.after
-        leaving = state.running and state.phase in (Phase.SAVING, Phase.STOPPING)
+        leaving = state.launch.running and state.phase in (Phase.SAVING, Phase.STOPPING)
         if not leaving:
             limit = None
             continue
-        if state.killed:
-            assert turn.before.killed or turn.ordered(do.KillRanks)
+        if state.launch.killed:
+            assert turn.before.launch.killed or turn.ordered(do.KillRanks)
             continue
         assert state.deadline_at is not None
-        if isinstance(turn.event, on.SlurmAnswered) and state.term_at is not None:
+        if isinstance(turn.event, on.SlurmAnswered) and state.leaving.term_at is not None:
             limit = state.deadline_at  # Slurm has told everybody to end: its word counts
         if isinstance(turn.event, on.Suspended) and limit is not None:  # nobody ran meanwhile; Slurm's limit stays
-            limit = limit + turn.event.seconds if state.leave_at is None else max(limit, state.leave_at)
+            limit = limit + turn.event.seconds if state.leaving.leave_at is None else max(limit, state.leaving.leave_at)
         assert limit is None or state.deadline_at <= limit
         limit = state.deadline_at
 
@@ -61,14 +61,14 @@ def a_notice_ends_ranks_that_can_save_only_where_no_save_could_come(turns):
     for turn in turns:
         before = turn.before
         able = before.phase is Phase.TRAINING and (
-            before.step is not None if before.library_seen else before.all_tasks_started
+            before.launch.step is not None if before.launch.library_seen else before.launch.all_tasks_started
         )
-        leaves = turn.after.plan is not None and turn.after.plan.next is Next.REQUEUE
+        leaves = turn.after.leaving.plan is not None and turn.after.leaving.plan.next is Next.REQUEUE
         if able and leaves and isinstance(turn.event, on.SlurmAnswered) and turn.ordered(do.KillRanks):
-            assert before.library_seen, "nobody knows how long a script of its own way takes to save"
-            assert before.saving is None
+            assert before.launch.library_seen, "nobody knows how long a script of its own way takes to save"
+            assert before.launch.saving is None
             assert before.pace.saves >= SAVES_ENOUGH
-            assert turn.after.leave_at - turn.event.at < before.pace.quickest
+            assert turn.after.leaving.leave_at - turn.event.at < before.pace.quickest
 
 
 @promise
@@ -76,9 +76,9 @@ def ranks_that_do_not_die_hold_up_no_requeue_beyond_slurms_limit(turns):
     """After it Slurm kills us as well, and the run waits for a rescue, or for a person."""
     for turn in turns:
         state = turn.after
-        killed = turn.ordered(do.KillRanks) and not turn.before.killed
-        if killed and state.leave_at is not None:
-            assert state.deadline_at <= max(state.leave_at, turn.event.at) + POLICY.hurry_within_s
+        killed = turn.ordered(do.KillRanks) and not turn.before.launch.killed
+        if killed and state.leaving.leave_at is not None:
+            assert state.deadline_at <= max(state.leaving.leave_at, turn.event.at) + POLICY.hurry_within_s
 
 
 @promise
@@ -87,12 +87,12 @@ def a_requeue_that_nobody_takes_ends(turns):
     for turn in turns:
         state = turn.after
         if state.phase is Phase.REQUEUEING:
-            assert state.requeue_by is not None
-            over = decide(state, on.Tick(at=state.requeue_by), POLICY).state
+            assert state.requeue.by is not None
+            over = decide(state, on.Tick(at=state.requeue.by), POLICY).state
             assert over.phase in (Phase.CLOSING, Phase.DONE)
         told = isinstance(turn.event, on.SignalReceived) and turn.event.signal in ("TERM", "INT")
         if told and turn.before.phase is state.phase is Phase.REQUEUEING:
-            assert state.requeue_by <= turn.event.at + state.kill_wait_s
+            assert state.requeue.by <= turn.event.at + state.identity.kill_wait_s
 
 
 @promise
@@ -100,7 +100,9 @@ def a_watcher_that_is_lost_has_its_full_time_to_come_back(turns):
     """Whatever else was waited for, and however little time that had left."""
     for turn in turns:
         before, after = turn.before, turn.after
-        begins = isinstance(turn.event, on.WatcherLost) and after.bus > before.bus and all_watched(before)
+        begins = (
+            isinstance(turn.event, on.WatcherLost) and after.watchers.bus > before.watchers.bus and all_watched(before)
+        )
         if begins and after.phase is before.phase and after.phase in (Phase.STARTING, Phase.TRAINING):
             assert after.deadline_at >= turn.event.at + POLICY.watcher_back_within_s
 
@@ -123,16 +125,20 @@ def a_save_that_a_notice_asks_for_ends_before_slurm_does(turns):
         begins = turn.after.phase is Phase.SAVING and turn.before.phase is Phase.TRAINING
         if not begins or not isinstance(turn.event, on.SlurmAnswered):
             continue
-        if turn.after.plan.code is ExitCode.STOPPED:  # by hand: Slurm's own notice makes its deadline shorter
+        if turn.after.leaving.plan.code is ExitCode.STOPPED:  # by hand: Slurm's own notice makes its deadline shorter
             continue
         job, at = turn.event.job, turn.event.at
-        ours = job is not None and job.state is on.JobState.RUNNING and job.restarts == turn.before.restart_count
+        ours = (
+            job is not None and job.state is on.JobState.RUNNING and job.restarts == turn.before.identity.restart_count
+        )
         if ours and job.end_at is not None and job.end_at - at >= 1.0:
             limit = job.end_at
-        elif job is None and turn.before.signal == LIMIT:
-            limit = turn.before.end_at
+        elif job is None and turn.before.query.signal == LIMIT:
+            limit = turn.before.identity.end_at
         else:
-            limit = (turn.before.term_at if turn.before.term_at is not None else at) + turn.before.kill_wait_s
+            limit = (
+                turn.before.leaving.term_at if turn.before.leaving.term_at is not None else at
+            ) + turn.before.identity.kill_wait_s
         assert turn.after.deadline_at < limit or limit <= at
 
 
@@ -144,7 +150,7 @@ def the_ranks_know_by_when_they_must_have_left(turns):
             assert request.deadline_at == (turn.after.deadline_at if request.stop else None)
         shorter = (
             turn.before.phase is turn.after.phase is Phase.SAVING
-            and turn.before.verifying is None
+            and turn.before.storage.verifying is None
             and isinstance(turn.event, on.SlurmAnswered)
             and turn.after.deadline_at < turn.before.deadline_at
         )

@@ -14,21 +14,21 @@ def a_launch_starts_alone_and_only_when_all_is_ready(turns):
     for turn in turns:
         for effect in turn.ordered(do.StartLaunch):
             assert all_watched(turn.before)
-            assert turn.before.chosen
-            assert turn.before.clearing
+            assert turn.before.resume.chosen
+            assert turn.before.start.clearing
             assert isinstance(turn.event, on.NodesCleared)
-            assert turn.event.launch == effect.launch == turn.before.launch
-            assert not turn.before.running
-            assert turn.after.running
+            assert turn.event.launch == effect.launch == turn.before.launch.number
+            assert not turn.before.launch.running
+            assert turn.after.launch.running
 
 
 @promise
 def a_launch_ends_only_by_its_end(turns):
     """`running` is what everything else trusts."""
     for turn in turns:
-        if turn.before.running and not turn.after.running:
+        if turn.before.launch.running and not turn.after.launch.running:
             ended = isinstance(turn.event, on.LaunchEnded | on.LaunchRefused)
-            given_up = isinstance(turn.event, on.Tick) and turn.before.killed
+            given_up = isinstance(turn.event, on.Tick) and turn.before.launch.killed
             assert ended or given_up
 
 
@@ -37,8 +37,8 @@ def no_launch_starts_on_storage_that_failed_its_test_or_is_under_test(turns):
     """Hours of training that nobody can save are lost hours."""
     for turn in turns:
         if turn.ordered(do.StartLaunch):
-            assert not turn.before.testing
-            assert turn.before.storage_since is None
+            assert not turn.before.storage.testing
+            assert turn.before.storage.failing_since is None
         lied = isinstance(turn.event, on.StorageTested) and turn.event.untrue and not turn.event.ok
         assert not (lied and turn.after.phase is Phase.STARTING)
 
@@ -47,13 +47,13 @@ def no_launch_starts_on_storage_that_failed_its_test_or_is_under_test(turns):
 def silence_ends_a_launch_only_after_a_look_at_its_stacks(turns):
     """What is only slow must not be killed; and a look has an end."""
     for turn in turns:
-        looked = turn.before.looking
+        looked = turn.before.silence.looking
         assert not turn.ordered(do.CollectStacks) or not looked
-        if turn.after.found is not None and turn.before.found is None:
+        if turn.after.launch.found is not None and turn.before.launch.found is None:
             assert looked
             assert turn.ordered(do.KillRanks)
-        if turn.after.looking:
-            assert turn.after.hang_at is not None
+        if turn.after.silence.looking:
+            assert turn.after.silence.hang_at is not None
 
 
 @promise
@@ -61,33 +61,33 @@ def a_rollback_goes_back(turns):
     """Never to the step that training came from, and never while ranks run."""
     for turn in turns:
         for effect in turn.ordered(do.RollBack):
-            assert effect.below_step <= turn.after.resume_step  # which the same turn may have chosen
-            assert not turn.after.running
+            assert effect.below_step <= turn.after.resume.step  # which the same turn may have chosen
+            assert not turn.after.launch.running
             assert turn.after.deadline_at is not None
-            assert not turn.after.chosen
+            assert not turn.after.resume.chosen
 
 
 @promise
 def data_that_is_left_out_stays_so(turns):
     """The next attempt, each launch and the lineage know of all of it, in its order."""
     for turn in turns:
-        begins = isinstance(turn.event, on.AttemptStarted) and not turn.before.bus
-        before = turn.event.skipped_data if begins else turn.before.skipped_data
-        assert turn.after.skipped_data[: len(before)] == before
+        begins = isinstance(turn.event, on.AttemptStarted) and not turn.before.watchers.bus
+        before = turn.event.skipped_data if begins else turn.before.resume.skipped_data
+        assert turn.after.resume.skipped_data[: len(before)] == before
         for effect in (*turn.ordered(do.StartLaunch), *turn.ordered(do.RollBack)):
-            assert effect.skipped_data == turn.after.skipped_data
+            assert effect.skipped_data == turn.after.resume.skipped_data
 
 
 @promise
 def a_restarted_bus_hears_the_standing_order(turns):
     """What the watchers before were told died with them."""
     for turn in turns:
-        back = isinstance(turn.event, on.WatcherReady) and turn.after.ready != turn.before.ready
+        back = isinstance(turn.event, on.WatcherReady) and turn.after.watchers.ready != turn.before.watchers.ready
         # twice is enough: the first that is back, and all
-        back = back and (len(turn.after.ready) == 1 or all_watched(turn.after))
-        if back and turn.before.phase is Phase.SAVING and turn.before.verifying is None:
+        back = back and (len(turn.after.watchers.ready) == 1 or all_watched(turn.after))
+        if back and turn.before.phase is Phase.SAVING and turn.before.storage.verifying is None:
             assert [e.deadline_at for e in turn.ordered(do.RequestSave)] == [turn.after.deadline_at]
-        if back and turn.before.killed and turn.before.running:
+        if back and turn.before.launch.killed and turn.before.launch.running:
             assert turn.ordered(do.KillRanks)
 
 

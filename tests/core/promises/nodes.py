@@ -16,22 +16,22 @@ def a_launch_gets_no_node_that_was_left_and_as_many_as_it_wants_or_may_shrink_to
     """Known bad hardware costs one launch, not the next three."""
     left = set()
     for turn in turns:
-        left |= set(turn.before.nodes) - set(turn.after.nodes)
-        if turn.before.bus:  # the attempt has begun
-            back = set(turn.after.nodes) - set(turn.before.nodes)
-            assert back <= {each.node for each in turn.before.growth.resting}
+        left |= set(turn.before.nodes.usable) - set(turn.after.nodes.usable)
+        if turn.before.watchers.bus:  # the attempt has begun
+            back = set(turn.after.nodes.usable) - set(turn.before.nodes.usable)
+            assert back <= {each.node for each in turn.before.nodes.growth.resting}
             left -= back
         if isinstance(turn.event, on.NodeFaulted) and turn.event.leave and turn.before.phase is not Phase.DONE:
-            assert turn.event.node not in turn.after.nodes
-            assert all(each.node != turn.event.node for each in turn.after.growth.resting)
+            assert turn.event.node not in turn.after.nodes.usable
+            assert all(each.node != turn.event.node for each in turn.after.nodes.growth.resting)
         for launch in turn.ordered(do.StartLaunch):
             assert not left & set(launch.nodes)
             number, state = len(launch.nodes), turn.after
-            fewer = 0 < state.nodes_min <= number and (not state.node_counts or number in state.node_counts)
-            assert number == state.nodes_wanted or fewer
+            fewer = 0 < state.nodes.min <= number and (not state.nodes.counts or number in state.nodes.counts)
+            assert number == state.nodes.wanted or fewer
         for release in turn.ordered(do.ReleaseNodes):
-            assert turn.after.batch_node in release.keep
-            assert set(turn.after.nodes) <= set(release.keep)
+            assert turn.after.identity.batch_node in release.keep
+            assert set(turn.after.nodes.usable) <= set(release.keep)
 
 
 @promise
@@ -39,16 +39,16 @@ def only_nodes_that_failed_a_check_rest_and_they_stay_in_the_allocation(turns):
     """A faulty node must not come back without a repair, and nodes that were given back are not ours."""
     released = set()
     for turn in turns:
-        before = {each.node for each in turn.before.growth.resting}
-        resting = {each.node for each in turn.after.growth.resting}
-        assert not resting & set(turn.after.nodes)
+        before = {each.node for each in turn.before.nodes.growth.resting}
+        resting = {each.node for each in turn.after.nodes.growth.resting}
+        assert not resting & set(turn.after.nodes.usable)
         if resting - before:
             assert isinstance(turn.event, on.NodesCleared)
             assert resting - before <= {each.node for each in turn.event.unfit}
         for release in turn.ordered(do.ReleaseNodes):
             assert resting <= set(release.keep)
-            released |= set(turn.after.allocated) - set(release.keep)
-        assert not released & (resting | set(turn.after.nodes))
+            released |= set(turn.after.nodes.allocated) - set(release.keep)
+        assert not released & (resting | set(turn.after.nodes.usable))
 
 
 @promise
@@ -58,12 +58,12 @@ def growing_back_asks_seldom_and_only_a_launch_that_lacks_nodes(turns):
     for turn in turns:
         for _ in turn.ordered(do.AskIdleNodes):
             assert turn.before.phase is Phase.TRAINING
-            assert len(turn.before.launched) < turn.before.nodes_wanted
+            assert len(turn.before.launch.nodes) < turn.before.nodes.wanted
             assert asked_at is None or turn.event.at - asked_at >= GROWING.grow_idle_s / 2
             asked_at = turn.event.at
-        if turn.after.plan is not None and turn.after.plan.to_grow and turn.before.plan is None:
+        if turn.after.leaving.plan is not None and turn.after.leaving.plan.to_grow and turn.before.leaving.plan is None:
             assert isinstance(turn.event, on.CheckpointCommitted)
-            assert len(turn.after.launched) < turn.after.nodes_wanted
+            assert len(turn.after.launch.nodes) < turn.after.nodes.wanted
             assert turn.ordered(do.RequestSave)
 
 
@@ -72,19 +72,19 @@ def a_faulty_node_never_uses_up_the_budget_of_the_training(turns):
     """Whose fault it was decides which budget is used."""
     for turn in turns:
         if isinstance(turn.event, on.NodeFaulted):
-            assert turn.after.failures <= turn.before.failures
+            assert turn.after.budgets.failures <= turn.before.budgets.failures
 
 
 @promise
 def a_node_is_excluded_only_on_evidence_about_itself(turns):
     """Each exclusion makes a job harder to place, and each drain, which the agent decides on its own, a node idle."""
     for turn in turns:
-        known = {each.node for each in turn.before.excluded}
-        new = [each for each in turn.after.excluded if each.node not in known]
+        known = {each.node for each in turn.before.nodes.excluded}
+        new = [each for each in turn.after.nodes.excluded if each.node not in known]
         if isinstance(turn.event, (on.AttemptStarted, on.SlurmAnswered)):
             continue
         for each in new:
-            assert each.node in turn.before.nodes
+            assert each.node in turn.before.nodes.usable
             match turn.event:
                 case on.NodeFaulted():
                     assert (turn.event.node, turn.event.leave, turn.event.drained) == (each.node, True, False)
@@ -98,7 +98,7 @@ def a_node_is_excluded_only_on_evidence_about_itself(turns):
                     assert turn.before.failure is not None
                     assert each.node == turn.before.failure.judged.node
                 case on.CheckpointCommitted():
-                    assert each.node == turn.before.to_replace
+                    assert each.node == turn.before.launch.to_replace
                 case _:
                     pytest.fail(f"{each} by {turn.event}")
 
@@ -108,12 +108,12 @@ def a_lost_node_is_excluded_for_a_while_and_only_where_the_job_leaves(turns):
     """Slurm may not have noticed yet, and does so soon; no faulty node comes back for it before its time."""
     for turn in turns:
         if isinstance(turn.event, on.SlurmAnswered):
-            before, after = set(turn.before.excluded), set(turn.after.excluded)
+            before, after = set(turn.before.nodes.excluded), set(turn.after.nodes.excluded)
             for each in after - before:
                 assert turn.ordered(do.Requeue)
-                since = [at for node, at in turn.before.lost if node == each.node]
+                since = [at for node, at in turn.before.nodes.lost if node == each.node]
                 assert each.until == since[-1] + POLICY.exclude_lost_for_s > turn.event.at
-            faulty = [each for each in turn.before.excluded if not was_lost(each)]
+            faulty = [each for each in turn.before.nodes.excluded if not was_lost(each)]
             over = len(faulty) - POLICY.excluded_max  # of an attempt that might exclude more
             gone = [each for each in faulty if each not in after and each.until > turn.event.at]
             assert gone == faulty[: max(0, over)] or not gone
@@ -124,7 +124,7 @@ def the_weakest_reasons_to_exclude_a_node_come_first(turns):
     """They give way where nodes run short: a lost one may be back any moment, an old fault may be repaired."""
     for turn in turns:
         for ordered in turn.ordered(do.Requeue):
-            reasons = {each.node: (not was_lost(each), each.until) for each in turn.after.excluded}
+            reasons = {each.node: (not was_lost(each), each.until) for each in turn.after.nodes.excluded}
             assert [reasons[node] for node in ordered.exclude] == sorted(reasons.values())
 
 
@@ -132,7 +132,7 @@ def the_weakest_reasons_to_exclude_a_node_come_first(turns):
 def a_node_with_a_fault_of_an_earlier_attempt_is_used_only_for_want_of_others(turns):
     """Slurm may give it again; the next fault would cost a launch, and to be without nodes costs the attempt."""
     for turn in turns:
-        if not isinstance(turn.event, on.AttemptStarted) or turn.before.bus:
+        if not isinstance(turn.event, on.AttemptStarted) or turn.before.watchers.bus:
             continue
         told = turn.event
         bad = {each.node for each in told.excluded if each.until > told.at and not was_lost(each)}
@@ -141,7 +141,7 @@ def a_node_with_a_fault_of_an_earlier_attempt_is_used_only_for_want_of_others(tu
         enough = len(others) >= (told.nodes_wanted or len(told.nodes)) or (
             told.nodes_min and any(told.nodes_min <= number <= len(others) for number in fewer)
         )
-        assert turn.after.nodes == (tuple(others) if enough else told.nodes)
+        assert turn.after.nodes.usable == (tuple(others) if enough else told.nodes)
 
 
 @promise
@@ -150,8 +150,8 @@ def what_most_nodes_share_is_no_fault_of_theirs(turns):
     for turn in turns:
         if not isinstance(turn.event, on.NodesCleared):
             continue
-        named = {each.node for each in turn.event.unfit if each.node in turn.before.nodes}
-        shared = all(each.shared for each in turn.event.unfit if each.node in turn.before.nodes)
-        if shared and 2 * len(named) > len(turn.before.nodes):
-            assert turn.after.nodes == turn.before.nodes
+        named = {each.node for each in turn.event.unfit if each.node in turn.before.nodes.usable}
+        shared = all(each.shared for each in turn.event.unfit if each.node in turn.before.nodes.usable)
+        if shared and 2 * len(named) > len(turn.before.nodes.usable):
+            assert turn.after.nodes.usable == turn.before.nodes.usable
             assert not turn.ordered(do.StartLaunch)

@@ -28,7 +28,7 @@ def promise(holds: Promise) -> Promise:
 
 def all_watched(state: State) -> bool:
     """Tell whether the watcher of every node answers; in words of our own, so as to find what the rules' are worth."""
-    return all(node in state.ready for node in state.nodes)
+    return all(node in state.watchers.ready for node in state.nodes.usable)
 
 
 def assert_kept(turns: list[Turn]) -> None:

@@ -6,7 +6,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.eviction import preempted_at_last
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.state import Next, Phase
+from stepkeeper.core.state import BusStatus, Next, Phase, Question
 from tests.core.promises.register import POLICY, promise
 
 
@@ -23,7 +23,7 @@ def one_requeue_and_one_exit_and_nothing_after_it(turns):
         accepted = isinstance(turn.event, on.RequeueAnswered) and turn.event.ok
         if turn.before.phase is Phase.REQUEUEING and accepted:
             requeued = True
-            assert turn.after.plan.next is Next.END
+            assert turn.after.leaving.plan.next is Next.END
         done = turn.after.phase is Phase.DONE
 
 
@@ -34,7 +34,7 @@ def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
     for number, turn in enumerate(turns):
         if turn.ordered(do.AskSlurm):
             asked_at = number
-        if isinstance(turn.event, on.SignalReceived) and not turn.before.requesting:
+        if isinstance(turn.event, on.SignalReceived) and not turn.before.requeue.requesting:
             signaled_at = number
         if not turn.ordered(do.Requeue):
             continue
@@ -45,12 +45,12 @@ def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
         (ordered,) = turn.ordered(do.Requeue)
         assert job.requeue_allowed or ordered.resubmit
         ends = job.state in (on.JobState.COMPLETING, on.JobState.ENDED)
-        preempted = preempted_at_last(job, turn.before.preempted_at)
+        preempted = preempted_at_last(job, turn.before.leaving.preempted_at)
         assert not ends or job.reason == "TimeLimit" or preempted
         assert turn.before.phase is Phase.REQUEUEING
-        assert not turn.before.running
-        assert not turn.before.bus_told
-        assert not turn.before.requesting
+        assert not turn.before.launch.running
+        assert turn.before.watchers.status is not BusStatus.LEAVING
+        assert not turn.before.requeue.requesting
         assert signaled_at <= asked_at
 
 
@@ -60,9 +60,13 @@ def only_what_was_left_is_given_back_before_a_requeue(turns):
     for turn in turns:
         for ordered in turn.ordered(do.Requeue):
             if ordered.keep:
-                assert turn.before.nodes
-                assert {turn.before.batch_node, *turn.before.nodes} <= set(ordered.keep) <= set(turn.before.allocated)
-                assert {node for node, _ in turn.before.lost} - set(ordered.keep)
+                assert turn.before.nodes.usable
+                assert (
+                    {turn.before.identity.batch_node, *turn.before.nodes.usable}
+                    <= set(ordered.keep)
+                    <= set(turn.before.nodes.allocated)
+                )
+                assert {node for node, _ in turn.before.nodes.lost} - set(ordered.keep)
 
 
 @promise
@@ -75,19 +79,19 @@ def what_slurm_or_the_training_ended_is_never_requeued(turns):
         job = turn.event.job if isinstance(turn.event, on.SlurmAnswered) else None
         heard = (
             job is not None
-            and turn.before.asking
-            and not (turn.before.phase is Phase.REQUEUEING and turn.before.requery)
+            and turn.before.query.asking
+            and not (turn.before.phase is Phase.REQUEUEING and turn.before.query.question is Question.OUTDATED)
         )
         cancelled = job is not None and (
             job.restarts > 0
             or (
                 job.state in (on.JobState.COMPLETING, on.JobState.ENDED)
                 and job.reason != "TimeLimit"
-                and not preempted_at_last(job, turn.before.preempted_at)
+                and not preempted_at_last(job, turn.before.leaving.preempted_at)
             )
         )
-        finished = isinstance(turn.event, on.LaunchEnded) and turn.event.finished and turn.before.running
-        same_launch = not isinstance(turn.event, on.LaunchEnded) or turn.event.launch == turn.before.launch
+        finished = isinstance(turn.event, on.LaunchEnded) and turn.event.finished and turn.before.launch.running
+        same_launch = not isinstance(turn.event, on.LaunchEnded) or turn.event.launch == turn.before.launch.number
         over = over or (heard and cancelled) or (finished and same_launch)
         over = over or isinstance(turn.event, on.Superseded)
 
@@ -98,18 +102,18 @@ def after_the_word_of_the_end_only_a_denial_requeues(turns):
     finished = False
     for turn in turns:
         assert not (finished and turn.ordered(do.Requeue))
-        plan = turn.after.plan
-        if isinstance(turn.event, on.TrainingFinished) and plan is not None and turn.after.running:
+        plan = turn.after.leaving.plan
+        if isinstance(turn.event, on.TrainingFinished) and plan is not None and turn.after.launch.running:
             finished = finished or plan.code is ExitCode.FINISHED
         if isinstance(turn.event, on.LaunchEnded) and turn.event.code:
-            finished = finished and not turn.before.running
+            finished = finished and not turn.before.launch.running
 
 
 @promise
 def a_plan_to_end_stays_a_plan_to_end(turns):
     """Only the denial of an end that was never confirmed takes one back."""
     for turn in turns:
-        before, after = turn.before.plan, turn.after.plan
+        before, after = turn.before.leaving.plan, turn.after.leaving.plan
         if before is None or before.next is not Next.END:
             continue
         denied = isinstance(turn.event, on.LaunchEnded) and before.code is ExitCode.FINISHED
@@ -123,16 +127,16 @@ def a_question_is_asked_once_at_a_time(turns):
         asked = len(turn.ordered(do.AskSlurm))
         assert asked <= 1
         answered = isinstance(turn.event, on.SlurmAnswered)
-        assert not (asked and turn.before.asking and not answered)
+        assert not (asked and turn.before.query.asking and not answered)
         if asked:
-            assert turn.after.asking
+            assert turn.after.query.asking
 
 
 @promise
 def only_a_job_with_a_batch_script_is_requeued(turns):
     """Slurm would start nothing: the allocation of `salloc` would only be gone."""
     for turn in turns:
-        assert turn.before.batch or not turn.ordered(do.Requeue)
+        assert turn.before.identity.has_batch_script or not turn.ordered(do.Requeue)
 
 
 @promise

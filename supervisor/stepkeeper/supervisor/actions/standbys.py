@@ -97,14 +97,14 @@ class Standbys:
             return
         if state.phase in _OVER:
             self.close()
-        elif state.plan is not None and state.plan.next is not Next.RELAUNCH and self._step is not None:
+        elif state.leaving.plan is not None and state.leaving.plan.next is not Next.RELAUNCH and self._step is not None:
             self._step.leave()  # ranks among them come to their end
-        elif isinstance(event, on.Progressed) and state.phase is Phase.TRAINING and event.launch == state.launch:
+        elif isinstance(event, on.Progressed) and state.phase is Phase.TRAINING and event.launch == state.launch.number:
             is_new = event.step > self._furthest
             self._furthest = max(self._furthest, event.step)
-            if is_new and self._prepared != state.launch:
-                self._prepared = state.launch
-                self._prepare(state.launch, state.launched)
+            if is_new and self._prepared != state.launch.number:
+                self._prepared = state.launch.number
+                self._prepare(state.launch.number, state.launch.nodes)
 
     def renew(self) -> None:
         """Tell them that the supervisor lives."""

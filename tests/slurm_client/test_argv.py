@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper import wrapper
-from stepkeeper.slurm.cmd import with_resume
+from stepkeeper.slurm.cmd import resume_argument, with_resume
 from stepkeeper.slurm.launch import Geometry, own_srun_argv, training_argv, watcher_argv
 from stepkeeper.supervisor.actions.launch import Job, Meeting, launch_argv, launch_environment
 
@@ -125,7 +125,7 @@ def test_a_percent_sign_in_the_log_path_is_no_pattern():
     ],
 )
 def test_where_the_resume_argument_goes(command, resume_from, expected):
-    assert with_resume(command, resume_from) == expected
+    assert with_resume(command, resume_argument(resume_from)) == expected
 
 
 def test_what_the_ranks_find_in_their_environment():

@@ -181,7 +181,10 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
         return close(state, at, Plan(next=Next.REQUEUE, why=(*why, room(state)), blame=Blame.NODE), policy)
     charged = state.plan is None or state.plan.blame is Blame.TRAINING
     unseen = (
-        not state.library_seen and state.launched_at is not None and at - state.launched_at >= policy.unseen_progress_s
+        not state.library_seen
+        and state.best_step is None  # else checkpoints tell of progress: those of a framework, where no library does
+        and state.launched_at is not None
+        and at - state.launched_at >= policy.unseen_progress_s
     )
     if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`settling`)
         tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.tried)

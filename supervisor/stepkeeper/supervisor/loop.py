@@ -212,6 +212,8 @@ class Supervisor:
             self.inbox.clock.follow_slurm(event.seconds)
         elif isinstance(event, on.SlurmAnswered) and event.job is not None:
             event = msgspec.structs.replace(event, job=self.inbox.clock.from_slurm(event.job))
+        if isinstance(event, on.RankExited) and self.launch is not None and event.launch == self.state.launch:
+            self.launch.note_death(event.code, event.signal)
         before = self.state
         decision = decide(before, event, self.setting.policy)
         self.state = decision.state

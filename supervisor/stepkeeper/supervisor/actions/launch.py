@@ -234,6 +234,12 @@ class Launch:
         self._first_death: tuple[int | None, int | None] | None = None  # exit code and signal
         inbox.run(Part.LAUNCH, lambda: self._run(dict(environment)), name=f"launch-{meeting.launch}")
 
+    def note_death(self, code: int | None, number: int | None) -> None:
+        """Remember how the first rank failed: by itself, or by a signal from outside."""
+        failed = number is not None or code not in (None, records.EXIT_FINISHED, records.EXIT_STOPPED)
+        if self._first_death is None and failed:
+            self._first_death = (code, number)
+
     def kill(self) -> None:
         """See to it that the step ends, also where a watcher that should kill its ranks is gone.
 
@@ -311,7 +317,7 @@ class Launch:
             telling = telling or (text[:ERROR_CHARACTERS_MAX] if UNREACHABLE in text.lower() else "")
             error = error if slurm_launch.only_follows(text) else text[:ERROR_CHARACTERS_MAX] or error
             for rank, code, number in deaths(text):
-                self._first_death = self._first_death or (code, number)
+                self.note_death(code, number)
                 # the wrapper's own word may have been lost, and a user's own srun line has no wrapper
                 self._inbox.put(
                     on.RankExited(
@@ -328,9 +334,8 @@ class Launch:
 
     def _end_of_framework(self, code: int) -> End:
         """Return what the checkpoints tell of the end, where the ranks were not ended from outside."""
-        died, number = self._first_death or (None, None)
-        outside = number in _OUTSIDE or died in _OUTSIDE_CODES or (self._killed and self._first_death is None)
-        if self._foreign is None or outside:
+        died, number = self._first_death or (code, None)
+        if self._foreign is None or number in _OUTSIDE or died in _OUTSIDE_CODES:
             return End()
         return self._foreign.end(code, resumed_from=self._meeting.resume_from)
 

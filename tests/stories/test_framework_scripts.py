@@ -1,0 +1,119 @@
+"""Unmodified scripts of other frameworks: killed in a save, requeued, and aborted in their exit after the last step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
+from tests.frameworks import environments
+from tests.lab import Lab
+from tests.stories import acts
+from tests.stories.test_campaign import release_urgent_jobs
+from tests.training import Training
+
+pytestmark = pytest.mark.slurm
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def place(training: Training, name: str) -> tuple[Path, Path]:
+    """Return a script where the user can read it, and a directory that it can write."""
+    script, out = training.work / name, training.work / f"out-{training.name}"
+    shutil.copyfile(SCRIPTS / name, script)
+    script.chmod(0o644)
+    out.mkdir(mode=0o777)
+    out.chmod(0o777)
+    return script, out
+
+
+def chosen(training: Training) -> list[int | None]:
+    """Return the steps that launches were to begin from."""
+    events = [record.event for record in training.events(on.CheckpointChosen)]
+    return [event.step for event in events if isinstance(event, on.CheckpointChosen)]
+
+
+def passed_over(training: Training) -> set[str]:
+    events = [record.event for record in training.events(on.CheckpointChosen)]
+    return {each.directory for event in events if isinstance(event, on.CheckpointChosen) for each in event.skipped}
+
+
+def test_a_script_killed_in_a_save_resumes_before_it_and_an_abort_after_the_last_step_is_its_end(lab: Lab) -> None:
+    training = Training(lab, name="tiny-trainer")
+    script, out = place(training, "tiny_trainer.py")
+    training.command = (str(training.python), str(script), "--output_dir", str(out))
+
+    training.submit().wait_end()
+
+    assert lab.job(training.job_id).state == "COMPLETED", training.story()
+    assert training.exits() == [ExitCode.FINISHED], training.story()
+    assert chosen(training) == [None, 5], training.story()
+    assert "checkpoint-10" in passed_over(training), training.story()
+    begins = [row.split() for row in (out / "rows-0").read_text().splitlines() if row.startswith("begins")]
+    assert [row[1:] for row in begins] == [["0"], ["5", str(out / "checkpoint-5")]], training.story()
+    rows = dict(row.split() for row in (out / "rows-0").read_text().splitlines() if row[0].isdigit())
+    x, expected = 1, {}
+    for step in range(1, 21):
+        x = (x * 1103515245 + 12345) % 2**31
+        expected[str(step)] = str(x)
+    assert rows == expected
+    state = json.loads((out / "checkpoint-20" / "trainer_state.json").read_text())
+    assert state["global_step"] == 20
+    output = training.output()
+    assert "framework_recognized" in output, output
+    assert "failed_after_last_step" in output, output
+
+
+@pytest.mark.frameworks
+@pytest.mark.campaign
+def test_the_trainer_of_hugging_face_loses_nothing_that_was_saved(lab: Lab) -> None:
+    """It is killed in its save of step 12, requeued by an administrator, and rank 0 aborts in the exit."""
+    python, why = environments.python("huggingface")
+    if python is None:
+        pytest.skip(why)
+    reference = begin(lab, "hf-whole", python)
+    reference.wait_end(600.0)
+    assert lab.job(reference.job_id).state == "COMPLETED", reference.story()
+    expected = losses(reference)
+    assert set(expected) == set(range(1, 31)), reference.story()
+
+    training = begin(lab, "hf-killed", python, TEST_DIES_AT="12", TEST_ABORTS="1", TEST_STEP_S="0.4")
+    training.until(lambda: 18 in losses(training), "step 18", 600.0)
+    acts.requeue_by_admin(training)
+    training.wait_attempt(1, 600.0)
+    release_urgent_jobs(lab)
+    training.wait_end(600.0)
+
+    assert lab.job(training.job_id).state == "COMPLETED", training.story()
+    assert training.exits()[-1] == ExitCode.FINISHED, training.story()
+    assert chosen(training)[:2] == [None, 6], training.story()
+    assert "checkpoint-12" in passed_over(training), training.story()
+    assert chosen(training)[-1] in (12, 18), training.story()
+    assert losses(training) == expected, training.story()
+    assert not (training.work / f"out-{training.name}" / "checkpoint-31").exists()
+    assert "failed_after_last_step" in training.output(), training.story()
+
+
+def begin(lab: Lab, name: str, python: Path, **env: str) -> Training:
+    """Submit the script as an ordinary user, with the packages of the environment beside those of the site."""
+    training = Training(lab, name=name)
+    script, out = place(training, "huggingface_trainer.py")
+    [packages] = python.parents[1].glob("lib/python3*/site-packages")
+    training.command = (str(training.python), str(script), "--output_dir", str(out), "--max_steps", "30",
+                        "--save_steps", "6", "--use_cpu", "True", "--ddp_backend", "gloo")  # fmt: skip
+    training.env = {
+        "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", **env,
+    }  # fmt: skip
+    return training.submit()
+
+
+def losses(training: Training) -> dict[int, str]:
+    """Return what rank 0 printed, the last word of each step."""
+    path = training.work / f"out-{training.name}" / "losses-0"
+    rows = path.read_text().splitlines() if path.exists() else []
+    whole = rows if not rows or path.read_bytes().endswith(b"\n") else rows[:-1]
+    return {int(step): loss for step, loss in (row.split() for row in whole)}

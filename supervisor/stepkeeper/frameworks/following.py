@@ -35,6 +35,10 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     target: int | None = None  # the step at which training ends, as the command says
     ends_at_target: bool = False  # exit code 0 before that step is no end of the training
 
+    def renamed(self, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        """Return resume arguments with the script's own name of their option."""
+        return (self.option, *arguments[1:]) if self.option and arguments else arguments
+
 
 def follow(
     script: Script,

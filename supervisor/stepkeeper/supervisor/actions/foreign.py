@@ -165,11 +165,8 @@ class ForeignCheckpoints:
         return End(step=step)
 
     def _remember(self, newest: Newest) -> Newest:
-        arguments = newest.arguments
-        if self._following.option and arguments:
-            arguments = (self._following.option, *arguments[1:])
         with self._lock:
-            self._chosen[newest.directory] = arguments
+            self._chosen[newest.directory] = self._following.renamed(newest.arguments)
         return newest
 
     def _question(self, *, deep: bool = True, below_step: int | None = None) -> Question:

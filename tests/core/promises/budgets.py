@@ -13,6 +13,11 @@ STORAGE_MAX = len(POLICY.row(Cause.STORAGE)) - 1  # launches that wait for a fil
 BY_SLURM = 3  # preempted or out of time as a log says, or as Slurm says a moment later: once each
 
 
+def _is_unseen(state):
+    """Nobody can tell of progress: neither the library, nor checkpoints of a framework."""
+    return not state.library_seen and state.best_step is None
+
+
 @promise
 def failures_bound_the_launches_without_progress(turns):
     """A bug must not burn the allocation; what nodes and storage did is bounded on its own."""
@@ -35,7 +40,7 @@ def each_failed_launch_counts_until_there_is_verified_progress(turns):
         before, after = turn.before, turn.after
         ran_long = before.launched_at is not None and turn.event.at - before.launched_at >= POLICY.unseen_progress_s
         if after.launch > before.launch:
-            kept = 0 if ran_long and not before.library_seen else before.failures
+            kept = 0 if ran_long and _is_unseen(before) else before.failures
             assert after.failures == kept + after.failure_counted
         elif after.failures < before.failures:
             progressed = isinstance(turn.event, on.CheckpointChosen) and after.best_step != before.best_step
@@ -52,7 +57,7 @@ def an_hour_of_unseen_training_begins_the_rows_again_and_forgets_no_failure(turn
         before, after = turn.before, turn.after
         relaunched = after.launch > before.launch
         ran_long = before.launched_at is not None and turn.event.at - before.launched_at >= POLICY.unseen_progress_s
-        if relaunched and ran_long and not before.library_seen:
+        if relaunched and ran_long and _is_unseen(before):
             assert after.failures <= 1
             assert all(each.count == 0 for each in after.tried)
             assert [repeats(each) for each in after.tried] == [repeats(each) for each in before.tried]

@@ -15,9 +15,11 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.frameworks.following import Following
 from stepkeeper.loop_tools import Clock
+from stepkeeper.slurm.launch import Geometry
 from stepkeeper.supervisor.actions import checkpoints as acts
 from stepkeeper.supervisor.actions import foreign as module
 from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
+from stepkeeper.supervisor.actions.launch import Job, Launch, Meeting
 from stepkeeper.supervisor.actions.verify_pool import Limits, VerifyPool
 from stepkeeper.supervisor.sources.process import Inbox
 
@@ -178,6 +180,47 @@ def test_a_launch_that_wrote_the_last_step_has_finished_whatever_its_exit_code(t
     assert case.foreign.end(1, resumed_from=str(last)) == End(step=20)  # it wrote nothing itself
     (last / "scheduler.pt").unlink()
     assert case.foreign.end(134, resumed_from=str(early)) == End(step=10)
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "finished"),
+    [
+        ("", 0, True),
+        ("srun: error: n1: task 0: Aborted (core dumped)", 134, True),
+        ("srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Killed", 137, True),
+        ("srun: error: n1: task 0: Killed", 137, False),
+        ("srun: error: n1: task 0: Terminated\nsrun: error: n2: task 1: Exited with exit code 1", 143, False),
+        ("", 137, False),
+    ],
+)
+def test_ranks_that_were_ended_from_outside_have_not_finished(
+    tmp_path: Path, said: str, code: int, finished: object
+) -> None:
+    case = Case(tmp_path, framework="huggingface", patterns=None)
+    trainer_state(case.root, 20, 20)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ncat >&2 <<END\n{said}\nEND\nexit {code}\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    job = Job(
+        command=("python", "train.py"),
+        torchrun=False,
+        geometry=Geometry(tasks_per_node=1),
+        run_directory=tmp_path / "run",
+        run_id="r1",
+        attempt=0,
+        socket="@x",
+    )
+    meeting = Meeting(launch=0, nodes=("n1",), address="n1", port=1, resume_from=None)
+
+    Launch(job, meeting, {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, inbox=case.inbox, foreign=case.foreign)
+
+    limit = time.monotonic() + WITHIN_S
+    event = None
+    while not isinstance(event, on.LaunchEnded):
+        assert time.monotonic() < limit
+        event = case.inbox.get(1.0)
+    assert (event.code, event.finished) == (code, finished)
+    assert event.step == (20 if finished else None)
 
 
 def test_where_0_is_no_end_the_last_step_must_be_reached(tmp_path: Path) -> None:

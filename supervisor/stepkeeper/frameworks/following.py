@@ -95,24 +95,24 @@ def _directory(framework: Framework, script: Script, wanted: str | None) -> tupl
     if wanted is not None:
         return wanted, "--checkpoint-dir"
     writes = framework.writes
-    options = (*writes.options, *(option for name in writes.keywords for option in script.options_given(name)))
+    named = [(name, writes.calls if name == writes.keywords[0] else ()) for name in writes.keywords]
+    options = (*writes.options, *(option for name, calls in named for option in script.options_given(name, calls)))
     if said := script.option(options):
         return said[0], f"{said[1]} of the command"
-    texts = {
-        value.value: f"{name}= in {script.name}"
-        for name in writes.keywords
-        for value in script.given(name)
-        if isinstance(value, ast.Constant) and isinstance(value.value, str)
-    }
-    defaults = {
-        text: f"the default of {option} in {script.name}" for option in options if (text := script.default(option))
-    }
-    for shown in (texts, defaults):
-        if len(shown) == 1:
-            return next(iter(shown.items()))
-        if shown:
-            return None, f"{script.name} names several: name it with --checkpoint-dir"
-    if writes.default and not any(script.given(name) for name in writes.keywords):
+    for name, calls in named:
+        values = script.given(name, calls)
+        texts = {each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)} or {
+            text for option in script.options_given(name, calls) if (text := script.default(option))
+        }
+        if len(texts) == 1:
+            return texts.pop(), f"{name} in {script.name}"
+        if values:
+            several = "names several" if texts else "does not say it as a text"
+            return None, f"{name} in {script.name} {several}: name it with --checkpoint-dir"
+    defaults = {text for option in options if (text := script.default(option))}
+    if len(defaults) == 1:
+        return defaults.pop(), f"the default of an option in {script.name}"
+    if writes.default:
         return writes.default, f"the default of {framework.title}"
     return None, "neither command nor script name it: name it with --checkpoint-dir"
 

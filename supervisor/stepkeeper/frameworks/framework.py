@@ -97,7 +97,8 @@ class Writes:
     """How a script is told where its checkpoints go."""
 
     options: tuple[str, ...] = ()  # of the command line
-    keywords: tuple[str, ...] = ()  # of calls in the script
+    keywords: tuple[str, ...] = ()  # of calls in the script, the one that counts most first
+    calls: tuple[str, ...] = ()  # whose first argument is the value of the first keyword
     default: str = ""  # below the working directory, where neither says it
 
 

@@ -67,20 +67,20 @@ class Script:
                 return None if flags & {"action", "nargs", "is_flag"} else node
         return None
 
-    def given(self, keyword: str) -> list[ast.expr]:
-        """Return the values that the script gives to calls by a keyword."""
-        return [
-            each.value
-            for node in self.nodes
-            if isinstance(node, ast.Call)
-            for each in node.keywords
-            if each.arg == keyword
-        ]
+    def given(self, keyword: str, calls: Sequence[str] = ()) -> list[ast.expr]:
+        """Return the values that the script gives to calls by a keyword, or to some calls as their first argument."""
+        found: list[ast.expr] = []
+        for node in self.nodes:
+            if isinstance(node, ast.Call):
+                found += [each.value for each in node.keywords if each.arg == keyword]
+                if last_name(node.func) in calls:
+                    found += node.args[:1]
+        return found
 
-    def options_given(self, keyword: str) -> list[str]:
+    def options_given(self, keyword: str, calls: Sequence[str] = ()) -> list[str]:
         """Return the options of its own that a script gives to calls by a keyword (`output_dir=args.out`: `--out`)."""
         found: list[str] = []
-        for value in self.given(keyword):
+        for value in self.given(keyword, calls):
             names = [node.attr for node in ast.walk(value) if isinstance(node, ast.Attribute)]
             found += [f"--{name}" for name in names if self.declares(f"--{name}") is not None]
         return list(dict.fromkeys(found))
@@ -92,6 +92,13 @@ class Script:
             if keyword.arg == "default" and isinstance(keyword.value, ast.Constant):
                 return keyword.value.value if isinstance(keyword.value.value, str) else None
         return None
+
+
+def last_name(node: ast.AST) -> str:
+    """Return the name of a variable, or the last one of `a.b.c`; empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _plain(name: str) -> str:

@@ -39,7 +39,7 @@ class Automodel(Framework):
     commands = ("automodel",)
     save_door = SaveDoor(Door.SIGNAL, "its own handler of SIGTERM saves at the end of a step")
 
-    writes = Writes(("--checkpoint.checkpoint_dir",), ("checkpoint_dir",), "checkpoints")
+    writes = Writes(("--checkpoint.checkpoint_dir",), ("checkpoint_dir",), default="checkpoints")
 
     def takes_resume(self, script: Script) -> bool:
         """Look for its program, or for options of the same kind in the command."""

@@ -20,7 +20,7 @@ from stepkeeper.frameworks.framework import (
     name_matches,
     named,
 )
-from stepkeeper.frameworks.script import Script
+from stepkeeper.frameworks.script import Script, last_name
 from stepkeeper.frameworks.tree import Tree
 
 _STEP = re.compile(r"checkpoint-(\d+)")
@@ -28,6 +28,7 @@ _RNG = re.compile(r"rng_state_(\d{1,6})\.pth")
 _DEEPSPEED = re.compile(r"global_step\d+")
 _PARSERS = ("HfArgumentParser", "TrlParser")
 _CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig", "PPOConfig")
+_ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", *_CONFIGS)
 _SENTINEL = "checkpoint-is-incomplete.txt"  # of its own handler of SIGTERM, and nothing of it reads that
 
 
@@ -56,7 +57,7 @@ class HuggingFace(Framework):
         Door.CALLBACK, "a TrainerCallback that sets `control.should_save`; `--enable_jit_checkpoint` has no agreement"
     )
 
-    writes = Writes(("--output_dir",), ("output_dir",), "trainer_output")
+    writes = Writes(("--output_dir",), ("output_dir",), _ARGUMENTS, "trainer_output")
     resume_option = "--resume_from_checkpoint"
     resume_keyword = "resume_from_checkpoint"
 
@@ -67,14 +68,14 @@ class HuggingFace(Framework):
         derived = {
             node.name
             for node in script.nodes
-            if isinstance(node, ast.ClassDef) and any(map(_is_arguments, map(_last_name, node.bases)))
+            if isinstance(node, ast.ClassDef) and any(map(_is_arguments, map(last_name, node.bases)))
         }
         return any(
             _is_arguments(name) or name in derived
             for node in script.nodes
-            if isinstance(node, ast.Call) and _last_name(node.func) in _PARSERS
+            if isinstance(node, ast.Call) and last_name(node.func) in _PARSERS
             for argument in (*node.args, *(each.value for each in node.keywords))
-            for name in map(_last_name, ast.walk(argument))
+            for name in map(last_name, ast.walk(argument))
         )
 
     def list_steps(self, root: Path) -> list[Step]:
@@ -164,12 +165,6 @@ class HuggingFace(Framework):
             "trainer.train(resume_from_checkpoint=PATH); axolotl and LLaMA-Factory: `resume_from_checkpoint` of the "
             "configuration",
         )
-
-
-def _last_name(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_arguments(name: str) -> bool:

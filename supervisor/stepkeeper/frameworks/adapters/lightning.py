@@ -34,7 +34,10 @@ class Lightning(Framework):
     save_door = SaveDoor(Door.CALLBACK, "a Callback that calls `trainer.save_checkpoint`, at the end of a batch")
 
     writes = Writes(
-        ("--trainer.default_root_dir", "--default_root_dir"), ("dirpath", "default_root_dir"), "lightning_logs"
+        ("--trainer.default_root_dir", "--default_root_dir"),
+        ("dirpath", "default_root_dir"),
+        ("ModelCheckpoint",),
+        "lightning_logs",
     )
     resume_option = "--ckpt_path"
     resume_keyword = "ckpt_path"

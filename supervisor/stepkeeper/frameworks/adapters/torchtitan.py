@@ -36,7 +36,7 @@ class Torchtitan(Framework):
     commands = ("torchtitan.train", "torchtitan")
     save_door = SaveDoor(Door.CALL, "`checkpointer.save(step, last_step=...)` in its loop: no door from outside")
 
-    writes = Writes(("--dump_folder", "--job.dump_folder"), ("dump_folder",), "outputs")
+    writes = Writes(("--dump_folder", "--job.dump_folder"), ("dump_folder",), default="outputs")
 
     def takes_resume(self, script: Script) -> bool:
         """Look for its own program: of a script with a loop of its own, nothing is known."""

@@ -41,7 +41,7 @@ _DEATH = re.compile(
     r"(?:Exited with exit code (?P<code>\d+)|(?P<words>[A-Z][A-Za-z ()]+))"
 )
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
-_OUTSIDE_CODES = tuple(128 + number for number in _OUTSIDE)
+_OUTSIDE_CODES = tuple(code for number in _OUTSIDE for code in (128 + number, -number))  # -: srun itself was killed
 _SIGNALS = {signal.strsignal(number) or "": int(number) for number in signal.Signals}
 
 

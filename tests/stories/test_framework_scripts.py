@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -67,21 +68,48 @@ def test_a_script_killed_in_a_save_resumes_before_it_and_an_abort_after_the_last
     assert "failed_after_last_step" in output, output
 
 
+@dataclass(frozen=True)
+class Case:
+    """An unmodified script of a framework, and the checkpoint in whose save it dies."""
+
+    framework: str
+    script: str
+    arguments: tuple[str, ...]
+    torn: str
+    option: str  # that places its checkpoints
+    aborts: bool = False  # after the last step, which the checkpoint tells
+
+
+CASES = (
+    Case(
+        "huggingface",
+        "huggingface_trainer.py",
+        ("--max_steps", "30", "--save_steps", "6", "--use_cpu", "True", "--ddp_backend", "gloo"),
+        "checkpoint-12",
+        "--output_dir",
+        aborts=True,
+    ),
+    Case("lightning", "lightning_trainer.py", ("--steps", "30"), "step=12.ckpt", "--out"),
+)
+
+
 @pytest.mark.frameworks
 @pytest.mark.campaign
-def test_the_trainer_of_hugging_face_loses_nothing_that_was_saved(lab: Lab) -> None:
-    """It is killed in its save of step 12, requeued by an administrator, and rank 0 aborts in the exit."""
-    python, why = environments.python("huggingface")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.framework)
+def test_an_unmodified_script_loses_nothing_that_was_saved(lab: Lab, case: Case) -> None:
+    """It is killed in its save of step 12, and requeued by an administrator; perhaps rank 0 aborts in its exit."""
+    python, why = environments.python(case.framework)
     if python is None:
         pytest.skip(why)
-    reference = begin(lab, "hf-whole", python)
+    reference = begin(lab, case, "whole", python)
     reference.wait_end(600.0)
     assert lab.job(reference.job_id).state == "COMPLETED", reference.story()
     expected = losses(reference)
     assert set(expected) == set(range(1, 31)), reference.story()
 
-    training = begin(lab, "hf-killed", python, TEST_DIES_AT="12", TEST_ABORTS="1", TEST_STEP_S="0.4")
-    training.until(lambda: 18 in losses(training), "step 18", 600.0)
+    abort = {"TEST_ABORTS": "1"} if case.aborts else {}
+    training = begin(lab, case, "killed", python, TEST_DIES_AT="12", TEST_STEP_S="0.4", **abort)
+    training.until(lambda: 20 in losses(training), "step 20", 600.0)
     acts.requeue_by_admin(training)
     training.wait_attempt(1, 600.0)
     release_urgent_jobs(lab)
@@ -89,24 +117,21 @@ def test_the_trainer_of_hugging_face_loses_nothing_that_was_saved(lab: Lab) -> N
 
     assert lab.job(training.job_id).state == "COMPLETED", training.story()
     assert training.exits()[-1] == ExitCode.FINISHED, training.story()
-    assert chosen(training)[:2] == [None, 6], training.story()
-    assert "checkpoint-12" in passed_over(training), training.story()
-    assert chosen(training)[-1] in (12, 18), training.story()
+    assert chosen(training) == [None, 6, 18], training.story()
+    assert case.torn in passed_over(training), training.story()
     assert losses(training) == expected, training.story()
-    assert not (training.work / f"out-{training.name}" / "checkpoint-31").exists()
-    assert "failed_after_last_step" in training.output(), training.story()
+    assert ("failed_after_last_step" in training.output()) == case.aborts, training.story()
 
 
-def begin(lab: Lab, name: str, python: Path, **env: str) -> Training:
+def begin(lab: Lab, case: Case, name: str, python: Path, **env: str) -> Training:
     """Submit the script as root: the environment lies above that of the tests, which other users may not read."""
-    training = Training(lab, name=name, user="root")
+    training = Training(lab, name=f"{case.framework}-{name}", user="root")
     training.work.mkdir(exist_ok=True)
-    script, out = place(training, "huggingface_trainer.py")
-    training.command = (str(python), str(script), "--output_dir", str(out), "--max_steps", "30",
-                        "--save_steps", "6", "--use_cpu", "True", "--ddp_backend", "gloo")  # fmt: skip
+    script, out = place(training, case.script)
+    training.command = (str(python), str(script), case.option, str(out), *case.arguments)
     training.env = {
-        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", **env,
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false", **env,
     }  # fmt: skip
     return training.submit()
 

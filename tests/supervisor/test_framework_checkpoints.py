@@ -125,15 +125,13 @@ def test_names_that_are_no_text_do_not_hide_the_others(case: Case) -> None:
     assert event.directory == str(path)
 
 
-def test_a_reader_that_hangs_is_ended_when_nobody_wants_its_answer(case: Case) -> None:
+def test_a_reader_that_hangs_is_ended_when_nobody_wants_its_answer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     case.step(10)
-    os.mkfifo(case.root / "ckpt-10" / "pipe")
+    monkeypatch.setattr(module, "flags", lambda: ["-c", "import time; time.sleep(3600)"])
 
-    began = time.monotonic()
     event = case.foreign.choose(lambda: True)
 
     assert event.directory is None
-    assert time.monotonic() - began < WITHIN_S
     assert any("a newer choice has begun" in each.problem for each in event.skipped)
 
 

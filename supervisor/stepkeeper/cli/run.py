@@ -245,10 +245,17 @@ def _supervise(arguments: argparse.Namespace) -> int:
 
 
 def _script(command: tuple[str, ...], config: Config) -> tuple[own_script.Found, Following | None]:
-    """Look at the script in CMD; refuse one that would start ranks twice."""
+    """Look at the script in CMD; refuse one that would start ranks twice.  It trains without its framework, too."""
     script = own_script.look(command, Path.cwd())
     own_script.require_startable(script, torchrun=config.settings.torchrun)
-    return script, attempt.following(command, config)
+    try:
+        return script, attempt.following(command, config)
+    except StepkeeperError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a script or a directory that nobody has foreseen
+        with contextlib.suppress(OSError):  # a full disk below stderr
+            sys.stderr.write(f"stepkeeper: the script's framework cannot be recognized: {error!r}; please report it\n")
+        return script, None
 
 
 def _cluster(client: SlurmClient, clock: Clock) -> ClusterSettings:

@@ -25,6 +25,7 @@ from stepkeeper.supervisor.sources.process import Inbox, Part
 
 LOOK_EVERY_S = 0.25
 END_WITHIN_S = 30.0
+READ_WITHIN_S = 1200.0  # two of them end well before the choice counts as late
 REAP_WITHIN_S = 5.0
 PROBLEM_CHARACTERS_MAX = 500
 Log = structlog.typing.FilteringBoundLogger
@@ -114,7 +115,7 @@ class ForeignCheckpoints:
         failed: list[on.Skipped] = []
         for deep in (True, False):
             try:
-                answer = self._ask(self._question(deep=deep), is_old=is_old)
+                answer = self._ask(self._question(deep=deep), is_old=is_old, within_s=READ_WITHIN_S)
                 break
             except ForeignError as error:
                 problem = f"{'verification' if deep else 'judging'} failed: {error}"[:PROBLEM_CHARACTERS_MAX]

@@ -46,6 +46,12 @@ MEANINGS = {
     "configured": "settings that are not the defaults, and where they came from; one key each",
     "decision": "one decision, why, and what was ordered",
     "exit": "the last line: exit code (docs/exit-codes.md) and reason",
+    "ended_before_target": "the script ended with 0 before the last step that its newest checkpoint names, as it may",
+    "failed_after_last_step": "training has finished, and the script failed since: what follows it may lack",
+    "framework_cannot_resume": "nothing shows how the script could be told where to resume from",
+    "framework_checkpoints_not_read": "the framework's checkpoints could not be read or verified, and why",
+    "framework_directory_unknown": "where the framework's checkpoints are is not known: set `--checkpoint-dir`",
+    "framework_recognized": "the framework of the script, where its checkpoints are, and what shows both",
     "fewer_cpus_than_ranks": "the job has fewer CPUs than ranks on a node",
     "submission_not_recorded": "how the job was submitted is not kept: `stepkeeper resume` has to ask Slurm",
     "no_batch_script": "in an allocation of `salloc` or a bare `srun`: nothing can be requeued",
@@ -253,7 +259,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "Checkpoints": (
         "load_memory_gib", "verify_mib_per_s", "policy.choose_within_s", "policy.read_back", "local_keep",
-        "peer_copies", "cold_tier", "cold_keep", "cold_zstd", "copy_rate", "framework",
+        "peer_copies", "cold_tier", "cold_keep", "cold_zstd", "copy_rate", "framework", "checkpoint_dir",
     ),
     "Notices, time limit, stop": (
         "policy.save_margin_s", "policy.time_limit_margin", "policy.leave_within_s", "policy.stop_within_s",

@@ -234,3 +234,26 @@ def test_the_file_in_etc_locks(tmp_path: Path, home: Path) -> None:
     spares = said(locked)["settings"]["spares"]
     assert (spares["origin"], spares["locked"]) == ("site", f"{files.SITE}, line 2")
     refused(run("--spares", "1"), "--spares: `spares` is locked", f"{files.SITE}, line 2", "at 0")
+
+
+def test_a_dry_run_shows_the_framework_of_the_script_and_its_resume_argument(
+    stepkeeper: Run, tmp_path: Path, user_file: Path
+) -> None:
+    user_file.write_text(
+        '[framework]\nname = "generic"\n[framework.generic]\nsteps = "ckpt-{step}"\ncomplete = ["DONE"]\n'
+        'resume = ["--from", "{path}"]\n'
+    )
+    for name in ("ckpt-10", "ckpt-20"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+    (tmp_path / "out" / "ckpt-10" / "DONE").touch()
+    line = ("--dry-run", "--json", "--run-dir", str(tmp_path / "run"), "--checkpoint-dir", "out")
+
+    found = said(stepkeeper(*line, "--", "python", "train.py"))
+    assert found["resume_from"] == str(tmp_path / "out" / "ckpt-10")
+    assert found["training"][-4:] == ["python", "train.py", "--from", str(tmp_path / "out" / "ckpt-10")]
+    assert "--checkpoint-dir" in found["framework"]
+    assert any("ckpt-20" in each for each in found["passed_over"])
+
+    found = said(stepkeeper(*line, "--framework", "none", "--", "python", "train.py"))
+    assert (found["resume_from"], found["framework"]) == (None, "")
+    refused(stepkeeper(*line, "--framework", "nanotron", "--", "python", "train.py"), "--framework", "nanotron")

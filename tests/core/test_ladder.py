@@ -122,17 +122,29 @@ def test_whatever_fails_for_ever_ends_and_calls_a_person_once(cause: Cause, step
     assert world.count(do.StartLaunch) <= POLICY.node_losses_max + 2
 
 
-@pytest.mark.parametrize("checkpoint", [None, 800])
 @pytest.mark.parametrize("cause", [Cause.EXCEPTION, Cause.UNKNOWN, Cause.GPU_MEMORY, Cause.SEGFAULT])
-def test_the_same_failure_after_an_hour_unseen_ends_the_run_at_the_third_launch(cause: Cause, checkpoint: int | None):
+def test_the_same_failure_after_an_hour_unseen_ends_the_run_at_the_third_launch(cause: Cause):
     """A script without the trainer library, whose launches run for more than an hour: nothing is ever verified."""
-    world = World(cause, step=None, checkpoint=checkpoint)
+    world = World(cause, step=None, checkpoint=None)
     world.unseen_s = POLICY.unseen_progress_s + 60.0
 
     world.play()
 
     assert (world.code, world.count(do.StartLaunch)) == (ExitCode.TRAINING_FAILED, POLICY.failures_max)
     assert world.count(do.NotifyUser) == 1
+
+
+@pytest.mark.parametrize("cause", [Cause.EXCEPTION, Cause.UNKNOWN, Cause.GPU_MEMORY, Cause.SEGFAULT])
+def test_hours_without_a_newer_checkpoint_of_a_framework_are_not_unseen(cause: Cause):
+    """Its checkpoints tell of progress: failures in the same way go along their row, as with the library."""
+    seen, unseen = World(cause, step=None, checkpoint=800), World(cause, step=None, checkpoint=800)
+    unseen.unseen_s = POLICY.unseen_progress_s + 60.0
+
+    seen.play()
+    unseen.play()
+
+    assert (unseen.code, unseen.count(do.StartLaunch)) == (seen.code, seen.count(do.StartLaunch))
+    assert unseen.count(do.StartLaunch) <= POLICY.failures_max
 
 
 def test_other_failures_after_an_hour_unseen_are_no_lack_of_progress():

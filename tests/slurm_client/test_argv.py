@@ -7,10 +7,12 @@ import shlex
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepkeeper import wrapper
-from stepkeeper.slurm.cmd import with_resume
+from stepkeeper.frameworks.following import Following
+from stepkeeper.slurm.cmd import resume_argument, with_resume
 from stepkeeper.slurm.launch import Geometry, own_srun_argv, training_argv, watcher_argv
 from stepkeeper.supervisor.actions.launch import Job, Meeting, launch_argv, launch_environment
 
@@ -125,7 +127,7 @@ def test_a_percent_sign_in_the_log_path_is_no_pattern():
     ],
 )
 def test_where_the_resume_argument_goes(command, resume_from, expected):
-    assert with_resume(command, resume_from) == expected
+    assert with_resume(command, resume_argument(resume_from)) == expected
 
 
 def test_what_the_ranks_find_in_their_environment():
@@ -155,3 +157,28 @@ def test_what_the_ranks_find_in_their_environment():
         "MASTER_PORT": "29501",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+@pytest.mark.parametrize(
+    ("command", "appended", "wanted", "expected"),
+    [
+        (["t.py", "--x"], True, None, ["t.py", "--x", "--load", "/c", "--ckpt-step", "7"]),
+        (["t.py", "--x"], False, None, ["t.py", "--x"]),
+        (["t.py", "--x"], False, True, ["t.py", "--x", "--load", "/c", "--ckpt-step", "7"]),
+        (["t.py", "--x"], True, False, ["t.py", "--x"]),
+        (["t.py", "{resume}", "--x"], False, None, ["t.py", "--load", "/c", "--ckpt-step", "7", "--x"]),
+        (["bash", "-c", "t.py {resume} | tee l"], True, None, ["bash", "-c", "t.py --load /c --ckpt-step 7 | tee l"]),
+    ],
+)
+def test_the_arguments_of_a_framework_stand_in_place_of_our_own(command, appended, wanted, expected):
+    """The script declares our own option too (`takes_resume`): the framework's checkpoint goes by the framework's."""
+    following = Following(
+        framework="megatron", title="Megatron", why="", directory=Path("/c"), where="", appended=appended
+    )
+    what = msgspec.structs.replace(job(*command), following=following, resume_argument=wanted)
+    resumed = msgspec.structs.replace(meeting("/c/iter_0000007"), arguments=("--load", "/c", "--ckpt-step", "7"))
+
+    line = launch_argv(what, resumed, Path("/run/logs"))
+
+    assert line[line.index("--") + 1 :] == expected
+    assert launch_environment(what, resumed, {})["STEPKEEPER_RESUME_FROM"] == "/c/iter_0000007"

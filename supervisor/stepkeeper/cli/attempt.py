@@ -14,15 +14,20 @@ from stepkeeper.config.resolve import Config
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.frameworks import selection
+from stepkeeper.frameworks.following import Following, follow
+from stepkeeper.frameworks.recognise import AUTO, NONE
 from stepkeeper.run_store import journal, paths, run_registry, submission
 from stepkeeper.run_store.paths import RunDirectory
-from stepkeeper.slurm import resubmission, resubmit
+from stepkeeper.slurm import cmd, resubmission, resubmit
 from stepkeeper.slurm.allocation import Allocation
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.launch import Geometry
 from stepkeeper.submit import own_script
 from stepkeeper.supervisor.actions.launch import Job
 from stepkeeper_trainer.formats import lease, records
+
+Log = structlog.typing.FilteringBoundLogger
 
 
 def carried(directory: paths.RunDirectory) -> journal.Carried:
@@ -70,6 +75,58 @@ def finished_step(path: Path) -> int | None:
     return said.step if said is not None and said.outcome == "finished" else None
 
 
+def following(command: tuple[str, ...], config: Config) -> Following | None:
+    """Return the framework whose checkpoints are followed; None where our own library saves, or nobody is known to.
+
+    Raises:
+        StepkeeperError: the settings name a framework that is not known.
+    """
+    settings, where = config.settings, config.values["framework"].where
+    if settings.framework == NONE:
+        return None
+    frameworks = selection.known(config.generic)
+    named = None
+    if settings.framework != AUTO:
+        named = selection.named(settings.framework, where, frameworks, config.generic)
+    try:
+        return follow(
+            own_script.training(command, Path.cwd()),
+            Path.cwd(),
+            frameworks,
+            named=named,
+            directory=settings.checkpoint_dir,
+            patterns=config.generic,
+        )
+    except OSError as error:
+        raise StepkeeperError(
+            f"--checkpoint-dir {settings.checkpoint_dir}: cannot be listed: {error.strerror}", ExitCode.USAGE
+        ) from error
+
+
+def say_framework(found: Following | None, command: Sequence[str], settings: RunSettings, log: Log) -> None:
+    """Say which framework is followed, and what it cannot do, at the first launch and not at the first resume."""
+    if found is None:
+        return
+    log.info(
+        "framework_recognized",
+        framework=found.framework,
+        why=found.why,
+        checkpoints=str(found.directory or "unknown"),
+        where=found.where,
+        resume=found.resume or "unknown",
+        save=found.save,
+    )
+    if found.directory is None:
+        log.warning("framework_directory_unknown", framework=found.framework, why=found.where)
+    elif not (found.resume or settings.resume_argument or cmd.has_place(command)):
+        log.warning(
+            "framework_cannot_resume",
+            framework=found.framework,
+            why="nothing shows that the script takes a resume argument of this framework: say {resume} where it goes, "
+            "set --resume-argument, or have the script read STEPKEEPER_RESUME_FROM",
+        )
+
+
 def job(
     command: tuple[str, ...],
     settings: RunSettings,
@@ -79,6 +136,7 @@ def job(
     attempt: int,
     socket: str,
     script: own_script.Found,
+    following: Following | None = None,
 ) -> Job:
     """Return what is the same for every launch of an attempt."""
     return Job(
@@ -97,12 +155,11 @@ def job(
         starts_ranks=bool(script.starts_ranks),
         resume_argument=settings.resume_argument,
         takes_resume=script.takes,
+        following=following,
     )
 
 
 # What an attempt notes at its start: by what settings and code it goes, and where its run is.
-
-Log = structlog.typing.FilteringBoundLogger
 
 
 def note(config: Config, directory: RunDirectory, number: int, command: Sequence[str], log: Log) -> None:

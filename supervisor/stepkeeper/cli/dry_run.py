@@ -21,6 +21,8 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.phases import places
 from stepkeeper.core.state import Nodes, State
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.frameworks.asking import Question, answer
+from stepkeeper.frameworks.following import Following
 from stepkeeper.redaction import redact, redact_words
 from stepkeeper.run_store import paths
 from stepkeeper.slurm import cmd
@@ -53,6 +55,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     training: tuple[str, ...]
     assumed: tuple[str, ...]
     doubts: tuple[str, ...] = ()  # why a resume may fail
+    framework: str = ""  # of the script, where it does not use our own library
 
 
 def show(sources: Sources, environment: Mapping[str, str], command: tuple[str, ...], *, as_json: bool) -> int:
@@ -66,6 +69,8 @@ def show(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     if plan.finished_step is not None:
         printing.say(f"finished at step {plan.finished_step}: nothing would be started")
         return ExitCode.FINISHED
+    if plan.framework:
+        printing.say(f"framework      {plan.framework}")
     found = f"{plan.resume_from} ({COMMITTED}: the job verifies it first)" if plan.resume_from else ""
     printing.say(f"resume from    {found or 'the beginning: no step directory, or damaged ones only'}")
     for each in plan.passed_over:
@@ -105,8 +110,19 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     resume_from, passed_over = _resume(directory)
     script = own_script.look(command, Path.cwd())
     own_script.require_startable(script, torchrun=config.settings.torchrun)
+    following = attempt.following(command, config)
+    arguments = None
+    if following is not None and resume_from is None and not passed_over:
+        resume_from, arguments, passed_over = _resume_of_framework(following)
     job = attempt.job(
-        command, config.settings, allocation, directory, attempt=carried.attempt, socket="", script=script
+        command,
+        config.settings,
+        allocation,
+        directory,
+        attempt=carried.attempt,
+        socket="",
+        script=script,
+        following=following,
     )
     if config.settings.torchrun and job.wrapped:
         assumed.append("torchrun's rendezvous port is a free one of the first node; 0 stands for it")
@@ -114,7 +130,15 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
         assumed.append(script.starts_ranks)
     doubts = own_script.doubts(command, script, append=config.settings.resume_argument)
     answered = carried.baseline.start_s > 0.0
-    meeting = Meeting(launch=0, nodes=nodes, address=nodes[0], port=0, resume_from=resume_from, answered=answered)
+    meeting = Meeting(
+        launch=0,
+        nodes=nodes,
+        address=nodes[0],
+        port=0,
+        resume_from=resume_from,
+        arguments=arguments,
+        answered=answered,
+    )
     training = launch_argv(job, meeting, directory.logs(carried.attempt, meeting.launch))
     return Plan(
         run_directory=str(directory.path),
@@ -129,6 +153,7 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
         training=tuple(redact_words(training)),
         assumed=tuple(assumed),
         doubts=tuple(filter(None, (doubts.no_place, doubts.unknown, doubts.no_way))),
+        framework=_shown(following) if following is not None else "",
     )
 
 
@@ -171,6 +196,29 @@ def _resume(directory: paths.RunDirectory) -> tuple[str | None, tuple[str, ...]]
     choice = steps.newest_verified(Path(directory.checkpoints), deep=False)
     skipped = tuple(f"{step.path.name}: {'; '.join(problems)}" for step, problems in choice.skipped)
     return str(choice.chosen.path) if choice.chosen else None, skipped
+
+
+def _resume_of_framework(following: Following) -> tuple[str | None, tuple[str, ...] | None, tuple[str, ...]]:
+    """Return the newest whole checkpoint of the script's framework, its resume arguments, and what was passed over."""
+    if following.directory is None:
+        return None, None, ()
+    question = Question(
+        framework=following.framework, root=str(following.directory), patterns=following.patterns, deep=False
+    )
+    try:
+        found = answer(question)
+    except OSError as error:
+        return None, None, (f"{error.filename}: {error.strerror}",)
+    passed = tuple(f"{each.name}: {each.problem}" for each in found.passed)
+    if found.newest is None:
+        return None, None, passed
+    return found.newest.directory, following.renamed(found.newest.arguments), passed
+
+
+def _shown(following: Following) -> str:
+    place = f"checkpoints in {following.directory}" if following.directory is not None else "checkpoints unknown"
+    resume = following.resume or "nothing shows that the script takes a resume argument of it"
+    return f"{following.title}: {following.why}; {place} ({following.where}); {resume}"
 
 
 # `stepkeeper run --print-config`: every setting, its value, and where that came from.  Needs no Slurm.

@@ -22,6 +22,7 @@ from stepkeeper.config.resolve import Config, Origin, Sources
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.frameworks.following import Following
 from stepkeeper.log import Form, PatientStream, configure, is_empty
 from stepkeeper.loop_tools import Clock
 from stepkeeper.run_analytics.metrics.tally import TalliedJournal, Tally
@@ -114,8 +115,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
         require_no_batch_script(patiently(lambda: client.job(allocation.slurm_name)))
     cluster = _cluster(client, clock)
     sized = shape.of(config, len(allocation.nodes), command, allocation.tasks_per_node)
-    script = own_script.look(command, Path.cwd())
-    own_script.require_startable(script, torchrun=settings.torchrun)
+    script, following = _script(command, config)
     merged = _merge_spool(directory)
     carried = attempt.carried(directory)
     kind, _, python = settings.slurm_client.partition(":")
@@ -153,6 +153,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
             attempt=lease.attempt,
             socket=assignment.socket_name(),
             script=script,
+            following=following,
         ),
         lease=lease,
         policy=settings.policy,
@@ -177,6 +178,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
         to_stop=f"stepkeeper stop {directory.typed}",
     )
     attempt.note(config, directory, lease.attempt, command, log)
+    attempt.say_framework(following, command, settings, log)
     if batch:
         attempt.note_submission(directory, allocation, sys.argv[1:], log)
     _say_what_surprises(log, batch=batch, emptied=emptied, kept=directory.path / "logs")
@@ -240,6 +242,20 @@ def _supervise(arguments: argparse.Namespace) -> int:
     finally:
         for stream in (out, kept):
             stream.drain(LOG_WITHIN_S)
+
+
+def _script(command: tuple[str, ...], config: Config) -> tuple[own_script.Found, Following | None]:
+    """Look at the script in CMD; refuse one that would start ranks twice.  It trains without its framework, too."""
+    script = own_script.look(command, Path.cwd())
+    own_script.require_startable(script, torchrun=config.settings.torchrun)
+    try:
+        return script, attempt.following(command, config)
+    except StepkeeperError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a script or a directory that nobody has foreseen
+        with contextlib.suppress(OSError):  # a full disk below stderr
+            sys.stderr.write(f"stepkeeper: the script's framework cannot be recognized: {error!r}; please report it\n")
+        return script, None
 
 
 def _cluster(client: SlurmClient, clock: Clock) -> ClusterSettings:

@@ -93,6 +93,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     settings: RunSettings
     values: dict[str, Resolved]
     files: tuple[ConfigFile, ...]  # that were looked for
+    generic: Patterns | None = None  # `[framework.generic]`
 
     def told(self, key: str) -> str:
         """Return how a value was set, for an error."""
@@ -132,7 +133,7 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
         values = {key: _first(key, layers, self.site) for key in SETTINGS}
         _refuse_misfits(values)
         settings = build({key: found.value for key, found in values.items()})
-        return Config(settings=settings, values=values, files=(*run, self.user, self.site))
+        return Config(settings=settings, values=values, files=(*run, self.user, self.site), generic=self.generic)
 
 
 def gather(

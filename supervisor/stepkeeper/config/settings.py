@@ -156,9 +156,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     metrics_address: Annotated[str, About(metavar="ADDRESS", has_flag=False)] = "127.0.0.1"
     """The address of `metrics_port`: by default only this node can reach it."""
 
-    framework: Annotated[str, About(metavar="NAME", has_flag=False)] = "auto"
-    """Which framework wrote the checkpoints that `stepkeeper checkpoints ls|verify|latest` looks at, where they are not
-    of our own library (docs/frameworks.md); in a file also `[framework] name = "..."`."""
+    framework: Annotated[str, About(metavar="NAME")] = "auto"
+    """The framework of the training script, where that does not use our own library: its checkpoints are verified,
+    chosen, and resumed from (docs/frameworks.md); `auto` recognises it, `none` leaves all to the script.  Also for
+    `stepkeeper checkpoints`; in a file also `[framework] name = "..."`."""
+
+    checkpoint_dir: Annotated[str | None, About(metavar="DIR")] = None
+    """Where a script with such a framework writes its checkpoints; where not set, its command line or the script itself
+    says it."""
 
     policy: Policy = Policy()
 

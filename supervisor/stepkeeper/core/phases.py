@@ -223,7 +223,10 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     charged = state.leaving.plan is None or state.leaving.plan.blame is Blame.TRAINING
     launch = state.launch
     unseen = (
-        not launch.library_seen and launch.began_at is not None and at - launch.began_at >= policy.unseen_progress_s
+        not launch.library_seen
+        and state.budgets.best_step is None  # else a framework's checkpoints tell of progress, where no library does
+        and launch.began_at is not None
+        and at - launch.began_at >= policy.unseen_progress_s
     )
     if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`settling`)
         tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.budgets.tried)

@@ -163,6 +163,9 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"rank 0 said that the training is finished, but outcome.json does not: {error or code}"
         case r.CommandEnded():
             return "the command ended with 0, and has no trainer library to say more"
+        case r.EndedBeforeTarget(step=step, target=target):
+            newest = "it has no whole checkpoint" if step is None else f"its newest whole checkpoint is of step {step}"
+            return f"the command ended with 0 before the last step, {target}: {newest}"
         case r.CommandGaveUp():
             return "the command ended with 93, and must not be started again"
         case r.StepFailed(code=code, error=error):

@@ -265,7 +265,7 @@ class CommitInFlight(_Reason, frozen=True, kw_only=True):
 
 
 class TrainingFinished(_Reason, frozen=True, kw_only=True):
-    """Rank 0 says that the training is finished, or `outcome.json` does."""
+    """Rank 0 says that the training is finished, or `outcome.json` does, or a framework's newest checkpoint."""
 
     step: int | None = None
 
@@ -318,6 +318,13 @@ class OutcomeMissing(_Reason, frozen=True, kw_only=True):
 
 class CommandEnded(_Reason, frozen=True, kw_only=True):
     """A command without the trainer library ended with 0."""
+
+
+class EndedBeforeTarget(_Reason, frozen=True, kw_only=True):
+    """The command ended with 0, and its newest checkpoint is of an earlier step than the last one."""
+
+    target: int  # the last step
+    step: int | None = None  # of the newest checkpoint; None: there is none
 
 
 class CommandGaveUp(_Reason, frozen=True, kw_only=True):
@@ -993,6 +1000,7 @@ Reason = (
     | RankLeft
     | OutcomeMissing
     | CommandEnded
+    | EndedBeforeTarget
     | CommandGaveUp
     | StepFailed
     | RanksEndedSilently

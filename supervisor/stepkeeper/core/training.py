@@ -291,7 +291,7 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
         return Decision(state)
     state = replace(state, launch=replace(state.launch, running=False, saving=None))
     if event.finished:
-        finished = Plan(next=Next.END, why=(because.TrainingFinished(),), code=ExitCode.FINISHED)
+        finished = Plan(next=Next.END, why=(because.TrainingFinished(step=event.step),), code=ExitCode.FINISHED)
         return close(state, event.at, finished, policy)
     if state.phase is Phase.TRAINING:
         return _after_unasked_end(state, event, policy)
@@ -308,7 +308,7 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
 
 
 def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> Decision:
-    if not state.launch.library_seen and event.code == 0:
+    if not state.launch.library_seen and event.code == 0 and event.target is None:
         why: Why = (because.CommandEnded(),)
         plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
         if state.identity.wrapped:
@@ -326,6 +326,8 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
     how = state.launch.first_failure or (because.StepFailed(code=event.code, error=event.error),)
     if event.stopped:
         how = (because.RanksLeftAlone(),)
+    elif event.target is not None:
+        how = (because.EndedBeforeTarget(step=event.step, target=event.target),)
     elif event.code == 0:
         how = (because.RanksEndedSilently(),)
     elif state.identity.wrapped and not state.launch.all_tasks_started and not state.launch.library_seen:

@@ -3,5 +3,8 @@
     DIR -> recognition -> an adapter (adapters/) lists steps -> tree (files, links refused) -> contents (complete?)
         -> deep verification (archives, DCP, safetensors) -> first sight (digests of before) -> the newest verified step
 
+    CMD -> its script (script) -> framework, directory, resume argument (following): how a run uses them; a process of
+        its own answers the supervisor (asking)
+
 A new framework is one file in `adapters/` and one test in tests/frameworks/test_layouts.py.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -97,6 +97,9 @@ def _if_there(framework: Framework, step: Step, how: How) -> Judged | None:
         return judge(framework, step, how)
     except FileNotFoundError:
         return None  # retention has removed it meanwhile
+    except Exception as error:  # noqa: BLE001 - one that an adapter cannot judge does not hide the others
+        shown = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else repr(error)
+        return Judged(step, step.number, State.TORN, (f"cannot be judged: {shown}",), (), None)
 
 
 def _newest_first(judged: list[Judged]) -> list[Judged]:
@@ -107,10 +110,18 @@ def _newest_first(judged: list[Judged]) -> list[Judged]:
     return sorted(judged, key=key, reverse=True)
 
 
-def newest(framework: Framework, root: Path, how: How) -> tuple[Judged | None, list[Judged]]:
+def newest(
+    framework: Framework, root: Path, how: How, *, left_out: Callable[[Judged], bool] = lambda _: False
+) -> tuple[Judged | None, list[Judged]]:
     """Choose the newest checkpoint that is whole and resumable; also return those that were passed over.
 
     Bytes are read of one checkpoint after the other, the newest first, until one is right.
+
+    Args:
+        framework: that wrote them.
+        root: where they are.
+        how: they are judged.
+        left_out: tells which do not count, and are in no answer.
 
     Raises:
         OSError: the directory cannot be listed.
@@ -120,6 +131,8 @@ def newest(framework: Framework, root: Path, how: How) -> tuple[Judged | None, l
     )
     skipped: list[Judged] = []
     for each in judge_all(framework, root, shallow):
+        if left_out(each):
+            continue
         found: Judged | None = each
         if each.state.chosen_from and how.deep:
             found = _if_there(framework, each.step, how)

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+from stepkeeper.frameworks.script import Script
 from stepkeeper.frameworks.tree import Tree
 
 
@@ -91,6 +92,31 @@ class Resume:
     how: str
 
 
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """How a script is told where its checkpoints go."""
+
+    options: tuple[str, ...] = ()  # of the command line
+    keywords: tuple[str, ...] = ()  # of calls in the script, the one that counts most first
+    calls: tuple[str, ...] = ()  # whose first argument is the value of the first keyword
+    default: str = ""  # below the working directory, where neither says it
+
+
+# what scripts with a loop of their own call it
+OWN_WRITES = Writes(
+    (
+        "--checkpoint_dir",
+        "--checkpoints_dir",
+        "--ckpt_dir",
+        "--save_dir",
+        "--output_dir",
+        "--out_dir",
+        "--project_dir",
+    ),
+    ("checkpoint_dir", "save_dir", "output_dir", "project_dir"),
+)
+
+
 class Framework(Protocol):
     """One framework.  `list_steps` and `complete` are an adapter's own; the rest follows from them in most."""
 
@@ -100,6 +126,11 @@ class Framework(Protocol):
     imports: tuple[str, ...]  # modules whose import in a script shows this framework
     commands: tuple[str, ...]  # words of a command that show it
     save_door: SaveDoor
+    writes: Writes = OWN_WRITES
+    resume_option: str = ""  # the first of `resume`'s arguments, where a script may have another name for it
+    resume_keyword: str = ""  # by which a script passes it on
+    target_options: tuple[str, ...] = ()  # that say at which step training ends, where only its last step is an end
+    ends_at_target: bool = False  # exit code 0 before the target step is no end of the training
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return the checkpoints below a directory, by their names alone, in any order.  Raises OSError."""
@@ -128,6 +159,10 @@ class Framework(Protocol):
     def resume(self, step: Step, contents: Contents) -> Resume:
         """Return how to resume from a checkpoint."""
         ...
+
+    def takes_resume(self, script: Script) -> bool:  # noqa: ARG002
+        """Tell whether the framework's own parser reads the resume arguments of a script's command line."""
+        return False
 
     def progress(self, root: Path) -> int | None:
         """Return the highest step that the names below a directory show; None: they show none.  Raises OSError."""

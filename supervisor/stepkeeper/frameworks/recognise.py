@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
+import itertools
 import os
 import pkgutil
 from collections.abc import Sequence
@@ -12,10 +12,11 @@ from pathlib import Path, PurePosixPath
 
 from stepkeeper.frameworks import adapters
 from stepkeeper.frameworks.framework import Framework
+from stepkeeper.frameworks.script import SCRIPT_BYTES_MAX, Script
 from stepkeeper_trainer.formats.plain import read_plain
 
-AUTO = "auto"
-SCRIPT_BYTES_MAX = 1024 * 1024
+AUTO, NONE = "auto", "none"
+_LAUNCHERS = ("deepspeed",)
 # of those that a directory may look like at once, the one that builds on the others first
 _ORDER = (
     "generic",
@@ -68,37 +69,40 @@ def of_directory(path: Path, frameworks: dict[str, Framework]) -> Finding | None
 
 def of_command(command: Sequence[str], directory: Path, frameworks: dict[str, Framework]) -> Finding | None:
     """Recognise what a command starts: by its words, then by the imports of its Python script."""
-    names = [PurePosixPath(word).name for word in command]
-    for framework in frameworks.values():
-        for word in framework.commands:
-            if word in names or word in command:
-                return Finding(framework, f"the command has the word {word!r}")
     for word in command:
         if word.endswith(".py"):
-            modules = imports(directory / word)
-            return _of_imports(modules, word, frameworks)
+            return of_script(Script(tuple(command), word, _read(directory / word)), frameworks)
+    return of_script(Script(tuple(command)), frameworks)
+
+
+def of_script(script: Script, frameworks: dict[str, Framework]) -> Finding | None:
+    """Recognise what a script uses.  A launcher's word counts last: `deepspeed` starts any script."""
+    programs = {name: each for name, each in frameworks.items() if name not in _LAUNCHERS}
+    return _of_words(script, programs) or _of_imports(script, frameworks) or _of_words(script, frameworks)
+
+
+def _of_words(script: Script, frameworks: dict[str, Framework]) -> Finding | None:
+    before = list(itertools.takewhile(lambda word: not word.endswith(".py"), script.words))
+    words = script.words[: len(before) + 1]  # what follows the script are its own arguments
+    names = [PurePosixPath(word).name for word in words]
+    for framework in frameworks.values():
+        for word in framework.commands:
+            if word in names or word in words:
+                return Finding(framework, f"the command has the word {word!r}")
     return None
 
 
-def _of_imports(modules: frozenset[str], script: str, frameworks: dict[str, Framework]) -> Finding | None:
+def _of_imports(script: Script, frameworks: dict[str, Framework]) -> Finding | None:
     for framework in frameworks.values():  # a Trainer comes before the library below it
         for name in framework.imports:
-            if any(module == name or module.startswith(f"{name}.") for module in modules):
-                return Finding(framework, f"{script} imports {name}")
+            if any(module == name or module.startswith(f"{name}.") for module in script.modules):
+                return Finding(framework, f"{script.name} imports {name}")
     return None
 
 
-def imports(script: Path) -> frozenset[str]:
-    """Return the modules that a Python script names in its imports; none where it cannot be read."""
+def _read(path: Path) -> str:
+    """Return the text of a script; nothing where it cannot be read."""
     try:
-        tree = ast.parse(read_plain(Path(os.path.realpath(script)), SCRIPT_BYTES_MAX))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return frozenset()
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module)
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return frozenset(found)
+        return read_plain(Path(os.path.realpath(path)), SCRIPT_BYTES_MAX).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""

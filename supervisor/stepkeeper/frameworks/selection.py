@@ -1,17 +1,18 @@
-"""Which framework `checkpoints` takes a directory for: flag, STEPKEEPER_FRAMEWORK, configuration, else recognition."""
+"""Which framework flag, STEPKEEPER_FRAMEWORK or configuration name; that of a directory else by recognition."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from stepkeeper.config import resolve
+from stepkeeper.config.patterns import Patterns
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import recognise
 from stepkeeper.frameworks.adapters.generic import Generic
-from stepkeeper.frameworks.recognise import AUTO, Finding
+from stepkeeper.frameworks.framework import Framework
+from stepkeeper.frameworks.recognise import AUTO, NONE, Finding
 
 
 def select(path: Path, wanted: str | None, environment: Mapping[str, str]) -> Finding | None:
@@ -27,22 +28,36 @@ def select(path: Path, wanted: str | None, environment: Mapping[str, str]) -> Fi
         OSError: the directory cannot be listed.
     """
     sources = resolve.gather({}, environment)
-    config = sources.resolve()
-    frameworks = recognise.known()
-    frameworks["generic"] = Generic(sources.generic)
-    value = config.values["framework"]
+    value = sources.resolve().values["framework"]
     name, where = (wanted, "--framework") if wanted is not None else (str(value.value), value.where)
+    frameworks = known(sources.generic)
+    if name == NONE:
+        return None
     if name == AUTO:
         return recognise.of_directory(path, frameworks)
+    return named(name, where, frameworks, sources.generic)
+
+
+def known(patterns: Patterns | None) -> dict[str, Framework]:
+    """Return the adapters by name, `generic` with its patterns."""
+    return {**recognise.known(), "generic": Generic(patterns)}
+
+
+def named(name: str, where: str, frameworks: Mapping[str, Framework], patterns: Patterns | None) -> Finding:
+    """Return the framework that a setting names.
+
+    Raises:
+        StepkeeperError: there is none of this name, or its patterns are missing.
+    """
     if name not in frameworks:
         raise StepkeeperError(
-            f"{where}: {name!r} is no framework that is known; known are {AUTO}, {', '.join(frameworks)}",
+            f"{where}: {name!r} is no framework that is known; known are {AUTO}, {NONE}, {', '.join(frameworks)}",
             ExitCode.USAGE,
         )
-    if name == "generic" and sources.generic is None:
+    if name == "generic" and patterns is None:
         raise StepkeeperError(
             f"{where}: generic needs the patterns of [framework.generic] in a configuration file "
-            f"({os.fspath(sources.user.path)})",
+            "(~/.config/stepkeeper/config.toml)",
             ExitCode.USAGE,
         )
     return Finding(frameworks[name], f"{where} names it")

@@ -204,23 +204,27 @@ def require_startable(command: Sequence[str], *, torchrun: bool) -> None:
         )
 
 
-def with_resume(command: Sequence[str], resume_from: str | None, *, append: bool = True) -> list[str]:
+def resume_argument(resume_from: str | None) -> tuple[str, ...]:
+    """Return the argument of our own library's scripts; none on the first start."""
+    return () if resume_from is None else (RESUME_OPTION, resume_from)
+
+
+def with_resume(command: Sequence[str], argument: Sequence[str], *, append: bool = True) -> list[str]:
     """Put the resume argument where `{resume}` stands, else at the end, where it may; none on the first start.
 
     A `bash -c SCRIPT` without further words has no end to put it: its next word would be the script's name.  There
     the script reads `STEPKEEPER_RESUME_FROM`, or says `{resume}`.
 
-    >>> with_resume(["train.py", "{resume}", "--fast"], "/r/step_00000100")
+    >>> with_resume(["train.py", "{resume}", "--fast"], resume_argument("/r/step_00000100"))
     ['train.py', '--resume-from', '/r/step_00000100', '--fast']
-    >>> with_resume(["train.py", "{resume}"], None)
+    >>> with_resume(["train.py", "{resume}"], resume_argument(None))
     ['train.py']
-    >>> with_resume(["bash", "-c", "python train.py {resume} | tee log"], "/r/s 1")
+    >>> with_resume(["bash", "-c", "python train.py {resume} | tee log"], resume_argument("/r/s 1"))
     ['bash', '-c', "python train.py --resume-from '/r/s 1' | tee log"]
-    >>> with_resume(["bash", "-c", "python train.py"], "/r/s1")
+    >>> with_resume(["bash", "-c", "python train.py"], resume_argument("/r/s1"))
     ['bash', '-c', 'python train.py']
     """
-    argument = [RESUME_OPTION, resume_from] if resume_from is not None else []
-    if not any(RESUME_PLACEHOLDER in word for word in command):
+    if not has_place(command):
         has_end = append and _script_place(command) != len(command) - 1
         return [*command, *argument] if has_end else [*command]
     result: list[str] = []
@@ -230,6 +234,11 @@ def with_resume(command: Sequence[str], resume_from: str | None, *, append: bool
         else:
             result.append(word.replace(RESUME_PLACEHOLDER, shlex.join(argument)))
     return result
+
+
+def has_place(command: Sequence[str]) -> bool:
+    """Return whether CMD says where the resume argument goes."""
+    return any(RESUME_PLACEHOLDER in word for word in command)
 
 
 def says_resume(command: Sequence[str]) -> bool:
@@ -292,7 +301,8 @@ def takes_resume(command: Sequence[str]) -> bool:
     >>> takes_resume(["bash", "-c", "python train.py"])
     False
     """
-    return with_resume(command, "/") != with_resume(command, None) or any(RESUME_VARIABLE in word for word in command)
+    heard = with_resume(command, resume_argument("/")) != with_resume(command, ())
+    return heard or any(RESUME_VARIABLE in word for word in command)
 
 
 def leaves_shape_to_the_job(line: Sequence[str]) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.frameworks.script import Script
 from stepkeeper.slurm import cmd
 from stepkeeper_trainer.formats.plain import open_plain
 
@@ -98,6 +99,30 @@ def _look(command: Sequence[str], directory: Path) -> Found:
         if is_shell or _SHEBANG.match(text):
             return _with_what_it_runs(of_shell(word, text), text, directory)
     return Found()
+
+
+def training(command: Sequence[str], directory: Path) -> Script:
+    """Return the Python script that a CMD starts, also by way of a shell script, and the words that it gets.
+
+    Args:
+        command: CMD.
+        directory: in which it is started.
+    """
+    inline = cmd.shell_words(command)
+    words = (*command, *inline) if inline is not None else tuple(command)
+    for word, is_shell in _candidates(inline if inline is not None else command):
+        text = _read(directory / word)
+        if text is None:
+            continue
+        if word.endswith(".py"):
+            return Script(words, word, text)
+        if is_shell or _SHEBANG.match(text):
+            for inner in commands(text):
+                name = next((name for name, _ in _candidates(inner.words) if name.endswith(".py")), "")
+                shown = _read(directory / name) if name else None
+                if shown is not None:
+                    return Script((*words, *inner.words), name, shown)
+    return Script(words)
 
 
 def _with_what_it_runs(found: Found, text: str, directory: Path) -> Found:

@@ -30,6 +30,7 @@ from stepkeeper.run_store.recorder import Recorder
 from stepkeeper.slurm.client import SlurmClient
 from stepkeeper.slurm.launch import kept, scrub_geometry, watcher_argv, without_python
 from stepkeeper.supervisor.actions import checkpoints, diagnosis, launch, notify, slurm, stack_collector, standbys
+from stepkeeper.supervisor.actions.foreign import ForeignCheckpoints
 from stepkeeper.supervisor.actions.verify_pool import Limits, VerifyPool
 from stepkeeper.supervisor.decision_log import DecisionLog
 from stepkeeper.supervisor.sources.bus import Bus
@@ -106,6 +107,12 @@ class Supervisor:
         if setting.standby_imports is not None:
             modules = setting.standby_imports
             self.standbys = standbys.Standbys(setting.job, environment, modules=modules, inbox=inbox, log=log)
+        self.foreign: ForeignCheckpoints | None = None
+        following = setting.job.following
+        if following is not None and following.directory is not None:
+            self.foreign = ForeignCheckpoints(
+                following, environment, bytes_per_s=setting.reading.bytes_per_s, inbox=inbox, log=log
+            )
         self.call: threading.Thread | None = None
         self.storage_test: threading.Thread | None = None  # the newest
         self.time_asked: threading.Thread | None = None  # the newest
@@ -205,6 +212,8 @@ class Supervisor:
             self.inbox.clock.follow_slurm(event.seconds)
         elif isinstance(event, on.SlurmAnswered) and event.job is not None:
             event = msgspec.structs.replace(event, job=self.inbox.clock.from_slurm(event.job))
+        if isinstance(event, on.RankExited) and self.launch is not None and event.launch == self.state.launch:
+            self.launch.note_death(event.code, event.signal)
         before = self.state
         decision = decide(before, event, self.setting.policy)
         self.state = decision.state
@@ -230,7 +239,9 @@ class Supervisor:
                     self.bus.close()
             case do.ChooseCheckpoint():
                 directory = setting.directory.checkpoints
-                checkpoints.choose(directory, crew=self.crew, inbox=self.inbox, after=self.storage_test)
+                checkpoints.choose(
+                    directory, crew=self.crew, inbox=self.inbox, after=self.storage_test, foreign=self.foreign
+                )
             case do.VerifyCheckpoint():
                 self._verify(effect)
             case do.TestStorage():
@@ -259,6 +270,8 @@ class Supervisor:
                 diagnosis.diagnose(
                     setting.directory, self.evidence_buffer.launch(effect), within_s=within_s, inbox=self.inbox
                 )
+            case do.RollBack() if self.foreign is not None and self.foreign.has_chosen(self.state.resume_from):
+                self.foreign.roll_back(effect)
             case do.RollBack():
                 checkpoints.roll_back(setting.directory.checkpoints, effect, setting.lease, inbox=self.inbox)
             case do.ReportSlowNode() | do.ReportSlowLaunch() | do.ReportReplay():
@@ -368,12 +381,15 @@ class Supervisor:
             address=effect.address,
             port=effect.port,
             resume_from=effect.resume_from,
+            arguments=self.foreign.arguments(effect.resume_from) if self.foreign is not None else None,
             answered=self.state.has_library,
             newest=not effect.went_back,
             skipped_data=",".join(f"{each.step}:{each.steps}" for each in effect.skipped_data),
         )
         waiting = self.standbys.variables(effect.launch, effect.nodes) if self.standbys is not None else {}
-        self.launch = launch.Launch(job, meeting, {**self.environment, **waiting}, inbox=self.inbox)
+        self.launch = launch.Launch(
+            job, meeting, {**self.environment, **waiting}, inbox=self.inbox, foreign=self.foreign
+        )
 
     def _request_save(self, effect: do.RequestSave) -> None:
         self.requests += 1

@@ -13,6 +13,11 @@ STORAGE_MAX = len(POLICY.row(Cause.STORAGE)) - 1  # launches that wait for a fil
 BY_SLURM = 3  # preempted or out of time as a log says, or as Slurm says a moment later: once each
 
 
+def _is_unseen(state):
+    """Nobody can tell of progress: neither the library, nor checkpoints of a framework."""
+    return not state.launch.library_seen and state.budgets.best_step is None
+
+
 @promise
 def failures_bound_the_launches_without_progress(turns):
     """A bug must not burn the allocation; what nodes and storage did is bounded on its own."""
@@ -43,7 +48,7 @@ def each_failed_launch_counts_until_there_is_verified_progress(turns):
             before.launch.began_at is not None and turn.event.at - before.launch.began_at >= POLICY.unseen_progress_s
         )
         if after.launch.number > before.launch.number:
-            kept = 0 if ran_long and not before.launch.library_seen else before.budgets.failures
+            kept = 0 if ran_long and _is_unseen(before) else before.budgets.failures
             assert after.budgets.failures == kept + after.budgets.failure_counted
         elif after.budgets.failures < before.budgets.failures:
             progressed = (
@@ -68,7 +73,7 @@ def an_hour_of_unseen_training_begins_the_rows_again_and_forgets_no_failure(turn
         ran_long = (
             before.launch.began_at is not None and turn.event.at - before.launch.began_at >= POLICY.unseen_progress_s
         )
-        if relaunched and ran_long and not before.launch.library_seen:
+        if relaunched and ran_long and _is_unseen(before):
             assert after.budgets.failures <= 1
             assert all(each.count == 0 for each in after.budgets.tried)
             assert [repeats(each) for each in after.budgets.tried] == [repeats(each) for each in before.budgets.tried]
@@ -109,7 +114,7 @@ def what_was_tried_is_remembered_until_the_place_is_passed(turns):
         if not gone or isinstance(turn.event, on.AttemptStarted):
             continue
         passed = isinstance(turn.event, on.CheckpointChosen) and after.budgets.best_step != before.budgets.best_step
-        unseen = isinstance(turn.event, on.LaunchEnded | on.SlurmAnswered | on.Tick) and not before.launch.library_seen
+        unseen = isinstance(turn.event, on.LaunchEnded | on.SlurmAnswered | on.Tick) and _is_unseen(before)
         assert passed or unseen or after.budgets.node_losses > before.budgets.node_losses
         if passed:
             assert all(each.step is None or each.step < after.budgets.best_step for each in gone)

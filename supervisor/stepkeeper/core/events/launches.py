@@ -123,9 +123,11 @@ class LaunchEnded(OfLaunch, frozen=True, kw_only=True, tag="launch_ended"):
     """The training step's srun is over: no rank of it runs any more."""
 
     code: int
-    finished: bool = False  # outcome.json of this launch says so
+    finished: bool = False  # outcome.json of this launch says so, or the newest checkpoint of a framework
     stopped: bool = False
     error: str = ""
+    step: int | None = None  # of that checkpoint
+    target: int | None = None  # the step at which training ends, where 0 before it is no end
 
 
 class LaunchRefused(OfLaunch, frozen=True, kw_only=True, tag="launch_refused"):

@@ -30,6 +30,8 @@ class Accelerate(Framework):
     commands = ()  # `accelerate launch` starts any script
     save_door = SaveDoor(Door.CALL, "the script calls `accelerator.save_state()`: nothing outside of it can")
 
+    resume_option = "--resume_from_checkpoint"
+
     def list_steps(self, root: Path) -> list[Step]:
         """Return `checkpoint_I`, `step_I` and `epoch_I`, also below `checkpoints/`."""
         below = root / _AUTOMATIC

@@ -7,7 +7,18 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, name_matches, named
+from stepkeeper.frameworks.framework import (
+    Contents,
+    Door,
+    Framework,
+    Resume,
+    SaveDoor,
+    Step,
+    Writes,
+    name_matches,
+    named,
+)
+from stepkeeper.frameworks.script import Script
 from stepkeeper.frameworks.tree import Tree
 
 _STEP = re.compile(r"epoch_\d{1,9}_step_(\d{1,18})")
@@ -27,6 +38,12 @@ class Automodel(Framework):
     imports = ("nemo_automodel",)
     commands = ("automodel",)
     save_door = SaveDoor(Door.SIGNAL, "its own handler of SIGTERM saves at the end of a step")
+
+    writes = Writes(("--checkpoint.checkpoint_dir",), ("checkpoint_dir",), default="checkpoints")
+
+    def takes_resume(self, script: Script) -> bool:
+        """Look for its program, or for options of the same kind in the command."""
+        return any(word.rpartition("/")[2] == "automodel" or word.startswith("--checkpoint.") for word in script.words)
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return `epoch_E_step_N`."""

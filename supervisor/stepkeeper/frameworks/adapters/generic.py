@@ -10,6 +10,7 @@ from pathlib import Path
 from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.script import Script
 from stepkeeper.frameworks.tree import Tree
 
 
@@ -22,6 +23,10 @@ class Generic(Framework):
     imports = ()
     commands = ()
     save_door = SaveDoor(Door.SIGNAL, "`--stop-signal`, if the script handles it")
+
+    def takes_resume(self, script: Script) -> bool:  # noqa: ARG002
+        """Trust the configuration, which names the arguments."""
+        return bool(self.patterns.resume)
 
     def __init__(self, patterns: Patterns | None = None) -> None:
         """Describe nothing without patterns."""

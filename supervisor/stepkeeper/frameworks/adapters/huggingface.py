@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.adapters import deepspeed
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, name_matches, named
+from stepkeeper.frameworks.framework import (
+    Contents,
+    Door,
+    Framework,
+    Resume,
+    SaveDoor,
+    Step,
+    Writes,
+    name_matches,
+    named,
+)
+from stepkeeper.frameworks.script import Script, last_name
 from stepkeeper.frameworks.tree import Tree
 
 _STEP = re.compile(r"checkpoint-(\d+)")
 _RNG = re.compile(r"rng_state_(\d{1,6})\.pth")
 _DEEPSPEED = re.compile(r"global_step\d+")
+_PARSERS = ("HfArgumentParser", "TrlParser")
+_CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig", "PPOConfig")
+_ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", *_CONFIGS)
 _SENTINEL = "checkpoint-is-incomplete.txt"  # of its own handler of SIGTERM, and nothing of it reads that
 
 
@@ -26,11 +41,42 @@ class HuggingFace(Framework):
         "`trainer_state.json` of step N, weights (all that the index names), optimizer, scheduler, the RNG state of "
         "each rank; no `checkpoint-is-incomplete.txt`"
     )
-    imports = ("transformers", "trl", "axolotl", "llamafactory")
-    commands = ("axolotl", "llamafactory-cli", "trl")
+    imports = (
+        "transformers.Trainer",
+        "transformers.TrainingArguments",
+        "transformers.Seq2SeqTrainer",
+        "transformers.Seq2SeqTrainingArguments",
+        "transformers.trainer",
+        "transformers.training_args",
+        "trl",
+        "axolotl",
+        "llamafactory",
+    )
+    commands = ("axolotl", "axolotl.cli.train", "llamafactory-cli", "trl")
     save_door = SaveDoor(
         Door.CALLBACK, "a TrainerCallback that sets `control.should_save`; `--enable_jit_checkpoint` has no agreement"
     )
+
+    writes = Writes(("--output_dir",), ("output_dir",), _ARGUMENTS, "trainer_output")
+    resume_option = "--resume_from_checkpoint"
+    resume_keyword = "resume_from_checkpoint"
+
+    def takes_resume(self, script: Script) -> bool:
+        """Look for a parser that makes options of the fields of TrainingArguments."""
+        if any(word.rpartition("/")[2] in ("axolotl", "trl") for word in script.words):
+            return True
+        derived = {
+            node.name
+            for node in script.nodes
+            if isinstance(node, ast.ClassDef) and any(map(_is_arguments, map(last_name, node.bases)))
+        }
+        return any(
+            _is_arguments(name) or name in derived
+            for node in script.nodes
+            if isinstance(node, ast.Call) and last_name(node.func) in _PARSERS
+            for argument in (*node.args, *(each.value for each in node.keywords))
+            for name in map(last_name, ast.walk(argument))
+        )
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return the directories `checkpoint-N`."""
@@ -119,6 +165,10 @@ class HuggingFace(Framework):
             "trainer.train(resume_from_checkpoint=PATH); axolotl and LLaMA-Factory: `resume_from_checkpoint` of the "
             "configuration",
         )
+
+
+def _is_arguments(name: str) -> bool:
+    return name.endswith("TrainingArguments") or name in _CONFIGS
 
 
 FRAMEWORK = HuggingFace()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
 
 from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.adapters import deepspeed
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, Writes
+from stepkeeper.frameworks.script import Script
 from stepkeeper.frameworks.tree import Tree
 
 _SUFFIX = ".ckpt"
@@ -30,6 +32,21 @@ class Lightning(Framework):
     imports = ("lightning", "pytorch_lightning", "lightning_fabric")
     commands = ("lightning",)
     save_door = SaveDoor(Door.CALLBACK, "a Callback that calls `trainer.save_checkpoint`, at the end of a batch")
+
+    writes = Writes(
+        ("--trainer.default_root_dir", "--default_root_dir"),
+        ("dirpath", "default_root_dir"),
+        ("ModelCheckpoint",),
+        "lightning_logs",
+    )
+    resume_option = "--ckpt_path"
+    resume_keyword = "ckpt_path"
+
+    def takes_resume(self, script: Script) -> bool:
+        """Look for LightningCLI and its subcommand."""
+        return "fit" in script.words and any(
+            isinstance(node, ast.Name) and node.id == "LightningCLI" for node in script.nodes
+        )
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return `*.ckpt` below a directory, as `lightning_logs/version_0/checkpoints/` has them."""

@@ -17,9 +17,11 @@ from stepkeeper.frameworks.framework import (
     Resume,
     SaveDoor,
     Step,
+    Writes,
     name_matches,
     named,
 )
+from stepkeeper.frameworks.script import Script
 from stepkeeper.frameworks.tree import Tree
 
 _STEP = re.compile(r"iter_(\d{7,18})")
@@ -43,6 +45,15 @@ class Megatron(Framework):
     save_door = SaveDoor(
         Door.SIGNAL, "`--exit-signal-handler`: SIGTERM saves and exits, also `--exit-duration-in-mins`"
     )
+
+    writes = Writes(("--save",))
+    target_options = ("--train-iters",)
+    ends_at_target = True  # it saves there; a malformed tracker ends it with 0, too
+
+    def takes_resume(self, script: Script) -> bool:
+        """Look for its own parser."""
+        ours = any(word.rpartition("/")[2] in self.commands for word in script.words)
+        return ours or any(name.startswith("megatron.training") for name in script.modules)
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return `iter_NNNNNNN`; `release` is a model to begin from."""

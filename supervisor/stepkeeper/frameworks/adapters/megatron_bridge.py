@@ -8,7 +8,8 @@ from pathlib import Path
 
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.adapters import megatron
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, named
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, Writes, named
+from stepkeeper.frameworks.script import Script
 from stepkeeper.frameworks.tree import Tree
 
 _STEP = re.compile(r"iter_(\d{7,18})")
@@ -24,6 +25,12 @@ class MegatronBridge(Framework):
     imports = ("megatron.bridge",)
     commands = ()
     save_door = SaveDoor(Door.SIGNAL, "`train.exit_signal_handler=True`: SIGTERM saves and exits")
+
+    writes = Writes(("checkpoint.save",))
+
+    def takes_resume(self, script: Script) -> bool:
+        """Look whether the command overrides the configuration in this way already."""
+        return any(word.startswith("checkpoint.") for word in script.words)
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return `iter_NNNNNNN`."""

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks.adapters import megatron
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, by_content
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, Writes, by_content
 from stepkeeper.frameworks.tree import Tree
 
 _UNFINISHED = "-unfinished"
@@ -23,6 +23,8 @@ class Nemo(Framework):
     imports = ("nemo.lightning", "nemo.collections", "nemo", "nemo_run")
     commands = ("nemo",)
     save_door = SaveDoor(Door.CALLBACK, "its PreemptionCallback saves on SIGTERM at the end of a batch")
+
+    writes = Writes((), ("log_dir", "explicit_log_dir"))
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return the directories with `weights/`, also below `checkpoints/`."""

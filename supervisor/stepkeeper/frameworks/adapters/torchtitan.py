@@ -6,7 +6,18 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, name_matches, named
+from stepkeeper.frameworks.framework import (
+    Contents,
+    Door,
+    Framework,
+    Resume,
+    SaveDoor,
+    Step,
+    Writes,
+    name_matches,
+    named,
+)
+from stepkeeper.frameworks.script import Script
 from stepkeeper.frameworks.tree import Tree
 
 _STEP = re.compile(r"step-(\d+)")
@@ -24,6 +35,12 @@ class Torchtitan(Framework):
     imports = ("torchtitan",)
     commands = ("torchtitan.train", "torchtitan")
     save_door = SaveDoor(Door.CALL, "`checkpointer.save(step, last_step=...)` in its loop: no door from outside")
+
+    writes = Writes(("--dump_folder", "--job.dump_folder"), ("dump_folder",), default="outputs")
+
+    def takes_resume(self, script: Script) -> bool:
+        """Look for its own program: of a script with a loop of its own, nothing is known."""
+        return any(word.endswith(("torchtitan.train", "torchtitan/train.py")) for word in script.words)
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return `step-N`, also below `checkpoint/`."""

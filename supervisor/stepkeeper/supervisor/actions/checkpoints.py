@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.reason_text import text
 from stepkeeper.run_store import lease
+from stepkeeper.supervisor.actions.foreign import ForeignCheckpoints
 from stepkeeper.supervisor.actions.verify_pool import Read, VerifyPool, Wanted
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper_trainer.formats import cache as caching
@@ -103,8 +106,18 @@ class Verification:
         return verdict
 
 
-def choose(checkpoints: Path, *, crew: VerifyPool, inbox: Inbox, after: threading.Thread | None = None) -> None:
-    """Find the newest verified step directory; `CheckpointChosen` or `ChoiceFailed` comes, once `after` has ended."""
+def choose(
+    checkpoints: Path,
+    *,
+    crew: VerifyPool,
+    inbox: Inbox,
+    after: threading.Thread | None = None,
+    foreign: ForeignCheckpoints | None = None,
+) -> None:
+    """Find the newest verified step directory; `CheckpointChosen` or `ChoiceFailed` comes, once `after` has ended.
+
+    Where our own library has written none, the newest verified checkpoint of the script's framework.
+    """
     verification = Verification(crew, crew.begin())
 
     def work() -> None:
@@ -114,9 +127,15 @@ def choose(checkpoints: Path, *, crew: VerifyPool, inbox: Inbox, after: threadin
             why = f"{error.filename}: {error.strerror}"
             inbox.put(on.ChoiceFailed(at=inbox.clock.now(), error=why))
             return
+        theirs = None
+        if foreign is not None and choice.chosen is None and not choice.skipped:
+            theirs = foreign.choose(verification.is_old)
         if after is not None:
             after.join()  # it has a time limit
         if verification.is_old():
+            return
+        if theirs is not None:
+            inbox.put(msgspec.structs.replace(theirs, at=inbox.clock.now()))
             return
         damaged = {step.path for step, _ in space.damaged_in_a_row(choice)}
         skipped = tuple(

@@ -16,6 +16,7 @@ import msgspec
 
 from stepkeeper import wrapper
 from stepkeeper.core import events as on
+from stepkeeper.frameworks.following import Following
 from stepkeeper.log import PatientStream
 from stepkeeper.redaction import redact
 from stepkeeper.run_store import paths
@@ -25,6 +26,7 @@ from stepkeeper.slurm import launch as lines
 from stepkeeper.slurm import launch as slurm_launch
 from stepkeeper.slurm.launch import scrub_geometry
 from stepkeeper.supervisor.actions import rank_files
+from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper_trainer.formats import records
 
@@ -38,6 +40,8 @@ _DEATH = re.compile(
     r"srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>\d+(?:[-,]\d+)*): "
     r"(?:Exited with exit code (?P<code>\d+)|(?P<words>[A-Z][A-Za-z ()]+))"
 )
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+_OUTSIDE_CODES = tuple(code for number in _OUTSIDE for code in (128 + number, -number))  # -: srun itself was killed
 _SIGNALS = {signal.strsignal(number) or "": int(number) for number in signal.Signals}
 
 
@@ -55,6 +59,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     starts_ranks: bool = False  # CMD is a script in which a launcher stands
     resume_argument: bool | None = None  # appended on a resume, where CMD does not say where it goes; None: if it may
     takes_resume: bool = False  # the script declares the option
+    following: Following | None = None  # the framework of the script, where that is not our own library
 
     @property
     def wrapped(self) -> bool:
@@ -80,6 +85,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     resume_from: str | None
     skipped_data: str = ""  # `STEP:STEPS,...`: data that the ranks do not take
+    arguments: tuple[str, ...] | None = None  # of the framework, in place of our own resume argument
     answered: bool = False  # the trainer library has, in this run: it needs no resume argument
     newest: bool = True  # false: the run goes back on purpose, and what a tier has newer must not be taken
 
@@ -88,8 +94,11 @@ def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
     """Return the command line of a launch, by the one rule for CMD."""
     # where CMD gives one for the first start, as for a run that goes on with another one's step, ours is the later word
     may = cmd.says_resume(job.command) or (job.takes_resume and not meeting.answered)
+    if meeting.arguments is not None:
+        may = job.following is not None and job.following.appended
     append = job.resume_argument if job.resume_argument is not None else may
-    resumed = cmd.with_resume(job.command, meeting.resume_from, append=append)
+    own = cmd.resume_argument(meeting.resume_from)
+    resumed = cmd.with_resume(job.command, own if meeting.arguments is None else meeting.arguments, append=append)
     command = cmd.with_nodes(resumed, len(meeting.nodes))
     pattern = str(directory).replace("%", "%%") + "/%N.log"
     if not job.wrapped:
@@ -204,8 +213,16 @@ class Launch:
     Its threads touch the shared storage, never the loop; none of them lets a full or hung one hide the end.
     """
 
-    def __init__(self, job: Job, meeting: Meeting, environment: Mapping[str, str], *, inbox: Inbox) -> None:
-        """Start srun on a thread."""
+    def __init__(
+        self,
+        job: Job,
+        meeting: Meeting,
+        environment: Mapping[str, str],
+        *,
+        inbox: Inbox,
+        foreign: ForeignCheckpoints | None = None,
+    ) -> None:
+        """Start srun on a thread; `foreign` tells at the end whether the script's framework has finished."""
         self._job = job
         self._meeting = meeting
         self._inbox = inbox
@@ -213,7 +230,15 @@ class Launch:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
         self._killed = False
+        self._foreign = foreign
+        self._first_death: tuple[int | None, int | None] | None = None  # exit code and signal
         inbox.run(Part.LAUNCH, lambda: self._run(dict(environment)), name=f"launch-{meeting.launch}")
+
+    def note_death(self, code: int | None, number: int | None) -> None:
+        """Remember how the first rank failed: by itself, or by a signal from outside."""
+        failed = number is not None or code not in (None, records.EXIT_FINISHED, records.EXIT_STOPPED)
+        if self._first_death is None and failed:
+            self._first_death = (code, number)
 
     def kill(self) -> None:
         """See to it that the step ends, also where a watcher that should kill its ranks is gone.
@@ -261,18 +286,21 @@ class Launch:
         code = self._process.wait()
         self._ended.set()
         said = self._said()
+        end = self._end_of_framework(code) if not said else End()
         self._inbox.put(
             on.LaunchEnded(
                 at=self._inbox.clock.now(),
                 launch=launch,
                 code=code,
-                finished=said == "finished",
+                finished=said == "finished" or end.finished,
                 stopped=said == "stopped",
                 error=error if code else "",
+                step=end.step,
+                target=end.target,
             )
         )
         with contextlib.suppress(OSError):  # housekeeping: the next launch tries again
-            if not said:
+            if not said and not end.finished:
                 paths.mark_failed(self._logs, f"srun ended with {code}{f'; {error}' if error else ''}")
             paths.prune_logs(self._job.run_directory / "logs")
 
@@ -289,6 +317,7 @@ class Launch:
             telling = telling or (text[:ERROR_CHARACTERS_MAX] if UNREACHABLE in text.lower() else "")
             error = error if slurm_launch.only_follows(text) else text[:ERROR_CHARACTERS_MAX] or error
             for rank, code, number in deaths(text):
+                self.note_death(code, number)
                 # the wrapper's own word may have been lost, and a user's own srun line has no wrapper
                 self._inbox.put(
                     on.RankExited(
@@ -302,6 +331,13 @@ class Launch:
                 )
         log.drain(STORAGE_WITHIN_S)
         return telling or error
+
+    def _end_of_framework(self, code: int) -> End:
+        """Return what the checkpoints tell of the end, where the ranks were not ended from outside."""
+        died, number = self._first_death or (code, None)
+        if self._foreign is None or number in _OUTSIDE or died in _OUTSIDE_CODES:
+            return End()
+        return self._foreign.end(code, resumed_from=self._meeting.resume_from)
 
     def _said(self) -> str:
         """Return what rank 0 wrote of the end; storage that hangs has nothing to say."""

@@ -1,0 +1,137 @@
+"""The supervisor's questions about foreign checkpoints, and the answers: `python -m stepkeeper.frameworks.asking`.
+
+A process of its own reads the checkpoints: whatever they hold, and however long that takes, the supervisor's memory,
+loop and interpreter are not concerned.  One JSON document on stdin, one on stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper.config.patterns import Patterns
+from stepkeeper.frameworks import choosing, recognise
+from stepkeeper.frameworks.adapters.generic import Generic
+from stepkeeper.frameworks.choosing import How, Judged
+from stepkeeper_trainer.formats.reading import Reading
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A checkpoint as it was at an instant: one that is written anew is another one."""
+
+    directory: str
+    changed_at: float
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """Which is the newest checkpoint that is whole and resumable?"""
+
+    framework: str
+    root: str
+    patterns: Patterns | None = None
+    deep: bool = True
+    bytes_per_s: float | None = None
+    below_step: int | None = None  # only older ones count
+    left_out: tuple[Seen, ...] = ()  # that do not count
+
+
+class Passed(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that was passed over, and why."""
+
+    name: str
+    problem: str
+
+
+class Newest(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint that was chosen."""
+
+    directory: str
+    step: int | None
+    target: int | None  # the step at which its training ends, where it says so
+    finished: bool | None
+    arguments: tuple[str, ...]  # that resume from it
+    how: str  # for people
+    bytes_read: int
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found."""
+
+    newest: Newest | None = None
+    passed: tuple[Passed, ...] = ()
+    left_out: tuple[Seen, ...] = ()  # those that are not below `below_step`
+
+
+def answer(question: Question) -> Answer:
+    """Judge the checkpoints.  Raises OSError where the directory cannot be listed, unless it is not there."""
+    frameworks = recognise.known()
+    frameworks["generic"] = Generic(question.patterns)
+    framework, root = frameworks[question.framework], Path(question.root)
+    if not os.path.lexists(root):
+        return Answer()  # nothing was written yet
+    how = How(
+        environment=os.environ,
+        deep=question.deep,
+        cached=True,
+        world_size=None,
+        reading=Reading(bytes_per_s=question.bytes_per_s),
+    )
+    beyond: list[Seen] = []
+
+    def left_out(each: Judged) -> bool:
+        seen = Seen(_shown(str(each.step.path)), each.contents.tree.changed_at() if each.contents is not None else 0.0)
+        if question.below_step is None or (each.number is not None and each.number < question.below_step):
+            return seen in question.left_out
+        beyond.append(seen)
+        return True
+
+    chosen, skipped = choosing.newest(framework, root, how, left_out=left_out)
+    passed = tuple(
+        Passed(name=_name(each, root), problem=_shown(f"{each.state.value}: {'; '.join(each.problems)}"))
+        for each in skipped
+    )
+    return Answer(newest=None if chosen is None else _newest(chosen), passed=passed, left_out=tuple(beyond))
+
+
+def _newest(chosen: Judged) -> Newest:
+    return Newest(
+        directory=str(chosen.step.path),
+        step=chosen.number,
+        target=chosen.contents.target if chosen.contents is not None else None,
+        finished=chosen.finished,
+        arguments=chosen.resume.arguments if chosen.resume is not None else (),
+        how=chosen.resume.how if chosen.resume is not None else "",
+        bytes_read=chosen.deep.bytes_read if chosen.deep is not None else 0,
+    )
+
+
+def _name(each: Judged, root: Path) -> str:
+    path = each.step.path
+    return _shown(str(path.relative_to(root)) if path.is_relative_to(root) else str(path))
+
+
+def _shown(text: str) -> str:
+    """Return a text with a name in it as JSON takes it."""
+    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
+def main() -> int:
+    """Answer the question on stdin."""
+    with contextlib.suppress(OSError):  # refused in some containers; where memory runs out, we go before the supervisor
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    try:
+        document = msgspec.json.encode(answer(question))
+    except OSError as error:
+        sys.stderr.write(f"{error.filename}: {error.strerror}\n")
+        return 1
+    sys.stdout.buffer.write(document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

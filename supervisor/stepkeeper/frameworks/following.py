@@ -1,0 +1,135 @@
+"""The framework of a run's training script: which one, where its checkpoints are, and how it is told to resume."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from stepkeeper.config.patterns import Patterns
+from stepkeeper.frameworks import recognise
+from stepkeeper.frameworks.framework import Framework
+from stepkeeper.frameworks.recognise import Finding
+from stepkeeper.frameworks.script import Script
+
+OURS = "stepkeeper_trainer"
+_INTEGRATIONS = f"{OURS}.integrations"
+_VARIABLE = "STEPKEEPER_RESUME_FROM"
+
+
+class Following(msgspec.Struct, frozen=True, kw_only=True):
+    """What the supervisor goes by."""
+
+    framework: str
+    title: str
+    why: str  # what shows the framework
+    directory: Path | None  # of the checkpoints; None: it is not known
+    where: str  # what shows the directory, or what would
+    patterns: Patterns | None = None  # of `generic`
+    appended: bool = False  # the script takes the resume arguments at the end of its command line
+    option: str = ""  # in place of the framework's own, where the script calls it otherwise
+    resume: str = ""  # what shows how it is told to resume; where nothing does, what to do
+    save: str = ""  # how the framework can be asked for a save
+    target: int | None = None  # the step at which training ends, as the command says
+    ends_at_target: bool = False  # exit code 0 before that step is no end of the training
+
+    def renamed(self, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        """Return resume arguments with the script's own name of their option."""
+        return (self.option, *arguments[1:]) if self.option and arguments else arguments
+
+
+def follow(
+    script: Script,
+    working: Path,
+    frameworks: Mapping[str, Framework],
+    *,
+    named: Finding | None = None,
+    directory: str | None = None,
+    patterns: Patterns | None = None,
+) -> Following | None:
+    """Recognise the framework of a script; None where it has none that is known, or uses our own library.
+
+    Args:
+        script: the command, and what it starts.
+        working: the directory in which it is started.
+        frameworks: that are known, by name, the more special first.
+        named: what a setting names; None: the framework is to be recognised.
+        directory: of the checkpoints, as a setting names it.
+        patterns: of `[framework.generic]`.
+
+    Raises:
+        OSError: the directory of the setting cannot be listed.
+    """
+    found = named
+    if found is None and OURS in script.modules and _INTEGRATIONS not in script.modules:
+        return None
+    found = found or recognise.of_script(script, dict(frameworks))
+    if found is None and directory is not None and (working / directory).is_dir():
+        found = recognise.of_directory(working / directory, dict(frameworks))
+    if found is None:
+        return None
+    framework = found.framework
+    place, where = _directory(framework, script, directory)
+    appended, option, resume = _resume(framework, script)
+    target = script.option(framework.target_options)
+    return Following(
+        framework=framework.name,
+        title=framework.title,
+        why=found.why,
+        directory=None if place is None else working / place,
+        where=where,
+        patterns=patterns if framework.name == "generic" else None,
+        appended=appended,
+        option=option,
+        resume=resume,
+        save=framework.save_door.how,
+        target=int(target[0]) if target is not None and target[0].isdecimal() else None,
+        ends_at_target=framework.ends_at_target,
+    )
+
+
+def _directory(framework: Framework, script: Script, wanted: str | None) -> tuple[str | None, str]:
+    """Return where the checkpoints go, and what shows it: setting, command, script, or the framework's default."""
+    if wanted is not None:
+        return wanted, "--checkpoint-dir"
+    writes = framework.writes
+    named = [(name, writes.calls if name == writes.keywords[0] else ()) for name in writes.keywords]
+    options = (*writes.options, *(option for name, calls in named for option in script.options_given(name, calls)))
+    if said := script.option(options):
+        return said[0], f"{said[1]} of the command"
+    for name, calls in named:
+        values = script.given(name, calls)
+        texts = {each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)} or {
+            text for option in script.options_given(name, calls) if (text := script.default(option))
+        }
+        if len(texts) == 1:
+            return texts.pop(), f"{name} in {script.name}"
+        if values:
+            several = "names several" if texts else "does not say it as a text"
+            return None, f"{name} in {script.name} {several}: name it with --checkpoint-dir"
+    defaults = {text for option in options if (text := script.default(option))}
+    if len(defaults) == 1:
+        return defaults.pop(), f"the default of an option in {script.name}"
+    if writes.default:
+        return writes.default, f"the default of {framework.title}"
+    return None, "neither command nor script name it: name it with --checkpoint-dir"
+
+
+def _resume(framework: Framework, script: Script) -> tuple[bool, str, str]:
+    """Return whether the script takes the resume arguments, by which option, and what shows it."""
+    option = framework.resume_option
+    if option and script.declares(option) is not None:
+        return True, "", f"{script.name} declares {option}"
+    if framework.takes_resume(script):
+        return True, "", f"the parser of {framework.title} takes it"
+    if option and script.has_option((option,)):
+        return True, "", f"the command has {option}"
+    if framework.resume_keyword:
+        own = script.options_given(framework.resume_keyword)
+        if len(own) == 1:
+            return True, own[0], f"{script.name} passes {own[0]} on as {framework.resume_keyword}"
+    if _VARIABLE in script.text or any(_VARIABLE in word for word in script.words):
+        return False, "", f"the script reads {_VARIABLE}"
+    return False, "", ""

@@ -1,0 +1,130 @@
+"""What a training script and its command line show without being run: options, imports, and what it gives to calls."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SCRIPT_BYTES_MAX = 1024 * 1024
+_VARIABLE = "$"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A command, and the Python script in it."""
+
+    words: tuple[str, ...]  # of the command; of a shell script in it, those that start the Python script too
+    name: str = ""  # of the Python script, as the command writes it; empty: there is none that could be read
+    text: str = ""
+
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Return the syntax of the script; nothing where it is of another Python."""
+        return parse(self.text)
+
+    @functools.cached_property
+    def modules(self) -> frozenset[str]:
+        """Return what the script imports."""
+        return modules(self.nodes)
+
+    def option(self, names: Sequence[str]) -> tuple[str, str] | None:
+        """Return the last value that the command gives to one of some options, and the word that shows it.
+
+        `--NAME VALUE`, `--NAME=VALUE` and `NAME=VALUE` count; dashes and underscores are the same.
+
+        >>> Script(("train.py", "--output-dir", "out")).option(("--output_dir",))
+        ('out', '--output-dir')
+        >>> Script(("train.py", "checkpoint.save=/c")).option(("checkpoint.save",))
+        ('/c', 'checkpoint.save')
+        """
+        wanted = {_plain(name) for name in names}
+        found = None
+        for place, word in enumerate(self.words):
+            name, equal, value = word.partition("=")
+            if _plain(name) not in wanted or (not equal and not name.startswith("-")):
+                continue
+            if not equal:
+                value = self.words[place + 1] if place + 1 < len(self.words) else ""
+            if value and _VARIABLE not in value and (equal or not value.startswith("--")):
+                found = (value, name)
+        return found
+
+    def has_option(self, names: Sequence[str]) -> bool:
+        """Tell whether the command gives one of some options."""
+        wanted = {_plain(name) for name in names}
+        return any(_plain(word.partition("=")[0]) in wanted for word in self.words)
+
+    def declares(self, option: str) -> ast.Call | None:
+        """Return the call that declares an option with a value (`add_argument`, `click.option`, ...)."""
+        for node in self.nodes:
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            names = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            if any(name.startswith("--") and _plain(name) == _plain(option) for name in names):
+                flags = {keyword.arg for keyword in node.keywords}
+                return None if flags & {"action", "nargs", "is_flag"} else node
+        return None
+
+    def given(self, keyword: str, calls: Sequence[str] = ()) -> list[ast.expr]:
+        """Return the values that the script gives to calls by a keyword, or to some calls as their first argument."""
+        found: list[ast.expr] = []
+        for node in self.nodes:
+            if isinstance(node, ast.Call):
+                found += [each.value for each in node.keywords if each.arg == keyword]
+                if last_name(node.func) in calls:
+                    found += node.args[:1]
+        return found
+
+    def options_given(self, keyword: str, calls: Sequence[str] = ()) -> list[str]:
+        """Return the options of its own that a script gives to calls by a keyword (`output_dir=args.out`: `--out`)."""
+        found: list[str] = []
+        for value in self.given(keyword, calls):
+            names = [node.attr for node in ast.walk(value) if isinstance(node, ast.Attribute)]
+            found += [f"--{name}" for name in names if self.declares(f"--{name}") is not None]
+        return list(dict.fromkeys(found))
+
+    def default(self, option: str) -> str | None:
+        """Return the default of an option that the script declares, where it is a text."""
+        call = self.declares(option)
+        for keyword in call.keywords if call is not None else ():
+            if keyword.arg == "default" and isinstance(keyword.value, ast.Constant):
+                return keyword.value.value if isinstance(keyword.value.value, str) else None
+        return None
+
+
+def last_name(node: ast.AST) -> str:
+    """Return the name of a variable, or the last one of `a.b.c`; empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def parse(text: str) -> tuple[ast.AST, ...]:
+    """Return the nodes of a Python text; none where it cannot be parsed."""
+    try:
+        return tuple(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+
+
+def modules(nodes: Sequence[ast.AST]) -> frozenset[str]:
+    """Return the modules and names that a script imports, and the names that it takes out of imported modules."""
+    found: set[str] = set()
+    named: dict[str, str] = {}  # as the script calls a module
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+            named.update({alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names})
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in named:
+            found.add(f"{named[node.value.id].partition('.')[0]}.{node.attr}")
+    return frozenset(found)

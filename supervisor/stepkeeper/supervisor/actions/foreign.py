@@ -1,0 +1,223 @@
+"""The checkpoints of the script's own framework: choosing one, its resume arguments, and the end of the training.
+
+Another process reads them (`stepkeeper.frameworks.asking`).  Where that fails, the log says so, and the script starts
+as its command says: no checkpoint of anybody's ends the supervisor.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+import structlog
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.frameworks.asking import Answer, Newest, Question, Seen
+from stepkeeper.frameworks.following import Following
+from stepkeeper.isolation import flags
+from stepkeeper.slurm.launch import without_python
+from stepkeeper.supervisor.sources.process import Inbox, Part
+
+LOOK_EVERY_S = 0.25
+END_WITHIN_S = 30.0
+READ_WITHIN_S = 1200.0  # two of them end well before the choice counts as late
+REAP_WITHIN_S = 5.0
+PROBLEM_CHARACTERS_MAX = 500
+Log = structlog.typing.FilteringBoundLogger
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """What the checkpoints tell of the end of a launch."""
+
+    finished: bool = False
+    step: int | None = None  # of the newest whole checkpoint
+    target: int | None = None  # the last step, where exit code 0 before it is no end
+
+
+class ForeignError(Exception):
+    """The checkpoints could not be judged."""
+
+
+class ForeignCheckpoints:
+    """The checkpoints of one attempt's script."""
+
+    def __init__(
+        self,
+        following: Following,
+        environment: Mapping[str, str],
+        *,
+        bytes_per_s: float | None,
+        inbox: Inbox,
+        log: Log,
+    ) -> None:
+        """Read nothing yet."""
+        assert following.directory is not None, "the caller looks"
+        self._following = following
+        self._environment = without_python(environment)
+        self._bytes_per_s = bytes_per_s
+        self._inbox = inbox
+        self._log = log
+        self._lock = threading.Lock()
+        self._chosen: dict[str, tuple[str, ...]] = {}  # resume arguments, by directory
+        self._left_out: tuple[Seen, ...] = ()  # since training went back
+
+    # --- called by the loop -----------------------------------------------------------------------
+
+    def has_chosen(self, directory: str | None) -> bool:
+        """Tell whether a checkpoint is one of these."""
+        with self._lock:
+            return directory in self._chosen
+
+    def arguments(self, directory: str | None) -> tuple[str, ...] | None:
+        """Return the resume arguments of a checkpoint; None where it is none of these."""
+        with self._lock:
+            return self._chosen.get(directory or "")
+
+    def roll_back(self, effect: do.RollBack) -> None:
+        """Leave out what is not older than a step, in this attempt; `RolledBack` comes."""
+
+        def work() -> None:
+            error = ""
+            try:
+                answer = self._ask(self._question(below_step=effect.below_step))
+            except ForeignError as failure:
+                answer, error = Answer(), str(failure)
+            if answer.newest is None:
+                older = f"no verified checkpoint of {self._following.title} is older than step {effect.below_step}"
+                error = error or older
+                self._inbox.put(on.RolledBack(at=self._inbox.clock.now(), launch=effect.launch, error=error))
+                return
+            with self._lock:
+                self._left_out += answer.left_out
+            found = self._remember(answer.newest)
+            self._inbox.put(
+                on.RolledBack(
+                    at=self._inbox.clock.now(), launch=effect.launch, directory=found.directory, step=found.step
+                )
+            )
+
+        self._inbox.run(
+            Part.ROLL_BACK,
+            work,
+            answer=lambda error: on.RolledBack(at=self._inbox.clock.now(), launch=effect.launch, error=error),
+        )
+
+    # --- called on other threads ------------------------------------------------------------------
+
+    def choose(self, is_old: Callable[[], bool]) -> on.CheckpointChosen:
+        """Return the newest verified checkpoint; where reading them fails, the newest whole one; else none."""
+        began = time.monotonic()
+        failed: list[on.Skipped] = []
+        for deep in (True, False):
+            try:
+                answer = self._ask(self._question(deep=deep), is_old=is_old, within_s=READ_WITHIN_S)
+                break
+            except ForeignError as error:
+                problem = f"{'verification' if deep else 'judging'} failed: {error}"[:PROBLEM_CHARACTERS_MAX]
+                failed.append(on.Skipped(directory=str(self._following.directory), problem=problem))
+                if not is_old():
+                    self._log.warning(
+                        "framework_checkpoints_not_read", directory=str(self._following.directory), error=problem
+                    )
+        else:
+            answer = Answer()
+        newest = None if answer.newest is None else self._remember(answer.newest)
+        passed = [
+            on.Skipped(directory=each.name, problem=each.problem[:PROBLEM_CHARACTERS_MAX]) for each in answer.passed
+        ]
+        return on.CheckpointChosen(
+            at=self._inbox.clock.now(),
+            directory=newest.directory if newest is not None else None,
+            step=newest.step if newest is not None else None,
+            skipped=(*failed, *passed),
+            bytes_read=newest.bytes_read if newest is not None else 0,
+            seconds=time.monotonic() - began,
+        )
+
+    def end(self, code: int, *, resumed_from: str | None) -> End:
+        """Return whether a launch that ended has reached the last step of its training.
+
+        Args:
+            code: of srun.
+            resumed_from: a checkpoint that it has not written itself says nothing.
+        """
+        following = self._following
+        try:
+            newest = self._ask(self._question(deep=False), within_s=END_WITHIN_S).newest
+        except ForeignError as error:
+            self._log.warning("framework_checkpoints_not_read", directory=str(following.directory), error=str(error))
+            return End()
+        step = newest.step if newest is not None else None
+        target = (newest.target if newest is not None else None) or following.target
+        if newest is not None and newest.finished and newest.directory != resumed_from:
+            if code:
+                self._log.warning("failed_after_last_step", step=step, code=code)
+            return End(finished=True, step=step)
+        if code or target is None or (step or 0) >= target:
+            return End(step=step)
+        if following.ends_at_target:
+            return End(step=step, target=target)
+        self._log.warning("ended_before_target", step=step, target=target)
+        return End(step=step)
+
+    def _remember(self, newest: Newest) -> Newest:
+        with self._lock:
+            self._chosen[newest.directory] = self._following.renamed(newest.arguments)
+        return newest
+
+    def _question(self, *, deep: bool = True, below_step: int | None = None) -> Question:
+        with self._lock:
+            left_out = self._left_out
+        return Question(
+            framework=self._following.framework,
+            root=str(self._following.directory),
+            patterns=self._following.patterns,
+            deep=deep,
+            bytes_per_s=self._bytes_per_s,
+            below_step=below_step,
+            left_out=left_out,
+        )
+
+    def _ask(
+        self, question: Question, *, is_old: Callable[[], bool] = lambda: False, within_s: float | None = None
+    ) -> Answer:
+        """Have another process answer.
+
+        Raises:
+            ForeignError: it failed, took too long, or nobody wants the answer any more.
+        """
+        argv = [sys.executable, *flags(), "-m", "stepkeeper.frameworks.asking"]
+        pipe = subprocess.PIPE
+        try:
+            process = subprocess.Popen(
+                argv, stdin=pipe, stdout=pipe, stderr=pipe, env=self._environment, start_new_session=True
+            )
+        except OSError as error:
+            raise ForeignError(f"{error.filename}: {error.strerror}") from error
+        until = None if within_s is None else time.monotonic() + within_s
+        data: bytes | None = msgspec.json.encode(question)
+        while True:
+            try:
+                out, err = process.communicate(data, timeout=LOOK_EVERY_S)
+                break
+            except subprocess.TimeoutExpired:
+                data = None  # it is on its way
+            if is_old() or (until is not None and time.monotonic() > until):
+                process.kill()
+                try:
+                    process.communicate(timeout=REAP_WITHIN_S)
+                except subprocess.TimeoutExpired as error:
+                    raise ForeignError("it hangs in a read") from error
+                raise ForeignError("a newer choice has begun" if is_old() else f"no answer in {within_s:g} s")
+        if process.returncode:
+            last = (err.decode(errors="replace").strip().splitlines() or [f"ended with {process.returncode}"])[-1]
+            raise ForeignError(last[:PROBLEM_CHARACTERS_MAX])
+        try:
+            return msgspec.json.decode(out, type=Answer)
+        except msgspec.MsgspecError as error:
+            raise ForeignError(f"its answer cannot be read: {error}") from error

@@ -1,0 +1,143 @@
+"""What a command and its script show: the framework, where its checkpoints go, and how it is told to resume."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.config.patterns import Patterns
+from stepkeeper.frameworks import selection
+from stepkeeper.frameworks.following import Following, follow
+from stepkeeper.submit import own_script
+
+TRAINER = "from transformers import HfArgumentParser, Trainer, TrainingArguments\n"
+PARSED = f"{TRAINER}(arguments,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()\n"
+OWN_NAMES = f"""{TRAINER}
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="results")
+parser.add_argument("--from-here")
+parser.add_argument("--lr")
+args = parser.parse_args()
+Trainer(args=TrainingArguments(output_dir=args.out)).train(resume_from_checkpoint=args.from_here or None)
+"""
+
+
+def seen(tmp_path: Path, text: str, command: str, directory: str | None = None) -> Following | None:
+    (tmp_path / "train.py").write_text(text)
+    script = own_script.training(shlex.split(command), tmp_path)
+    return follow(script, tmp_path, selection.known(None), directory=directory)
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "expected"),
+    [
+        (PARSED, "python train.py --output_dir out", ("huggingface", "out", True)),
+        (PARSED, "torchrun --nproc-per-node 2 train.py --output-dir=a --output_dir b", ("huggingface", "b", True)),
+        (PARSED, "bash -c 'python train.py --output_dir out | tee log'", ("huggingface", "out", True)),
+        (PARSED, "deepspeed train.py --output_dir out", ("huggingface", "out", True)),
+        (PARSED, "python train.py", ("huggingface", "trainer_output", True)),
+        (PARSED, "bash -c 'python train.py --output_dir $OUT'", ("huggingface", "trainer_output", True)),
+        (f"{TRAINER}Trainer(args=TrainingArguments(output_dir='here')).train()", "python train.py",
+         ("huggingface", "here", False)),
+        (f"{TRAINER}TrainingArguments(output_dir='a')\nTrainingArguments(output_dir='b')", "python train.py",
+         ("huggingface", None, False)),
+        (f"{TRAINER}Trainer(args=TrainingArguments('first')).train()", "python train.py",
+         ("huggingface", "first", False)),
+        (f"{TRAINER}TrainingArguments(output_dir=f'{{x}}/a')", "python train.py", ("huggingface", None, False)),
+        ("import lightning as L\nModelCheckpoint('ck')\nL.Trainer(default_root_dir='runs')", "python train.py",
+         ("lightning", "ck", False)),
+        (OWN_NAMES, "python train.py", ("huggingface", "results", True)),
+        (OWN_NAMES, "python train.py --out=there", ("huggingface", "there", True)),
+        ("import transformers as t\nt.Trainer(args=t.TrainingArguments('x'))", "python train.py --output_dir=o",
+         ("huggingface", "o", False)),
+        ("import transformers\nimport accelerate\n", "accelerate launch train.py --output_dir o",
+         ("accelerate", "o", False)),
+        ("from lightning.pytorch.cli import LightningCLI\nLightningCLI()", "python train.py fit",
+         ("lightning", "lightning_logs", True)),
+        ("import lightning as L\nL.Trainer(default_root_dir='runs').fit(m)", "python train.py",
+         ("lightning", "runs", False)),
+        ("from megatron.training import pretrain", "python train.py --save /ck", ("megatron", "/ck", True)),
+        ("", "torchrun -m torchtitan.train --dump_folder=/d", ("torchtitan", "/d", True)),
+        ("from megatron.bridge import x", "python train.py checkpoint.save=/b", ("megatron-bridge", "/b", True)),
+        ("import torch.distributed.checkpoint as dcp\nimport argparse\n", "python train.py --ckpt-dir c",
+         ("dcp", "c", False)),
+        ("import deepspeed", "deepspeed train.py --data /data/nemo --save_dir=s", ("deepspeed", "s", False)),
+    ],
+)  # fmt: skip
+def test_framework_directory_and_resume_argument_are_found(
+    tmp_path: Path, text: str, command: str, expected: tuple[str, str | None, bool]
+) -> None:
+    found = seen(tmp_path, text, command)
+
+    framework, directory, appended = expected
+    assert found is not None
+    assert (found.framework, found.appended) == (framework, appended), found
+    assert found.directory == (None if directory is None else tmp_path / directory), found
+    assert found.why
+    assert found.where
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\n",
+        "import transformers\ntransformers.AutoModel.from_pretrained('x')\n",
+        "from stepkeeper_trainer import CheckpointManager\nfrom transformers import Trainer\n",
+        "def (:\n",
+        "(" * 5000,
+    ],
+)
+def test_nothing_is_followed_without_a_framework_and_with_our_own_library(tmp_path: Path, text: str) -> None:
+    assert seen(tmp_path, text, "python train.py --output_dir out") is None
+
+
+def test_a_callback_of_ours_leaves_the_checkpoints_the_frameworks(tmp_path: Path) -> None:
+    found = seen(tmp_path, f"{PARSED}from stepkeeper_trainer.integrations import anything\n", "python train.py")
+
+    assert found is not None
+    assert found.framework == "huggingface"
+
+
+def test_an_option_of_another_name_is_used_and_a_switch_is_none(tmp_path: Path) -> None:
+    found = seen(tmp_path, OWN_NAMES.replace("from-here", "from_here"), "python train.py")
+    assert found is not None
+    assert (found.appended, found.option) == (True, "--from_here")
+
+    switch = OWN_NAMES.replace('"--from-here"', '"--from_here", action="store_true"')
+    found = seen(tmp_path, switch, "python train.py")
+    assert found is not None
+    assert (found.appended, found.option, found.resume) == (False, "", "")
+
+
+def test_the_setting_names_the_directory_and_what_is_in_it_shows_the_framework(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "checkpoint-10").mkdir(parents=True)
+
+    found = seen(tmp_path, "import torch\n", "python train.py", directory="mine")
+
+    assert found is not None
+    assert (found.framework, found.directory) == ("huggingface", tmp_path / "mine")
+
+
+def test_a_script_behind_a_shell_script_is_found(tmp_path: Path) -> None:
+    (tmp_path / "go.sh").write_text('#!/bin/bash\nmodule load x\npython train.py --output_dir out "$@"\n')
+
+    found = seen(tmp_path, PARSED, "bash go.sh")
+
+    assert found is not None
+    assert (found.framework, found.directory) == ("huggingface", tmp_path / "out")
+
+
+def test_patterns_of_ones_own_take_what_they_say(tmp_path: Path) -> None:
+    patterns = Patterns(steps="ckpt-{step}", resume=("--from", "{path}"))
+    frameworks = selection.known(patterns)
+    named = selection.named("generic", "--framework", frameworks, patterns)
+    script = own_script.training(["python", "train.py"], tmp_path)
+
+    found = follow(script, tmp_path, frameworks, named=named, directory="ck", patterns=patterns)
+
+    assert found is not None
+    assert (found.framework, found.directory, found.appended) == ("generic", tmp_path / "ck", True)
+    assert found.patterns == patterns

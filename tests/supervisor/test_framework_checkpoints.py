@@ -1,0 +1,241 @@
+"""The supervisor's choice among checkpoints of another framework, and what they tell of a launch's end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import structlog
+
+from stepkeeper.config.patterns import Patterns
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.frameworks.following import Following
+from stepkeeper.loop_tools import Clock
+from stepkeeper.slurm.launch import Geometry
+from stepkeeper.supervisor.actions import checkpoints as acts
+from stepkeeper.supervisor.actions import foreign as module
+from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
+from stepkeeper.supervisor.actions.launch import Job, Launch, Meeting
+from stepkeeper.supervisor.actions.verify_pool import Limits, VerifyPool
+from stepkeeper.supervisor.sources.process import Inbox
+
+WITHIN_S = 120.0
+PATTERNS = Patterns(steps="ckpt-{step}", complete=("DONE",), resume=("--from", "{path}", "--at", "{step}"))
+
+
+class Case:
+    """Checkpoints below a directory, and the supervisor's part that looks at them."""
+
+    def __init__(self, tmp_path: Path, **more: object) -> None:
+        self.root = tmp_path / "out"
+        self.own = tmp_path / "run" / "checkpoints"
+        self.inbox = Inbox(Clock())
+        values = {"framework": "generic", "patterns": PATTERNS, "directory": self.root, **more}
+        following = Following(title="generic", why="test", where="test", **values)  # type: ignore[arg-type]
+        environment = {**os.environ, "HOME": str(tmp_path / "home")}
+        environment.pop("XDG_STATE_HOME", None)
+        log = structlog.get_logger()
+        self.foreign = ForeignCheckpoints(following, environment, bytes_per_s=None, inbox=self.inbox, log=log)
+
+    def step(self, number: int, *, done: bool = True) -> Path:
+        path = self.root / f"ckpt-{number}"
+        path.mkdir(parents=True)
+        (path / "weights").write_bytes(bytes([number % 256]) * 1000)
+        if done:
+            (path / "DONE").touch()
+        return path
+
+    def choose(self) -> on.CheckpointChosen:
+        pool = VerifyPool("n1", 1, Limits(), lambda _node, _text: None)
+        acts.choose(self.own, crew=pool, inbox=self.inbox, foreign=self.foreign)
+        event = self.inbox.get(WITHIN_S)
+        assert isinstance(event, on.CheckpointChosen), event
+        return event
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def test_the_newest_whole_one_is_chosen_with_its_arguments(case: Case) -> None:
+    path = case.step(10)
+    case.step(20, done=False)
+
+    event = case.choose()
+
+    assert (event.directory, event.step) == (str(path), 10)
+    assert case.foreign.arguments(event.directory) == ("--from", str(path), "--at", "10")
+    [passed] = event.skipped
+    assert (passed.directory, "DONE: missing" in passed.problem, passed.damaged) == ("ckpt-20", True, False)
+    assert event.bytes_read >= 1000
+
+
+def test_rot_since_the_first_verification_is_found(case: Case) -> None:
+    older, newer = case.step(10), case.step(20)
+    assert case.choose().directory == str(newer)
+    status = (newer / "weights").stat()
+    (newer / "weights").write_bytes(b"x" * 1000)
+    os.utime(newer / "weights", ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    event = case.choose()
+
+    assert event.directory == str(older)
+    assert "ckpt-20" in [each.directory for each in event.skipped]
+
+
+def test_there_is_none_before_the_first_save(case: Case) -> None:
+    event = case.choose()
+
+    assert (event.directory, event.step, event.skipped) == (None, None, ())
+    assert case.foreign.arguments(None) is None
+
+
+def test_steps_of_our_own_library_come_first(case: Case) -> None:
+    case.step(10)
+    (case.own / "step_00000005").mkdir(parents=True)
+
+    event = case.choose()
+
+    assert event.directory is None
+    assert [each.directory for each in event.skipped] == ["step_00000005"]
+
+
+def test_a_directory_that_cannot_be_read_ends_nothing(case: Case) -> None:
+    case.root.write_text("not a directory")
+
+    event = case.choose()
+
+    assert event.directory is None
+    assert ["failed" in each.problem for each in event.skipped] == [True, True]
+    assert case.foreign.end(1, resumed_from=None) == End()
+
+
+def test_names_that_are_no_text_do_not_hide_the_others(case: Case) -> None:
+    path = case.step(10)
+    os.mkdir(os.fsencode(case.root) + b"/ckpt-20")
+    Path(os.fsdecode(os.fsencode(case.root) + b"/ckpt-20/\xff\xfe")).touch()
+
+    event = case.choose()
+
+    assert event.directory == str(path)
+
+
+def test_a_reader_that_hangs_is_ended_when_nobody_wants_its_answer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.step(10)
+    monkeypatch.setattr(module, "flags", lambda: ["-c", "import time; time.sleep(3600)"])
+
+    event = case.foreign.choose(lambda: True)
+
+    assert event.directory is None
+    assert any("a newer choice has begun" in each.problem for each in event.skipped)
+
+
+def test_going_back_leaves_out_what_is_newer_until_it_is_written_anew(case: Case) -> None:
+    older, newer = case.step(10), case.step(20)
+    case.choose()
+
+    case.foreign.roll_back(do.RollBack(launch=3, below_step=20))
+    event = case.inbox.get(WITHIN_S)
+    assert isinstance(event, on.RolledBack)
+    assert (event.launch, event.directory, event.step) == (3, str(older), 10)
+    assert case.choose().directory == str(older)
+
+    time.sleep(0.02)
+    (newer / "weights").write_bytes(b"again" * 200)
+    (newer / "DONE").touch()  # else it would be a mixture of two saves
+    assert case.choose().directory == str(newer)
+
+    case.foreign.roll_back(do.RollBack(launch=4, below_step=10))
+    event = case.inbox.get(WITHIN_S)
+    assert isinstance(event, on.RolledBack)
+    assert "older than step 10" in event.error
+
+
+def trainer_state(root: Path, step: int, target: int) -> Path:
+    """Write a checkpoint of Hugging Face's Trainer, as far as its end is concerned."""
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    path = layouts.huggingface(root, step)
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "max_steps": target}))
+    return path
+
+
+def test_a_launch_that_wrote_the_last_step_has_finished_whatever_its_exit_code(tmp_path: Path) -> None:
+    case = Case(tmp_path, framework="huggingface", patterns=None)
+    early = trainer_state(case.root, 10, 20)
+    assert case.foreign.end(134, resumed_from=None) == End(step=10)
+    assert case.foreign.end(0, resumed_from=None) == End(step=10)  # a callback may end it early
+
+    last = trainer_state(case.root, 20, 20)
+
+    for code in (0, 1, 134):
+        assert case.foreign.end(code, resumed_from=str(early)) == End(finished=True, step=20)
+    assert case.foreign.end(1, resumed_from=str(last)) == End(step=20)  # it wrote nothing itself
+    (last / "scheduler.pt").unlink()
+    assert case.foreign.end(134, resumed_from=str(early)) == End(step=10)
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "finished"),
+    [
+        ("", 0, True),
+        ("srun: error: n1: task 0: Aborted (core dumped)", 134, True),
+        ("srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Killed", 137, True),
+        ("srun: error: n1: task 0: Killed", 137, False),
+        ("srun: error: n1: task 0: Terminated\nsrun: error: n2: task 1: Exited with exit code 1", 143, False),
+        ("", 137, False),
+    ],
+)
+def test_ranks_that_were_ended_from_outside_have_not_finished(
+    tmp_path: Path, said: str, code: int, finished: object
+) -> None:
+    case = Case(tmp_path, framework="huggingface", patterns=None)
+    trainer_state(case.root, 20, 20)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ncat >&2 <<END\n{said}\nEND\nexit {code}\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    job = Job(
+        command=("python", "train.py"),
+        torchrun=False,
+        geometry=Geometry(tasks_per_node=1),
+        run_directory=tmp_path / "run",
+        run_id="r1",
+        attempt=0,
+        socket="@x",
+    )
+    meeting = Meeting(launch=0, nodes=("n1",), address="n1", port=1, resume_from=None)
+
+    Launch(job, meeting, {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, inbox=case.inbox, foreign=case.foreign)
+
+    limit = time.monotonic() + WITHIN_S
+    event = None
+    while not isinstance(event, on.LaunchEnded):
+        assert time.monotonic() < limit
+        event = case.inbox.get(1.0)
+    assert (event.code, event.finished) == (code, finished)
+    assert event.step == (20 if finished else None)
+
+
+def test_where_0_is_no_end_the_last_step_must_be_reached(tmp_path: Path) -> None:
+    case = Case(tmp_path, target=30, ends_at_target=True)
+    assert case.foreign.end(0, resumed_from=None) == End(target=30)
+    case.step(20)
+    assert case.foreign.end(0, resumed_from=None) == End(step=20, target=30)
+    assert case.foreign.end(1, resumed_from=None) == End(step=20)
+    case.step(30)
+    assert case.foreign.end(0, resumed_from=None) == End(step=30)
+
+
+def test_a_process_that_dies_is_told_by_its_last_words(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.step(10)
+    monkeypatch.setattr(module, "flags", lambda: ["-c", "import os; os.abort()"])
+
+    event = case.choose()
+
+    assert event.directory is None
+    assert "ended with -6" in event.skipped[0].problem

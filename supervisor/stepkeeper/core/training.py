@@ -56,7 +56,9 @@ def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision
     """The script can save, stop and resume."""
     if event.launch != state.launch or not state.running:
         return Decision(state)
-    why: Why = () if state.library_seen else (because.LibraryAnswers(),)
+    if event.unable:
+        return _on_unable(state, event)
+    why: Why = () if state.library_seen else (because.LibraryAnswers(framework=event.framework),)
     if event.resumed_step is not None and event.resumed_step != state.resume_step:
         why = (because.ResumedElsewhere(step=event.resumed_step, chosen=state.resume_step),)
         state = replace(state, resume_step=event.resumed_step)
@@ -65,6 +67,17 @@ def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision
     if not state.library_seen and state.launched_at is not None:
         state = replace(state, baseline=baseline.started(state.baseline, event.at - state.launched_at))
     return Decision(alive(_heard(state), event.at, policy), (), why)
+
+
+def _on_unable(state: State, event: on.RankHello) -> Decision:
+    """The script is one without the library, perhaps only from now on: its silence tells nothing any more.
+
+    All ranks withdraw; rank 0 says it for all.
+    """
+    if event.rank:
+        return Decision(state)
+    state = replace(state, library_seen=False, saving=None, looking=False, hang_at=None)
+    return Decision(state, (), (because.NotAttached(framework=event.framework, error=event.unable),))
 
 
 def _heard(state: State) -> State:
@@ -103,13 +116,14 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     state = replace(state, saving=None, bus_restarts=0, node_losses=0, pace=pace, went_back=False)
     state = alive(state, event.at, policy)
     state = expecting(state, policy) if state.limit_at is not None else state
-    why: Why = (because.Committed(step=event.step),)
+    why: Why = (because.Committed(step=event.step, framework=event.framework),)
     if event.drift:
         why += (because.CopiesDiffer(tensors=event.drift),)
     emergency = state.phase is Phase.SAVING and event.emergency
-    read = storage.on_commit(state, event.directory, policy)
+    ours = not event.framework
+    read = storage.on_commit(state, event.directory, policy) if ours else Decision(state)
     state, effects = read.state, read.effects
-    if emergency and not _leaves_to_grow(state):  # the next launch of this attempt reads it anyway
+    if ours and emergency and not _leaves_to_grow(state):  # the next launch of this attempt reads it anyway
         effects = (do.VerifyCheckpoint(directory=event.directory, from_disk=storage.from_disk(policy)),)
         state = replace(state, verifying=event.directory, reading_back=())
     if state.first_failure:

@@ -70,13 +70,16 @@ def at_step(step: int) -> Callable[[list[words.FromRank]], bool]:
 
 
 class Case:
-    def __init__(self, name: str, script: str, imports: list[str], arguments: str = "") -> None:
-        self.name, self.script, self.imports, self.arguments = name, script, imports, arguments.split()
+    def __init__(self, name: str, script: str, imports: list[str], notice_at: int = 7) -> None:
+        self.name, self.script, self.imports, self.notice_at = name, script, imports, notice_at
 
 
 CASES = {
     "huggingface": Case("huggingface", "huggingface_script.py", ["transformers.trainer", "accelerate"]),
     "lightning": Case("lightning", "lightning_script.py", ["lightning"]),
+    # it has saved once by then: only from that it is known where
+    "deepspeed": Case("deepspeed", "deepspeed_script.py", ["deepspeed"], STEPS // 2 + 7),
+    "torchtitan": Case("torchtitan", "torchtitan_script.py", ["torchtitan.components.checkpoint"]),
 }
 
 
@@ -94,7 +97,7 @@ def play() -> Iterator[Callable[[str], Framework]]:
                 python, why = environments.python(case.name)
                 if python is None:
                     pytest.skip(why)
-                warm = playing.warm(python, case.script, case.imports, case.arguments, further=further)
+                warm = playing.warm(python, case.script, case.imports, [], further=further)
                 started[name] = stack.enter_context(warm)
             return started[name]
 
@@ -120,7 +123,17 @@ def logs(losses: Path) -> str:
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("huggingface", ""), ("huggingface", "evaluating"), ("lightning", "ddp"), ("lightning", "evaluating")],
+    [
+        ("huggingface", ""),
+        ("huggingface", "evaluating"),
+        ("lightning", "ddp"),
+        ("lightning", "sharded"),
+        ("lightning", "evaluating"),
+        ("deepspeed", "0"),
+        ("deepspeed", "2"),
+        ("deepspeed", "3"),
+        ("torchtitan", ""),
+    ],
 )
 def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
     name: str, variant: str, play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -130,7 +143,7 @@ def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
     whole, losses, again = (tmp_path / each for each in ("whole", "losses", "again"))
     assert framework.play(tmp_path / "whole-out", whole, arguments=more) == [0, 0], logs(whole)
     in_evaluation = Path(f"{losses}.evaluating")
-    when = (lambda _: in_evaluation.exists()) if variant == "evaluating" else at_step(7)
+    when = (lambda _: in_evaluation.exists()) if variant == "evaluating" else at_step(CASES[name].notice_at)
     out = tmp_path / "out"
     with Watcher(tmp_path.name, when) as watcher:
         codes = framework.play(out, losses, arguments=more, further=watcher.environment(tmp_path / "run"))
@@ -160,7 +173,7 @@ def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
         assert playing.losses(again, rank) == expected, f"rank {rank} after {stopped.step}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["huggingface", "lightning"])
 def test_a_save_that_is_asked_for_is_made_and_the_training_finishes(name: str, play, tmp_path: Path) -> None:
     framework = play(name)
     losses = tmp_path / "losses"
@@ -176,3 +189,30 @@ def test_a_save_that_is_asked_for_is_made_and_the_training_finishes(name: str, p
     assert Path(saved[0].directory).exists()
     assert [each.step for each in watcher.of(words.Finished)] == [STEPS]
     assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "finished"
+
+
+def test_a_script_that_has_not_said_where_it_saves_leaves_without_a_save(play, tmp_path: Path) -> None:
+    losses = tmp_path / "losses"
+    more = ["--steps", str(STEPS), "--every", "100000", "--variant", "0"]
+    with Watcher(tmp_path.name, at_step(5)) as watcher:
+        further = watcher.environment(tmp_path / "run")
+        codes = play("deepspeed").play(tmp_path / "out", losses, arguments=more, further=further)
+        time.sleep(0.1)
+
+    assert codes == [1, 1], logs(losses)
+    [failed] = watcher.of(words.SaveFailed)
+    assert "has not called save_checkpoint yet" in failed.error
+
+
+def test_a_loop_of_the_scripts_own_ends_by_its_exit_code(play, tmp_path: Path) -> None:
+    losses = tmp_path / "losses"
+    more = ["--steps", "10", "--every", "5", "--variant", "0"]
+    with Watcher(tmp_path.name, lambda _: False) as watcher:
+        further = watcher.environment(tmp_path / "run")
+        codes = play("deepspeed").play(tmp_path / "out", losses, arguments=more, further=further)
+        time.sleep(0.1)
+
+    assert codes == [0, 0], logs(losses)
+    hellos = [each for each in watcher.of(words.Hello) if each.rank == 0]
+    assert [each.unable for each in hellos if each.unable] == ["the script has ended"]
+    assert hellos[-1].unable

@@ -138,6 +138,11 @@ class Attachment:
         return self._saved_step == self._step
 
     @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._step
+
+    @property
     def stopping(self) -> bool:
         """Whether all ranks have agreed to stop."""
         return self.open and self._requests is not None and self._requests.stop_agreed
@@ -155,6 +160,16 @@ class Attachment:
         self._guarded(lambda: self._note_saved(directory), None)
         if not last:
             self.leave_if_asked(saved=True)
+
+    def not_saved(self, why: str) -> None:
+        """Say that the framework cannot save what was asked for; the last checkpoint counts.
+
+        Raises:
+            SystemExit: the ranks were asked to stop.
+        """
+        warn("cannot_save", framework=self.training.version, step=self._step, why=why)
+        self.leave_if_asked(saved=False, why=why)
+        self._guarded(lambda: self._say_failed(why, emergency=False), None)
 
     def leave_if_asked(self, *, saved: bool, why: str = "") -> None:
         """Leave, where the ranks were asked to stop; `saved` is whether the step at hand is, `why` why it is not.
@@ -272,6 +287,11 @@ class Attachment:
         if done is not None and self.rank == 0:
             self._link.send(done, keep=True)
 
+    def _say_failed(self, why: str, *, emergency: bool) -> None:
+        if self.rank == 0:
+            failed = SaveFailed(step=self._step, save_id=self._save_id, error=shorten(why), emergency=emergency)
+            self._link.send(failed, keep=True)
+
     def _conclude(self, *, saved: bool, why: str) -> int:
         """Wait until all ranks have saved, say so, and return the exit code."""
         assert self._requests is not None, "an open attachment has joined"
@@ -289,9 +309,7 @@ class Attachment:
                 self._confirming, self._to_confirm = self._to_confirm, None
                 self._say_confirmed()
             else:
-                error_text = shorten(why or "another rank did not return from its save")
-                save_failed = SaveFailed(step=self._step, save_id=self._save_id, error=error_text, emergency=True)
-                self._link.send(save_failed, keep=True)
+                self._say_failed(why or "another rank did not return from its save", emergency=True)
             self._last_words(stopping=True, limit_at=limit_at)
         with suppress(RuntimeError):  # another rank died: nothing is lost by that
             self._agreement.settle(Call.FINISH, [], within_s=ending.TOGETHER_WITHIN_S)
@@ -324,11 +342,15 @@ class Attachment:
         groups.close(self._agreement.group)
         _at_exit.finished = functools.partial(self._last_words, stopping=False, limit_at=time.time())
 
-    def ends_now(self) -> None:
-        """Close the group of a training that the end of the process finds open: its threads would abort the exit."""
-        if self._agreement.group is not None and dist.is_initialized():
-            with suppress(Exception):
-                groups.close(self._agreement.group)
+    def ends_now(self, *, failed: bool) -> None:
+        """Say at the end of the process that a loop of the script's own is over: its exit code tells how.
+
+        The group is closed: its threads would abort the exit.
+        """
+        if self.open and not failed and self._reporter is not None:
+            self._reporter.unable("the script has ended")
+        if not self.over and self._agreement.group is not None and dist.is_initialized():
+            groups.close(self._agreement.group)
 
 
 def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
@@ -443,10 +465,10 @@ class _AtExit:
         failed = getattr(sys, "last_value", None) is not None  # an exception that nobody caught
         if self.code is not None:
             ending.leave(self.code)
-        if self.finished is not None and not failed and _current.attachment.rank == 0:
-            with suppress(Exception):
+        with suppress(Exception):
+            if self.finished is not None and not failed and _current.attachment.rank == 0:
                 self.finished()
-        _current.attachment.ends_now()
+            _current.attachment.ends_now(failed=failed)
 
 
 def leave(code: int) -> NoReturn:

@@ -37,7 +37,6 @@ class Target(NamedTuple):
 
 _HUGGINGFACE = Target("huggingface", ("transformers",), (4, 46), (6,))
 _LIGHTNING = Target("lightning", ("lightning", "pytorch-lightning"), (2, 2), (3,))
-_ACCELERATE = Target("accelerate", ("accelerate",), (1, 0), (2,))
 _DEEPSPEED = Target("deepspeed", ("deepspeed",), (0, 15), (0, 20))
 _TORCHTITAN = Target("torchtitan", ("torchtitan",), (0, 3), (0, 4))
 
@@ -45,7 +44,6 @@ MODULES = {
     "transformers.trainer": _HUGGINGFACE,
     "lightning.pytorch.trainer.trainer": _LIGHTNING,
     "pytorch_lightning.trainer.trainer": _LIGHTNING,
-    "accelerate.accelerator": _ACCELERATE,
     "deepspeed.runtime.engine": _DEEPSPEED,
     "torchtitan.components.checkpoint": _TORCHTITAN,
 }

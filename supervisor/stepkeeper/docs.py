@@ -262,7 +262,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "peer_copies", "cold_tier", "cold_keep", "cold_zstd", "copy_rate", "framework", "checkpoint_dir",
     ),
     "Notices, time limit, stop": (
-        "policy.save_margin_s", "policy.time_limit_margin", "policy.leave_within_s", "policy.stop_within_s",
+        "attach", "policy.save_margin_s", "policy.time_limit_margin", "policy.leave_within_s", "policy.stop_within_s",
         "policy.resubmit",
     ),
     "Failures": (

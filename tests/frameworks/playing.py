@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,16 @@ class Framework:
         assert line, f"the process with {self.script} has ended"
         return json.loads(line)
 
-    def play(self, out: Path, losses: Path, *, resume: str = "", kill: Kill | None = None) -> list[int]:
+    def play(
+        self,
+        out: Path,
+        losses: Path,
+        *,
+        resume: str = "",
+        kill: Kill | None = None,
+        further: Mapping[str, str] = {},
+        arguments: Sequence[str] = (),
+    ) -> list[int]:
         """Run both ranks to their ends; return their exit codes."""
         out.mkdir(exist_ok=True)
         port = str(reserve())
@@ -72,10 +81,10 @@ class Framework:
             }  # fmt: skip
             if kill is not None and kill.rank == rank:
                 environment["TEST_KILL"] = f"{kill.call}:{out / kill.file}"
-            arguments = ["--out", str(out), "--losses", str(losses), "--resume", resume, *self.arguments]
+            words = ["--out", str(out), "--losses", str(losses), "--resume", resume, *self.arguments, *arguments]
             request = {
-                "do": "begin", "script": str(SCRIPTS / self.script), "arguments": arguments,
-                "environment": environment, "log": f"{losses}.log.{rank}",
+                "do": "begin", "script": str(SCRIPTS / self.script), "arguments": words,
+                "environment": environment | dict(further), "log": f"{losses}.log.{rank}",
             }  # fmt: skip
             pids.append(self.ask(request, READY_S)["pid"])
         return self.ask({"do": "wait", "pids": pids, "seconds": RUN_S}, RUN_S + 30)["codes"]
@@ -92,7 +101,14 @@ def _shim() -> Path:
 
 
 @contextlib.contextmanager
-def warm(python: Path, script: str, imports: list[str], arguments: list[str]) -> Iterator[Framework]:
+def warm(
+    python: Path,
+    script: str,
+    imports: list[str],
+    arguments: list[str],
+    *,
+    further: Mapping[str, str] = {},
+) -> Iterator[Framework]:
     """Start a process with a framework in memory."""
     environment = {
         **os.environ, "PYTHONPATH": str(SCRIPTS), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
@@ -100,6 +116,7 @@ def warm(python: Path, script: str, imports: list[str], arguments: list[str]) ->
         "TOKENIZERS_PARALLELISM": "false", "TMPDIR": OTHER_FILE_SYSTEM,
         "LD_PRELOAD": str(_shim()),
     }  # fmt: skip
+    environment |= further
     process = subprocess.Popen(
         [python, WARM, *imports],
         stdin=subprocess.PIPE,

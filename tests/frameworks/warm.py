@@ -6,6 +6,7 @@ there.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -40,6 +41,7 @@ def _rank(request: dict, gate: int) -> None:
         os.read(gate, 1)
         sys.argv = [request["script"], *request["arguments"]]
         runpy.run_path(request["script"], run_name="__main__")
+        atexit._run_exitfuncs()  # as at the end of an interpreter
         code = 0
     except SystemExit as ended:
         code = int(ended.code or 0)

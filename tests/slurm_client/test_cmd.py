@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from stepkeeper.config.rank_settings import attach_variables
+from stepkeeper.config.settings import RunSettings
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm.cmd import Kind, kind, require_startable, takes_resume
@@ -240,6 +243,19 @@ def test_the_cpus_of_the_job_reach_an_own_line_that_leaves_them_to_it(line: str,
     theirs = launch_environment(job(*line.split()), meeting(), {"SLURM_CPUS_PER_TASK": "8"})
 
     assert theirs.get("SRUN_CPUS_PER_TASK") == expected
+
+
+@pytest.mark.parametrize("line", ["python t.py", "torchrun t.py", "srun python t.py"])
+def test_a_run_that_attaches_has_the_hook_first_on_the_python_path(line: str) -> None:
+    attaching = msgspec.structs.replace(job(*line.split()), told=attach_variables(RunSettings(attach="auto")))
+    theirs = launch_environment(attaching, meeting(), {"PYTHONPATH": "/mine:"})
+    alone = launch_environment(attaching, meeting(), {})
+
+    site, mine = theirs["PYTHONPATH"].split(":", 1)
+    assert (Path(site) / "sitecustomize.py").is_file()
+    assert (mine, alone["PYTHONPATH"]) == ("/mine:", site)
+    assert theirs["STEPKEEPER_ATTACH"] == "auto"
+    assert "PYTHONPATH" not in launch_environment(job(*line.split()), meeting(), {})
 
 
 def test_cpus_that_the_user_set_for_srun_stay() -> None:

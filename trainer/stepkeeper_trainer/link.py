@@ -28,6 +28,7 @@ from stepkeeper_trainer.formats.messages import (
     SaveRequest,
     decode_to_rank,
     encode,
+    shorten,
 )
 from stepkeeper_trainer.log import say, warn
 
@@ -178,40 +179,56 @@ class Reporter:
     """Turns steps into messages."""
 
     def __init__(
-        self, link: Link, rank: int, world_size: int, straggler_probe: StragglerProbe, *, total_steps: int | None = None
+        self,
+        link: Link,
+        rank: int,
+        world_size: int,
+        straggler_probe: StragglerProbe | None,
+        *,
+        total_steps: int | None = None,
+        framework: str = "",
     ) -> None:
         """Introduce this rank."""
         self._link, self._rank, self._world_size, self._straggler_probe = link, rank, world_size, straggler_probe
-        self._total_steps = total_steps
+        self._total_steps, self._framework = total_steps, framework
         self._said_at = self._stepped_at = time.monotonic()
         self.resumed(None)
 
     def resumed(self, step: int | None) -> None:
         """Say where training goes on; the first step counts from here."""
         self._stepped_at = time.monotonic()
-        self._straggler_probe.restart()
-        self._link.greet(
-            Hello(
-                rank=self._rank,
-                world_size=self._world_size,
-                pid=os.getpid(),
-                version=__version__,
-                resumed_step=step,
-                total_steps=self._total_steps,
-            )
+        if self._straggler_probe is not None:
+            self._straggler_probe.restart()
+        self._link.greet(self._hello(step))
+
+    def unable(self, why: str) -> None:
+        """Say that this rank saves nothing on request any more."""
+        self._link.greet(msgspec.structs.replace(self._hello(None), unable=shorten(why)))
+
+    def _hello(self, step: int | None) -> Hello:
+        return Hello(
+            rank=self._rank,
+            world_size=self._world_size,
+            pid=os.getpid(),
+            version=__version__,
+            resumed_step=step,
+            total_steps=self._total_steps,
+            framework=self._framework,
         )
 
     def step(self, step: int, tokens: int, loss: float | None) -> None:
         """Say that a step was completed."""
         now = time.monotonic()
         step_seconds, self._stepped_at = now - self._stepped_at, now
-        self._straggler_probe.step(now)
+        if self._straggler_probe is not None:
+            self._straggler_probe.step(now)
         if self._rank == 0 or now - self._said_at >= PROGRESS_EVERY_S:
             self._say(step, tokens, loss, step_seconds)
 
     def alive(self, step: int, tokens: int, loss: float | None) -> None:
         """Say that the rank is alive between steps."""
-        self._straggler_probe.disturb()
+        if self._straggler_probe is not None:
+            self._straggler_probe.disturb()
         if time.monotonic() - self._said_at >= PROGRESS_EVERY_S:
             self._say(step, tokens, loss, None)
 
@@ -219,7 +236,7 @@ class Reporter:
         self._said_at = time.monotonic()
         rounded = None if step_seconds is None else round(step_seconds, 6)
         not_finite = loss is not None and not math.isfinite(loss)
-        own = self._straggler_probe.take()
+        own = self._straggler_probe.take() if self._straggler_probe is not None else None
         self._link.send(
             Progress(
                 rank=self._rank,

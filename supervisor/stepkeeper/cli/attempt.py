@@ -151,7 +151,11 @@ def job(
         run_id=directory.run_id,
         attempt=attempt,
         socket=socket,
-        told={**rank_settings.tier_variables(settings), **rank_settings.rank_variables(settings)},
+        told={
+            **rank_settings.tier_variables(settings),
+            **rank_settings.rank_variables(settings),
+            **rank_settings.attach_variables(settings),
+        },
         starts_ranks=bool(script.starts_ranks),
         resume_argument=settings.resume_argument,
         takes_resume=script.takes,

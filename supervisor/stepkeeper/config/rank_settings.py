@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import msgspec
 
 from stepkeeper.config.settings import SETTINGS, RunSettings
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper_trainer.integrations import hook
 from stepkeeper_trainer.tiers.tier import TierError, Tiers
 
 _KEYS = ("checkpoint_every", "retention", "load_memory_gib")
@@ -16,6 +21,19 @@ def rank_variables(settings: RunSettings) -> dict[str, str]:
     """Return what ranks find in their environment: it counts instead of what the script says."""
     values = {SETTINGS[key].variable: getattr(settings, key) for key in _KEYS}
     return {variable: str(value) for variable, value in values.items() if variable and value is not None}
+
+
+def attach_variables(settings: RunSettings) -> dict[str, str]:
+    """Return what has each Python of the training attach: the setting, and where it may borrow our packages."""
+    if settings.attach == "off":
+        return {}
+    found = [importlib.util.find_spec(name) for name in hook.LENT]
+    origins = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
+    directories = dict.fromkeys(str(origin.parent.parent) for origin in origins)
+    return {
+        hook.VARIABLE: settings.attach,
+        hook.PACKAGES_VARIABLE: ":".join([sys.implementation.cache_tag or "", *directories]),
+    }
 
 
 # What ranks are told of tiers: the settings' own variables, whatever they came from.

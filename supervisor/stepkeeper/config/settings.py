@@ -22,12 +22,15 @@ from stepkeeper.core.anomalies import WATCH
 from stepkeeper.core.policy import STOP_SIGNALS, Limits, Policy
 from stepkeeper.core.scale_up import GROW_BACK
 from stepkeeper.run_store import paths
+from stepkeeper_trainer.integrations import hook
 
 GROUP = "policy"
 VARIABLE_PREFIX = "STEPKEEPER_"
 YEAR_S = 365 * 86_400.0
 COUNT_MAX = 1_000_000
 SHORTEST_WAIT_S = 0.1
+
+ATTACH = ("off", "auto", *hook.NAMES)
 
 Value = bool | int | float | str | None
 
@@ -164,6 +167,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     checkpoint_dir: Annotated[str | None, About(metavar="DIR")] = None
     """Where a script with such a framework writes its checkpoints; where not set, its command line or the script itself
     says it."""
+
+    attach: Annotated[str, About(metavar="off|auto|NAME", choices=ATTACH)] = "off"
+    """Have an unmodified script of another framework save its own checkpoint on a notice (docs/frameworks.md): in
+    whichever framework it uses (`auto`), or in the named one only."""
 
     policy: Policy = Policy()
 

@@ -119,6 +119,10 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.TasksStarted(warm=warm, cold=cold):
             others = f" (not all: {cold})" if cold else ""
             return f"every task of the training step has started, {warm} of them by a warm standby{others}"
+        case r.LibraryAnswers(framework=framework) if framework:
+            return f"attached to {framework}: it saves its own checkpoint on request"
+        case r.NotAttached(framework=framework, error=error):
+            return f"not attached to {framework}, so it saves nothing on request: {error}"
         case r.LibraryAnswers():
             return "the trainer library answers: this script can save and resume"
         case r.ResumedElsewhere(step=step, chosen=chosen):
@@ -130,8 +134,8 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             )
         case r.StopSignalInstead():
             return "the script has no trainer library, so it gets the stop signal and time until the deadline"
-        case r.Committed(step=step):
-            return f"step {step} is committed"
+        case r.Committed(step=step, framework=framework):
+            return f"step {step} is {f'saved by {framework}' if framework else 'committed'}"
         case r.CopiesDiffer(tensors=tensors):
             return f"copies differ between ranks, so a device may compute wrongly: {tensors}"
         case r.SaveFailed(step=step, error=error):

@@ -225,6 +225,15 @@ class TasksStarted(_Reason, frozen=True, kw_only=True):
 class LibraryAnswers(_Reason, frozen=True, kw_only=True):
     """A rank has the trainer library."""
 
+    framework: str = ""  # that it is attached to
+
+
+class NotAttached(_Reason, frozen=True, kw_only=True):
+    """The trainer library is not attached to a framework, or no longer: nothing is saved on request."""
+
+    framework: str
+    error: str
+
 
 class ResumedElsewhere(_Reason, frozen=True, kw_only=True):
     """The ranks go on from another step than the chosen one."""
@@ -245,6 +254,7 @@ class Committed(_Reason, frozen=True, kw_only=True):
     """A step directory is complete."""
 
     step: int
+    framework: str = ""  # whose checkpoint it is; empty: ours
 
 
 class CopiesDiffer(_Reason, frozen=True, kw_only=True):
@@ -984,6 +994,7 @@ Reason = (
     | SaveAgain
     | TasksStarted
     | LibraryAnswers
+    | NotAttached
     | ResumedElsewhere
     | NoLibrary
     | StopSignalInstead

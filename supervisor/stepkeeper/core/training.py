@@ -61,7 +61,9 @@ def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision
     """The script can save, stop and resume."""
     if not state.launch.runs(event.launch):
         return Decision(state)
-    why: Why = () if state.launch.library_seen else (because.LibraryAnswers(),)
+    if event.unable:
+        return _on_unable(state, event)
+    why: Why = () if state.launch.library_seen else (because.LibraryAnswers(framework=event.framework),)
     if event.resumed_step is not None and event.resumed_step != state.resume.step:
         why = (because.ResumedElsewhere(step=event.resumed_step, chosen=state.resume.step),)
         state = replace(state, resume=replace(state.resume, step=event.resumed_step))
@@ -70,6 +72,19 @@ def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision
     if not state.launch.library_seen and state.launch.began_at is not None:
         state = replace(state, baseline=baseline.started(state.baseline, event.at - state.launch.began_at))
     return Decision(alive(_heard(state), event.at, policy), (), why)
+
+
+def _on_unable(state: State, event: on.RankHello) -> Decision:
+    """The script is one without the library, perhaps only from now on: its silence tells nothing any more.
+
+    All ranks withdraw; rank 0 says it for all.
+    """
+    if event.rank:
+        return Decision(state)
+    launch = replace(state.launch, library_seen=False, saving=None)
+    silence = replace(state.silence, looking=False, hang_at=None)
+    state = replace(state, launch=launch, silence=silence)
+    return Decision(state, (), (because.NotAttached(framework=event.framework, error=event.unable),))
 
 
 def _heard(state: State) -> State:
@@ -121,13 +136,14 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     )
     state = alive(state, event.at, policy)
     state = expecting(state, policy) if state.limit_at is not None else state
-    why: Why = (because.Committed(step=event.step),)
+    why: Why = (because.Committed(step=event.step, framework=event.framework),)
     if event.drift:
         why += (because.CopiesDiffer(tensors=event.drift),)
     emergency = state.phase is Phase.SAVING and event.emergency
-    read = storage.on_commit(state, event.directory, policy)
+    ours = not event.framework
+    read = storage.on_commit(state, event.directory, policy) if ours else Decision(state)
     state, effects = read.state, read.effects
-    if emergency and not _leaves_to_grow(state):  # the next launch of this attempt reads it anyway
+    if ours and emergency and not _leaves_to_grow(state):  # the next launch of this attempt reads it anyway
         effects = (do.VerifyCheckpoint(directory=event.directory, from_disk=storage.from_disk(policy)),)
         state = replace(state, storage=replace(state.storage, verifying=event.directory, reading_back=()))
     if state.launch.first_failure:

@@ -212,7 +212,7 @@ class Supervisor:
             self.inbox.clock.follow_slurm(event.seconds)
         elif isinstance(event, on.SlurmAnswered) and event.job is not None:
             event = msgspec.structs.replace(event, job=self.inbox.clock.from_slurm(event.job))
-        if isinstance(event, on.RankExited) and self.launch is not None and event.launch == self.state.launch:
+        if isinstance(event, on.RankExited) and self.launch is not None and event.launch == self.state.launch.number:
             self.launch.note_death(event.code, event.signal)
         before = self.state
         decision = decide(before, event, self.setting.policy)
@@ -270,7 +270,7 @@ class Supervisor:
                 diagnosis.diagnose(
                     setting.directory, self.evidence_buffer.launch(effect), within_s=within_s, inbox=self.inbox
                 )
-            case do.RollBack() if self.foreign is not None and self.foreign.has_chosen(self.state.resume_from):
+            case do.RollBack() if self.foreign is not None and self.foreign.has_chosen(self.state.resume.directory):
                 self.foreign.roll_back(effect)
             case do.RollBack():
                 checkpoints.roll_back(setting.directory.checkpoints, effect, setting.lease, inbox=self.inbox)

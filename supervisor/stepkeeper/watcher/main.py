@@ -242,7 +242,9 @@ class Watcher:
             known = self.greeted.get(message.rank)
             resumed = message.resumed_step if message.rank == 0 else None  # all go on from the same step: one says it
             self.greeted[message.rank] = (message.launch, pid, resumed)
-            if known == self.greeted[message.rank]:
+            if message.unable:
+                del self.greeted[message.rank]  # it gets the stop signal
+            elif known == self.greeted[message.rank]:
                 return  # said again in case that we are new: the supervisor knows
         self._say_progress()  # what was said before must be heard before
         self.say(bus.Rank(node=self.node, message=message))

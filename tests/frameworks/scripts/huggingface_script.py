@@ -1,5 +1,8 @@
 """A script with the Trainer of Hugging Face."""
 
+import time
+from pathlib import Path
+
 import shared
 import torch
 from torch.utils.data import Dataset
@@ -13,6 +16,18 @@ class Data(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         x = torch.randn(shared.FEATURES, generator=torch.Generator().manual_seed(index))
         return {"x": x, "labels": x.sum().sin().reshape(1)}
+
+
+class Slow(Data):
+    """An evaluation that takes its time; a file shows that it has begun."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        Path(f"{options.losses}.evaluating").touch()
+        time.sleep(0.02)
+        return super().__getitem__(index)
 
 
 class Model(shared.Model):
@@ -48,7 +63,10 @@ trainer = Told(
         disable_tqdm=True,
         seed=7,
         learning_rate=0.01,
+        eval_strategy="steps" if options.variant == "evaluating" else "no",
+        eval_steps=options.every,
     ),
     train_dataset=Data(),
+    eval_dataset=Slow() if options.variant == "evaluating" else None,
 )
 trainer.train(resume_from_checkpoint=options.resume or None)

@@ -1,5 +1,8 @@
 """A script with Lightning: `ddp` writes single files, `sharded` directories."""
 
+import time
+from pathlib import Path
+
 import lightning
 import shared
 import torch
@@ -7,6 +10,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+
+
+class Slow(TensorDataset):
+    """A validation that takes its time; a file shows that it has begun."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        if trainer.global_step:  # not in the check before training
+            Path(f"{options.losses}.evaluating").touch()
+        time.sleep(0.02)
+        return super().__getitem__(index)
 
 
 class Module(lightning.LightningModule):
@@ -24,6 +37,9 @@ class Module(lightning.LightningModule):
         shared.log(options.losses, self.global_step + 1, loss.item())
         return loss
 
+    def validation_step(self, _batch):
+        pass
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
@@ -31,7 +47,8 @@ class Module(lightning.LightningModule):
 options = shared.options()
 shared.seed()
 loader = DataLoader(TensorDataset(torch.zeros(256, 1)), batch_size=4)
-sharded = options.variant == "sharded"
+sharded, evaluating = options.variant == "sharded", options.variant == "evaluating"
+validation = DataLoader(Slow(torch.zeros(64, 1)), batch_size=4) if evaluating else None
 trainer = lightning.Trainer(
     accelerator="cpu",
     devices=2,
@@ -39,9 +56,11 @@ trainer = lightning.Trainer(
     if sharded
     else DDPStrategy(process_group_backend="gloo"),
     max_steps=options.steps,
+    val_check_interval=options.every if evaluating else None,
+    check_val_every_n_epoch=None if evaluating else 1,
     callbacks=[ModelCheckpoint(options.out, every_n_train_steps=options.every, save_top_k=-1, filename="{step}")],
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(Module(), loader, ckpt_path=options.resume or None)
+trainer.fit(Module(), loader, validation, ckpt_path=options.resume or None)

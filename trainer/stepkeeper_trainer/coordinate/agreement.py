@@ -48,6 +48,7 @@ class Call(IntEnum):
     NOTICE = 4  # in the thread that answers notices between steps
     BEGIN = 5  # a save that is waited for, in a step
     TAKE_OVER = 6  # whether that save takes the place of the one in flight
+    EVALUATION = 7  # between two batches of an evaluation
 
     @property
     def method(self) -> str:
@@ -60,6 +61,7 @@ class Call(IntEnum):
             "a save between steps",
             "step_done(), in a save",
             "step_done(), before a save",
+            "an evaluation",
         )[self]
 
 
@@ -73,7 +75,7 @@ class Wish:
     busy: bool = False  # a save is in flight
     failed_save: int = 0  # sequence number of a save that came to nothing on this rank
     sequence: int = 0  # of the newest save that was begun
-    broken: bool = False  # the group that saves use has failed on this rank
+    broken: bool = False  # the group that saves use has failed on this rank, or its attachment has
     committed: int = 0  # sequence number of the newest commit (rank 0 knows)
     held: bool = False  # periodic saves wait: storage has failed on this rank
     drifted: bool = False  # ranks hold different values under one name, and it is not known which (rank 0)
@@ -126,8 +128,9 @@ class Agreement:
         self._world_size = dist.get_world_size(group) if group is not None else 1
         self._count = 0  # of messages: the same on all ranks
         self._pending: tuple[Call, torch.Tensor, Any] | None = None
+        self._left: object = None
 
-    def read(self, own: Wish) -> Wish:
+    def read(self, own: Wish, *, within_s: float | None = None) -> Wish:
         """Return what all ranks said at the boundary before; alone, what this one says now.
 
         Raises:
@@ -140,14 +143,21 @@ class Agreement:
         if self._pending is None:
             return Wish()
         pending, self._pending = self._pending, None
-        return Wish.unpack(self._receive(*pending, self.within_s)[: len(own.pack())])
+        values = self._receive(*pending, self.within_s if within_s is None else within_s)
+        return Wish.unpack(values[: len(own.pack())])
 
-    def issue(self, own: Wish) -> None:
+    def issue(self, own: Wish, call: Call = Call.STEP) -> None:
         """Say what this rank knows at the end of a step; nobody waits."""
         if self.group is None:
             return
         assert self._pending is None, "the answer before was not read"
-        self._pending = self._send(Call.STEP, own.pack())
+        self._pending = self._send(call, own.pack())
+
+    def leave(self, own: Wish) -> None:
+        """Say a last word in place of the next one, whether or not the one before was read; nobody waits."""
+        if self.group is not None:
+            self._left = self._pending, self._send(Call.STEP, own.pack())  # what is on its way must stay
+            self._pending = None
 
     def settle(self, call: Call, values: Sequence[int], *, within_s: float | None = None) -> list[int]:
         """Return the largest of each value of all ranks, waiting for them: not at an ordinary step.

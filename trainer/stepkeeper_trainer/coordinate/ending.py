@@ -119,7 +119,7 @@ def conclude(
     if not ending.stopping:
         when_saved(ending.limit_at)
     if ending.rank == 0:
-        _last_words(ending, save_id, link)
+        last_words(ending, save_id, link)
     try:
         agreement.settle(Call.FINISH, [], within_s=TOGETHER_WITHIN_S)
     except RuntimeError as error:
@@ -178,7 +178,8 @@ def _all_agree(own: _Verdict, ending: Ending, agreement: Agreement, *, lost: boo
     return _Verdict(agreement.settle(Call.FINISH, [int(own)], within_s=left_s + TOGETHER_WITHIN_S)[0])
 
 
-def _last_words(ending: Ending, save_id: str | None, link: Link) -> None:
+def last_words(ending: Ending, save_id: str | None, link: Link) -> None:
+    """Record the outcome, and say it (rank 0)."""
     word = "stopped" if ending.stopping else "finished"
     try:
         records.write_outcome(

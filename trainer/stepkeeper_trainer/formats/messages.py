@@ -46,7 +46,7 @@ class TaskExited(_Message, frozen=True, kw_only=True, tag="task_exited"):
 
 
 class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
-    """The trainer library is there: this script can save, stop and resume."""
+    """The trainer library is there: this script can save, stop and resume; or, with `unable`, it cannot."""
 
     rank: int
     world_size: int
@@ -54,6 +54,8 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     version: str
     resumed_step: int | None = None
     total_steps: int | None = None  # when the work is done, where the script says it
+    framework: str = ""  # whose checkpoints it saves, with its version; empty: our own
+    unable: str = ""  # why it saves nothing on request after all: this rank counts as one without the library
 
 
 class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
@@ -101,6 +103,7 @@ class Committed(_Message, frozen=True, kw_only=True, tag="committed"):
     emergency: bool = False
     drift: str = ""  # tensors whose copies differ between ranks: a device may compute wrongly
     by_disk: bool = False  # it came by way of the nodes' own disks
+    framework: str = ""  # it is a checkpoint of this framework, and `directory` its path
 
 
 class SaveFailed(_Message, frozen=True, kw_only=True, tag="save_failed"):

@@ -23,12 +23,14 @@ class LaunchBegan(OfLaunch, frozen=True, kw_only=True, tag="launch_began"):
 
 
 class RankHello(OfLaunch, frozen=True, kw_only=True, tag="rank_hello"):
-    """The trainer library of a rank is there: this launch can save and stop."""
+    """The trainer library of a rank is there: this launch can save and stop; or, with `unable`, it cannot."""
 
     rank: int
     node: str
     resumed_step: int | None = None  # it goes on from here; None where it has not loaded anything, or not yet
     total_steps: int | None = None  # when the work is done; None where the script does not say it
+    framework: str = ""  # whose checkpoints it saves, with its version; empty: our own
+    unable: str = ""  # why it saves nothing on request after all
 
 
 class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):
@@ -95,6 +97,7 @@ class CheckpointCommitted(OfLaunch, frozen=True, kw_only=True, tag="checkpoint_c
     emergency: bool = False
     drift: str = ""  # tensors whose copies differ between ranks: a device may compute wrongly
     by_disk: bool = False  # it came by way of the nodes' own disks
+    framework: str = ""  # it is a checkpoint of this framework, and `directory` its path
 
 
 class SaveFailed(OfLaunch, frozen=True, kw_only=True, tag="save_failed"):

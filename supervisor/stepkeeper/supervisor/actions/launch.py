@@ -29,6 +29,7 @@ from stepkeeper.supervisor.actions import rank_files
 from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper_trainer.formats import records
+from stepkeeper_trainer.integrations import hook
 
 ERROR_CHARACTERS_MAX = 300
 UNREACHABLE = "unable to contact slurm controller"
@@ -151,8 +152,18 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
         **job.told,
+        **python_path(job, environment),
         "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
     }
+
+
+def python_path(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what has each Python of the training load our hook, where the run attaches to frameworks."""
+    if hook.VARIABLE not in job.told:
+        return {}
+    own = str(Path(hook.__file__).parent / "site")
+    behind = environment.get("PYTHONPATH", "")
+    return {"PYTHONPATH": f"{own}:{behind}" if behind else own}
 
 
 def own_line(environment: Mapping[str, str], line: Sequence[str]) -> dict[str, str]:

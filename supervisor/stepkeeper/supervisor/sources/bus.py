@@ -375,8 +375,16 @@ class Bus:
                     at=at, launch=launch, rank=word.rank, node=node, code=word.code, signal=word.signal
                 )
             case words.Hello():
-                told = {"resumed_step": word.resumed_step, "total_steps": word.total_steps}
-                return on.RankHello(at=at, launch=launch, rank=word.rank, node=node, **told)
+                return on.RankHello(
+                    at=at,
+                    launch=launch,
+                    rank=word.rank,
+                    node=node,
+                    resumed_step=word.resumed_step,
+                    total_steps=word.total_steps,
+                    framework=word.framework,
+                    unable=word.unable,
+                )
             case _:
                 names = set(word.__struct_fields__) - LEFT_OUT
                 return _EVENTS[type(word)](at=at, launch=launch, **{name: getattr(word, name) for name in names})

@@ -1,0 +1,218 @@
+"""A notice to unmodified scripts of real frameworks: all ranks save one step and leave; a resume goes on there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from stepkeeper.cli.main import main
+from stepkeeper.config.rank_settings import attach_variables
+from stepkeeper.config.settings import RunSettings
+from stepkeeper.watcher.ranks import RankSocket
+from stepkeeper_trainer.formats import messages as words
+from stepkeeper_trainer.integrations import hook
+from tests.frameworks import environments, playing
+from tests.frameworks.playing import Framework
+
+pytestmark = pytest.mark.frameworks
+
+SITE = Path(hook.__file__).parent / "site"
+STEPS = 200
+WITHIN_S = 120.0
+
+
+class Watcher:
+    """The watcher's own socket, and a notice as soon as something has been seen."""
+
+    def __init__(self, name: str, until: Callable[[list[words.FromRank]], bool], *, stop: bool = True) -> None:
+        self.address, self.said = f"@{name}-{os.getpid()}", list[words.FromRank]()
+        self._socket, self._until, self._stop = RankSocket(self.address), until, stop
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(10)
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._over.wait(0.005):
+            while (received := self._socket.receive()) is not None:
+                self.said.append(received[0])
+            if self._until(self.said):
+                self._socket.send("0.0", words.SaveRequest(request_id=1, stop=self._stop, launch="0.0", why="a test"))
+
+    def of(self, kind: type[words.FromRank]) -> list[words.FromRank]:
+        return [message for message in self.said if isinstance(message, kind)]
+
+    def environment(self, run_directory: Path) -> dict[str, str]:
+        run_directory.mkdir(exist_ok=True)
+        return {
+            "STEPKEEPER_SOCKET": self.address, "STEPKEEPER_RUN_DIR": str(run_directory), "STEPKEEPER_RUN_ID": "x",
+            "STEPKEEPER_ATTEMPT": "0", "STEPKEEPER_LAUNCH": "0",
+        }  # fmt: skip
+
+
+def at_step(step: int) -> Callable[[list[words.FromRank]], bool]:
+    return lambda said: any(isinstance(each, words.Progress) and each.step >= step for each in said)
+
+
+class Case:
+    def __init__(self, name: str, script: str, imports: list[str], notice_at: int = 7) -> None:
+        self.name, self.script, self.imports, self.notice_at = name, script, imports, notice_at
+
+
+CASES = {
+    "huggingface": Case("huggingface", "huggingface_script.py", ["transformers.trainer", "accelerate"]),
+    "lightning": Case("lightning", "lightning_script.py", ["lightning"]),
+    # it has saved once by then: only from that it is known where
+    "deepspeed": Case("deepspeed", "deepspeed_script.py", ["deepspeed"], STEPS // 2 + 7),
+    "torchtitan": Case("torchtitan", "torchtitan_script.py", ["torchtitan.components.checkpoint"]),
+}
+
+
+@pytest.fixture(scope="module")
+def play() -> Iterator[Callable[[str], Framework]]:
+    """Return what starts a framework with the hook in it, as a rank's Python has it."""
+    started: dict[str, Framework] = {}
+    # these environments lack our packages: they are lent
+    further = attach_variables(RunSettings(attach="auto")) | {"PYTHONPATH": f"{SITE}:{playing.SCRIPTS}"}
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str) -> Framework:
+            if name not in started:
+                case = CASES[name]
+                python, why = environments.python(case.name)
+                if python is None:
+                    pytest.skip(why)
+                warm = playing.warm(python, case.script, case.imports, [], further=further)
+                started[name] = stack.enter_context(warm)
+            return started[name]
+
+        yield start
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+
+
+def latest(out: Path, capsys: pytest.CaptureFixture[str]) -> dict:
+    capsys.readouterr()
+    main(["checkpoints", "latest", str(out), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def logs(losses: Path) -> str:
+    return "".join(Path(f"{losses}.log.{rank}").read_text()[-3000:] for rank in range(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("huggingface", ""),
+        ("huggingface", "evaluating"),
+        ("lightning", "ddp"),
+        ("lightning", "sharded"),
+        ("lightning", "evaluating"),
+        ("deepspeed", "0"),
+        ("deepspeed", "2"),
+        ("deepspeed", "3"),
+        ("torchtitan", ""),
+    ],
+)
+def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
+    name: str, variant: str, play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    framework = play(name)
+    more = ["--steps", str(STEPS), "--every", str(STEPS // 2), "--variant", variant]
+    whole, losses, again = (tmp_path / each for each in ("whole", "losses", "again"))
+    assert framework.play(tmp_path / "whole-out", whole, arguments=more) == [0, 0], logs(whole)
+    in_evaluation = Path(f"{losses}.evaluating")
+    when = (lambda _: in_evaluation.exists()) if variant == "evaluating" else at_step(CASES[name].notice_at)
+    out = tmp_path / "out"
+    with Watcher(tmp_path.name, when) as watcher:
+        codes = framework.play(out, losses, arguments=more, further=watcher.environment(tmp_path / "run"))
+        time.sleep(0.1)
+
+    assert codes == [75, 75], logs(losses)
+    [stopped] = watcher.of(words.Stopped)
+    [committed] = [each for each in watcher.of(words.Committed) if each.emergency]
+    assert committed.step == stopped.step
+    assert committed.framework == name
+    assert Path(committed.directory).exists()
+    hellos = list(watcher.of(words.Hello))
+    assert {each.rank for each in hellos} == {0, 1}
+    assert all(each.framework and not each.unable for each in hellos)
+    if variant == "evaluating":
+        assert stopped.step == STEPS // 2, "it left before the evaluation, or after it"
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "stopped"
+    found = latest(out, capsys)
+    assert found["chosen"]["step"] == stopped.step, found
+    assert {max(playing.losses(losses, rank)) for rank in range(2)} == {stopped.step}
+
+    codes = framework.play(out, again, resume=found["chosen"]["directory"], arguments=more)
+
+    assert codes == [0, 0], logs(again)
+    for rank in range(2):
+        expected = {step: loss for step, loss in playing.losses(whole, rank).items() if step > stopped.step}
+        assert playing.losses(again, rank) == expected, f"rank {rank} after {stopped.step}"
+
+
+@pytest.mark.parametrize("name", ["huggingface", "lightning"])
+def test_a_save_that_is_asked_for_is_made_and_the_training_finishes(name: str, play, tmp_path: Path) -> None:
+    framework = play(name)
+    losses = tmp_path / "losses"
+    more = ["--steps", str(STEPS), "--every", "100000"]
+    with Watcher(tmp_path.name, at_step(5), stop=False) as watcher:
+        codes = framework.play(tmp_path / "out", losses, arguments=more, further=watcher.environment(tmp_path / "run"))
+        time.sleep(0.1)
+
+    assert codes == [0, 0], logs(losses)
+    saved = watcher.of(words.Committed)
+    assert saved, "nothing was saved"
+    assert saved[0].step < STEPS
+    assert Path(saved[0].directory).exists()
+    assert [each.step for each in watcher.of(words.Finished)] == [STEPS]
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "finished"
+
+
+def test_a_script_that_has_not_said_where_it_saves_leaves_without_a_save(play, tmp_path: Path) -> None:
+    losses = tmp_path / "losses"
+    more = ["--steps", str(STEPS), "--every", "100000", "--variant", "0"]
+    with Watcher(tmp_path.name, at_step(5)) as watcher:
+        further = watcher.environment(tmp_path / "run")
+        codes = play("deepspeed").play(tmp_path / "out", losses, arguments=more, further=further)
+        time.sleep(0.1)
+
+    assert codes == [1, 1], logs(losses)
+    [failed] = watcher.of(words.SaveFailed)
+    assert "has not called save_checkpoint yet" in failed.error
+
+
+def test_a_loop_of_the_scripts_own_ends_by_its_exit_code(play, tmp_path: Path) -> None:
+    losses = tmp_path / "losses"
+    more = ["--steps", "10", "--every", "5", "--variant", "0"]
+    with Watcher(tmp_path.name, lambda _: False) as watcher:
+        further = watcher.environment(tmp_path / "run")
+        codes = play("deepspeed").play(tmp_path / "out", losses, arguments=more, further=further)
+        time.sleep(0.1)
+
+    assert codes == [0, 0], logs(losses)
+    hellos = [each for each in watcher.of(words.Hello) if each.rank == 0]
+    assert [each.unable for each in hellos if each.unable] == ["the script has ended"]
+    assert hellos[-1].unable

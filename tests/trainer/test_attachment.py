@@ -1,0 +1,62 @@
+"""Ranks inside a framework agree on one step, or withdraw together: in real processes over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.attachment_scenes import STEPS
+from tests.trainer.scenes import Stage
+
+HERE = "tests.trainer.attachment_scenes"
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with Stage() as stage:
+        yield stage
+
+
+def steps(directory: Path) -> list[int]:
+    return [int((directory / f"steps.{rank}").read_text()) for rank in range(2)]
+
+
+def saves(directory: Path) -> dict[str, list[str]]:
+    return {each.name: sorted(file.name for file in each.iterdir()) for each in sorted(directory.glob("save-*"))}
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+def test_a_notice_of_one_rank_has_all_save_the_same_step_and_leave(
+    ranks: list[int], stage: Stage, tmp_path: Path
+) -> None:
+    ended = stage.play(f"{HERE}:signalled", tmp_path, ranks=2, limit_s=60.0, ranks_told=ranks, at=4)
+
+    assert ended.codes == [75, 75], ended.said
+    assert steps(tmp_path) == [5, 5], "what is said at a boundary is read at the next"
+    assert saves(tmp_path) == {"save-5": ["0", "1"]}
+
+
+def test_a_notice_in_an_evaluation_is_answered_in_it(stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play(f"{HERE}:evaluating", tmp_path, ranks=2, limit_s=60.0)
+
+    assert ended.codes == [75, 75], ended.said
+    assert saves(tmp_path) == {"save-5": ["0", "1"]}
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "saving"])
+def test_an_error_of_ours_on_one_rank_withdraws_all_and_training_goes_on(
+    where: str, stage: Stage, tmp_path: Path
+) -> None:
+    ended = stage.play(f"{HERE}:fails", tmp_path, ranks=2, limit_s=60.0, where=where)
+
+    assert ended.codes == [0, 0], ended.said
+    assert steps(tmp_path) == [STEPS, STEPS]
+
+
+@pytest.mark.parametrize("scene", ["alone", "nested", "described_badly"])
+def test_ranks_attach_together_or_not_at_all(scene: str, stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play(f"{HERE}:{scene}", tmp_path, ranks=2, limit_s=60.0)
+
+    assert ended.codes == [0, 0], ended.said

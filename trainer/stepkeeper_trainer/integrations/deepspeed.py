@@ -1,0 +1,112 @@
+"""DeepSpeed's engine, in a loop of the script's own.
+
+A script says with its own `save_checkpoint` where it saves, under which tags, and that it keeps no state of its own
+there.  Until then, and where it does keep some, which nobody else can know, it cannot be asked.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import deepspeed
+
+from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+NAME = "deepspeed"
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine:
+    """What is known of an engine of the script."""
+
+    attachment: Attachment
+    save_dir: str = ""
+    tag: str = ""  # with {step}
+    named: bool = False  # whether the script names its tags itself
+    saved_step: int | None = None
+    unable: str = "the script has not called save_checkpoint yet, so where it saves is not known"
+
+
+_engines: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()
+
+
+def install(module: ModuleType) -> None:
+    """Follow each engine's forwards and saves."""
+    engine_class = module.DeepSpeedEngine
+    forward, save = engine_class.forward, engine_class.save_checkpoint
+
+    @functools.wraps(forward)
+    def forward_behind_boundary(self: Any, *arguments: Any, **named: Any) -> Any:
+        _boundary(self)
+        return forward(self, *arguments, **named)
+
+    @functools.wraps(save)
+    def save_and_tell(self: Any, *arguments: Any, **named: Any) -> Any:
+        saved = save(self, *arguments, **named)
+        _saved(self, *arguments, **named)
+        return saved
+
+    engine_class.forward, engine_class.save_checkpoint = forward_behind_boundary, save_and_tell
+
+
+def _boundary(engine: Any) -> None:
+    """Before the first forward behind an optimizer step: the script has done all that belongs to that step."""
+    known = _known(engine)
+    if known is None or not known.attachment.open or engine.global_steps == known.attachment.step:
+        return
+    if known.attachment.step_done(engine.global_steps) is Asked.NOTHING:
+        return
+    if known.saved_step == engine.global_steps:
+        known.attachment.leave_if_asked(saved=True)
+    elif known.unable:
+        known.attachment.not_saved(known.unable)
+    else:
+        known.attachment.saving()
+        tag = known.tag.format(step=engine.global_steps) if known.named else None
+        engine.save_checkpoint(known.save_dir, tag=tag)  # `_saved` tells of it
+
+
+def _known(engine: Any) -> Engine | None:
+    """Return what is known of an engine that trains; attach before its first step, with the state resumed."""
+    if engine.optimizer is None:
+        return None
+    known = _engines.get(engine)
+    if known is None:
+        others = list(_engines.values())
+        for other in others:
+            other.attachment.withdraw("the script trains several engines, which belong together")
+
+        def describe() -> Training:
+            return Training(framework=NAME, version=f"deepspeed {deepspeed.__version__}", step=int(engine.global_steps))
+
+        attachment = Attachment(Training(framework=NAME, version="")) if others else attach(NAME, describe)
+        known = _engines[engine] = Engine(attachment=attachment)
+    return known
+
+
+def _saved(engine: Any, save_dir: Any, tag: Any = None, client_state: Any = None, *_: Any, **__: Any) -> None:
+    """Behind `save_checkpoint`: the next save that is asked for is like this one."""
+    known = _engines.get(engine)
+    if known is None:
+        return
+    _remember(engine, known, save_dir, tag, client_state)
+    step = known.saved_step = engine.global_steps
+    known.attachment.saved_to(f"{save_dir}/{tag if tag is not None else f'global_step{step}'}")
+
+
+@harmless
+def _remember(engine: Any, known: Engine, save_dir: Any, tag: Any, client_state: Any) -> None:
+    step = str(engine.global_steps)
+    known.save_dir, known.named, known.unable = str(save_dir), tag is not None, ""
+    if client_state:
+        known.unable = "the script passes a client_state to save_checkpoint, which nobody else can make"
+    if tag is not None:
+        known.tag = str(tag).replace("{", "{{").replace("}", "}}").replace(step, "{step}")
+        if known.tag.count("{step}") != 1:
+            known.unable = f"the tag {str(tag)!r} of the script's save does not name step {step}"

@@ -1,0 +1,107 @@
+"""Hugging Face's Trainer, and what is one inside: TRL, axolotl, LLaMA-Factory."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from transformers import TrainerCallback
+
+from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+NAME = "huggingface"
+
+
+class StepkeeperCallback(TrainerCallback):
+    """Saves and stops on request at the end of a step and, given the trainer, between two batches of an evaluation."""
+
+    def __init__(self, trainer: Any | None = None) -> None:
+        """Take the trainer: a callback cannot reach it otherwise."""
+        self._trainer = trainer
+        self._attachment = Attachment(Training(framework=NAME, version=""))
+        self._training = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Attach: the process group is there, and the state is resumed."""
+
+        def describe() -> Training:
+            searching = bool(state.is_hyper_param_search)
+            return Training(
+                framework=NAME,
+                version=f"transformers {transformers.__version__}",
+                step=state.global_step,
+                total_steps=state.max_steps,
+                unable="a search of hyperparameters is no training that could go on" if searching else "",
+            )
+
+        self._attachment = attach(NAME, describe)
+        self._training = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Have the Trainer save at the step that all ranks agree on; `on_save` leaves."""
+        asked = self._attachment.step_done(state.global_step)
+        if asked is not Asked.NOTHING:
+            control.should_save = True
+        if asked is Asked.STOP and state.global_step < state.max_steps:
+            control.should_evaluate = False
+        self._say_saving(control)
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """The Trainer may save here too."""
+        self._say_saving(control)
+        return control
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """In an evaluation the state is that of the step before: save it, and leave."""
+        trainer = self._trainer
+        if trainer is None or not self._training:
+            self._attachment.alive()
+            return
+        if self._attachment.evaluated() is not Asked.STOP:
+            return
+        if self._attachment.saved:
+            self._attachment.leave_if_asked(saved=True)
+            return
+        self._attachment.saving()
+        trainer._save_checkpoint(trainer.model_wrapped, None)  # noqa: SLF001  # as its own loop does
+        trainer.callback_handler.on_save(args, state, control)  # which ends in ours
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The Trainer has saved on this rank; where the ranks were asked to stop, they leave."""
+        last = state.global_step >= state.max_steps  # it may still come to its end
+        self._attachment.saved_to(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"), last=last)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Training has come to its end."""
+        self._training = False
+        self._attachment.ended(state.global_step)
+
+    def _say_saving(self, control: Any) -> None:
+        if control.should_save:
+            self._attachment.saving()
+
+
+def install(module: ModuleType) -> None:
+    """Give each Trainer that a script makes our callback."""
+    trainer_class = module.Trainer
+    begin = trainer_class.__init__
+
+    @functools.wraps(begin)
+    def begin_with_callback(self: Any, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        _add(self)
+
+    trainer_class.__init__ = begin_with_callback
+
+
+@harmless
+def _add(trainer: Any) -> None:
+    handler = trainer.callback_handler
+    if not any(isinstance(each, StepkeeperCallback) for each in handler.callbacks):
+        trainer.add_callback(StepkeeperCallback(trainer))

@@ -1,0 +1,109 @@
+"""Lightning's Trainer, under either of its package names."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless
+
+if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
+    from lightning.pytorch import __version__ as lightning_version
+    from lightning.pytorch.callbacks.callback import Callback
+else:
+    from pytorch_lightning import __version__ as lightning_version
+    from pytorch_lightning.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+NAME = "lightning"
+FILE = "stepkeeper-step={step}.ckpt"
+
+
+class StepkeeperCallback(Callback):
+    """Saves and stops on request, at the end of a step or between two batches of a validation."""
+
+    def __init__(self) -> None:
+        """Do nothing before training begins."""
+        self._attachment = Attachment(Training(framework=NAME, version=""))
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach: the process group is there, and the state is resumed."""
+        self._step = trainer.global_step
+
+        def describe() -> Training:
+            return Training(
+                framework=NAME,
+                version=f"lightning {lightning_version}",
+                step=trainer.global_step,
+                total_steps=trainer.max_steps if trainer.max_steps > 0 else None,
+            )
+
+        self._attachment = attach(NAME, describe)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        """Save at the step that all ranks agree on."""
+        if trainer.global_step == self._step:
+            return  # a batch whose gradients are accumulated
+        self._step = trainer.global_step
+        asked = self._attachment.step_done(self._step)
+        if asked is not Asked.NOTHING:
+            self._save(trainer)
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        """In a validation the state is that of the step before: save it, and leave."""
+        if float("inf") in trainer.num_val_batches:  # the ranks may have different numbers of batches
+            self._attachment.alive()
+            return
+        if self._attachment.evaluated() is not Asked.STOP:
+            return
+        if self._attachment.saved:
+            self._attachment.leave_if_asked(saved=True)
+        else:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Training has come to its end."""
+        self._attachment.ended(trainer.global_step)
+
+    def _save(self, trainer: Any) -> None:
+        """Have the Trainer save where the script's own checkpoints are; leave where the ranks were asked to stop."""
+        path = os.path.join(directory(trainer), FILE.format(step=self._step))
+        self._attachment.saving()
+        trainer.save_checkpoint(path)
+        if self._attachment.stopping:
+            trainer.strategy.checkpoint_io.teardown()  # an asynchronous one returns before its file is there
+        self._attachment.saved_to(path)
+
+
+def directory(trainer: Any) -> str:
+    """Return where the script's own checkpoints go; the same on all ranks."""
+    own = [each.dirpath for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)]
+    return str(own[0] if own else trainer.default_root_dir)
+
+
+def install(module: ModuleType) -> None:
+    """Give each Trainer that a script makes our callback."""
+    trainer_class = module.Trainer
+    begin = trainer_class.__init__
+
+    @functools.wraps(begin)
+    def begin_with_callback(self: Any, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        _add(self)
+
+    trainer_class.__init__ = begin_with_callback
+
+
+@harmless
+def _add(trainer: Any) -> None:
+    """Add it behind the script's own callbacks, and before those that save."""
+    if any(isinstance(each, StepkeeperCallback) for each in trainer.callbacks):
+        return
+    savers = trainer.checkpoint_callbacks
+    place = next((at for at, each in enumerate(trainer.callbacks) if each in savers), len(trainer.callbacks))
+    trainer.callbacks.insert(place, StepkeeperCallback())

@@ -143,7 +143,9 @@ def test_a_process_of_the_job_joins_by_its_control_group_and_slurm_is_not_asked(
 def test_false_job_ids_and_other_users_jobs_are_refused_inside_a_job_too(node: Node) -> None:
     other = node.asks(["join", "JOB", 0], user="news")
     assert node.answers(other, user="news") == ["granted"]
-    job = node.asks(["join", other, 0], ["join", 999_999, 0], ["expedite", other, 0], ["look", other], ["join", "JOB", 0])
+    job = node.asks(
+        ["join", other, 0], ["join", 999_999, 0], ["expedite", other, 0], ["look", other], ["join", "JOB", 0]
+    )
 
     no = f"not a job of yours on {node.lab.node_names[0]}"
     assert node.answers(job) == [no, no, "join with this job first", "join with this job first", "granted"]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from stepkeeper.core.state import Growth, Nodes, Phase, Resting, Silence, State
+from stepkeeper.core.state import Growth, Nodes, Phase, Resting, State, Timer, Timers
 
 replace = msgspec.structs.replace
 WAITING = State(
-    deadline_at=50.0,
-    silence=Silence(hang_at=40.0),
-    limit_at=30.0,
+    timers=Timers({Timer.SAVE: 50.0, Timer.HANG: 40.0, Timer.LIMIT: 30.0}),
     nodes=Nodes(growth=Growth(ask_at=20.0, resting=(Resting(node="c", look_at=10.0),))),
 )
 

@@ -36,7 +36,7 @@ from stepkeeper.core.phases import (
 )
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Reason, Why
-from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Next, Phase, Plan, Question, SlurmReachability, State
+from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Next, Phase, Plan, Question, SlurmReachability, State, Timer
 
 replace = msgspec.structs.replace
 
@@ -46,8 +46,8 @@ def on_signal(state: State, event: on.SignalReceived, policy: Policy) -> Decisio
     if event.signal in ("TERM", "INT") and state.leaving.term_at is None:
         state = replace(state, leaving=replace(state.leaving, term_at=event.at))
     if event.signal in ("TERM", "INT") and state.phase is Phase.REQUEUEING:  # whoever sent it does not wait for longer
-        by = _earlier(state.requeue.by, event.at + state.identity.kill_wait_s)
-        state = replace(state, requeue=replace(state.requeue, by=by))
+        end = _earlier(state.timers.get(Timer.REQUEUE_END), event.at + state.identity.kill_wait_s)
+        state = state.beside(Timer.REQUEUE_END, end)
     state = replace(state, query=replace(state.query, signal=event.signal))
     return _ask_about(state, event.at, (because.GotSignal(signal=event.signal),), policy)
 
@@ -83,7 +83,7 @@ def _ask_about(state: State, at: float, why: Why, policy: Policy) -> Decision:
         if state.requeue.requesting:
             return Decision(state)  # Slurm ends what it requeues: the answer to that is on its way
         if not state.query.asking:  # between two tries: what it means cannot wait
-            state = replace(state, deadline_at=at + policy.ask_within_s)
+            state = state.waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
     return query_slurm(state, why)
 
 
@@ -102,7 +102,7 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
         if event.job.state is JobState.RUNNING:
             state = replace(state, leaving=replace(state.leaving, preempted_at=event.job.preempt_at))
     if state.phase is Phase.REQUEUEING and again:
-        state = replace(state, deadline_at=event.at + policy.ask_within_s)
+        state = state.waiting(Timer.SLURM_ANSWER, event.at + policy.ask_within_s)
         return query_slurm(state, (because.SignalSinceAsked(),))
     judgement = judge_eviction(state, event.job, event.at, policy)
     if state.phase is Phase.REQUEUEING:
@@ -210,7 +210,7 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
         case Phase.STOPPING if state.launch.killed:
             return Decision(take(state, plan), (), plan.why)
         case Phase.STOPPING | Phase.CLOSING:
-            state = replace(take(state, plan), deadline_at=_earlier(state.deadline_at, deadline))
+            state = take(state, plan).waiting_until(_earlier(state.deadline_at, deadline))
             return Decision(state, (), plan.why)
         case _:
             return stop(state, at, plan, policy)
@@ -238,7 +238,7 @@ def _save_until(state: State, deadline: float) -> Decision:
         deadline = _earlier(before, deadline)
     shorter = before is not None and deadline < before and state.storage.verifying is None
     why = state.leaving.plan.why
-    state = replace(state, deadline_at=deadline)
+    state = state.waiting(Timer.SAVE, deadline)
     return Decision(state, (request_save(state),) if shorter else (), why)
 
 
@@ -270,13 +270,11 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     readmit = tuple(dict.fromkeys([*state.nodes.readmit, *over]))
     if now:
         why += (because.WithoutNodes(nodes=tuple(exclusion.node for exclusion in now)),)
-    deadline = event.at + policy.requeue_within_s
     state = replace(
         state,
         requeue=replace(state.requeue, requesting=True),
-        deadline_at=deadline,
         nodes=replace(state.nodes, excluded=now, readmit=readmit),
-    )
+    ).waiting(Timer.REQUEUE_ANSWER, event.at + policy.requeue_within_s)
     exclude = tuple(exclusion.node for exclusion in now)
     if anew:
         state = replace(state, requeue=replace(state.requeue, resubmitting=True))
@@ -300,7 +298,7 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
     if event.forbidden:
         deadline = event.at + policy.ask_within_s
         requeue = replace(state.requeue, requesting=False, resubmitting=True)
-        state = replace(state, requeue=requeue, deadline_at=deadline)
+        state = replace(state, requeue=requeue).waiting(Timer.SLURM_ANSWER, deadline)
         return query_slurm(state, (because.RequeueNotAllowed(error=event.error),))
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
 
@@ -316,8 +314,7 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
         state,
         requeue=replace(state.requeue, tries=tries, requesting=False),
         query=replace(state.query, question=None),
-        deadline_at=at + wait,
-    )
+    ).waiting(Timer.REQUEUE_TRY, at + wait)
     return Decision(state, (), (because.RequeueFailed(error=error, again_s=wait, tries=tries),))
 
 

@@ -22,7 +22,7 @@ from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
 from stepkeeper.core.phases import Decision, go_on_starting, places, repeats, stop, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State
+from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State, Timer
 
 TRIED_MAX = 16  # ways to fail that are remembered, the newest
 
@@ -58,7 +58,7 @@ def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decisi
     ):
         return Decision(state)
     resume = replace(state.resume, choice=Choice.OPEN)
-    state = replace(state, resume=resume, deadline_at=event.at + policy.choose_within_s)
+    state = replace(state, resume=resume).waiting(Timer.CHECKPOINT_CHOICE, event.at + policy.choose_within_s)
     if event.error:
         why = (*state.launch.first_failure, because.NoWayBack(error=event.error))
         plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
@@ -214,7 +214,7 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
     if state.resume.step < below:
         return go_on_starting(state, at, policy, (*why, because.NewestIsBefore()))
     resume = replace(state.resume, choice=Choice.ROLLING_BACK)
-    state = replace(state, resume=resume, deadline_at=at + policy.choose_within_s)
+    state = replace(state, resume=resume).waiting(Timer.CHECKPOINT_CHOICE, at + policy.choose_within_s)
     effect = do.RollBack(
         launch=state.launch.number,
         below_step=below,

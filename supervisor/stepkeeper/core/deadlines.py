@@ -85,10 +85,9 @@ def _on_closing_late(state: State, at: float, policy: Policy) -> Decision:
 
 
 def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
-    plan = state.leaving.plan
-    assert plan is not None, "STOPPING is entered with a plan"
-    if not state.launch.running and state.start.slurm_away_since is not None:
-        return _on_slurm_still_away(state, at, plan, policy)
+    plan, away_since = state.plan, state.start.slurm_away_since
+    if not state.launch.running and away_since is not None:
+        return _on_slurm_still_away(state, at, away_since, policy)
     if not state.launch.running and plan.next is Next.END:
         return close(state, at, plan, policy)
     if not state.launch.running:
@@ -101,15 +100,15 @@ def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
     return close(replace(state, launch=replace(state.launch, running=False)), at, plan, policy)
 
 
-def _on_slurm_still_away(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
+def _on_slurm_still_away(state: State, at: float, since: float, policy: Policy) -> Decision:
     """Ask whether a launch could begin now; in the end try it, on the training's account."""
-    assert state.start.slurm_away_since is not None, "the caller looks"
     if state.query.asking:
         return wait_for_slurm(state, at, (because.SlurmLate(within_s=policy.ask_within_s),), policy)
-    if at - state.start.slurm_away_since < policy.slurm_away_for_s:
+    if at - since < policy.slurm_away_for_s:
         state = state.waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
         return query_slurm_unprompted(state, (because.SlurmAsked(),))
-    state = replace(state, leaving=replace(state.leaving, plan=replace(plan, blame=Blame.TRAINING)))
+    plan = replace(state.plan, blame=Blame.TRAINING)
+    state = replace(state, leaving=replace(state.leaving, plan=plan))
     return relaunch(state, at, (*plan.why, because.SlurmAway(for_s=policy.slurm_away_for_s)), policy)
 
 
@@ -131,7 +130,7 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
     if not missing and state.phase is Phase.TRAINING:
         return _on_launch_late(state, at, policy)
     if not missing and state.resume.chosen and state.failure is not None:
-        return on_judge_late(state, at, policy)
+        return on_judge_late(state, at, state.failure, policy)
     if not missing and state.start.wait_until is not None:
         return go_on_starting(state, at, policy, (because.WaitOver(),))
     if not missing and state.start.unfit_since is not None and not state.start.clearing:

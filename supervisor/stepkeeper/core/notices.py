@@ -124,12 +124,11 @@ def _act(  # noqa: C901, PLR0912 - one case a notice
         state = _dealt_with(state, event, nothing_ends=nothing_ends)
     why: Why = (_meaning(event, judgement),)
     if nothing_ends and final and state.phase is Phase.STOPPING and not state.launch.running:
-        assert state.leaving.plan is not None, "STOPPING is entered with a plan"
         if event.job is None and state.start.slurm_away_since is not None:
             return wait_for_slurm(state, event.at, why, policy)
-        if state.leaving.plan.next is Next.END:  # its status said the end, and Slurm did not ask for it
-            return close(state, event.at, state.leaving.plan, policy)
-        return relaunch(state, event.at, state.leaving.plan.why, policy)  # the launch failed on its own account
+        if state.plan.next is Next.END:  # its status said the end, and Slurm did not ask for it
+            return close(state, event.at, state.plan, policy)
+        return relaunch(state, event.at, state.plan.why, policy)  # the launch failed on its own account
     if nothing_ends and final and state.phase is Phase.TRAINING and state.launch.first_failure:
         plan = Plan(next=Next.RELAUNCH, why=state.launch.first_failure)  # no notice explains how that rank ended
         return kill(stopping(state, plan), event.at, policy, plan.why)
@@ -188,8 +187,7 @@ def _dealt_with(state: State, event: on.SlurmAnswered, *, nothing_ends: bool) ->
 
 def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Policy) -> Decision:
     """The allocation will be taken: save if there is something to save, then leave it."""
-    deadline = judgement.deadline_at
-    assert deadline is not None, "whoever takes the allocation says until when"
+    deadline = judgement.deadline_at if judgement.deadline_at is not None else at
     runs_out = judgement.notice is Notice.TIME_LIMIT and state.leaving.term_at is None  # announced, not yet carried out
     if not runs_out:
         state = replace(state, leaving=replace(state.leaving, eviction_confirmed=True))
@@ -232,12 +230,11 @@ def _save_if_it_can(state: State, at: float, deadline: float, plan: Plan, policy
 
 def _save_until(state: State, deadline: float) -> Decision:
     """A notice while the ranks save: tell them if they have less time than they know of."""
-    assert state.leaving.plan is not None, "SAVING is entered with a plan"
     before = state.deadline_at
     if state.storage.verifying is not None or state.leaving.term_at is None:  # committed: nothing is left but to leave
         deadline = _earlier(before, deadline)
     shorter = before is not None and deadline < before and state.storage.verifying is None
-    why = state.leaving.plan.why
+    why = state.plan.why
     state = state.waiting(Timer.SAVE, deadline)
     return Decision(state, (request_save(state),) if shorter else (), why)
 
@@ -262,8 +259,7 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     if anew and policy.resubmit == "never":
         plan = Plan(next=Next.END, why=(because.RequeueForbidden(),), code=ExitCode.REQUEUE_FAILED)
         return close(state, event.at, plan, policy)
-    assert state.leaving.plan is not None, "REQUEUEING is entered with a plan"
-    why = state.leaving.plan.why
+    why = state.plan.why
     state, keep = without_lost(state, event.at, policy)
     now = tuple(exclusion for exclusion in state.nodes.excluded if exclusion.until > event.at)
     over = [exclusion.node for exclusion in state.nodes.excluded if exclusion not in now]
@@ -287,9 +283,8 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
     if state.phase is not Phase.REQUEUEING:
         return Decision(state)
     if event.ok:
-        assert state.leaving.plan is not None, "REQUEUEING is entered with a plan"
         requeued = because.Requeued(job_id=event.job_id, besides=event.error)
-        return close(state, event.at, Plan(next=Next.END, why=(requeued, *state.leaving.plan.why)), policy)
+        return close(state, event.at, Plan(next=Next.END, why=(requeued, *state.plan.why)), policy)
     if not state.requeue.requesting:
         return Decision(state)  # too late: it was given up, and counted
     if event.forbidden and (state.requeue.resubmitting or policy.resubmit == "never"):

@@ -110,9 +110,8 @@ def save(state: State, deadline: float, plan: Plan) -> Decision:
 
 def request_save(state: State) -> do.RequestSave:
     """Return the word to the ranks that belongs to SAVING."""
-    assert state.leaving.plan is not None, "SAVING is entered with a plan"
     sent = None if state.identity.wrapped else state.launch.slurm_sent or None  # a wrapper absorbs what Slurm sends
-    return do.RequestSave(stop=True, reasons=state.leaving.plan.why, deadline_at=state.deadline_at, slurm_sent=sent)
+    return do.RequestSave(stop=True, reasons=state.plan.why, deadline_at=state.deadline_at, slurm_sent=sent)
 
 
 def query_slurm(state: State, why: Why) -> Decision:
@@ -146,8 +145,7 @@ def stop(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     why = plan.why
     state = take(state, plan)
     state = replace(state, storage=replace(state.storage, verifying=None))
-    assert state.leaving.plan is not None, "just taken"
-    plan = state.leaving.plan
+    plan = state.plan
     if state.phase is Phase.CLOSING:
         return closed(state, at, policy, why)
     if not state.launch.running:
@@ -193,8 +191,7 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
 
     Through the requeue the watchers stay: were the supervisor killed in it, nobody else would save the run.
     """
-    plan = state.leaving.plan
-    assert plan is not None, "CLOSING is entered with a plan"
+    plan = state.plan
     if plan.next is Next.REQUEUE and not state.identity.has_batch_script:
         why = (*plan.why, because.NoBatchScript())
         plan = replace(plan, next=Next.END, why=why, code=ExitCode.NO_BATCH_SCRIPT)
@@ -259,8 +256,7 @@ def repeats(tried: Tried) -> int:
 
 def wait_for_slurm(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """No launch can begin without Slurm: ask again in a moment.  That it is away is in nobody's budget."""
-    assert state.leaving.plan is not None, "STOPPING is entered with a plan"
-    plan = replace(state.leaving.plan, blame=Blame.SLURM)
+    plan = replace(state.plan, blame=Blame.SLURM)
     state = replace(
         state,
         leaving=replace(state.leaving, plan=plan),

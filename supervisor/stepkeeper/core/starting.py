@@ -195,7 +195,7 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
     if event.skipped:
         why += (because.StepsPassedOver(steps=tuple((each.directory, each.problem) for each in event.skipped)),)
     if state.failure is not None and state.failure.judged is not None:
-        return settle(state, event.at, why, policy)
+        return settle(state, event.at, state.failure.judged, why, policy)
     if state.failure is None and state.launch.number and state.budgets.failures >= policy.failures_max:
         failed = (*state.launch.first_failure, because.FailuresMax(failures=state.budgets.failures))
         plan = Plan(next=Next.END, why=failed, code=ExitCode.TRAINING_FAILED)

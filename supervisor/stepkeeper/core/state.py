@@ -405,6 +405,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         return self.launch.library_seen or self.baseline.start_s > 0.0
 
     @property
+    def plan(self) -> Plan:
+        """What comes when the ranks are gone: another launch, where nothing else was decided."""
+        return self.leaving.plan or Plan(next=Next.RELAUNCH, why=self.launch.first_failure)
+
+    @property
     def deadline_at(self) -> float | None:
         """When the phase has waited for long enough."""
         wait = self.timers.wait

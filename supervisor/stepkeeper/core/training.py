@@ -296,8 +296,7 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
         return close(state, event.at, finished, policy)
     if state.phase is Phase.TRAINING:
         return _after_unasked_end(state, event, policy)
-    plan = state.leaving.plan
-    assert plan is not None, "SAVING and STOPPING are entered with a plan"
+    plan = state.plan
     if plan.code is ExitCode.FINISHED and event.code:  # with 0, rank 0's word counts without the file
         failed = (because.OutcomeMissing(error=event.error, code=event.code),)
         plan = state.leaving.fallback_plan or Plan(next=Next.RELAUNCH, why=failed)

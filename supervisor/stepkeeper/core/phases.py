@@ -213,7 +213,7 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
 def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """Start again in the same allocation, while it is found out why the launch failed.
 
-    What follows from that, and whether the budget lasts, is known with the newest checkpoint: `settling`.
+    What follows from that, and whether the budget lasts, is known with the newest checkpoint: `recovery`.
     """
     if not places(state):
         return close(state, at, Plan(next=Next.REQUEUE, why=(*why, room(state)), blame=Blame.NODE), policy)
@@ -222,7 +222,7 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     unseen = (
         not launch.library_seen and launch.began_at is not None and at - launch.began_at >= policy.unseen_progress_s
     )
-    if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`settling`)
+    if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`recovery`)
         tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.budgets.tried)
         state = replace(state, budgets=replace(state.budgets, failures=0, tried=tried))
     judged = charged and (

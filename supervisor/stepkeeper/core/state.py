@@ -1,4 +1,8 @@
-"""Where an attempt stands: one frozen record, of which `decide` makes the next."""
+"""Where an attempt stands: one frozen record, of which `decide` makes the next.
+
+It is made of records by idea: what changes together lies together.  Where a record says what is the case, None says
+that it is not.
+"""
 
 from __future__ import annotations
 

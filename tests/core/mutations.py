@@ -170,9 +170,9 @@ MUTATIONS = (
     ),
     # --- time ---------------------------------------------------------------------------------------
     Mutation(
-        "deadlines.on_tick",
-        never,
-        "state.requeue.by",
+        "phases.closed",
+        member("HANG"),
+        "REQUEUE_END",
         "a requeue that Slurm never answers has an end",
         "requeue_that_is_never_answered",
         "time",
@@ -187,14 +187,14 @@ MUTATIONS = (
     ),
     Mutation(
         "bus.restart_bus",
-        drop,
+        always,
         "all_ready",
         "a watcher that is lost has its full time to come back",
         "watcher_lost_while_the_nodes_are_cleared",
         "time",
     ),
     Mutation(
-        "deadlines.on_tick",
+        "deadlines._on_late",
         does_nothing,
         "STOPPING",
         "ranks are killed at the deadline of a save",
@@ -208,7 +208,7 @@ MUTATIONS = (
         "ranks_that_do_not_die_in_time_for_slurm",
     ),
     Mutation(
-        "training._leave_soon", always, "known", "ranks that leave put off no deadline", "end_of_grace_while_saving"
+        "training._leave_soon", never, "known", "ranks that leave put off no deadline", "end_of_grace_while_saving"
     ),
     Mutation(
         "silence.on_stood_still",
@@ -239,14 +239,14 @@ MUTATIONS = (
         "notice_without_time_for_any_save_but_one_in_flight",
     ),
     Mutation(
-        "deadlines.on_tick",
-        drop,
-        "STARTING",
+        "eviction.expecting",
+        member("HANG"),
+        "LIMIT",
         "the time limit is seen without a signal, in a start too",
         "limit_before_the_launch",
         "promises",
     ),
-    Mutation("starting.on_attempt_started", drop, "deadline_at", "a start has a deadline", "fresh_start", "promises"),
+    Mutation("starting.on_attempt_started", drop, "timers", "a start has a deadline", "fresh_start", "promises"),
     Mutation("silence.on_silence", always, "looking", "silence alone ends nothing", "hang_is_ended", "promises", nth=3),
     Mutation(
         "silence.on_stacks", never, "moved", "ranks that move are left alone", "hang_is_only_slow", "promises", nth=2

@@ -15,9 +15,10 @@ from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import State
+from stepkeeper.core.state import BESIDE as TIMERS_BESIDE
+from stepkeeper.core.state import State, Timer
 from stepkeeper.run_store import journal
-from stepkeeper.run_store.recorder import Recorder, changed, changes
+from stepkeeper.run_store.recorder import BESIDE, KEYS, Recorder, changed, changes
 from stepkeeper.simulate.replay import replay
 from stepkeeper.simulate.scenario import given_training, parse
 from stepkeeper.simulate.simulator import Simulator
@@ -27,6 +28,7 @@ from tests.core.histories import FIELDS, arbitrary
 from tests.core.realistic import realistic
 
 POLICY = Policy()
+RECORDS = {record for record, _ in KEYS.values() if record}
 LEASE = Lease(job_id=7, restart_count=0, attempt=0, node="a", pid=1, taken_at=0.0)
 EXAMPLES = int(os.environ.get("STEPKEEPER_EXAMPLES", "40"))
 check = settings(
@@ -173,6 +175,22 @@ def test_without_what_was_missed_the_same_journal_would_differ() -> None:
     ]
 
     assert replay(lines, {0: POLICY}).differences
+
+
+def test_each_field_of_the_state_has_one_key() -> None:
+    state = State()
+    fields = [("", name) for name in State.__struct_fields__ if name not in (*RECORDS, "timers")]
+    fields += [(record, name) for record in RECORDS for name in getattr(state, record).__struct_fields__]
+
+    assert sorted(KEYS.values()) == sorted(fields)
+    assert {*BESIDE.values()} == {*TIMERS_BESIDE}
+
+
+def test_a_journal_that_says_only_until_when_is_read() -> None:
+    state = State().waiting(Timer.LIBRARY, 10.0).beside(Timer.HANG, 20.0)
+
+    assert changed(state, {"deadline_at": 15.0}) == state.waiting(Timer.LIBRARY, 15.0)
+    assert changed(state, {"deadline_at": None, "hang_at": 30.0}) == State().beside(Timer.HANG, 30.0)
 
 
 def test_changes_of_a_state_of_another_version_are_counted_and_passed_over() -> None:

@@ -11,7 +11,7 @@ import pytest
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event
 from stepkeeper.run_store import journal, old_names
-from stepkeeper.run_store.recorder import KEYS
+from stepkeeper.run_store.recorder import ALL_KEYS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FRAME = {"v": 1, "job_id": 7, "restart_count": 0, "attempt": 0, "launch": 0, "phase": "training"}
@@ -68,7 +68,7 @@ def test_old_fields_of_the_state_are_fields_of_today() -> None:
     missed = record(missed=dict.fromkeys(old_names.STATE, "x") | {"step": 3}).missed
 
     assert set(missed) == {*old_names.STATE.values(), "step"}
-    assert set(missed) <= set(KEYS)
+    assert set(missed) <= set(ALL_KEYS)
 
 
 def test_a_record_of_today_is_not_touched() -> None:

@@ -12,7 +12,7 @@ from stepkeeper.core.phases import Decision, all_ready, closed, query_slurm, que
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.scale_up import dismiss, give_up
-from stepkeeper.core.state import NO_SIGNAL, BusStatus, Next, Phase, Plan, Query, SlurmReachability, State
+from stepkeeper.core.state import NO_SIGNAL, BusStatus, Next, Phase, Plan, Query, SlurmReachability, State, Timer
 
 replace = msgspec.structs.replace
 
@@ -57,13 +57,13 @@ def restart_bus(
     nodes = tuple(node for node in state.nodes.usable if node not in without)
     if not nodes:
         return _without_bus(state, (*why, because.NothingToWatch()))
-    deadline = state.deadline_at
+    timers = state.timers
     if state.phase in (Phase.STARTING, Phase.TRAINING):
         back = at + policy.watcher_back_within_s
         # a node that was lost already keeps its deadline: restarts must not put it off for ever; the deadline of
         # something else, such as that of clearing the nodes, is none of a watcher's
-        lost_before = deadline is not None and not all_ready(state)
-        deadline = min(deadline, back) if lost_before and deadline is not None else back
+        known = state.deadline_at if not all_ready(state) else None
+        timers = timers.waiting(Timer.WATCHERS, back if known is None else min(known, back))
     state = replace(
         state,
         watchers=replace(
@@ -76,7 +76,7 @@ def restart_bus(
         ),
         launch=replace(state.launch, bus_restarted=True),
         start=replace(state.start, clearing=None),
-        deadline_at=deadline,
+        timers=timers,
     )
     given_back: tuple[do.Effect, ...] = ()
     if resting := frozenset(each.node for each in state.nodes.growth.resting):
@@ -102,7 +102,7 @@ def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:
         late = f"no answer in {policy.ask_within_s:g} s"
         return try_bus_again(replace(state, query=Query(signal=signal)), at, policy, answered=False, error=late)
     watchers = replace(state.watchers, reachability=SlurmReachability.ASKED)
-    state = replace(state, watchers=watchers, deadline_at=at + policy.ask_within_s)
+    state = replace(state, watchers=watchers).waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
     why = (because.NoWatcher(),)
     if state.query.asking:
         return Decision(state, (), why)
@@ -117,7 +117,7 @@ def try_bus_again(
     watchers = replace(state.watchers, reachability=SlurmReachability.AWAY)
     if answered:  # the time is short: almost at once
         watchers = replace(state.watchers, reachability=SlurmReachability.LAST, tries=0)
-    state = replace(state, watchers=watchers, deadline_at=at + policy.watcher_back_within_s)
+    state = replace(state, watchers=watchers).waiting(Timer.WATCHERS, at + policy.watcher_back_within_s)
     some = answered and watchers.silent < set(state.nodes.usable)
     suspects = watchers.silent if some else frozenset[str]()
     without = tuple(sorted(suspects))

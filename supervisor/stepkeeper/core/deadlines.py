@@ -31,20 +31,29 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.recovery import on_judge_late
 from stepkeeper.core.scale_up import on_due
 from stepkeeper.core.silence import look_at_start, on_silence
-from stepkeeper.core.state import Blame, BusStatus, Clearing, Next, Phase, Plan, SlurmReachability, State
+from stepkeeper.core.state import Blame, BusStatus, Clearing, Next, Phase, Plan, SlurmReachability, State, Timer
 from stepkeeper.core.storage import on_storage_late
 
 replace = msgspec.structs.replace
 
 
 def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
-    """The deadline of a phase has passed."""
-    if state.limit_at is not None and event.at >= state.limit_at and state.phase in (Phase.STARTING, Phase.TRAINING):
-        return on_limit_near(state)
-    if state.phase is Phase.REQUEUEING and state.requeue.by is not None and event.at >= state.requeue.by:
-        return give_up_requeue(state, event.at, policy)
-    if state.deadline_at is None or event.at < state.deadline_at:
-        return _on_other_instants(state, event.at, policy) if state.phase is Phase.TRAINING else Decision(state)
+    """Something is due: what the phase waits for, or what falls due beside it."""
+    match state.timers.due(state.phase, event.at):
+        case None:
+            return on_due(state, event.at, policy) if state.phase is Phase.TRAINING else Decision(state)
+        case Timer.LIMIT:
+            return on_limit_near(state)
+        case Timer.HANG:
+            return on_silence(state, event.at, policy)
+        case Timer.REQUEUE_END:
+            return give_up_requeue(state, event.at, policy)
+        case _:
+            return _on_late(state, event, policy)
+
+
+def _on_late(state: State, event: on.Tick, policy: Policy) -> Decision:
+    """What the phase waits for did not come.  Which gate of a start is closed, its state says."""
     match state.phase:
         case Phase.STARTING | Phase.TRAINING:
             return _on_start_or_bus_late(state, event.at, policy)
@@ -59,33 +68,26 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
                 within_s = policy.requeue_within_s if state.requeue.requesting else policy.ask_within_s
                 late = f"Slurm did not answer in {within_s:g} s"
                 return retry_requeue(state, event.at, late, ExitCode.UNDECIDED, policy)
-            state = replace(state, deadline_at=event.at + policy.ask_within_s)
+            state = state.waiting(Timer.SLURM_ANSWER, event.at + policy.ask_within_s)
             return query_slurm(state, (because.RequeueAsked(),))
         case _:
             assert_never(state.phase)
 
 
-def _on_other_instants(state: State, at: float, policy: Policy) -> Decision:
-    """Training goes on, and no word of it is late: is it silent, or is a node to be looked at?"""
-    if state.silence.hang_at is not None and at >= state.silence.hang_at:
-        return on_silence(state, at, policy)
-    return on_due(state, at, policy)
-
-
 def _on_closing_late(state: State, at: float, policy: Policy) -> Decision:
     """Reading back took too long, or the watchers did not leave: they end with the job."""
     if state.storage.verifying is not None:
-        state = replace(state, storage=replace(state.storage, verifying=None), deadline_at=at + policy.hurry_within_s)
+        state = replace(state, storage=replace(state.storage, verifying=None))
+        state = state.waiting(Timer.WATCHERS_LEAVE, at + policy.hurry_within_s)
     else:
         state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED))
     return closed(state, at, policy, (because.ClosingLate(),))
 
 
 def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
-    plan = state.leaving.plan
-    assert plan is not None, "STOPPING is entered with a plan"
-    if not state.launch.running and state.start.slurm_away_since is not None:
-        return _on_slurm_still_away(state, at, plan, policy)
+    plan, away_since = state.plan, state.start.slurm_away_since
+    if not state.launch.running and away_since is not None:
+        return _on_slurm_still_away(state, at, away_since, policy)
     if not state.launch.running and plan.next is Next.END:
         return close(state, at, plan, policy)
     if not state.launch.running:
@@ -98,15 +100,15 @@ def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
     return close(replace(state, launch=replace(state.launch, running=False)), at, plan, policy)
 
 
-def _on_slurm_still_away(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
+def _on_slurm_still_away(state: State, at: float, since: float, policy: Policy) -> Decision:
     """Ask whether a launch could begin now; in the end try it, on the training's account."""
-    assert state.start.slurm_away_since is not None, "the caller looks"
     if state.query.asking:
         return wait_for_slurm(state, at, (because.SlurmLate(within_s=policy.ask_within_s),), policy)
-    if at - state.start.slurm_away_since < policy.slurm_away_for_s:
-        state = replace(state, deadline_at=at + policy.ask_within_s)
+    if at - since < policy.slurm_away_for_s:
+        state = state.waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
         return query_slurm_unprompted(state, (because.SlurmAsked(),))
-    state = replace(state, leaving=replace(state.leaving, plan=replace(plan, blame=Blame.TRAINING)))
+    plan = replace(state.plan, blame=Blame.TRAINING)
+    state = replace(state, leaving=replace(state.leaving, plan=plan))
     return relaunch(state, at, (*plan.why, because.SlurmAway(for_s=policy.slurm_away_for_s)), policy)
 
 
@@ -114,7 +116,7 @@ def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
     """Not every task has started, or no rank has the trainer library."""
     may_have_begun = state.launch.all_tasks_started or not state.identity.wrapped
     if may_have_begun or state.launch.bus_restarted:  # an older bus may have heard of it
-        return look_at_start(replace(state, deadline_at=None), at, policy, (because.NoLibrary(),))
+        return look_at_start(state.waiting_for_nothing(), at, policy, (because.NoLibrary(),))
     why = (because.LaunchNeverBegan(within_s=policy.begin_within_s),)
     state = stopping(state, Plan(next=Next.RELAUNCH, why=why))
     state = replace(state, launch=replace(state.launch, first_failure=why))
@@ -128,13 +130,14 @@ def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
     if not missing and state.phase is Phase.TRAINING:
         return _on_launch_late(state, at, policy)
     if not missing and state.resume.chosen and state.failure is not None:
-        return on_judge_late(state, at, policy)
+        return on_judge_late(state, at, state.failure, policy)
     if not missing and state.start.wait_until is not None:
         return go_on_starting(state, at, policy, (because.WaitOver(),))
     if not missing and state.start.unfit_since is not None and not state.start.clearing:
         return go_on_starting(state, at, policy, (because.CheckAgain(),))
     if not missing and state.start.clearing is Clearing.ASKED:
-        state = replace(state, start=replace(state.start, clearing=Clearing.LATE), deadline_at=at + policy.ask_within_s)
+        state = replace(state, start=replace(state.start, clearing=Clearing.LATE))
+        state = state.waiting(Timer.CLEARING, at + policy.ask_within_s)
         return Decision(state, (do.AskUncleared(launch=state.launch.number),), (because.ClearingLate(),))
     if not missing and state.start.clearing:
         return stop(state, at, Plan(next=Next.REQUEUE, why=(because.ClearingLate(),)), policy)

@@ -14,7 +14,7 @@ from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.core.phases import Decision, query_slurm
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import LIMIT, NO_SIGNAL, NODE_TERM, State
+from stepkeeper.core.state import LIMIT, NO_SIGNAL, NODE_TERM, State, Timer
 
 # The job's time limit, ahead of it and without a signal: when to leave so that a save is durable before it.  Pure.
 
@@ -36,12 +36,12 @@ def margin_s(state: State, policy: Policy) -> float:
 def expecting(state: State, policy: Policy) -> State:
     """Set when to ask Slurm about the limit: it may have been changed since."""
     end_at = state.identity.end_at
-    return replace(state, limit_at=None if end_at is None else end_at - margin_s(state, policy))
+    return state.beside(Timer.LIMIT, None if end_at is None else end_at - margin_s(state, policy))
 
 
 def on_limit_near(state: State) -> Decision:
     """The margin has begun, as far as we know: is it still so?"""
-    state = replace(state, limit_at=None)
+    state = state.beside(Timer.LIMIT, None)
     if not state.query.asking:
         state = replace(state, query=replace(state.query, signal=LIMIT))
     return query_slurm(state, (because.TimeLimitNear(),))

@@ -31,7 +31,7 @@ from stepkeeper.core.phases import (
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.scale_up import give_up, may_rest, rest
-from stepkeeper.core.state import Blame, BusStatus, Next, Phase, Plan, State
+from stepkeeper.core.state import Blame, BusStatus, Next, Phase, Plan, State, Timer
 
 SLURM_MISSES_A_NODE = (  # srun's last words, where it cannot start a step on every node: it kills what it has started
     "requested node configuration is not available",
@@ -81,7 +81,7 @@ def on_nodes_not_cleared(state: State, event: on.NodesNotCleared, policy: Policy
         return Decision(state)
     left = [node for node in event.nodes if node in state.nodes.usable]
     if not left or len(left) == len(state.nodes.usable):
-        return Decision(replace(state, deadline_at=event.at))  # then the next rougher means: a requeue
+        return Decision(state.waiting(Timer.CLEARING, event.at))  # then the next rougher means: a requeue
     why = {node: (because.NodeNotClear(node=node),) for node in left}
     return _leave(state, event.at, why, policy, exclude=True)
 
@@ -98,7 +98,7 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
         return bus.on_bus_ended(state, event, policy)
     # the others get their full time on the next bus
     watchers = replace(state.watchers, status=BusStatus.ENDED, error=event.error, ready=frozenset())
-    state = replace(state, watchers=watchers, deadline_at=None)
+    state = replace(state, watchers=watchers).waiting_for_nothing()
     return lose_nodes(state, event.at, silent, (are_lost(state, silent),), policy)
 
 
@@ -121,7 +121,7 @@ def _wait_for_common_cause(state: State, at: float, said: Why, policy: Policy) -
     if at - since >= policy.unfit_wait_s:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_UNFIT), policy)
     start = replace(state.start, clearing=None, unfit_since=since)
-    state = replace(state, start=start, deadline_at=at + policy.unfit_retry_s)
+    state = replace(state, start=start).waiting(Timer.UNFIT_RETRY, at + policy.unfit_retry_s)
     return Decision(state, (), (*why, because.CheckAgain(after_s=policy.unfit_retry_s)))
 
 
@@ -268,7 +268,8 @@ def _train_without(state: State, at: float, why: Why, policy: Policy, *, hit: bo
     plan = Plan(next=Next.RELAUNCH, why=why, blame=Blame.NODE) if enough else _requeue(state, why)
     if state.launch.saving is not None and not lost:  # what the ranks have copied may still be written
         state = stopping(state, plan)
-        state = replace(state, launch=replace(state.launch, first_failure=why), deadline_at=at + policy.commit_grace_s)
+        state = replace(state, launch=replace(state.launch, first_failure=why))
+        state = state.waiting(Timer.RANKS_LEAVE, at + policy.commit_grace_s)
         return Decision(state, (), (*why, because.CommitInFlight()))
     decision = stop(state, at, plan, policy)
     if enough and not all_ready(decision.state):
@@ -287,11 +288,11 @@ def _without_a_spare(state: State, at: float, why: Why, policy: Policy) -> Decis
         restarted = restart_bus(state, at, why, policy)
         return Decision(restarted.state, (*released.effects, *restarted.effects), why)
     if state.identity.wrapped and not state.launch.all_tasks_started:
-        state = replace(state, deadline_at=at + policy.begin_within_s)
+        state = state.waiting(Timer.TASKS_STARTED, at + policy.begin_within_s)
     elif not state.launch.library_seen:
-        state = replace(state, deadline_at=at + policy.announce_within_s)
+        state = state.waiting(Timer.LIBRARY, at + policy.announce_within_s)
     else:
-        state = replace(state, deadline_at=None)
+        state = state.waiting_for_nothing()
     return Decision(state, released.effects, why)
 
 

@@ -36,7 +36,7 @@ from stepkeeper.core.phases import (
 )
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Reason, Why
-from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Next, Phase, Plan, Question, SlurmReachability, State
+from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Next, Phase, Plan, Question, SlurmReachability, State, Timer
 
 replace = msgspec.structs.replace
 
@@ -46,8 +46,8 @@ def on_signal(state: State, event: on.SignalReceived, policy: Policy) -> Decisio
     if event.signal in ("TERM", "INT") and state.leaving.term_at is None:
         state = replace(state, leaving=replace(state.leaving, term_at=event.at))
     if event.signal in ("TERM", "INT") and state.phase is Phase.REQUEUEING:  # whoever sent it does not wait for longer
-        by = _earlier(state.requeue.by, event.at + state.identity.kill_wait_s)
-        state = replace(state, requeue=replace(state.requeue, by=by))
+        end = _earlier(state.timers.get(Timer.REQUEUE_END), event.at + state.identity.kill_wait_s)
+        state = state.beside(Timer.REQUEUE_END, end)
     state = replace(state, query=replace(state.query, signal=event.signal))
     return _ask_about(state, event.at, (because.GotSignal(signal=event.signal),), policy)
 
@@ -83,7 +83,7 @@ def _ask_about(state: State, at: float, why: Why, policy: Policy) -> Decision:
         if state.requeue.requesting:
             return Decision(state)  # Slurm ends what it requeues: the answer to that is on its way
         if not state.query.asking:  # between two tries: what it means cannot wait
-            state = replace(state, deadline_at=at + policy.ask_within_s)
+            state = state.waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
     return query_slurm(state, why)
 
 
@@ -102,7 +102,7 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
         if event.job.state is JobState.RUNNING:
             state = replace(state, leaving=replace(state.leaving, preempted_at=event.job.preempt_at))
     if state.phase is Phase.REQUEUEING and again:
-        state = replace(state, deadline_at=event.at + policy.ask_within_s)
+        state = state.waiting(Timer.SLURM_ANSWER, event.at + policy.ask_within_s)
         return query_slurm(state, (because.SignalSinceAsked(),))
     judgement = judge_eviction(state, event.job, event.at, policy)
     if state.phase is Phase.REQUEUEING:
@@ -124,12 +124,11 @@ def _act(  # noqa: C901, PLR0912 - one case a notice
         state = _dealt_with(state, event, nothing_ends=nothing_ends)
     why: Why = (_meaning(event, judgement),)
     if nothing_ends and final and state.phase is Phase.STOPPING and not state.launch.running:
-        assert state.leaving.plan is not None, "STOPPING is entered with a plan"
         if event.job is None and state.start.slurm_away_since is not None:
             return wait_for_slurm(state, event.at, why, policy)
-        if state.leaving.plan.next is Next.END:  # its status said the end, and Slurm did not ask for it
-            return close(state, event.at, state.leaving.plan, policy)
-        return relaunch(state, event.at, state.leaving.plan.why, policy)  # the launch failed on its own account
+        if state.plan.next is Next.END:  # its status said the end, and Slurm did not ask for it
+            return close(state, event.at, state.plan, policy)
+        return relaunch(state, event.at, state.plan.why, policy)  # the launch failed on its own account
     if nothing_ends and final and state.phase is Phase.TRAINING and state.launch.first_failure:
         plan = Plan(next=Next.RELAUNCH, why=state.launch.first_failure)  # no notice explains how that rank ended
         return kill(stopping(state, plan), event.at, policy, plan.why)
@@ -188,8 +187,7 @@ def _dealt_with(state: State, event: on.SlurmAnswered, *, nothing_ends: bool) ->
 
 def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Policy) -> Decision:
     """The allocation will be taken: save if there is something to save, then leave it."""
-    deadline = judgement.deadline_at
-    assert deadline is not None, "whoever takes the allocation says until when"
+    deadline = judgement.deadline_at if judgement.deadline_at is not None else at
     runs_out = judgement.notice is Notice.TIME_LIMIT and state.leaving.term_at is None  # announced, not yet carried out
     if not runs_out:
         state = replace(state, leaving=replace(state.leaving, eviction_confirmed=True))
@@ -210,7 +208,7 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
         case Phase.STOPPING if state.launch.killed:
             return Decision(take(state, plan), (), plan.why)
         case Phase.STOPPING | Phase.CLOSING:
-            state = replace(take(state, plan), deadline_at=_earlier(state.deadline_at, deadline))
+            state = take(state, plan).waiting_until(_earlier(state.deadline_at, deadline))
             return Decision(state, (), plan.why)
         case _:
             return stop(state, at, plan, policy)
@@ -232,13 +230,12 @@ def _save_if_it_can(state: State, at: float, deadline: float, plan: Plan, policy
 
 def _save_until(state: State, deadline: float) -> Decision:
     """A notice while the ranks save: tell them if they have less time than they know of."""
-    assert state.leaving.plan is not None, "SAVING is entered with a plan"
     before = state.deadline_at
     if state.storage.verifying is not None or state.leaving.term_at is None:  # committed: nothing is left but to leave
         deadline = _earlier(before, deadline)
     shorter = before is not None and deadline < before and state.storage.verifying is None
-    why = state.leaving.plan.why
-    state = replace(state, deadline_at=deadline)
+    why = state.plan.why
+    state = state.waiting(Timer.SAVE, deadline)
     return Decision(state, (request_save(state),) if shorter else (), why)
 
 
@@ -262,21 +259,18 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     if anew and policy.resubmit == "never":
         plan = Plan(next=Next.END, why=(because.RequeueForbidden(),), code=ExitCode.REQUEUE_FAILED)
         return close(state, event.at, plan, policy)
-    assert state.leaving.plan is not None, "REQUEUEING is entered with a plan"
-    why = state.leaving.plan.why
+    why = state.plan.why
     state, keep = without_lost(state, event.at, policy)
     now = tuple(exclusion for exclusion in state.nodes.excluded if exclusion.until > event.at)
     over = [exclusion.node for exclusion in state.nodes.excluded if exclusion not in now]
     readmit = tuple(dict.fromkeys([*state.nodes.readmit, *over]))
     if now:
         why += (because.WithoutNodes(nodes=tuple(exclusion.node for exclusion in now)),)
-    deadline = event.at + policy.requeue_within_s
     state = replace(
         state,
         requeue=replace(state.requeue, requesting=True),
-        deadline_at=deadline,
         nodes=replace(state.nodes, excluded=now, readmit=readmit),
-    )
+    ).waiting(Timer.REQUEUE_ANSWER, event.at + policy.requeue_within_s)
     exclude = tuple(exclusion.node for exclusion in now)
     if anew:
         state = replace(state, requeue=replace(state.requeue, resubmitting=True))
@@ -289,9 +283,8 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
     if state.phase is not Phase.REQUEUEING:
         return Decision(state)
     if event.ok:
-        assert state.leaving.plan is not None, "REQUEUEING is entered with a plan"
         requeued = because.Requeued(job_id=event.job_id, besides=event.error)
-        return close(state, event.at, Plan(next=Next.END, why=(requeued, *state.leaving.plan.why)), policy)
+        return close(state, event.at, Plan(next=Next.END, why=(requeued, *state.plan.why)), policy)
     if not state.requeue.requesting:
         return Decision(state)  # too late: it was given up, and counted
     if event.forbidden and (state.requeue.resubmitting or policy.resubmit == "never"):
@@ -300,7 +293,7 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
     if event.forbidden:
         deadline = event.at + policy.ask_within_s
         requeue = replace(state.requeue, requesting=False, resubmitting=True)
-        state = replace(state, requeue=requeue, deadline_at=deadline)
+        state = replace(state, requeue=requeue).waiting(Timer.SLURM_ANSWER, deadline)
         return query_slurm(state, (because.RequeueNotAllowed(error=event.error),))
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
 
@@ -316,8 +309,7 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
         state,
         requeue=replace(state.requeue, tries=tries, requesting=False),
         query=replace(state.query, question=None),
-        deadline_at=at + wait,
-    )
+    ).waiting(Timer.REQUEUE_TRY, at + wait)
     return Decision(state, (), (because.RequeueFailed(error=error, again_s=wait, tries=tries),))
 
 

@@ -28,6 +28,7 @@ from stepkeeper.core.state import (
     Plan,
     Question,
     State,
+    Timer,
 )
 
 # Which nodes a launch gets.  Pure.
@@ -102,16 +103,15 @@ def can_save(state: State) -> bool:
 
 def save(state: State, deadline: float, plan: Plan) -> Decision:
     """Ask all ranks for a save, and to leave."""
-    state = replace(state, phase=Phase.SAVING, leaving=replace(state.leaving, plan=plan), deadline_at=deadline)
+    state = replace(state, phase=Phase.SAVING, leaving=replace(state.leaving, plan=plan)).waiting(Timer.SAVE, deadline)
     why = plan.why if state.launch.library_seen else (*plan.why, because.StopSignalInstead())
     return Decision(state, (request_save(state),), why)
 
 
 def request_save(state: State) -> do.RequestSave:
     """Return the word to the ranks that belongs to SAVING."""
-    assert state.leaving.plan is not None, "SAVING is entered with a plan"
     sent = None if state.identity.wrapped else state.launch.slurm_sent or None  # a wrapper absorbs what Slurm sends
-    return do.RequestSave(stop=True, reasons=state.leaving.plan.why, deadline_at=state.deadline_at, slurm_sent=sent)
+    return do.RequestSave(stop=True, reasons=state.plan.why, deadline_at=state.deadline_at, slurm_sent=sent)
 
 
 def query_slurm(state: State, why: Why) -> Decision:
@@ -145,8 +145,7 @@ def stop(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     why = plan.why
     state = take(state, plan)
     state = replace(state, storage=replace(state.storage, verifying=None))
-    assert state.leaving.plan is not None, "just taken"
-    plan = state.leaving.plan
+    plan = state.plan
     if state.phase is Phase.CLOSING:
         return closed(state, at, policy, why)
     if not state.launch.running:
@@ -173,7 +172,7 @@ def kill(state: State, at: float, policy: Policy, why: Why) -> Decision:
     deadline = at + policy.kill_within_s
     if state.leaving.leave_at is not None:
         deadline = min(deadline, max(state.leaving.leave_at, at) + policy.hurry_within_s)
-    state = replace(state, launch=replace(state.launch, killed=True), deadline_at=deadline)
+    state = replace(state, launch=replace(state.launch, killed=True)).waiting(Timer.KILL, deadline)
     return Decision(state, (do.KillRanks(launch=state.launch.number, reasons=why),), why)
 
 
@@ -182,7 +181,8 @@ def close(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     deadline = at + (policy.verify_within_s if state.storage.verifying else policy.close_within_s)
     if state.leaving.leave_at is not None:
         deadline = min(deadline, max(state.leaving.leave_at, at + policy.hurry_within_s))
-    state = replace(state, phase=Phase.CLOSING, leaving=replace(state.leaving, plan=plan), deadline_at=deadline)
+    state = replace(state, phase=Phase.CLOSING, leaving=replace(state.leaving, plan=plan))
+    state = state.waiting(Timer.READ_BACK if state.storage.verifying else Timer.WATCHERS_LEAVE, deadline)
     return closed(state, at, policy, plan.why)
 
 
@@ -191,8 +191,7 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
 
     Through the requeue the watchers stay: were the supervisor killed in it, nobody else would save the run.
     """
-    plan = state.leaving.plan
-    assert plan is not None, "CLOSING is entered with a plan"
+    plan = state.plan
     if plan.next is Next.REQUEUE and not state.identity.has_batch_script:
         why = (*plan.why, because.NoBatchScript())
         plan = replace(plan, next=Next.END, why=why, code=ExitCode.NO_BATCH_SCRIPT)
@@ -205,10 +204,8 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
         return Decision(state, (), why)
     if plan.next is Next.END:
         return finish(state, plan)
-    by = at + REQUEUE_FOR_S
-    state = replace(
-        state, phase=Phase.REQUEUEING, deadline_at=at + policy.ask_within_s, requeue=replace(state.requeue, by=by)
-    )
+    state = replace(state, phase=Phase.REQUEUEING).beside(Timer.REQUEUE_END, at + REQUEUE_FOR_S)
+    state = state.waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
     asked = query_slurm(state, (because.RequeueAsked(),))
     return Decision(asked.state, asked.effects, why)
 
@@ -216,7 +213,7 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
 def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """Start again in the same allocation, while it is found out why the launch failed.
 
-    What follows from that, and whether the budget lasts, is known with the newest checkpoint: `settling`.
+    What follows from that, and whether the budget lasts, is known with the newest checkpoint: `recovery`.
     """
     if not places(state):
         return close(state, at, Plan(next=Next.REQUEUE, why=(*why, room(state)), blame=Blame.NODE), policy)
@@ -228,7 +225,7 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
         and launch.began_at is not None
         and at - launch.began_at >= policy.unseen_progress_s
     )
-    if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`settling`)
+    if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`recovery`)
         tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.budgets.tried)
         state = replace(state, budgets=replace(state.budgets, failures=0, tried=tried))
     judged = charged and (
@@ -238,7 +235,9 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     judge = (do.JudgeLaunch(launch=launch.number, found=launch.found),) if judged else ()
     released = release(state)
     state = released.state
-    wait = policy.choose_within_s if all_ready(state) else policy.watcher_back_within_s
+    waits = (Timer.WATCHERS, at + policy.watcher_back_within_s)
+    if all_ready(state):
+        waits = (Timer.CHECKPOINT_CHOICE, at + policy.choose_within_s)
     state = replace(
         state,
         phase=Phase.STARTING,
@@ -248,7 +247,7 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
         leaving=replace(state.leaving, plan=None, fallback_plan=None),
         resume=replace(state.resume, choice=Choice.OPEN),
         start=replace(state.start, clearing=None),
-        deadline_at=at + wait,
+        timers=state.timers.waiting(*waits),
     )
     return Decision(state, (*released.effects, do.ChooseCheckpoint(), *judge), (because.Relaunch(), *why))
 
@@ -260,14 +259,12 @@ def repeats(tried: Tried) -> int:
 
 def wait_for_slurm(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """No launch can begin without Slurm: ask again in a moment.  That it is away is in nobody's budget."""
-    assert state.leaving.plan is not None, "STOPPING is entered with a plan"
-    plan = replace(state.leaving.plan, blame=Blame.SLURM)
+    plan = replace(state.plan, blame=Blame.SLURM)
     state = replace(
         state,
         leaving=replace(state.leaving, plan=plan),
         query=replace(state.query, question=None),
-        deadline_at=at + policy.slurm_again_s,
-    )
+    ).waiting(Timer.SLURM_RETRY, at + policy.slurm_again_s)
     return Decision(state, (), (*why, because.WaitForSlurm()))
 
 
@@ -292,23 +289,20 @@ def go_on_starting(state: State, at: float, policy: Policy, why: Why) -> Decisio
     if not all_ready(state) or state.storage.testing or state.storage.failing_since is not None:
         return Decision(state, (), why)
     if not state.resume.chosen:
-        return Decision(replace(state, deadline_at=at + policy.choose_within_s), (), why)
+        return Decision(state.waiting(Timer.CHECKPOINT_CHOICE, at + policy.choose_within_s), (), why)
     if state.failure is not None:
-        return Decision(replace(state, deadline_at=state.failure.judge_by), (), why)
+        return Decision(state.waiting(Timer.CAUSE, state.failure.judge_by), (), why)
     if state.start.wait_until is not None and at < state.start.wait_until:
-        return Decision(replace(state, deadline_at=state.start.wait_until), (), why)
-    state = replace(
-        state,
-        start=replace(state.start, wait_until=None, clearing=Clearing.ASKED),
-        deadline_at=at + policy.clear_within_s,
-    )
+        return Decision(state.waiting(Timer.PAUSE, state.start.wait_until), (), why)
+    state = replace(state, start=replace(state.start, wait_until=None, clearing=Clearing.ASKED))
+    state = state.waiting(Timer.CLEARING, at + policy.clear_within_s)
     clear = do.ClearNodes(launch=state.launch.number, nodes=state.nodes.usable, first=places(state)[0])
     return Decision(state, (clear,), why)
 
 
 def finish(state: State, plan: Plan) -> Decision:
     """End the supervisor; where the run needs a person, call one."""
-    state = replace(state, phase=Phase.DONE, leaving=replace(state.leaving, plan=plan), deadline_at=None)
+    state = replace(state, phase=Phase.DONE, leaving=replace(state.leaving, plan=plan)).waiting_for_nothing()
     call = do.NotifyUser(code=int(plan.code), reasons=plan.why, cause=plan.cause)
     calls = (call,) if plan.code.needs_person else ()
     return Decision(state, (*calls, do.Exit(code=int(plan.code), reasons=plan.why)), plan.why)

@@ -22,7 +22,7 @@ from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
 from stepkeeper.core.phases import Decision, go_on_starting, places, repeats, stop, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State
+from stepkeeper.core.state import Blame, Choice, Failure, Next, Phase, Plan, State, Timer
 
 TRIED_MAX = 16  # ways to fail that are remembered, the newest
 
@@ -36,17 +36,14 @@ def on_judged(state: State, event: on.Judged, policy: Policy) -> Decision:
         return Decision(state)
     why = (found(event),)
     state = replace(state, failure=replace(failure, judged=event))
-    return settle(state, event.at, why, policy) if state.resume.chosen else Decision(state, (), why)
+    return settle(state, event.at, event, why, policy) if state.resume.chosen else Decision(state, (), why)
 
 
-def on_judge_late(state: State, at: float, policy: Policy) -> Decision:
+def on_judge_late(state: State, at: float, failure: Failure, policy: Policy) -> Decision:
     """Nobody can tell in time why it failed: storage that hangs holds its logs."""
-    assert state.failure is not None, "the caller looks"
     why = (because.CauseLate(within_s=policy.judge_within_s),)
-    unknown = on.Judged(
-        at=at, launch=state.failure.launch, cause=Cause.UNKNOWN, rule="no-verdict-in-time", confidence=0.0
-    )
-    return settle(replace(state, failure=replace(state.failure, judged=unknown)), at, why, policy)
+    unknown = on.Judged(at=at, launch=failure.launch, cause=Cause.UNKNOWN, rule="no-verdict-in-time", confidence=0.0)
+    return settle(state, at, unknown, why, policy)
 
 
 def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decision:
@@ -58,7 +55,7 @@ def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decisi
     ):
         return Decision(state)
     resume = replace(state.resume, choice=Choice.OPEN)
-    state = replace(state, resume=resume, deadline_at=event.at + policy.choose_within_s)
+    state = replace(state, resume=resume).waiting(Timer.CHECKPOINT_CHOICE, event.at + policy.choose_within_s)
     if event.error:
         why = (*state.launch.first_failure, because.NoWayBack(error=event.error))
         plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
@@ -91,16 +88,14 @@ def found(said: on.Judged) -> because.CauseFound:
     )
 
 
-def settle(state: State, at: float, why: Why, policy: Policy) -> Decision:
+def settle(state: State, at: float, said: on.Judged, why: Why, policy: Policy) -> Decision:
     """Decide what follows; the newest checkpoint is known, and so is the cause, as far as anybody can tell."""
-    failure = state.failure
-    assert failure is not None and failure.judged is not None, "the callers look"  # noqa: PT018
-    said = failure.judged
+    failed_at = state.failure.step if state.failure is not None else None
     cause = said.cause if said.confidence >= policy.judged_from else Cause.UNKNOWN
     if cause in OF_NODE and said.node and said.node not in state.launch.nodes:
         cause = Cause.UNKNOWN  # a node that the launch did not run on explains nothing: it was left before
     place = _place(cause, said)
-    step = next((each for each in (said.step, failure.step, state.resume.step) if each is not None), None)
+    step = next((each for each in (said.step, failed_at, state.resume.step) if each is not None), None)
     before = next((each for each in state.budgets.tried if (each.cause, each.place) == (cause, place)), None)
     count = before.count if before is not None else 0
     row = policy.row(cause)
@@ -214,7 +209,7 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
     if state.resume.step < below:
         return go_on_starting(state, at, policy, (*why, because.NewestIsBefore()))
     resume = replace(state.resume, choice=Choice.ROLLING_BACK)
-    state = replace(state, resume=resume, deadline_at=at + policy.choose_within_s)
+    state = replace(state, resume=resume).waiting(Timer.CHECKPOINT_CHOICE, at + policy.choose_within_s)
     effect = do.RollBack(
         launch=state.launch.number,
         below_step=below,

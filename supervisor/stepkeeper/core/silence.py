@@ -17,7 +17,7 @@ from stepkeeper.core.eviction import expecting
 from stepkeeper.core.phases import Decision, all_ready, kill_for, query_slurm_unprompted
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Finding, Why
-from stepkeeper.core.state import Phase, Silence, State, Suspended
+from stepkeeper.core.state import Phase, Silence, State, Suspended, Timer
 
 RULE = "progress-silence"
 PATIENCE_MAX = 8.0  # times the usual limit, for ranks that move and complete no step
@@ -29,12 +29,12 @@ replace = msgspec.structs.replace
 def alive(state: State, at: float, policy: Policy) -> State:
     """A rank spoke: from here on silence counts anew."""
     if not policy.hang_watch:
-        return replace(state, silence=replace(state.silence, hang_at=None))
+        return state.beside(Timer.HANG, None)
     saving = state.launch.saving is not None
     allowed = silence_s(state.pace, policy, saving=saving)
     soon = steady_s(state.pace, policy, saving=saving)
     early = allowed - soon if soon is not None else 0.0
-    return replace(state, silence=Silence(early_s=early, hang_at=at + allowed - early))
+    return replace(state, silence=Silence(early_s=early)).beside(Timer.HANG, at + allowed - early)
 
 
 def first_word_by(state: State, at: float, policy: Policy) -> float | None:
@@ -81,11 +81,12 @@ def _only_tells(state: State) -> bool:
 
 def _not_watched(state: State) -> State:
     """Silence means nothing until the ranks' first word."""
-    return replace(state, silence=replace(state.silence, looking=False, hang_at=None))
+    return replace(state, silence=replace(state.silence, looking=False)).beside(Timer.HANG, None)
 
 
 def _look(state: State, at: float, policy: Policy, why: Why) -> Decision:
-    state = replace(state, silence=replace(state.silence, looking=True, hang_at=at + policy.stacks_within_s))
+    state = replace(state, silence=replace(state.silence, looking=True))
+    state = state.beside(Timer.HANG, at + policy.stacks_within_s)
     effect = do.CollectStacks(
         launch=state.launch.number, nodes=state.launch.nodes, within_s=0.8 * policy.stacks_within_s
     )
@@ -111,15 +112,15 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
 
 def _look_again(state: State, at: float) -> State:
     """Wait for as long as without the early look."""
-    silence = replace(state.silence, looking=False, early_s=0.0, hang_at=at + state.silence.early_s)
-    return replace(state, silence=silence)
+    silence = replace(state.silence, looking=False, early_s=0.0)
+    return replace(state, silence=silence).beside(Timer.HANG, at + state.silence.early_s)
 
 
 def _wait_on(state: State, at: float, policy: Policy) -> State:
     saving = state.launch.saving is not None
     allowed = silence_s(state.pace, policy, saving=saving) if state.launch.library_seen else _start_s(state, policy)
     hang_at = at + min(state.silence.patience, PATIENCE_MAX) * allowed
-    return replace(state, silence=replace(state.silence, early_s=0.0, hang_at=hang_at))
+    return replace(state, silence=replace(state.silence, early_s=0.0)).beside(Timer.HANG, hang_at)
 
 
 def _stands_still(state: State, at: float, said: on.StacksCollected | None, policy: Policy) -> Decision:
@@ -147,9 +148,12 @@ def on_stood_still(state: State, event: on.Suspended) -> Decision:
     """Put off everything that is measured in silence; an answer that is on its way may be out of date."""
     away = event.seconds
     why = (because.Suspended(seconds=away),)
-    deadline = _later(state.deadline_at, away)
-    if state.leaving.leave_at is not None and state.deadline_at is not None:  # Slurm's limit is not ours to put off
-        deadline = min(state.deadline_at + away, max(state.deadline_at, state.leaving.leave_at))
+    timers = state.timers.beside(Timer.HANG, _later(state.timers.get(Timer.HANG), away))
+    if state.deadline_at is not None:
+        deadline = state.deadline_at + away
+        if state.leaving.leave_at is not None:  # Slurm's limit is not ours to put off
+            deadline = min(deadline, max(state.deadline_at, state.leaving.leave_at))
+        timers = timers.waiting(timers.wait, deadline)
     failure = state.failure
     if failure is not None:
         failure = replace(failure, judge_by=failure.judge_by + away)
@@ -161,8 +165,7 @@ def on_stood_still(state: State, event: on.Suspended) -> Decision:
     )
     state = replace(
         state,
-        deadline_at=deadline,
-        silence=replace(state.silence, hang_at=_later(state.silence.hang_at, away)),
+        timers=timers,
         start=replace(
             state.start,
             wait_until=_later(state.start.wait_until, away),
@@ -188,7 +191,7 @@ def on_clock_set(state: State, event: on.ClockSet, policy: Policy) -> Decision:
         identity=replace(state.identity, end_at=_later(state.identity.end_at, -event.seconds)),
         leaving=replace(state.leaving, preempted_at=_later(state.leaving.preempted_at, -event.seconds)),
     )
-    if state.limit_at is not None:  # else Slurm is being asked about it, or was
+    if state.timers.get(Timer.LIMIT) is not None:  # else Slurm is being asked about it, or was
         state = expecting(state, policy)
     if state.phase is Phase.SAVING and state.leaving.leave_at is not None:  # by when was said by the clock before
         return query_slurm_unprompted(state, (*why, because.SaveLimitAsked()))

@@ -44,6 +44,7 @@ from stepkeeper.core.state import (
     Silence,
     SlurmReachability,
     State,
+    Timer,
     Watchers,
 )
 
@@ -88,7 +89,7 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
         resume=replace(state.resume, skipped_data=event.skipped_data),
         losses=losses.carried(event.losses),
         watchers=Watchers(bus=1, status=BusStatus.OPEN),
-        deadline_at=event.at + policy.start_within_s,
+        timers=state.timers.waiting(Timer.WATCHERS, event.at + policy.start_within_s),
     )
     state = expecting(state, policy)
     if event.finished_step is not None:
@@ -140,7 +141,9 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
         # a notice meanwhile reached no watcher: only Slurm can tell of it
         # the word of the begin may have been lost: only warn, later
         unknown = state.identity.wrapped and not state.launch.all_tasks_started
-        state = replace(state, deadline_at=event.at + policy.announce_within_s if unknown else None)
+        state = state.waiting_for_nothing()
+        if unknown:
+            state = state.waiting(Timer.TASKS_STARTED, event.at + policy.announce_within_s)
         return query_slurm_unprompted(state, (because.NoticePerhapsMissed(),))
     return go_on_starting(state, event.at, policy, (because.WatchersReady(),))
 
@@ -151,7 +154,7 @@ def _bus_comes(state: State, at: float, policy: Policy) -> State:
     if state.phase is not Phase.TRAINING or not waits_for_slurm:
         return state
     watchers = replace(state.watchers, reachability=SlurmReachability.NONE)
-    return replace(state, watchers=watchers, deadline_at=at + policy.watcher_back_within_s)
+    return replace(state, watchers=watchers).waiting(Timer.WATCHERS, at + policy.watcher_back_within_s)
 
 
 def _say_again(state: State, *, first: bool) -> Decision:
@@ -192,7 +195,7 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
     if event.skipped:
         why += (because.StepsPassedOver(steps=tuple((each.directory, each.problem) for each in event.skipped)),)
     if state.failure is not None and state.failure.judged is not None:
-        return settle(state, event.at, why, policy)
+        return settle(state, event.at, state.failure.judged, why, policy)
     if state.failure is None and state.launch.number and state.budgets.failures >= policy.failures_max:
         failed = (*state.launch.first_failure, because.FailuresMax(failures=state.budgets.failures))
         plan = Plan(next=Next.END, why=failed, code=ExitCode.TRAINING_FAILED)
@@ -217,10 +220,14 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
     if event.unfit:
         return on_unfit(state, event, policy)
     nodes = places(state)
+    timers = state.timers.waiting(Timer.LIBRARY, event.at + policy.announce_within_s)
+    if state.identity.wrapped:
+        timers = state.timers.waiting(Timer.TASKS_STARTED, event.at + policy.begin_within_s)
+    timers = timers.beside(Timer.HANG, first_word_by(state, event.at, policy))
     state = replace(
         state,
         phase=Phase.TRAINING,
-        deadline_at=event.at + (policy.begin_within_s if state.identity.wrapped else policy.announce_within_s),
+        timers=timers,
         start=replace(state.start, clearing=None, unfit_since=None),
         launch=Launch(number=state.launch.number, nodes=nodes, began_at=event.at, running=True),
         budgets=replace(state.budgets, failure_counted=False),
@@ -231,7 +238,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         losses=losses.launched(state.losses, state.resume.step),
         stragglers=stragglers.launched(state.stragglers),
         nodes=replace(state.nodes, launched_before=state.launch.nodes or state.nodes.launched_before),
-        silence=Silence(hang_at=first_word_by(state, event.at, policy)),
+        silence=Silence(),
     )
     state = launched(state, event.at, policy)
     effect = do.StartLaunch(

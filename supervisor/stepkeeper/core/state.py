@@ -1,4 +1,8 @@
-"""Where an attempt stands: one frozen record, of which `decide` makes the next."""
+"""Where an attempt stands: one frozen record, of which `decide` makes the next.
+
+It is made of records by idea: what changes together lies together.  Where a record says what is the case, None says
+that it is not.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.losses import Losses
 from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.stragglers import Stragglers
+
+replace = msgspec.structs.replace
 
 NODE_TERM = "node TERM"  # a watcher got SIGTERM, and nobody else
 LIMIT = "limit"  # the time limit is near, by our own clock
@@ -76,6 +82,79 @@ class Question(StrEnum):
 
     ASKED = "asked"
     OUTDATED = "outdated"  # something happened since: it is asked again after the answer
+
+
+class Timer(StrEnum):
+    """What falls due at an instant."""
+
+    # what a phase waits for, one at a time; too late, and the next rougher means comes
+    WATCHERS = "watchers"  # they answer, or are back
+    STORAGE_TEST = "storage_test"
+    STORAGE_RETRY = "storage_retry"
+    CHECKPOINT_CHOICE = "checkpoint_choice"
+    CAUSE = "cause"  # why the launch before failed
+    PAUSE = "pause"  # what made it fail may pass
+    UNFIT_RETRY = "unfit_retry"
+    CLEARING = "clearing"
+    TASKS_STARTED = "tasks_started"
+    LIBRARY = "library"  # its first word
+    SAVE = "save"
+    RANKS_LEAVE = "ranks_leave"
+    KILL = "kill"  # the end of what was killed
+    READ_BACK = "read_back"
+    WATCHERS_LEAVE = "watchers_leave"
+    SLURM_ANSWER = "slurm_answer"
+    SLURM_RETRY = "slurm_retry"
+    REQUEUE_ANSWER = "requeue_answer"
+    REQUEUE_TRY = "requeue_try"
+    # what runs beside it
+    HANG = "hang"  # in TRAINING: until then a word of the ranks must come
+    LIMIT = "limit"  # the job's time limit is near
+    REQUEUE_END = "requeue_end"  # also where Slurm never answers
+
+
+BESIDE = {
+    Timer.HANG: (Phase.TRAINING,),
+    Timer.LIMIT: (Phase.STARTING, Phase.TRAINING),
+    Timer.REQUEUE_END: (Phase.REQUEUEING,),
+}  # the phases in which they count
+
+
+class Timers(msgspec.Struct, frozen=True):
+    """When what falls due; Unix seconds."""
+
+    at: dict[Timer, float] = {}
+
+    def get(self, timer: Timer) -> float | None:
+        """Return when it falls due; None where it does not run."""
+        return self.at.get(timer)
+
+    @property
+    def wait(self) -> Timer | None:
+        """What the phase waits for."""
+        return next((timer for timer in self.at if timer not in BESIDE), None)
+
+    def waiting(self, timer: Timer | None, at: float | None) -> Timers:
+        """Have the phase wait for this, and for nothing else; None: for nothing."""
+        beside = {each: due for each, due in self.at.items() if each in BESIDE}
+        return Timers(beside if timer is None or at is None else {timer: at, **beside})
+
+    def beside(self, timer: Timer, at: float | None) -> Timers:
+        """Set what runs beside the phase's wait; None: it does not."""
+        others = {each: due for each, due in self.at.items() if each is not timer}
+        return Timers(others if at is None else {**others, timer: at})
+
+    def due(self, phase: Phase, at: float) -> Timer | None:
+        """Return what is due in a phase: what runs beside it first, but for silence."""
+        due = [timer for timer, when in self.at.items() if at >= when and phase in BESIDE.get(timer, (phase,))]
+        return max(due, key=_ORDER.index, default=None)
+
+    def wake_at(self, phase: Phase) -> float | None:
+        """Return when the first falls due that counts in a phase."""
+        return min((at for timer, at in self.at.items() if phase in BESIDE.get(timer, (phase,))), default=None)
+
+
+_ORDER = (Timer.HANG, *(timer for timer in Timer if timer not in BESIDE), Timer.REQUEUE_END, Timer.LIMIT)
 
 
 class Blame(StrEnum):
@@ -251,7 +330,6 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
     """How long the ranks of a launch say nothing."""
 
-    hang_at: float | None = None  # in TRAINING: until then a word must come
     patience: float = 1.0  # how many times longer, since the ranks were seen to move
     looking: bool = False  # their stacks are being collected
     early_s: float = 0.0  # so much before its usual time silence is looked at, or the look at hand began
@@ -283,7 +361,6 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
 class Requeue(msgspec.Struct, frozen=True, kw_only=True):
     """The requeue in REQUEUEING."""
 
-    by: float | None = None  # the end, also where Slurm never answers
     tries: int = 0
     requesting: bool = False  # ordered, and not answered
     resubmitting: bool = False  # the site let us requeue nothing: the job is submitted again instead
@@ -303,8 +380,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a decision depends on besides the event and the policy."""
 
     phase: Phase = Phase.STARTING
-    deadline_at: float | None = None  # Unix seconds; `Tick` comes then
-    limit_at: float | None = None  # when to leave because of the job's time limit
+    timers: Timers = Timers()
     identity: Identity = Identity()
     nodes: Nodes = Nodes()
     watchers: Watchers = Watchers()
@@ -333,12 +409,34 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         return self.launch.library_seen or self.baseline.start_s > 0.0
 
     @property
+    def plan(self) -> Plan:
+        """What comes when the ranks are gone: another launch, where nothing else was decided."""
+        return self.leaving.plan or Plan(next=Next.RELAUNCH, why=self.launch.first_failure)
+
+    @property
+    def deadline_at(self) -> float | None:
+        """When the phase has waited for long enough."""
+        wait = self.timers.wait
+        return None if wait is None else self.timers.get(wait)
+
+    def waiting(self, timer: Timer, at: float) -> State:
+        """Return the state that waits for this, and for nothing else in its phase."""
+        return replace(self, timers=self.timers.waiting(timer, at))
+
+    def waiting_until(self, at: float) -> State:
+        """Return the state that waits for the same until another instant; one that waits for nothing goes on so."""
+        return replace(self, timers=self.timers.waiting(self.timers.wait, at))
+
+    def waiting_for_nothing(self) -> State:
+        """Return the state whose phase has no deadline."""
+        return replace(self, timers=self.timers.waiting(None, None))
+
+    def beside(self, timer: Timer, at: float | None) -> State:
+        """Return the state in which this falls due beside what the phase waits for; None: it does not."""
+        return replace(self, timers=self.timers.beside(timer, at))
+
+    @property
     def wake_at(self) -> float | None:
         """When the next `Tick` must come."""
-        hang_at = self.silence.hang_at if self.phase is Phase.TRAINING else None
-        limit_at = self.limit_at if self.phase in (Phase.STARTING, Phase.TRAINING) else None
         grow_at = self.nodes.growth.wake_at if self.phase is Phase.TRAINING else None
-        requeue_by = self.requeue.by if self.phase is Phase.REQUEUEING else None
-        return min(
-            (at for at in (self.deadline_at, hang_at, limit_at, grow_at, requeue_by) if at is not None), default=None
-        )
+        return min((at for at in (self.timers.wake_at(self.phase), grow_at) if at is not None), default=None)

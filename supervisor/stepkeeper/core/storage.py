@@ -17,7 +17,7 @@ from stepkeeper.core.phases import Decision, all_ready, go_on_starting, stop
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.starting import on_checkpoint_chosen
-from stepkeeper.core.state import Next, Phase, Plan, State
+from stepkeeper.core.state import Next, Phase, Plan, State, Timer
 
 NAMED_MAX = 3
 ANSWER_MARGIN_S = 10.0  # a test ends by its own limit; its answer needs a moment
@@ -52,7 +52,7 @@ def on_run_directory_gone(state: State, event: on.RunDirectoryGone, policy: Poli
 
 def _testing(state: State, at: float, policy: Policy) -> State:
     deadline = at + policy.storage_test_within_s + ANSWER_MARGIN_S
-    return replace(state, storage=replace(state.storage, testing=True), deadline_at=deadline)
+    return replace(state, storage=replace(state.storage, testing=True)).waiting(Timer.STORAGE_TEST, deadline)
 
 
 def on_storage_tested(state: State, event: on.StorageTested, policy: Policy) -> Decision:
@@ -73,7 +73,7 @@ def on_storage_tested(state: State, event: on.StorageTested, policy: Policy) -> 
     if passed:
         said += (because.StorageTrusted(directory=state.resume.directory),)
     if not all_ready(state):
-        state = replace(state, deadline_at=event.at + policy.start_within_s)
+        state = state.waiting(Timer.WATCHERS, event.at + policy.start_within_s)
     return go_on_starting(state, event.at, policy, said)
 
 
@@ -99,7 +99,7 @@ def _failed(state: State, at: float, said: Why, policy: Policy, *, untrue: bool)
     deadline = min(at + pause, since + policy.storage_wait_s)
     storage = replace(state.storage, failing_since=since, tries=state.storage.tries + 1)
     start = replace(state.start, clearing=None)  # were the nodes asked already, their answer would start the launch
-    state = replace(state, storage=storage, start=start, deadline_at=deadline)
+    state = replace(state, storage=storage, start=start).waiting(Timer.STORAGE_RETRY, deadline)
     return Decision(state, (), (*said, because.StorageTestAgain(after_s=deadline - at)))
 
 

@@ -31,6 +31,8 @@ from stepkeeper.core.state import (
     Question,
     Resting,
     State,
+    Timer,
+    Timers,
     Watchers,
 )
 
@@ -58,7 +60,7 @@ def _states() -> dict[str, State]:
         nodes=Nodes(usable=NODES, wanted=2),
         launch=Launch(nodes=NODES),
         watchers=Watchers(bus=1, status=BusStatus.OPEN, ready=frozenset("a")),
-        deadline_at=AT + 60,
+        timers=Timers({Timer.WATCHERS: AT + 60}),
         query=Query(question=Question.ASKED),
     )
     judging = replace(
@@ -79,7 +81,7 @@ def _states() -> dict[str, State]:
         phase=Phase.TRAINING,
         start=replace(clearing.start, clearing=None),
         launch=replace(clearing.launch, running=True, library_seen=True, step=900),
-        deadline_at=None,
+        timers=Timers(),
     )
     leave = Plan(next=Next.REQUEUE, why=(because.SlurmSaid(notice=Notice.PREEMPTED, slurm_state="RUNNING"),))
     saving = replace(
@@ -87,7 +89,7 @@ def _states() -> dict[str, State]:
         phase=Phase.SAVING,
         leaving=replace(training.leaving, plan=leave),
         launch=replace(training.launch, saving="s1"),
-        deadline_at=AT + 60,
+        timers=Timers({Timer.WATCHERS: AT + 60}),
     )
     again = Plan(next=Next.RELAUNCH, why=(because.RankFailed(rank=1, node="b", code=1),))
     stopping = replace(
@@ -103,7 +105,7 @@ def _states() -> dict[str, State]:
         launch=replace(stopping.launch, running=False),
     )
     requeueing = replace(closing, phase=Phase.REQUEUEING)
-    done = replace(requeueing, phase=Phase.DONE, deadline_at=None)
+    done = replace(requeueing, phase=Phase.DONE, timers=Timers())
     return {
         "starting": starting,
         "starting, a failure is judged": judging,

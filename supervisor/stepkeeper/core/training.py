@@ -28,7 +28,7 @@ from stepkeeper.core.policy import STOP_SIGNALS, Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.silence import alive, save_seconds, step_seconds
 from stepkeeper.core.slow_nodes import at_commit, watch_pace
-from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State
+from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State, Timer
 
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75
@@ -54,7 +54,7 @@ def _begun(state: State, at: float, policy: Policy) -> State:
         launch=replace(state.launch, all_tasks_started=True),
         start=replace(state.start, slurm_away_since=None),
     )
-    return replace(state, deadline_at=at + policy.announce_within_s) if waited_for else state
+    return state.waiting(Timer.LIBRARY, at + policy.announce_within_s) if waited_for else state
 
 
 def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision:
@@ -82,8 +82,8 @@ def _on_unable(state: State, event: on.RankHello) -> Decision:
     if event.rank:
         return Decision(state)
     launch = replace(state.launch, library_seen=False, saving=None)
-    silence = replace(state.silence, looking=False, hang_at=None)
-    state = replace(state, launch=launch, silence=silence)
+    silence = replace(state.silence, looking=False)
+    state = replace(state, launch=launch, silence=silence).beside(Timer.HANG, None)
     return Decision(state, (), (because.NotAttached(framework=event.framework, error=event.unable),))
 
 
@@ -95,7 +95,7 @@ def _heard(state: State) -> State:
         launch=replace(state.launch, library_seen=True, all_tasks_started=True),
         start=replace(state.start, slurm_away_since=None),
     )
-    return replace(state, deadline_at=None) if waited_for else state
+    return state.waiting_for_nothing() if waited_for else state
 
 
 def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decision:
@@ -135,7 +135,7 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
         resume=replace(state.resume, went_back=False),
     )
     state = alive(state, event.at, policy)
-    state = expecting(state, policy) if state.limit_at is not None else state
+    state = expecting(state, policy) if state.timers.get(Timer.LIMIT) is not None else state
     why: Why = (because.Committed(step=event.step, framework=event.framework),)
     if event.drift:
         why += (because.CopiesDiffer(tensors=event.drift),)
@@ -189,7 +189,7 @@ def _leave_soon(state: State, at: float, policy: Policy) -> State:
     if state.launch.killed:
         return state
     known = state.deadline_at if state.phase is not Phase.TRAINING else None  # there it is the watchers'
-    return replace(state, deadline_at=deadline if known is None else min(known, deadline))
+    return state if known is not None and known <= deadline else state.waiting(Timer.RANKS_LEAVE, deadline)
 
 
 def on_finished(state: State, event: on.TrainingFinished, policy: Policy) -> Decision:
@@ -262,7 +262,8 @@ def _on_rank_failed(state: State, event: on.RankExited, policy: Policy, why: Why
         killed = kill(replace(state, phase=Phase.STOPPING), event.at, policy, why)
         return Decision(killed.state, (*killed.effects, *look), why)
     if state.phase is Phase.TRAINING:
-        state = replace(state, phase=Phase.STOPPING, deadline_at=event.at + policy.commit_grace_s)
+        state = replace(state, phase=Phase.STOPPING)
+        state = state.waiting(Timer.RANKS_LEAVE, event.at + policy.commit_grace_s)
     return Decision(state, look, (*why, because.CommitInFlight()))
 
 
@@ -297,7 +298,7 @@ def _on_rank_left(state: State, event: on.RankExited, policy: Policy) -> Decisio
     left = because.RankLeft(rank=event.rank, node=event.node, seen=event.code is not None)
     wait = policy.leave_within_s if state.launch.saving is None else policy.commit_grace_s
     plan = Plan(next=Next.RELAUNCH, why=(left,))
-    state = replace(stopping(state, plan), deadline_at=event.at + wait)
+    state = stopping(state, plan).waiting(Timer.RANKS_LEAVE, event.at + wait)
     return Decision(state, (), (replace(left, waiting=True),))
 
 
@@ -311,8 +312,7 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
         return close(state, event.at, finished, policy)
     if state.phase is Phase.TRAINING:
         return _after_unasked_end(state, event, policy)
-    plan = state.leaving.plan
-    assert plan is not None, "SAVING and STOPPING are entered with a plan"
+    plan = state.plan
     if plan.code is ExitCode.FINISHED and event.code:  # with 0, rank 0's word counts without the file
         failed = (because.OutcomeMissing(error=event.error, code=event.code),)
         plan = state.leaving.fallback_plan or Plan(next=Next.RELAUNCH, why=failed)
@@ -330,7 +330,7 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
         if state.identity.wrapped:
             return close(state, event.at, plan, policy)
         # Slurm's signal reaches these ranks before us: a handler that saves ends with 0 as well
-        state = replace(stopping(state, plan), deadline_at=event.at + policy.ask_within_s)
+        state = stopping(state, plan).waiting(Timer.SLURM_ANSWER, event.at + policy.ask_within_s)
         return (
             Decision(state, (), why)
             if state.query.asking
@@ -357,7 +357,8 @@ def _never_began(state: State, at: float, why: Why, policy: Policy) -> Decision:
     state = replace(
         stopping(state, Plan(next=Next.RELAUNCH, why=why)), start=replace(state.start, slurm_away_since=since)
     )
-    return query_slurm_unprompted(replace(state, deadline_at=at + policy.ask_within_s), (*why, because.SlurmAsked()))
+    state = state.waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
+    return query_slurm_unprompted(state, (*why, because.SlurmAsked()))
 
 
 def _after_failure(state: State, event: on.LaunchEnded, why: Why, policy: Policy) -> Decision:
@@ -366,7 +367,7 @@ def _after_failure(state: State, event: on.LaunchEnded, why: Why, policy: Policy
         return relaunch(state, event.at, why, policy)
     if event.stopped:
         state = _prompted(state)
-    state = replace(stopping(state, _again(state, why)), deadline_at=event.at + policy.ask_within_s)
+    state = stopping(state, _again(state, why)).waiting(Timer.SLURM_ANSWER, event.at + policy.ask_within_s)
     asked = Decision(state) if state.query.asking else query_slurm(state, why)
     return Decision(asked.state, asked.effects, (*why, because.SlurmAsked()))
 
@@ -393,6 +394,6 @@ def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: P
         why = (damaged, because.CheckpointBeforeUsed())
     if state.phase is Phase.CLOSING:
         deadline = event.at + policy.close_within_s  # only the watchers are waited for now
-        state = replace(state, deadline_at=min(state.deadline_at or deadline, deadline))
+        state = state.waiting(Timer.WATCHERS_LEAVE, min(state.deadline_at or deadline, deadline))
         return closed(state, event.at, policy, why)
     return Decision(state, (), why)

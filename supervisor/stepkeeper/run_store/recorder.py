@@ -15,7 +15,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reason_text import text
-from stepkeeper.core.state import State
+from stepkeeper.core.state import State, Timer, Timers
 from stepkeeper.run_store.journal import VERSION, Record
 from stepkeeper_trainer.formats.lease import Lease
 
@@ -112,8 +112,6 @@ class Recorder:
 # A change is named by one key each, whichever record of the state holds it: journals outlive a change of the records.
 KEYS = {
     "phase": ("", "phase"),
-    "deadline_at": ("", "deadline_at"),
-    "limit_at": ("", "limit_at"),
     "failure": ("", "failure"),
     "answered": ("", "answered"),
     "suspended": ("", "suspended"),
@@ -181,7 +179,6 @@ KEYS = {
     "found": ("launch", "found"),
     "paced": ("launch", "paced"),
     "to_replace": ("launch", "to_replace"),
-    "hang_at": ("silence", "hang_at"),
     "patience": ("silence", "patience"),
     "looking": ("silence", "looking"),
     "early_s": ("silence", "early_s"),
@@ -193,7 +190,6 @@ KEYS = {
     "eviction_confirmed": ("leaving", "eviction_confirmed"),
     "signal": ("query", "signal"),
     "question": ("query", "question"),
-    "requeue_by": ("requeue", "by"),
     "requeue_tries": ("requeue", "tries"),
     "requesting": ("requeue", "requesting"),
     "resubmitting": ("requeue", "resubmitting"),
@@ -205,10 +201,16 @@ KEYS = {
 }
 
 
+# Timers have keys as well, and what the phase waits for has two: journals of earlier releases say only until when.
+BESIDE = {"hang_at": Timer.HANG, "limit_at": Timer.LIMIT, "requeue_by": Timer.REQUEUE_END}
+WAIT, WAIT_UNTIL = "waits_for", "deadline_at"
+ALL_KEYS = (*KEYS, *BESIDE, WAIT, WAIT_UNTIL)
+
+
 def changes(old: State, new: State) -> dict[str, Any]:
     """Return what has to be changed in a state to make it another one; of windows that slid only what is new."""
     found: dict[str, Any] = {}
-    for key in KEYS:
+    for key in ALL_KEYS:
         then, now = _value(old, key), _value(new, key)
         if then is not now and then != now:
             found[key] = _change(_plain(then), _plain(now))
@@ -216,6 +218,12 @@ def changes(old: State, new: State) -> dict[str, Any]:
 
 
 def _value(state: State, key: str) -> object:
+    if key == WAIT:
+        return state.timers.wait
+    if key == WAIT_UNTIL:
+        return state.deadline_at
+    if key in BESIDE:
+        return state.timers.get(BESIDE[key])
     record, field = KEYS[key]
     value: object = getattr(getattr(state, record) if record else state, field)
     return value
@@ -238,8 +246,7 @@ def changed(state: State, missed: dict[str, Any]) -> State:
             record, field = KEYS[key]
             value = _apply(_plain(_value(state, key)), change)
             (plain.setdefault(record, {}) if record else plain)[field] = value
-    if not plain:
-        return state
+    state = msgspec.structs.replace(state, timers=_timers(state.timers, missed))
     made = msgspec.convert(plain, State)
     for key in missed.keys() & KEYS.keys():
         record, field = KEYS[key]
@@ -248,6 +255,16 @@ def changed(state: State, missed: dict[str, Any]) -> State:
             value = {record: msgspec.structs.replace(getattr(state, record), **value)}
         state = msgspec.structs.replace(state, **value)
     return state
+
+
+def _timers(timers: Timers, missed: dict[str, Any]) -> Timers:
+    for key in missed.keys() & BESIDE.keys():
+        timers = timers.beside(BESIDE[key], msgspec.convert(missed[key], float | None))
+    if not missed.keys() & {WAIT, WAIT_UNTIL}:
+        return timers
+    wait = msgspec.convert(missed.get(WAIT, timers.wait), Timer | None)
+    known = timers.get(timers.wait) if timers.wait is not None else None
+    return timers.waiting(wait, msgspec.convert(missed.get(WAIT_UNTIL, known), float | None))
 
 
 def _change(then: Any, now: Any) -> Any:

@@ -240,13 +240,13 @@ def _value(word: str) -> Any:
 
 def describe(before: State, decision: Decision) -> Iterator[str]:
     """Yield what came of an event; `> .` where nothing did."""
-    state = decision.state
+    state, wait = decision.state, decision.state.timers.wait
     if state == before and not decision.effects:
         yield "> ."
         return
     shown = {
         "launch": state.launch.number or None,
-        "deadline": state.deadline_at,
+        **({wait.value: state.deadline_at} if wait is not None else {}),
         "plan": state.leaving.plan.next.value if state.leaving.plan is not None else None,
         "failures": state.budgets.failures or None,
         "lost": state.budgets.node_losses or None,

@@ -7,7 +7,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.baseline import SAVES_ENOUGH
 from stepkeeper.core.decide import decide
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.state import LIMIT, Next, Phase
+from stepkeeper.core.state import LIMIT, Next, Phase, Timer
 from tests.core.promises.register import POLICY, all_watched, promise
 
 
@@ -19,7 +19,7 @@ def every_wait_has_a_deadline(turns):
         free = state.phase is Phase.DONE or (state.phase is Phase.TRAINING and all_watched(state))
         assert free or state.deadline_at is not None
         heard = state.phase is Phase.TRAINING and state.launch.library_seen
-        assert not heard or state.silence.hang_at is not None
+        assert not heard or state.timers.get(Timer.HANG) is not None
 
 
 @promise
@@ -27,10 +27,11 @@ def a_limit_that_is_known_is_acted_on(turns):
     """By our own clock: a site may send no signal before it."""
     for turn in turns:
         state = turn.before
-        due = isinstance(turn.event, on.Tick) and state.limit_at is not None and turn.event.at >= state.limit_at
+        limit_at = state.timers.get(Timer.LIMIT)
+        due = isinstance(turn.event, on.Tick) and limit_at is not None and turn.event.at >= limit_at
         if due and state.phase in (Phase.STARTING, Phase.TRAINING):
             assert turn.after.query.asking
-            assert turn.after.limit_at is None
+            assert turn.after.timers.get(Timer.LIMIT) is None
 
 
 @promise
@@ -86,13 +87,14 @@ def a_requeue_that_nobody_takes_ends(turns):
     """Its controller may be gone for good, and nobody may be left who would end us."""
     for turn in turns:
         state = turn.after
+        end = state.timers.get(Timer.REQUEUE_END)
         if state.phase is Phase.REQUEUEING:
-            assert state.requeue.by is not None
-            over = decide(state, on.Tick(at=state.requeue.by), POLICY).state
+            assert end is not None
+            over = decide(state, on.Tick(at=end), POLICY).state
             assert over.phase in (Phase.CLOSING, Phase.DONE)
         told = isinstance(turn.event, on.SignalReceived) and turn.event.signal in ("TERM", "INT")
         if told and turn.before.phase is state.phase is Phase.REQUEUEING:
-            assert state.requeue.by <= turn.event.at + state.identity.kill_wait_s
+            assert end <= turn.event.at + state.identity.kill_wait_s
 
 
 @promise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.state import Phase
+from stepkeeper.core.state import Phase, Timer
 from tests.core.promises.register import all_watched, promise
 
 
@@ -53,7 +53,7 @@ def silence_ends_a_launch_only_after_a_look_at_its_stacks(turns):
             assert looked
             assert turn.ordered(do.KillRanks)
         if turn.after.silence.looking:
-            assert turn.after.silence.hang_at is not None
+            assert turn.after.timers.get(Timer.HANG) is not None
 
 
 @promise

@@ -39,7 +39,7 @@ def seen(tmp_path: Path, text: str, command: str, directory: str | None = None) 
         (PARSED, "bash -c 'python train.py --output_dir out | tee log'", ("huggingface", "out", True)),
         (PARSED, "deepspeed train.py --output_dir out", ("huggingface", "out", True)),
         (PARSED, "python train.py", ("huggingface", "trainer_output", True)),
-        (PARSED, "bash -c 'python train.py --output_dir $OUT'", ("huggingface", "trainer_output", True)),
+        (PARSED, "bash -c 'python train.py --output_dir $OUT'", ("huggingface", None, True)),
         (f"{TRAINER}Trainer(args=TrainingArguments(output_dir='here')).train()", "python train.py",
          ("huggingface", "here", False)),
         (f"{TRAINER}TrainingArguments(output_dir='a')\nTrainingArguments(output_dir='b')", "python train.py",

@@ -7,10 +7,13 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import structlog
 
+from stepkeeper.cli import attempt
 from stepkeeper.config.patterns import Patterns
+from stepkeeper.config.settings import RunSettings
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.frameworks.following import Following
@@ -239,3 +242,26 @@ def test_a_process_that_dies_is_told_by_its_last_words(case: Case, monkeypatch: 
 
     assert event.directory is None
     assert "ended with -6" in event.skipped[0].problem
+
+
+@pytest.mark.parametrize(
+    ("more", "command", "argument", "expected"),
+    [
+        ({"resume": "declares it"}, "train.py", None, []),
+        ({}, "train.py", None, ["framework_cannot_resume"]),
+        ({}, "train.py {resume}", None, []),
+        ({}, "train.py", True, []),
+        ({"directory": None}, "train.py", None, ["framework_directory_unknown"]),
+    ],
+)
+def test_the_first_launch_says_what_a_resume_would_lack(
+    more: dict[str, object], command: str, argument: object, expected: list[str]
+) -> None:
+    values = {"framework": "dcp", "title": "DCP", "why": "x", "directory": Path("/c"), "where": "y", **more}
+    settings = msgspec.structs.replace(RunSettings(), resume_argument=argument)
+
+    with structlog.testing.capture_logs() as logged:
+        attempt.say_framework(Following(**values), command.split(), settings, structlog.get_logger())  # type: ignore[arg-type]
+        attempt.say_framework(None, command.split(), settings, structlog.get_logger())
+
+    assert [each["event"] for each in logged] == ["framework_recognized", *expected]

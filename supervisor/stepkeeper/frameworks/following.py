@@ -99,6 +99,8 @@ def _directory(framework: Framework, script: Script, wanted: str | None) -> tupl
     options = (*writes.options, *(option for name, calls in named for option in script.options_given(name, calls)))
     if said := script.option(options):
         return said[0], f"{said[1]} of the command"
+    if script.has_option(options):
+        return None, "the command names it by a variable of the shell: name it with --checkpoint-dir"
     for name, calls in named:
         values = script.given(name, calls)
         texts = {each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)} or {

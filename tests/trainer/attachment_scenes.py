@@ -47,7 +47,7 @@ def save(rank: int, directory: str, step: int, attachment: Attachment) -> None:
     place = Path(directory) / f"save-{step}"
     place.mkdir(exist_ok=True)
     (place / str(rank)).write_text(str(step))
-    attachment.saved_to(str(place))
+    attachment.saved_to(str(place), last=step == STEPS)
 
 
 def say(directory: str, rank: int, step: int) -> None:

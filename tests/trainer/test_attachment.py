@@ -38,6 +38,13 @@ def test_a_notice_of_one_rank_has_all_save_the_same_step_and_leave(
     assert saves(tmp_path) == {"save-5": ["0", "1"]}
 
 
+def test_a_notice_at_the_last_step_lets_training_come_to_its_end(stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play(f"{HERE}:signalled", tmp_path, ranks=2, limit_s=60.0, ranks_told=[1], at=STEPS - 1)
+
+    assert ended.codes == [0, 0], ended.said
+    assert saves(tmp_path) == {f"save-{STEPS}": ["0", "1"]}
+
+
 def test_a_notice_in_an_evaluation_is_answered_in_it(stage: Stage, tmp_path: Path) -> None:
     ended = stage.play(f"{HERE}:evaluating", tmp_path, ranks=2, limit_s=60.0)
 

@@ -101,6 +101,13 @@ def test_what_it_cannot_attach_to_is_imported_as_ever_and_said_once_by_rank_0(
     socket.close()
 
 
+def test_what_an_attached_framework_imports_later_is_no_news(tmp_path: Path) -> None:
+    there = framework(tmp_path, "99.0", "class Trainer: pass\n")
+    attached = f"import os; os.environ[{hook.ATTACHED_VARIABLE!r}] = str(os.getpid()); import transformers.trainer"
+
+    assert run(attached, there, RANK="0").stderr == ""
+
+
 def test_only_the_named_framework_is_waited_for(tmp_path: Path) -> None:
     there = framework(tmp_path, "99.0", "class Trainer: pass\n")
 

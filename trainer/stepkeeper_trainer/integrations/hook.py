@@ -111,13 +111,19 @@ def _attach(module: ModuleType, target: Target) -> None:
         known, version = _version(target)
         if not target.since <= _numbers(version) < target.before:
             since, before = (".".join(map(str, each)) for each in (target.since, target.before))
-            report(known, f"this release knows {target.distributions[0]} from {since} to before {before} only")
+            _refuse(known, f"this release knows {target.distributions[0]} from {since} to before {before} only")
             return
         _lend_packages()
         importlib.import_module(f"{_HOME}.{target.name}").install(module)
     except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on without us
         said = (str(error).strip().splitlines() or [""])[0]
-        report(known, f"{type(error).__name__}: {said}")
+        _refuse(known, f"{type(error).__name__}: {said}")
+
+
+def _refuse(framework: str, why: str) -> None:
+    """Say it, but where a framework that uses this one is attached to: then this one does not matter."""
+    if not os.environ.get(ATTACHED_VARIABLE):
+        report(framework, why)
 
 
 def _version(target: Target) -> tuple[str, str]:

@@ -10,8 +10,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from stepkeeper_trainer.errors import LateError
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ def join(store: Store, name: str, world_size: int, *, within_s: float = JOIN_WIT
     verdict = f"{name}/verdict"
     if store.add(f"{name}/ranks", 1) == world_size:
         store.compare_set(verdict, "", _ALL)
-    with suppress(dist.DistStoreError, RuntimeError):  # nobody has decided in time: we do
+    with suppress(RuntimeError):  # nobody has decided in time: we do
         store.wait([verdict], timedelta(seconds=within_s))
     if store.compare_set(verdict, "", _NOT_ALL) != _ALL.encode():
         raise LateError(

@@ -77,7 +77,8 @@ class StepkeeperCallback(Callback):
         trainer.save_checkpoint(path)
         if self._attachment.stopping:
             trainer.strategy.checkpoint_io.teardown()  # an asynchronous one returns before its file is there
-        self._attachment.saved_to(path)
+        last = 0 < trainer.max_steps <= self._step  # it may still come to its end
+        self._attachment.saved_to(path, last=last)
 
 
 def directory(trainer: Any) -> str:

@@ -49,6 +49,7 @@ class Deep:
     notes: tuple[str, ...]
     bytes_read: int
     bytes_known: int = 0  # not read now: found right before, and unchanged since
+    unread: bool = False  # a problem is that bytes could not be read, or changed meanwhile: they are perhaps right
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class _FileResult:
     bytes_read: int = 0
     checksums: int = 0
     refused: list[str] = field(default_factory=list)  # names of code in its pickles
+    unread: bool = False
 
 
 def verify(contents: Contents, how: Reading, sight: FirstSight, *, cached: bool) -> Deep:
@@ -77,16 +79,16 @@ def verify(contents: Contents, how: Reading, sight: FirstSight, *, cached: bool)
     if cached and before is not None:
         found = ((name, unchanged(before, name, tree.files[name])) for name in contents.parts if name in tree.files)
         known = {name: seen for name, seen in found if seen is not None}
-    unread = [part for name, part in sorted(contents.parts.items()) if name not in known]
+    wanted = [part for name, part in sorted(contents.parts.items()) if name not in known]
     pace = Pace(how) if how.bytes_per_s else None
     with ThreadPoolExecutor(how.count_threads(), thread_name_prefix="verify") as pool:
         results = dict(
             zip(
-                (part.name for part in unread), pool.map(lambda part: _file(tree, part, how, pace), unread), strict=True
+                (part.name for part in wanted), pool.map(lambda part: _file(tree, part, how, pace), wanted), strict=True
             )
         )
     problems = [f"{name}: {result.problem}" for name, result in results.items() if result.problem]
-    notes = _without_checksums(unread, results)
+    notes = _without_checksums(wanted, results)
     if refused := sorted({name for result in results.values() for name in result.refused}):
         more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""  # noqa: PLR2004
         notes.append(f"names classes of its own, which were not loaded: {', '.join(refused[:3])}{more}")
@@ -103,7 +105,8 @@ def verify(contents: Contents, how: Reading, sight: FirstSight, *, cached: bool)
     if sight.problem:
         notes.append(sight.problem)
     read = sum(result.bytes_read for result in results.values())
-    return Deep(tuple(problems), tuple(notes), read, sum(seen.bytes for seen in known.values()))
+    unread = any(result.unread for result in results.values())
+    return Deep(tuple(problems), tuple(notes), read, sum(seen.bytes for seen in known.values()), unread)
 
 
 def _without_checksums(parts: list[Part], results: Mapping[str, _FileResult]) -> list[str]:
@@ -117,7 +120,7 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
     try:
         descriptor = tree.descriptor(part.name)
     except ReadError as error:
-        result.problem = str(error).removeprefix(f"{part.name}: ")
+        result.problem, result.unread = str(error).removeprefix(f"{part.name}: "), True
         return result
     try:
         before = os.fstat(descriptor)
@@ -135,7 +138,7 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
         if result.problem:
             pass
         elif _fact(before) != _fact(after) or _fact(before) != _fact(tree.files[part.name]):
-            result.problem = "changed while it was read"
+            result.problem, result.unread = "changed while it was read", True
         elif reader.at != before.st_size:
             result.problem = f"ends at byte {reader.at} of {before.st_size}"
         elif reader.wrong:
@@ -149,7 +152,8 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
         result.status = after
         result.seen = Seen(after.st_ino, after.st_size, after.st_mtime_ns, after.st_ctime_ns, digest)
     except (ArchiveError, OSError) as error:
-        result.problem = str(error) if isinstance(error, ArchiveError) else f"cannot be read: {error.strerror}"
+        result.unread = not isinstance(error, ArchiveError)
+        result.problem = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
     finally:
         os.close(descriptor)
     return result

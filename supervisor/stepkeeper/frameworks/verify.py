@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import os
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,8 @@ from stepkeeper.frameworks.framework import Contents, Kind, Part
 from stepkeeper.frameworks.tree import ReadError, Tree
 from stepkeeper_trainer.formats.reading import Pace, Reading
 
-PIECE_BYTES = 1024 * 1024
+PIECE_BYTES = 512 * 1024  # read and hashed at once: fits the cache of a core
+BESIDE_BYTES = 8 * 1024 * 1024  # of a file from this size on, SHA-256 is computed on a thread of its own
 NAMES_KEPT = 100
 NO_CHECKSUMS = "has no checksums of its own: its bytes are compared with those of the first verification only"
 
@@ -161,13 +163,19 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
 
 def _hostile(descriptor: int, records: list[Record], refused: list[str]) -> str:
     """Say what the pickles of a file name that runs programs; other names of code go to `refused`."""
+    known: set[bytes] = set()  # tensors of one shape have the same pickle
     for record in records:
         if record.name != "data.pkl":
             continue
         if record.length > inert.PICKLE_BYTES_MAX:
             return f"its pickle has {record.length} bytes, more than {inert.PICKLE_BYTES_MAX}: not read"
+        data = os.pread(descriptor, record.length, record.start)
+        digest = hashlib.sha256(data).digest()
+        if digest in known:
+            continue
+        known.add(digest)
         try:
-            found = inert.read(os.pread(descriptor, record.length, record.start))
+            found = inert.read(data)
         except inert.InertError as error:
             return str(error)
         if found.hostile:
@@ -195,6 +203,19 @@ def _records(descriptor: int, part: Part, size: int) -> list[Record]:
     return records
 
 
+class _Beside:
+    """Computes a digest on another thread; a piece may be overwritten once the next one was taken."""
+
+    def __init__(self, thread: ThreadPoolExecutor, update: Callable[[memoryview], object]) -> None:
+        self._thread, self._update = thread, update
+        self._before: Future[object] | None = None
+
+    def __call__(self, piece: memoryview) -> None:
+        if self._before is not None:
+            self._before.result()
+        self._before = self._thread.submit(self._update, piece)
+
+
 class _Reader:
     """Reads a file from its first byte to its last one, and compares the CRC32 of each record on the way."""
 
@@ -214,20 +235,29 @@ class _Reader:
     def read(self, size: int) -> str:
         """Return the digest of the file.  Raises OSError."""
         digest = xxhash.xxh3_128()
-        buffer = memoryview(bytearray(min(PIECE_BYTES, max(1, size))))
-        while self.at < size:
+        if self._sha256 is None or size < BESIDE_BYTES:
+            self._read(size, digest.update, self._sha256.update if self._sha256 is not None else None)
+        else:
+            with ThreadPoolExecutor(1, thread_name_prefix="sha256") as thread:
+                self._read(size, digest.update, _Beside(thread, self._sha256.update))
+        return digest.hexdigest()
+
+    def _read(self, size: int, *updates: Callable[[memoryview], object] | None) -> None:
+        wanted = [update for update in updates if update is not None]
+        buffers = [memoryview(bytearray(min(PIECE_BYTES, max(1, size)))) for _ in range(2)]
+        for buffer in itertools.cycle(buffers):
+            if self.at >= size:
+                break
             if self._pace is not None:
                 self._pace.wait(min(len(buffer), size - self.at))
             count = os.preadv(self._descriptor, [buffer[: size - self.at]], self.at)
             if not count:
                 break
             piece = buffer[:count]
-            digest.update(piece)
-            if self._sha256 is not None:
-                self._sha256.update(piece)
+            for update in wanted:
+                update(piece)
             self._compare(piece)
             self.at += count
-        return digest.hexdigest()
 
     def _compare(self, piece: memoryview) -> None:
         end = self.at + len(piece)

@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery lint clean test-slurm-newest test-torch-oldest test-frameworks test-state-packages
+.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-verify lint clean test-slurm-newest test-torch-oldest test-frameworks test-state-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -110,6 +110,9 @@ bench-checkpoint: setup  ## what checkpoints cost, against torch's own (docs/ben
 # torch with CUDA is not what `setup` installs: give the Python of an environment that has it
 bench-gpu: $(if $(GPU_PYTHON),,setup)  ## what saves and loads cost on a GPU, against torch's own; GPU_PYTHON=PATH
 	PYTHONPATH=trainer:supervisor:. $(or $(GPU_PYTHON),$(V)/python) -m tests.bench_gpu $(BENCH)
+
+bench-verify: setup  ## deep verification of other frameworks' checkpoints against `cat` (docs/frameworks.md)
+	$(V)/python -m tests.bench_verify $(BENCH)
 
 bench-recovery: setup  ## recoveries under us and six other ways, side by side (docs/benchmarks-recovery.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_recovery $(BENCH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -180,6 +181,7 @@ def deepspeed_experts(root: Path, step: int) -> Path:
 
 def deepspeed_universal(root: Path, step: int) -> Path:
     path = root / f"global_step{step}_universal"
+    write(root / "latest_universal", path.name)
     state = {"global_steps": step, "param_shapes": [OrderedDict({"layer.a": torch.Size([64])})]}
     save(path / "mp_rank_00_model_states.pt", state)
     save(path / "zero/optimizer_state.pt", {"lr": 0.1})
@@ -225,7 +227,8 @@ def megatron_bridge(root: Path, step: int) -> Path:
     path = _torch_dist(root / f"iter_{step:07d}", step)
     save(path / "train_state.pt", {"step": torch.tensor(step)})
     write(path / "run_config.yaml", "x: 1\n")
-    save(root / "latest_train_state.pt", {"step": torch.tensor(step)})
+    shutil.copyfile(path / "train_state.pt", root / "latest_train_state.pt")
+    write(root / "latest_checkpointed_iteration.txt", str(step))
     return path
 
 

@@ -203,6 +203,29 @@ def test_a_flipped_byte_that_the_framework_would_load_is_found(
     assert largest.name in json.dumps(found["skipped"]), found
 
 
+def test_deepspeed_without_a_tag_loads_what_the_repaired_latest_names(
+    play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = next(each for each in CASES if each.name == "deepspeed-2")
+    played = play(case)
+    out, losses = tmp_path / "out", tmp_path / "losses"
+    shutil.copytree(played.out, out, symlinks=True)
+    shards = sorted((out / "global_step6").glob("*_optim_states.pt"))
+    shards[-1].unlink()
+    assert (out / "latest").read_text() == "global_step6"
+
+    capsys.readouterr()
+    code = main(["checkpoints", "repair", str(out), "--apply", "--allow-recent", "--json"])
+
+    assert code == 0, capsys.readouterr().out
+    assert (out / "latest").read_text() == "global_step4"
+    codes = played.framework.play(out, losses, resume=f"{out}/")
+    logs = "".join(Path(f"{losses}.log.{rank}").read_text()[-1500:] for rank in range(2))
+    assert codes == [0, 0], logs
+    for rank in range(2):
+        assert playing.losses(losses, rank) == {step: x for step, x in played.loss(rank).items() if step > 4}
+
+
 def _inside_a_record(data: bytes) -> int:
     """Return a byte of a tensor: after the name of its record and the padding before it."""
     at = data.index(b"data/0FB") if b"data/0FB" in data else data.index(b"data/0")

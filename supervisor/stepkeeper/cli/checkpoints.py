@@ -1,4 +1,4 @@
-"""`stepkeeper checkpoints ls|verify|latest|prune|pin|unpin`: the step directories of a run."""
+"""`stepkeeper checkpoints ls|verify|latest|repair|prune|pin|unpin`: the step directories of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.cli import checkpoints_foreign, checkpoints_tiers, checkpoints_upkeep, printing
+from stepkeeper.cli import checkpoints_foreign, checkpoints_repair, checkpoints_tiers, checkpoints_upkeep, printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import history, reading
@@ -36,8 +36,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare the commands."""
     group = subcommands.add_parser(
         "checkpoints",
-        help="list, verify, choose, keep and prune step directories",
-        description="List, verify, choose, keep and prune step directories.  None is ever changed.",
+        help="list, verify, choose, repair, keep and prune step directories",
+        description="List, verify, choose, repair, keep and prune step directories.  Their bytes are never changed.",
         allow_abbrev=False,
     )
     below = group.add_subparsers(
@@ -63,11 +63,14 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     latest.add_argument("where", metavar="DIR", help="run directory, its checkpoints/, or a job id")
     latest.set_defaults(execute=print_latest)
     verify.add_argument("--cached", action="store_true", help="do not read again what was right and is unchanged since")
-    latest.add_argument("--no-cache", action="store_true", help="read also what was right and is unchanged since")
+    repair = checkpoints_repair.add(below)
     for command in (verify, latest):
         command.add_argument(
             "--shallow", action="store_true", help="compare names and sizes, and that every tensor is there, only"
         )
+    for command in (latest, repair):
+        command.add_argument("--no-cache", action="store_true", help="read also what was right and is unchanged since")
+    for command in (verify, latest, repair):
         command.add_argument(
             "--threads", type=checkpoints_upkeep.positive, metavar="N", help="readers (default: by the cores)"
         )
@@ -77,7 +80,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         command.add_argument(
             "--from-disk", action="store_true", help="read past the page cache: what the disk has, not the memory"
         )
-    for command in (listing, verify, latest):
+    for command in (listing, verify, latest, repair):
         checkpoints_foreign.add(command)
         command.add_argument("--json", action="store_true", help="one JSON document")
     _add_keeping(below)

@@ -82,10 +82,10 @@ def _plain(path: Path) -> Path:
 
 def list_steps(arguments: argparse.Namespace, finding: Finding) -> int:
     """Print a table of checkpoints."""
-    root = _root(arguments, finding)
-    judged = choosing.judge_all(finding.framework, root, _how(arguments, deep=False, cached=False))
+    root = root_of(arguments, finding)
+    judged = choosing.judge_all(finding.framework, root, how_of(arguments, deep=False, cached=False))
     if arguments.json:
-        document = {**_header(root, finding), "steps": [_row(each, root) for each in judged]}
+        document = {**header_of(root, finding), "steps": [row_of(each, root) for each in judged]}
         printing.say_json(document, indent=2)
         return ExitCode.FINISHED
     printing.say(f"{finding.framework.title}: {finding.why}")
@@ -94,7 +94,7 @@ def list_steps(arguments: argparse.Namespace, finding: Finding) -> int:
         return ExitCode.FINISHED
     table = [("CHECKPOINT", "STEP", "SIZE", "WORLD", "STATE")]
     for each in judged:
-        row = _row(each, root)
+        row = row_of(each, root)
         problem = f": {_first(each.problems)}" if each.problems else ""
         world, size = row["world_size"], row["bytes"]
         table.append(
@@ -121,11 +121,11 @@ def verify_step(arguments: argparse.Namespace, finding: Finding) -> int:
             f"{arguments.where}` lists",
             ExitCode.USAGE,
         )
-    how = _how(arguments, deep=not arguments.shallow, cached=arguments.cached)
+    how = how_of(arguments, deep=not arguments.shallow, cached=arguments.cached)
     judged = choosing.judge(framework, step or Step(path, None), how)
     whole = judged.state.chosen_from or judged.state is State.NOT_RESUMABLE
     if arguments.json:
-        document = {**_header(path, finding), "ok": whole, "deep": how.deep, **_row(judged, path.parent)}
+        document = {**header_of(path, finding), "ok": whole, "deep": how.deep, **row_of(judged, path.parent)}
         printing.say_json(document, indent=2)
     else:
         printing.say(f"{finding.framework.title}: {finding.why}")
@@ -139,16 +139,16 @@ def verify_step(arguments: argparse.Namespace, finding: Finding) -> int:
 
 def print_latest(arguments: argparse.Namespace, finding: Finding) -> int:
     """Print the newest checkpoint that is whole and resumable."""
-    root = _root(arguments, finding)
-    how = _how(arguments, deep=not arguments.shallow, cached=not arguments.no_cache)
+    root = root_of(arguments, finding)
+    how = how_of(arguments, deep=not arguments.shallow, cached=not arguments.no_cache)
     chosen, skipped = choosing.newest(finding.framework, root, how)
     if arguments.json:
         document = {
-            **_header(root, finding),
+            **header_of(root, finding),
             "deep": how.deep,
             "directory": None if chosen is None else str(chosen.step.path),
-            "chosen": None if chosen is None else _row(chosen, root),
-            "skipped": [_row(each, root) for each in skipped],
+            "chosen": None if chosen is None else row_of(chosen, root),
+            "skipped": [row_of(each, root) for each in skipped],
         }
         printing.say_json(document, indent=2)
     elif chosen is not None:
@@ -161,14 +161,15 @@ def print_latest(arguments: argparse.Namespace, finding: Finding) -> int:
             )
             printing.warn(f"resume with: {words}")
     for each in skipped:
-        printing.warn(f"passed over {_name(each, root)}: {each.state.value}: {'; '.join(each.problems)}")
+        printing.warn(f"passed over {name_of(each, root)}: {each.state.value}: {'; '.join(each.problems)}")
     if chosen is None:
         printing.warn(f"{root}: no checkpoint of {finding.framework.title} that is whole and resumable")
         return NONE_FOUND
     return ExitCode.FINISHED
 
 
-def _root(arguments: argparse.Namespace, finding: Finding) -> Path:
+def root_of(arguments: argparse.Namespace, finding: Finding) -> Path:
+    """Return the directory that holds checkpoints.  Raises StepkeeperError where it is one itself."""
     path = _plain(Path(arguments.where))
     if not path.is_dir():
         raise StepkeeperError(f"{arguments.where}: is one checkpoint: name the directory that holds it", ExitCode.USAGE)
@@ -180,7 +181,8 @@ def _root(arguments: argparse.Namespace, finding: Finding) -> Path:
     return path
 
 
-def _how(arguments: argparse.Namespace, *, deep: bool, cached: bool) -> How:
+def how_of(arguments: argparse.Namespace, *, deep: bool, cached: bool) -> How:
+    """Return how checkpoints are judged."""
     reading = Reading(
         threads=getattr(arguments, "threads", None),
         bytes_per_s=getattr(arguments, "max_rate", None),
@@ -189,14 +191,16 @@ def _how(arguments: argparse.Namespace, *, deep: bool, cached: bool) -> How:
     return How(environment=os.environ, deep=deep, cached=cached, world_size=arguments.world_size, reading=reading)
 
 
-def _header(path: Path, finding: Finding) -> dict[str, Any]:
+def header_of(path: Path, finding: Finding) -> dict[str, Any]:
+    """Return what each JSON document begins with."""
     return {"path": str(path), "framework": finding.framework.name, "why": finding.why}
 
 
-def _row(judged: Judged, root: Path) -> dict[str, Any]:
+def row_of(judged: Judged, root: Path) -> dict[str, Any]:
+    """Return a checkpoint for programs."""
     deep, resume = judged.deep, judged.resume
     return {
-        "checkpoint": _name(judged, root),
+        "checkpoint": name_of(judged, root),
         "directory": str(judged.step.path),
         "step": judged.number,
         "world_size": judged.contents.world_size if judged.contents is not None else None,
@@ -211,7 +215,8 @@ def _row(judged: Judged, root: Path) -> dict[str, Any]:
     }
 
 
-def _name(judged: Judged, root: Path) -> str:
+def name_of(judged: Judged, root: Path) -> str:
+    """Return a checkpoint's path below the directory."""
     path = judged.step.path
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 

@@ -36,7 +36,7 @@ class ExitCode(IntEnum):
     CODE_CHANGED = 34, "the code is not that of the attempt before, and --same-code wants no other"
     RUN_DIRECTORY_GONE = 35, "the run directory is gone: somebody removed it while the supervisor ran"
     NOTHING_FOUND = 40, "no such run, step directory or record"
-    NOT_VERIFIED = 41, "a step directory is not what its manifest says"
+    NOT_VERIFIED = 41, "a checkpoint is damaged or incomplete, or a pointer file names another one than it should"
     SITE_UNFIT = 42, "the doctor found a problem, or the self-test did not pass"
 
     meaning: str

@@ -3,6 +3,8 @@
     DIR -> recognition -> an adapter (adapters/) lists steps -> tree (files, links refused) -> contents (complete?)
         -> deep verification (archives, DCP, safetensors) -> first sight (digests of before) -> the newest verified step
 
+    DIR -> repair: pointer files that name another one than that, and torn ones put aside; on request only
+
     CMD -> its script (script) -> framework, directory, resume argument (following): how a run uses them; a process of
         its own answers the supervisor (asking)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -12,6 +13,9 @@ from stepkeeper.frameworks.framework import Contents, Framework, Resume, Step
 from stepkeeper.frameworks.tree import TreeError
 from stepkeeper.frameworks.verify import Deep, verify
 from stepkeeper_trainer.formats.reading import Reading
+
+QUARANTINED = ".corrupt-"
+"""How names of checkpoints begin that were put aside: they are listed no more."""
 
 
 class State(Enum):
@@ -62,6 +66,10 @@ class How:
     world_size: int | None
     reading: Reading
 
+    def shallow(self) -> How:
+        """Return the same without reading tensors."""
+        return dataclasses.replace(self, deep=False)
+
 
 def judge(framework: Framework, step: Step, how: How) -> Judged:
     """Judge one checkpoint.  Raises OSError where it is gone or cannot be listed."""
@@ -89,7 +97,8 @@ def judge(framework: Framework, step: Step, how: How) -> Judged:
 
 def judge_all(framework: Framework, root: Path, how: How) -> list[Judged]:
     """Judge every checkpoint of a directory, newest first.  Raises OSError."""
-    return _newest_first([each for step in framework.list_steps(root) if (each := _if_there(framework, step, how))])
+    steps = [step for step in framework.list_steps(root) if not step.path.name.startswith(QUARANTINED)]
+    return _newest_first([each for step in steps if (each := _if_there(framework, step, how))])
 
 
 def _if_there(framework: Framework, step: Step, how: How) -> Judged | None:
@@ -126,11 +135,8 @@ def newest(
     Raises:
         OSError: the directory cannot be listed.
     """
-    shallow = How(
-        environment=how.environment, deep=False, cached=how.cached, world_size=how.world_size, reading=how.reading
-    )
     skipped: list[Judged] = []
-    for each in judge_all(framework, root, shallow):
+    for each in judge_all(framework, root, how.shallow()):
         if left_out(each):
             continue
         found: Judged | None = each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -117,6 +117,9 @@ OWN_WRITES = Writes(
 )
 
 
+POINTER_BYTES_MAX = 1024 * 1024  # no file that names a checkpoint is larger
+
+
 class Framework(Protocol):
     """One framework.  `list_steps` and `complete` are an adapter's own; the rest follows from them in most."""
 
@@ -131,6 +134,7 @@ class Framework(Protocol):
     resume_keyword: str = ""  # by which a script passes it on
     target_options: tuple[str, ...] = ()  # that say at which step training ends, where only its last step is an end
     ends_at_target: bool = False  # exit code 0 before the target step is no end of the training
+    finds: re.Pattern[str] | None = None  # what its own resume searches names for, where a part of a name is enough
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return the checkpoints below a directory, by their names alone, in any order.  Raises OSError."""
@@ -159,6 +163,13 @@ class Framework(Protocol):
     def resume(self, step: Step, contents: Contents) -> Resume:
         """Return how to resume from a checkpoint."""
         ...
+
+    def pointers(self, step: Step) -> Mapping[Path, bytes]:  # noqa: ARG002
+        """Return the files that name this checkpoint where the framework resumes from it, and what they hold then.
+
+        By the checkpoint's name and a small file in it; whether it is whole does not matter.
+        """
+        return {}
 
     def takes_resume(self, script: Script) -> bool:  # noqa: ARG002
         """Tell whether the framework's own parser reads the resume arguments of a script's command line."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import os
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,8 @@ from stepkeeper.frameworks.framework import Contents, Kind, Part
 from stepkeeper.frameworks.tree import ReadError, Tree
 from stepkeeper_trainer.formats.reading import Pace, Reading
 
-PIECE_BYTES = 1024 * 1024
+PIECE_BYTES = 512 * 1024  # read and hashed at once: fits the cache of a core
+BESIDE_BYTES = 8 * 1024 * 1024  # of a file from this size on, SHA-256 is computed on a thread of its own
 NAMES_KEPT = 100
 NO_CHECKSUMS = "has no checksums of its own: its bytes are compared with those of the first verification only"
 
@@ -49,6 +51,7 @@ class Deep:
     notes: tuple[str, ...]
     bytes_read: int
     bytes_known: int = 0  # not read now: found right before, and unchanged since
+    unread: bool = False  # a problem is that bytes could not be read, or changed meanwhile: they are perhaps right
 
 
 @dataclass(slots=True)
@@ -59,6 +62,7 @@ class _FileResult:
     bytes_read: int = 0
     checksums: int = 0
     refused: list[str] = field(default_factory=list)  # names of code in its pickles
+    unread: bool = False
 
 
 def verify(contents: Contents, how: Reading, sight: FirstSight, *, cached: bool) -> Deep:
@@ -77,16 +81,16 @@ def verify(contents: Contents, how: Reading, sight: FirstSight, *, cached: bool)
     if cached and before is not None:
         found = ((name, unchanged(before, name, tree.files[name])) for name in contents.parts if name in tree.files)
         known = {name: seen for name, seen in found if seen is not None}
-    unread = [part for name, part in sorted(contents.parts.items()) if name not in known]
+    wanted = [part for name, part in sorted(contents.parts.items()) if name not in known]
     pace = Pace(how) if how.bytes_per_s else None
     with ThreadPoolExecutor(how.count_threads(), thread_name_prefix="verify") as pool:
         results = dict(
             zip(
-                (part.name for part in unread), pool.map(lambda part: _file(tree, part, how, pace), unread), strict=True
+                (part.name for part in wanted), pool.map(lambda part: _file(tree, part, how, pace), wanted), strict=True
             )
         )
     problems = [f"{name}: {result.problem}" for name, result in results.items() if result.problem]
-    notes = _without_checksums(unread, results)
+    notes = _without_checksums(wanted, results)
     if refused := sorted({name for result in results.values() for name in result.refused}):
         more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""  # noqa: PLR2004
         notes.append(f"names classes of its own, which were not loaded: {', '.join(refused[:3])}{more}")
@@ -103,7 +107,8 @@ def verify(contents: Contents, how: Reading, sight: FirstSight, *, cached: bool)
     if sight.problem:
         notes.append(sight.problem)
     read = sum(result.bytes_read for result in results.values())
-    return Deep(tuple(problems), tuple(notes), read, sum(seen.bytes for seen in known.values()))
+    unread = any(result.unread for result in results.values())
+    return Deep(tuple(problems), tuple(notes), read, sum(seen.bytes for seen in known.values()), unread)
 
 
 def _without_checksums(parts: list[Part], results: Mapping[str, _FileResult]) -> list[str]:
@@ -117,7 +122,7 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
     try:
         descriptor = tree.descriptor(part.name)
     except ReadError as error:
-        result.problem = str(error).removeprefix(f"{part.name}: ")
+        result.problem, result.unread = str(error).removeprefix(f"{part.name}: "), True
         return result
     try:
         before = os.fstat(descriptor)
@@ -135,7 +140,7 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
         if result.problem:
             pass
         elif _fact(before) != _fact(after) or _fact(before) != _fact(tree.files[part.name]):
-            result.problem = "changed while it was read"
+            result.problem, result.unread = "changed while it was read", True
         elif reader.at != before.st_size:
             result.problem = f"ends at byte {reader.at} of {before.st_size}"
         elif reader.wrong:
@@ -149,7 +154,8 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
         result.status = after
         result.seen = Seen(after.st_ino, after.st_size, after.st_mtime_ns, after.st_ctime_ns, digest)
     except (ArchiveError, OSError) as error:
-        result.problem = str(error) if isinstance(error, ArchiveError) else f"cannot be read: {error.strerror}"
+        result.unread = not isinstance(error, ArchiveError)
+        result.problem = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
     finally:
         os.close(descriptor)
     return result
@@ -157,13 +163,19 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
 
 def _hostile(descriptor: int, records: list[Record], refused: list[str]) -> str:
     """Say what the pickles of a file name that runs programs; other names of code go to `refused`."""
+    known: set[bytes] = set()  # tensors of one shape have the same pickle
     for record in records:
         if record.name != "data.pkl":
             continue
         if record.length > inert.PICKLE_BYTES_MAX:
             return f"its pickle has {record.length} bytes, more than {inert.PICKLE_BYTES_MAX}: not read"
+        data = os.pread(descriptor, record.length, record.start)
+        digest = hashlib.sha256(data).digest()
+        if digest in known:
+            continue
+        known.add(digest)
         try:
-            found = inert.read(os.pread(descriptor, record.length, record.start))
+            found = inert.read(data)
         except inert.InertError as error:
             return str(error)
         if found.hostile:
@@ -191,6 +203,19 @@ def _records(descriptor: int, part: Part, size: int) -> list[Record]:
     return records
 
 
+class _Beside:
+    """Computes a digest on another thread; a piece may be overwritten once the next one was taken."""
+
+    def __init__(self, thread: ThreadPoolExecutor, update: Callable[[memoryview], object]) -> None:
+        self._thread, self._update = thread, update
+        self._before: Future[object] | None = None
+
+    def __call__(self, piece: memoryview) -> None:
+        if self._before is not None:
+            self._before.result()
+        self._before = self._thread.submit(self._update, piece)
+
+
 class _Reader:
     """Reads a file from its first byte to its last one, and compares the CRC32 of each record on the way."""
 
@@ -210,20 +235,29 @@ class _Reader:
     def read(self, size: int) -> str:
         """Return the digest of the file.  Raises OSError."""
         digest = xxhash.xxh3_128()
-        buffer = memoryview(bytearray(min(PIECE_BYTES, max(1, size))))
-        while self.at < size:
+        if self._sha256 is None or size < BESIDE_BYTES:
+            self._read(size, digest.update, self._sha256.update if self._sha256 is not None else None)
+        else:
+            with ThreadPoolExecutor(1, thread_name_prefix="sha256") as thread:
+                self._read(size, digest.update, _Beside(thread, self._sha256.update))
+        return digest.hexdigest()
+
+    def _read(self, size: int, *updates: Callable[[memoryview], object] | None) -> None:
+        wanted = [update for update in updates if update is not None]
+        buffers = [memoryview(bytearray(min(PIECE_BYTES, max(1, size)))) for _ in range(2)]
+        for buffer in itertools.cycle(buffers):
+            if self.at >= size:
+                break
             if self._pace is not None:
                 self._pace.wait(min(len(buffer), size - self.at))
             count = os.preadv(self._descriptor, [buffer[: size - self.at]], self.at)
             if not count:
                 break
             piece = buffer[:count]
-            digest.update(piece)
-            if self._sha256 is not None:
-                self._sha256.update(piece)
+            for update in wanted:
+                update(piece)
             self._compare(piece)
             self.at += count
-        return digest.hexdigest()
 
     def _compare(self, piece: memoryview) -> None:
         end = self.at + len(piece)

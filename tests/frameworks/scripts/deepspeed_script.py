@@ -23,7 +23,7 @@ engine, *_ = deepspeed.initialize(
 done = 0
 if options.resume:
     directory, _, tag = options.resume.rpartition("/")
-    path, _ = engine.load_checkpoint(directory, tag=tag)
+    path, _ = engine.load_checkpoint(directory, tag=tag or None)  # without a tag: what `latest` names
     assert path is not None
     done = engine.global_steps
 for step in range(done + 1, options.steps + 1):

@@ -69,13 +69,19 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def write_atomically(
-    path: Path, data: bytes, *, mode: int = 0o600, within: Path | None = None, name_durable: bool = True
+    path: Path,
+    data: bytes,
+    *,
+    mode: int = 0o600,
+    owner: tuple[int, int] | None = None,
+    within: Path | None = None,
+    name_durable: bool = True,
 ) -> None:
     """Replace `path` by `data`: after a crash it holds the old bytes or the new ones, never a mixture.
 
     The temporary file stands beside `path`, with a name of its own, so two writers cannot mix.  With `within` no
     symbolic link below that directory is followed, whoever may change it meanwhile.  Without `name_durable` the rename
-    is the last act: a crash may undo it, and no error comes once others can see it.
+    is the last act: a crash may undo it, and no error comes once others can see it.  `owner` is a user and a group id.
 
     Raises:
         OSError: nothing was replaced, and the temporary file is gone; or only its name may not be durable.
@@ -83,19 +89,22 @@ def write_atomically(
     directory = open_directory(path.parent, within=path.parent if within is None else within)
     try:
         with naming(path, always=True):
-            _replace(directory, path.name, data, mode)
+            _replace(directory, path.name, data, mode, owner)
             if name_durable:
                 os.fsync(directory)
     finally:
         os.close(directory)
 
 
-def _replace(directory: int, name: str, data: bytes, mode: int) -> None:
+def _replace(directory: int, name: str, data: bytes, mode: int, owner: tuple[int, int] | None) -> None:
     temporary = f".{name}.{secrets.token_hex(4)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(temporary, flags, 0o600, dir_fd=directory)
     try:
         try:
+            status = os.fstat(descriptor)
+            if owner is not None and owner != (status.st_uid, status.st_gid):
+                os.fchown(descriptor, *owner)
             os.fchmod(descriptor, mode)
             write_all(descriptor, data)
             os.fsync(descriptor)

@@ -31,6 +31,7 @@ class Accelerate(Framework):
     save_door = SaveDoor(Door.CALL, "the script calls `accelerator.save_state()`: nothing outside of it can")
 
     resume_option = "--resume_from_checkpoint"
+    finds = re.compile(r"\d")  # of all names, the one with the highest number
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return `checkpoint_I`, `step_I` and `epoch_I`, also below `checkpoints/`."""

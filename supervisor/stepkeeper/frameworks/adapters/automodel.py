@@ -41,6 +41,8 @@ class Automodel(Framework):
 
     writes = Writes(("--checkpoint.checkpoint_dir",), ("checkpoint_dir",), default="checkpoints")
 
+    finds = re.compile(r"step_\d+$")  # where its link `LATEST` leads nowhere
+
     def takes_resume(self, script: Script) -> bool:
         """Look for its program, or for options of the same kind in the command."""
         return any(word.rpartition("/")[2] == "automodel" or word.startswith("--checkpoint.") for word in script.words)

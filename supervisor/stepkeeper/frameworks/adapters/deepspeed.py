@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,11 @@ class DeepSpeed(Framework):
         else:
             add_engine(contents, "", world_size)
         return contents
+
+    def pointers(self, step: Step) -> Mapping[Path, bytes]:
+        """Return `latest`, or `latest_universal`: each holds the tag."""
+        name = "latest_universal" if (step.path / _UNIVERSAL).is_dir() else "latest"
+        return {step.path.parent / name: os.fsencode(step.path.name)}
 
     def resume(self, step: Step, contents: Contents) -> Resume:
         """Name the tag: `latest` may name one that is torn."""

@@ -41,6 +41,7 @@ class Lightning(Framework):
     )
     resume_option = "--ckpt_path"
     resume_keyword = "ckpt_path"
+    finds = re.compile(r"ckpt_")  # `hpc_ckpt_N.ckpt`
 
     def takes_resume(self, script: Script) -> bool:
         """Look for LightningCLI and its subcommand."""

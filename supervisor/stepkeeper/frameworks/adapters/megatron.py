@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _STEP = re.compile(r"iter_(\d{7,18})")
 _LEGACY = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _RANKS_MAX = 1_000_000
+TRACKER = "latest_checkpointed_iteration.txt"
 METADATA, COMMON, INTEGRITY = "metadata.json", "common.pt", "integrity.json"
 
 
@@ -72,6 +74,10 @@ class Megatron(Framework):
         else:
             add_torch_dist(contents)
         return contents
+
+    def pointers(self, step: Step) -> Mapping[Path, bytes]:
+        """Return the tracker, which holds the step."""
+        return {step.path.parent / TRACKER: str(step.number).encode()}
 
     def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
         """Name the step, and have a missing checkpoint end the run: it would begin with random weights."""

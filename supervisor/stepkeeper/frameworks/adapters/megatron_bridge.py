@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.adapters import megatron
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, Writes, named
+from stepkeeper.frameworks.framework import (
+    POINTER_BYTES_MAX,
+    Contents,
+    Door,
+    Framework,
+    Resume,
+    SaveDoor,
+    Step,
+    Writes,
+    named,
+)
 from stepkeeper.frameworks.script import Script
 from stepkeeper.frameworks.tree import Tree
+from stepkeeper_trainer.formats.plain import read_plain
 
 _STEP = re.compile(r"iter_(\d{7,18})")
-_OWN = ("train_state.pt", "run_config.yaml")
+_STATE, _LATEST_STATE = "train_state.pt", "latest_train_state.pt"
+_OWN = (_STATE, "run_config.yaml")
 
 
 class MegatronBridge(Framework):
@@ -46,15 +60,23 @@ class MegatronBridge(Framework):
 
     @staticmethod
     def _signs(path: Path) -> list[tuple[Path, str]]:
-        return [*((path, name) for name in _OWN), (path.parent, "latest_train_state.pt")]
+        return [*((path, name) for name in _OWN), (path.parent, _LATEST_STATE)]
 
     def complete(self, step: Step, *, world_size: int | None) -> Contents:
         """Require Bridge's own files too."""
         contents = Contents(Tree(step.path), step.number, world_size)
         megatron.add_torch_dist(contents)
-        parts.add_archive(contents, "train_state.pt")
+        parts.add_archive(contents, _STATE)
         parts.add_plain(contents, "run_config.yaml")
         return contents
+
+    def pointers(self, step: Step) -> Mapping[Path, bytes]:
+        """Return Megatron's tracker, and the copy of `train_state.pt` that Bridge reads first."""
+        found = {step.path.parent / megatron.TRACKER: str(step.number).encode()}
+        with contextlib.suppress(OSError):  # without it the checkpoint is torn, and nothing is to name it
+            state = read_plain(step.path / _STATE, POINTER_BYTES_MAX, within=step.path)
+            found[step.path.parent / _LATEST_STATE] = state
+        return found
 
     def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
         """Name directory and step."""

@@ -26,6 +26,8 @@ class Nemo(Framework):
 
     writes = Writes((), ("log_dir", "explicit_log_dir"))
 
+    finds = re.compile(r"(?:end|last)$")  # by AutoResume
+
     def list_steps(self, root: Path) -> list[Step]:
         """Return the directories with `weights/`, also below `checkpoints/`."""
         found = []

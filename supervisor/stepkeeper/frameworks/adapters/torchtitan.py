@@ -38,6 +38,8 @@ class Torchtitan(Framework):
 
     writes = Writes(("--dump_folder", "--job.dump_folder"), ("dump_folder",), default="outputs")
 
+    finds = re.compile(r"step-\d+")
+
     def takes_resume(self, script: Script) -> bool:
         """Look for its own program: of a script with a loop of its own, nothing is known."""
         return any(word.endswith(("torchtitan.train", "torchtitan/train.py")) for word in script.words)

@@ -28,7 +28,7 @@ from stepkeeper.run_store import journal
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.simulate.scenario import play
 from tests.core.test_scenarios import SCENARIOS
-from tests.seeing.build import START, Journal, see, wrong_loss
+from tests.run_analytics.build import START, Journal, see, wrong_loss
 
 TRANSCRIPT = Path(__file__).parent / "reasons.txt"
 WORDS_MAX = 20

@@ -11,7 +11,7 @@ from stepkeeper.run_analytics import reading
 from stepkeeper.run_store import submission
 from stepkeeper.run_store.paths import RunDirectory
 from tests.reading.conftest import Command, command, run
-from tests.seeing.test_timeline import RECORDED
+from tests.run_analytics.test_timeline import RECORDED
 
 __all__ = ["command", "run"]  # fixtures of the reading commands
 

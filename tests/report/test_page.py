@@ -24,8 +24,8 @@ from stepkeeper.run_analytics.timeline import OnDisk, Timeline
 from stepkeeper.run_store import journal
 from stepkeeper_trainer.formats.lineage import Commit, Lineage
 from tests.report.big import Big
-from tests.seeing.build import START, Journal, wrong_loss
-from tests.seeing.test_timeline import RECORDED, assert_adds_up, failed_and_relaunched
+from tests.run_analytics.build import START, Journal, wrong_loss
+from tests.run_analytics.test_timeline import RECORDED, assert_adds_up, failed_and_relaunched
 
 ABOUT = About(name="run", path="/runs/run", made_at=round(START) * SECOND, version="1")
 EVIL = "</title><script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m\u202e"

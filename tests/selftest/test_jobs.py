@@ -9,7 +9,7 @@ import pytest
 from stepkeeper.core.events import JobState
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.submit import selftest
-from tests.submitting.clusters import Answering
+from tests.submit.clusters import Answering
 
 ENDED, RUNNING, PENDING = JobState.ENDED, JobState.RUNNING, JobState.PENDING
 

@@ -26,7 +26,7 @@ after it) and `end` (how the newest attempt ended: `at`, `code`, `reason`) too. 
 launches of that job, where several have worked on the run.
 
 The rules are data: `supervisor/stepkeeper/diagnosis/rules.toml`.  The logs that they are measured by are in
-`tests/verdict/corpus`.
+`tests/diagnosis/corpus`.
 
 A supervisor that finds a launch failed judges it in the same way, while the next one is prepared, and goes by the
 cause's row of the ladder (below).  A verdict of less confidence than {Limits().judged_from:g} decides as

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from stepkeeper.diagnosis import log_lines, logs, page, rules
+from stepkeeper.diagnosis.causes import Cause, Role
+from tests.diagnosis.corpus import verdict
+
+ROOT = Path(__file__).parents[2]
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+STACK = f'Traceback (most recent call last):\n  File "/w/train.py", line 61, in main\n    step()\n{OOM}'
+
+
+def test_the_end_of_a_huge_log_is_found_with_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "n1.log"
+    with path.open("wb") as file:
+        for step in range(12):
+            file.write(b"".join(b"0: step %d loss 2.5\n" % (step * 60_000 + i) for i in range(60_000)))
+        file.write(STACK.replace("\n", "\n1: ").encode())
+    assert path.stat().st_size > 2 * log_lines.TAIL_BYTES_MAX
+
+    with path.open("rb") as file:
+        log = log_lines.read_log(file)
+
+    assert log.skipped_bytes > 0
+    assert sum(len(line.text) for line in log.lines) < log_lines.HEAD_BYTES_MAX + log_lines.TAIL_BYTES_MAX
+    assert [each.cause for each in logs.log_evidence(log)] == [Cause.GPU_MEMORY]
+
+
+def test_numbers_that_tell_are_read_in_every_line_of_progress() -> None:
+    healthy = "".join(f"step {step} loss 2.{step} loss scale: 1.0e-0\n" for step in range(30))
+
+    assert verdict(healthy).cause is Cause.UNKNOWN
+    assert verdict(healthy + "step 31 loss 2.5 loss scale: 1.0e-30\n" + healthy).cause is Cause.NUMERICAL
+    assert verdict(healthy + "step 31 loss nan\n" + healthy).cause is Cause.NUMERICAL
+
+
+def test_a_torch_that_finds_no_numpy_is_no_error_of_the_program() -> None:
+    log = """/env/torch/nn/functional.py:1: UserWarning: Failed to initialize NumPy: No module named 'numpy'
+Traceback (most recent call last):
+  File "/w/train.py", line 3, in <module>
+    table = losses.numpy()
+RuntimeError: Numpy is not available
+"""
+    assert verdict(log).cause is Cause.CONFIGURATION
+
+
+def test_the_end_of_a_pipe_is_found_too() -> None:
+    readable, writable = os.pipe()
+
+    def write() -> None:
+        with open(writable, "wb") as file:
+            file.writelines(b"0: step 1 loss 2.5\n" * 250_000 for _ in range(3))
+            file.write(STACK.encode())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with open(readable, "rb") as file:
+        log = log_lines.read_log(file)
+    writer.join(30.0)
+
+    assert log.skipped_bytes > 0
+    assert [each.location for each in logs.log_evidence(log)] == ["OutOfMemoryError at /w/train.py:61 in main"]
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        b"",
+        b"\n\n\r\r\n",
+        b"\x00\xff\xfe" * 1000,
+        random.Random(7).randbytes(50_000),  # noqa: S311 - noise, no secret
+        b"x" * 3_000_000,
+        b"Traceback (most recent call last):\n" * 2000,
+        b'  File "' + b"a" * 10_000 + b'", line 1\n',
+        ("\x1b[31m\u202etrain\x1b]0;title\x07\n").encode(),
+    ],
+)
+def test_any_bytes_are_read_and_none_of_them_is_a_failure(log: bytes) -> None:
+    assert verdict(log).cause is Cause.UNKNOWN
+
+
+def test_a_failure_is_found_behind_colours_bars_and_prefixes() -> None:
+    for log in (
+        "\x1b[1;31m" + OOM + "\x1b[0m",
+        " 10%|#   | 1/9 [00:01<00:08]\r 20%|##  | 2/9 [00:02<00:07]" + OOM,
+        "3: [rank3]: " + OOM,
+        "[default3]:" + OOM,
+        "2026-01-02T03:04:05.678Z stderr F " + OOM,
+        "(Worker pid=41, ip=10.0.0.1) " + OOM,
+        "x" * 10_000 + " " + OOM,
+    ):
+        assert verdict(log).cause is Cause.GPU_MEMORY, log
+
+
+def test_ranks_are_taken_from_labels_and_from_torchs_own_words() -> None:
+    assert log_lines.parse_lines(b" 12: [rank3]: x")[:2] == (3, "x")
+    assert log_lines.parse_lines(b"7: hello")[:2] == (7, "hello")
+    assert log_lines.parse_lines(b"[Rank 5] Watchdog caught collective operation timeout")[0] == 5
+    assert log_lines.parse_lines(b"no rank here")[:2] == (None, "no rank here")
+
+
+def test_of_chained_exceptions_the_one_that_nobody_handled_counts() -> None:
+    chained = (
+        'Traceback (most recent call last):\n  File "/w/a.py", line 1, in a\nKeyError: 1\n\n'
+        "During handling of the above exception, another exception occurred:\n\n"
+        'Traceback (most recent call last):\n  File "/w/b.py", line 2, in b\nValueError: 2\n'
+    )
+    direct = chained.replace(
+        "During handling of the above exception, another exception occurred:",
+        "The above exception was the direct cause of the following exception:",
+    )
+
+    assert verdict(chained).location == "ValueError at /w/b.py:2 in b"
+    assert verdict(direct).location == "KeyError at /w/a.py:1 in a"
+
+
+def test_the_location_is_in_the_users_own_code() -> None:
+    log = (
+        "Traceback (most recent call last):\n"
+        '  File "/w/train.py", line 9, in <module>\n    main()\n'
+        '  File "/env/lib/python3.12/site-packages/torch/nn/modules/module.py", line 1, in _call_impl\n'
+        "ValueError: bad\n"
+    )
+
+    assert verdict(log).location == "ValueError at /w/train.py:9"
+
+
+def test_an_error_that_training_went_on_after_did_not_end_it() -> None:
+    survived = STACK + "".join(f"\nstep {step} loss 2.{step}" for step in range(6))
+
+    assert verdict(survived).cause is not Cause.GPU_MEMORY or verdict(survived).role is Role.CONFIRMATION
+    assert verdict(survived + "\n" + STACK).cause is Cause.GPU_MEMORY
+
+
+def test_torchs_error_files_are_read_and_torn_ones_passed_over() -> None:
+    message = {"message": OOM, "extraInfo": {"py_callstack": STACK, "timestamp": "1790000000"}}
+    whole = logs.error_file_evidence(json.dumps({"message": message}).encode(), rank=3)
+    plain = logs.error_file_evidence(b'{"message": "SIGSEGV received"}')
+
+    assert whole is not None
+    assert (whole.cause, whole.rank, whole.at) == (Cause.GPU_MEMORY, 3, 1_790_000_000.0)
+    assert whole.location == "OutOfMemoryError at /w/train.py:61 in main"
+    assert plain is not None
+    assert plain.cause is Cause.SEGFAULT
+    for torn in (b"", b"{", b"[1]", b"null", b'{"message": 7}', b'{"message": {"message": null}}', b"\xff"):
+        assert logs.error_file_evidence(torn) is None
+
+
+def test_a_wrong_rule_is_refused_with_its_name() -> None:
+    whole = (ROOT / "supervisor/stepkeeper/diagnosis/rules.toml").read_text()
+    good = '[[rule]]\nid = "a"\ncause = "hang"\nrole = "root"\nconfidence = 0.5\nmatch = ["x"]\nsays = "y"\n'
+    assert rules.parse(whole + good).says("a") == "y"
+    for change, words in (
+        (("0.5", "1.5"), "rule a: confidence"),
+        (('["x"]', "[]"), "rule a matches nothing"),
+        (('["x"]', '["("]'), "rule a: "),
+        (('"hang"', '"bad luck"'), "bad luck"),
+        (('says = "y"', 'says = "y"\nweight = 3'), "weight"),
+        (('says = "y"', 'says = "y"\nframes = ["z"]'), "exceptions only"),
+    ):
+        with pytest.raises(rules.RulesError, match=words):
+            rules.parse(whole + good.replace(*change))
+    with pytest.raises(rules.RulesError, match="a stands there twice"):
+        rules.parse(whole + good + good)
+    with pytest.raises(rules.RulesError, match="no meaning for"):
+        rules.parse(good + "[causes]\n")
+
+
+def test_the_page_of_the_rules_is_up_to_date() -> None:
+    assert (ROOT / "docs/verdicts.md").read_text() == page.page(), (
+        "run `python -m stepkeeper.diagnosis.page docs/verdicts.md`"
+    )
+
+
+def test_the_same_rule_for_the_same_rank_is_told_once_with_a_count() -> None:
+    log = log_lines.read_log(io.BytesIO(b"3: CUDA out of memory\n" * 40 + b"4: CUDA out of memory\n"))
+
+    assert [(each.rank, each.count, each.line) for each in logs.log_evidence(log)] == [(3, 40, 1), (4, 1, 41)]

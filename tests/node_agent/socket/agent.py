@@ -1,0 +1,116 @@
+"""A process that serves the agent's socket before a Slurm of its own making: attacked, measured and killed by tests.
+
+    python -m tests.node_agent.socket.agent PATH LIMITS_JSON
+
+Reads one command a line: `jobs`, `hangs`, `publish`.  Prints one JSON object a line: the log, looks and calls.
+"""
+
+import json
+import sys
+import threading
+from typing import Any
+
+import msgspec
+import structlog
+
+from stepkeeper.node_agent.protocol import Seen
+from stepkeeper.node_agent.socket.connections import Limits
+from stepkeeper.node_agent.socket.requests import LookRequest
+from stepkeeper.node_agent.socket.server import AgentSocket
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.nodes import NodeFacts, OwnedJob
+
+NODE = "n1"
+FOUND = 1
+HANGS_S = 200.0
+
+
+class SmallSlurm:
+    """Keeps jobs in memory; answers nobody as long as it hangs."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, OwnedJob] = {}
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def owned_job(self, job_id: int) -> OwnedJob:
+        say(call="owned_job", job=job_id)
+        self.answers.wait(HANGS_S)
+        if job_id not in self.jobs:
+            raise SlurmError(f"slurm_load_jobs error: Invalid job id specified: {job_id}")
+        return self.jobs[job_id]
+
+    def expedite(self, job: OwnedJob, exclude: str, after_s: int) -> None:
+        say(call="hasten", job=job.job_id, exclude=exclude, after_s=after_s)
+
+    def requeue(self, job: OwnedJob) -> None:
+        say(call="requeue", job=job.job_id)
+
+    def node(self, name: str) -> NodeFacts:
+        raise AssertionError(f"the socket asked about node {name}")
+
+    def peers(self, name: str) -> tuple[NodeFacts, ...]:
+        raise AssertionError(f"the socket asked about the peers of {name}")
+
+    def cluster_size(self) -> int:
+        raise AssertionError("the socket asked for the size of the cluster")
+
+    def drain(self, name: str, reason: str) -> None:
+        raise AssertionError(f"the socket drained {name}: {reason}")
+
+    def resume(self, name: str) -> None:
+        raise AssertionError(f"the socket resumed {name}")
+
+    def reboot(self, name: str, reason: str) -> None:
+        raise AssertionError(f"the socket rebooted {name}: {reason}")
+
+
+def say(**words: Any) -> None:
+    sys.stdout.write(json.dumps(words) + "\n")  # at once: other threads write too
+    sys.stdout.flush()
+
+
+def main() -> int:
+    path, limits = sys.argv[1], msgspec.json.decode(sys.argv[2], type=Limits)
+    structlog.configure(
+        processors=[structlog.processors.add_log_level, structlog.processors.JSONRenderer()],
+        logger_factory=structlog.WriteLoggerFactory(sys.stdout),
+    )
+    slurm = SmallSlurm()
+    open_incidents: list[Seen] = []
+
+    def look(request: LookRequest) -> None:
+        say(look=msgspec.to_builtins(request))
+        # the answer comes from another thread, as the agent's does
+        threading.Timer(0.01, agent.answer_look, (request, FOUND)).start()
+
+    agent = AgentSocket(
+        path,
+        node=NODE,
+        acts=True,
+        client=slurm,
+        on_look=look,
+        open_incidents=lambda: open_incidents,
+        log=structlog.get_logger(),
+        limits=limits,
+        version="1",
+    )
+    agent.start()
+    for line in sys.stdin:
+        command = json.loads(line)
+        for job in command.get("jobs", ()):
+            slurm.jobs[job["job_id"]] = msgspec.convert(job, OwnedJob)
+        if "hangs" in command:
+            (slurm.answers.clear if command["hangs"] else slurm.answers.set)()
+        if "publish" in command:
+            seen = msgspec.convert(command["publish"], Seen)
+            open_incidents.append(seen)
+            agent.publish(seen)
+        say(done=command["number"], alive=agent.alive)
+    agent.close()
+    say(closed=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

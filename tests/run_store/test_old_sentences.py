@@ -18,7 +18,7 @@ from stepkeeper.simulate.replay import replay
 
 TESTS = Path(__file__).parents[1]
 BROKEN = "the loss is 1.2.3, and was 2, since step 7"
-STORED = [TESTS / "fixtures/run-0.1", TESTS / "fixtures/run-0.1-failures", TESTS / "seeing/recorded"]
+STORED = [TESTS / "fixtures/run-0.1", TESTS / "fixtures/run-0.1-failures", TESTS / "run_analytics/recorded"]
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_no_other_private_name_of_torchs_is_used() -> None:
     listed = {private.name.replace(":", ".").split(".")[-1] for private in PRIVATE}
     listed = {name for name in listed if name.startswith("_")}
     listed |= {"torch.distributed.tensor._utils", "_utils", "torch._C"}
+    listed |= {"_save_checkpoint"}  # of transformers' Trainer: tests/frameworks/test_attach.py saves by it
 
     assert used - listed == set(), "add it to PRIVATE, with what to do when it is gone"
     assert listed - used == set(), "used no more: take it off PRIVATE"

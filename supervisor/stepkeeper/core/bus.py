@@ -98,16 +98,18 @@ def _without_bus(state: State, why: Why) -> Decision:
 def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:
     """Beside training, no watcher at all came back in time: are the nodes lost, or is only Slurm away?"""
     if state.watchers.reachability is SlurmReachability.ASKED and state.query.asking:
-        signal = "" if state.query.signal == NO_SIGNAL else state.query.signal
+        prompted = state.query.signal != NO_SIGNAL
+        state = replace(state, query=Query(signal=state.query.signal if prompted else ""))
         late = f"no answer in {policy.ask_within_s:g} s"
-        return try_bus_again(replace(state, query=Query(signal=signal)), at, policy, answered=False, error=late)
+        decision = try_bus_again(state, at, policy, answered=False, error=late)
+        if not prompted:
+            return decision
+        more = query_slurm(decision.state, decision.why)  # what the signal means cannot wait for the bus
+        return Decision(more.state, (*decision.effects, *more.effects), decision.why)
     watchers = replace(state.watchers, reachability=SlurmReachability.ASKED)
     state = replace(state, watchers=watchers).waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
     why = (because.NoWatcher(),)
-    if state.query.asking:
-        return Decision(state, (), why)
-    unanswered = state.query.signal not in ("", NO_SIGNAL)  # what it means is still to be found out
-    return query_slurm(state, why) if unanswered else query_slurm_unprompted(state, why)
+    return Decision(state, (), why) if state.query.asking else query_slurm_unprompted(state, why)
 
 
 def try_bus_again(

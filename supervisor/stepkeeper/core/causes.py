@@ -67,7 +67,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 #
 # A row is a text of the policy, such as `relaunch, relaunch after 30 s, leave, stop`: what the first, the second, the
 # third failure in the same way leads to.  The last word holds for all that follow; what bounds them is said in
-# `settling`.  From the cheapest: `relaunch` on the same nodes, `leave` the node that failed, `rollback` to the
+# `recovery`.  From the cheapest: `relaunch` on the same nodes, `leave` the node that failed, `rollback` to the
 # verified step before, `requeue` without that node, `stop`.
 
 _WORD = re.compile(r"(?P<rung>[a-z]+)(?: after (?P<after>\d{1,6}(?:\.\d{1,3})?) s)?")
@@ -98,9 +98,9 @@ class Try(msgspec.Struct, frozen=True):
 def parse_ladder(text: str) -> tuple[Try, ...]:
     """Return the words of a row.
 
-    >>> [str(word.rung) for word in parse("relaunch, leave, stop")]
+    >>> [str(word.rung) for word in parse_ladder("relaunch, leave, stop")]
     ['relaunch', 'leave', 'stop']
-    >>> parse("relaunch after 30 s")[0].after_s
+    >>> parse_ladder("relaunch after 30 s")[0].after_s
     30.0
 
     Raises:

@@ -44,6 +44,8 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
             return on_due(state, event.at, policy) if state.phase is Phase.TRAINING else Decision(state)
         case Timer.LIMIT:
             return on_limit_near(state)
+        case Timer.STORAGE_TEST | Timer.STORAGE_RETRY:
+            return on_storage_late(state, event.at, policy)
         case Timer.HANG:
             return on_silence(state, event.at, policy)
         case Timer.REQUEUE_END:
@@ -124,8 +126,10 @@ def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
 
 
 def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
-    if state.phase is Phase.STARTING and (state.storage.testing or state.storage.failing_since is not None):
-        return on_storage_late(state, at, policy)
+    if state.phase is Phase.STARTING and state.storage.holds:
+        return Decision(
+            state.waiting_for_nothing()
+        )  # what is late may hang with the storage: it is waited for anew then
     missing = [node for node in state.nodes.usable if node not in state.watchers.ready]
     if not missing and state.phase is Phase.TRAINING:
         return _on_launch_late(state, at, policy)

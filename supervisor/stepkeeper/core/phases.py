@@ -286,8 +286,10 @@ def go_on_starting(state: State, at: float, policy: Policy, why: Why) -> Decisio
     """In STARTING, clear the nodes once watchers answer, the checkpoint is chosen, and no failure is to be settled."""
     if state.phase is not Phase.STARTING:
         return Decision(state)
-    if not all_ready(state) or state.storage.testing or state.storage.failing_since is not None:
+    if not all_ready(state):
         return Decision(state, (), why)
+    if state.storage.holds:
+        return Decision(state.waiting_for_nothing(), (), why)
     if not state.resume.chosen:
         return Decision(state.waiting(Timer.CHECKPOINT_CHOICE, at + policy.choose_within_s), (), why)
     if state.failure is not None:

@@ -89,8 +89,6 @@ class Timer(StrEnum):
 
     # what a phase waits for, one at a time; too late, and the next rougher means comes
     WATCHERS = "watchers"  # they answer, or are back
-    STORAGE_TEST = "storage_test"
-    STORAGE_RETRY = "storage_retry"
     CHECKPOINT_CHOICE = "checkpoint_choice"
     CAUSE = "cause"  # why the launch before failed
     PAUSE = "pause"  # what made it fail may pass
@@ -108,12 +106,16 @@ class Timer(StrEnum):
     REQUEUE_ANSWER = "requeue_answer"
     REQUEUE_TRY = "requeue_try"
     # what runs beside it
+    STORAGE_TEST = "storage_test"  # in STARTING: the end of the test under way
+    STORAGE_RETRY = "storage_retry"  # in STARTING: the next one
     HANG = "hang"  # in TRAINING: until then a word of the ranks must come
     LIMIT = "limit"  # the job's time limit is near
     REQUEUE_END = "requeue_end"  # also where Slurm never answers
 
 
 BESIDE = {
+    Timer.STORAGE_TEST: (Phase.STARTING,),
+    Timer.STORAGE_RETRY: (Phase.STARTING,),
     Timer.HANG: (Phase.TRAINING,),
     Timer.LIMIT: (Phase.STARTING, Phase.TRAINING),
     Timer.REQUEUE_END: (Phase.REQUEUEING,),
@@ -154,7 +156,14 @@ class Timers(msgspec.Struct, frozen=True):
         return min((at for timer, at in self.at.items() if phase in BESIDE.get(timer, (phase,))), default=None)
 
 
-_ORDER = (Timer.HANG, *(timer for timer in Timer if timer not in BESIDE), Timer.REQUEUE_END, Timer.LIMIT)
+_ORDER = (
+    Timer.HANG,
+    *(timer for timer in Timer if timer not in BESIDE),
+    Timer.STORAGE_RETRY,
+    Timer.STORAGE_TEST,
+    Timer.REQUEUE_END,
+    Timer.LIMIT,
+)
 
 
 class Blame(StrEnum):
@@ -293,13 +302,18 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the storage can be trusted, and what is read back."""
 
-    testing: bool = False  # no launch starts
+    testing: bool = False  # thoroughly, or once more: no launch starts
     suspect: Why = ()  # why it is
     failing_since: float | None = None  # it failed its test: no launch starts
     tries: int = 0
     reading_back: tuple[str, ...] = ()  # step directories: the first is being read, the others wait
     read_back_wrong: int = 0  # in a row
     verifying: str | None = None  # the last directory, read back while the ranks leave
+
+    @property
+    def holds(self) -> bool:
+        """Whether no launch may start because of it."""
+        return self.testing or self.failing_since is not None
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,12 +52,13 @@ def on_run_directory_gone(state: State, event: on.RunDirectoryGone, policy: Poli
 
 def _testing(state: State, at: float, policy: Policy) -> State:
     deadline = at + policy.storage_test_within_s + ANSWER_MARGIN_S
-    return replace(state, storage=replace(state.storage, testing=True)).waiting(Timer.STORAGE_TEST, deadline)
+    state = replace(state, storage=replace(state.storage, testing=True))
+    return state.beside(Timer.STORAGE_RETRY, None).beside(Timer.STORAGE_TEST, deadline)
 
 
 def on_storage_tested(state: State, event: on.StorageTested, policy: Policy) -> Decision:
     """The storage took bytes and gave them back, or it did not."""
-    state = replace(state, storage=replace(state.storage, testing=False))
+    state = replace(state, storage=replace(state.storage, testing=False)).beside(Timer.STORAGE_TEST, None)
     said: Why = (_result(event),)
     if state.phase is not Phase.STARTING:
         return Decision(state, (), said)
@@ -68,6 +69,7 @@ def on_storage_tested(state: State, event: on.StorageTested, policy: Policy) -> 
     passed = state.storage.suspect
     was_held = bool(passed) or state.storage.failing_since is not None
     state = replace(state, storage=replace(state.storage, suspect=(), failing_since=None, tries=0))
+    state = state.beside(Timer.STORAGE_RETRY, None)
     if not was_held:
         return Decision(state, (), said)
     if passed:
@@ -99,7 +101,7 @@ def _failed(state: State, at: float, said: Why, policy: Policy, *, untrue: bool)
     deadline = min(at + pause, since + policy.storage_wait_s)
     storage = replace(state.storage, failing_since=since, tries=state.storage.tries + 1)
     start = replace(state.start, clearing=None)  # were the nodes asked already, their answer would start the launch
-    state = replace(state, storage=storage, start=start).waiting(Timer.STORAGE_RETRY, deadline)
+    state = replace(state, storage=storage, start=start).waiting_for_nothing().beside(Timer.STORAGE_RETRY, deadline)
     return Decision(state, (), (*said, because.StorageTestAgain(after_s=deadline - at)))
 
 
@@ -107,7 +109,8 @@ def on_storage_late(state: State, at: float, policy: Policy) -> Decision:
     """Test it again; a test that did not even end by its own limit has failed."""
     if state.storage.testing:
         late = because.StorageTestLate(within_s=policy.storage_test_within_s)
-        return _failed(replace(state, storage=replace(state.storage, testing=False)), at, (late,), policy, untrue=False)
+        state = replace(state, storage=replace(state.storage, testing=False)).beside(Timer.STORAGE_TEST, None)
+        return _failed(state, at, (late,), policy, untrue=False)
     return Decision(_testing(state, at, policy), (do.TestStorage(),), (because.StorageTestBegins(),))
 
 

@@ -69,12 +69,14 @@ def _states() -> dict[str, State]:
         watchers=replace(starting.watchers, ready=frozenset(NODES)),
         resume=replace(starting.resume, choice=Choice.CHOSEN, step=800),
         failure=Failure(launch=-1, step=900, judge_by=AT + 20),
+        timers=Timers({Timer.CAUSE: AT + 60}),
     )
     clearing = replace(
         starting,
         watchers=replace(starting.watchers, ready=frozenset(NODES)),
         resume=replace(starting.resume, choice=Choice.CHOSEN),
         start=replace(starting.start, clearing=Clearing.ASKED),
+        timers=Timers({Timer.CLEARING: AT + 60}),
     )
     training = replace(
         clearing,
@@ -89,7 +91,7 @@ def _states() -> dict[str, State]:
         phase=Phase.SAVING,
         leaving=replace(training.leaving, plan=leave),
         launch=replace(training.launch, saving="s1"),
-        timers=Timers({Timer.WATCHERS: AT + 60}),
+        timers=Timers({Timer.SAVE: AT + 60}),
     )
     again = Plan(next=Next.RELAUNCH, why=(because.RankFailed(rank=1, node="b", code=1),))
     stopping = replace(
@@ -97,14 +99,16 @@ def _states() -> dict[str, State]:
         phase=Phase.STOPPING,
         leaving=replace(saving.leaving, plan=again),
         launch=replace(saving.launch, saving=None, killed=True),
+        timers=Timers({Timer.KILL: AT + 60}),
     )
     closing = replace(
         stopping,
         phase=Phase.CLOSING,
         leaving=replace(stopping.leaving, plan=leave),
         launch=replace(stopping.launch, running=False),
+        timers=Timers({Timer.WATCHERS_LEAVE: AT + 60}),
     )
-    requeueing = replace(closing, phase=Phase.REQUEUEING)
+    requeueing = replace(closing, phase=Phase.REQUEUEING, timers=Timers({Timer.REQUEUE_ANSWER: AT + 60}))
     done = replace(requeueing, phase=Phase.DONE, timers=Timers())
     return {
         "starting": starting,

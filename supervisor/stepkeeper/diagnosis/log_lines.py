@@ -83,11 +83,11 @@ class Said(NamedTuple):
 def parse_line(text: str) -> Said:
     r"""Return the rank and the writer that a line names, and the line without colours and prefixes.
 
-    >>> parse("3: [rank3]: ValueError: \x1b[31mbad\x1b[0m")
+    >>> parse_line("3: [rank3]: ValueError: \x1b[31mbad\x1b[0m")
     Said(rank=3, text='ValueError: bad', writer='')
-    >>> parse('0:   File "train.py", line 3, in main')
+    >>> parse_line('0:   File "train.py", line 3, in main')
     Said(rank=0, text='  File "train.py", line 3, in main', writer='')
-    >>> parse("(Worker pid=41, ip=10.0.0.1) 2026-01-02 03:04:05,678 ERROR worker.py:41 -- ValueError: bad")
+    >>> parse_line("(Worker pid=41, ip=10.0.0.1) 2026-01-02 03:04:05,678 ERROR worker.py:41 -- ValueError: bad")
     Said(rank=None, text='ValueError: bad', writer='Worker pid=41, ip=10.0.0.1')
     """
     text = _ESCAPES.sub("", text).rstrip()

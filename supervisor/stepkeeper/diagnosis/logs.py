@@ -78,9 +78,9 @@ class Who(NamedTuple):
 def find_who(text: str, writer: str = "") -> Who:
     """Return whom a line names, or who wrote it.
 
-    >>> find("srun: error: gpu-33: task 3: Out Of Memory")
+    >>> find_who("srun: error: gpu-33: task 3: Out Of Memory")
     Who(node='gpu-33', pid=None, gpu='', rank=3)
-    >>> find("ValueError: bad", "Worker pid=41, ip=10.0.0.1")
+    >>> find_who("ValueError: bad", "Worker pid=41, ip=10.0.0.1")
     Who(node='10.0.0.1', pid=41, gpu='', rank=None)
     """
     by_prefix = _WRITER_IP.search(writer)

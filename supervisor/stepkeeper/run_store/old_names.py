@@ -1,7 +1,7 @@
 """Names that journals of earlier releases use: read as the names of today.
 
 Releases up to 0.1 gave some events, effects and fields other names.  A record of theirs is translated before it is
-decoded; a record of today has none of these names and costs one search.
+decoded.  A record of today costs one search; the few that use such a name elsewhere are decoded twice.
 """
 
 from __future__ import annotations

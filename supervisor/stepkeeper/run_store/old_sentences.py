@@ -135,7 +135,7 @@ def _state(name: str, value: Any) -> Any:
     """Return a change of the state (`run_store.recorder`) with typed reasons."""
     if name in ("first_failure", "suspect") and isinstance(value, str):
         return _plain(value)
-    if name in ("plan", "otherwise"):
+    if name in ("plan", "fallback_plan"):
         return _inside(value, lambda each: {**each, "why": _plain(each["why"])} if _is_text(each.get("why")) else each)
     if name == "excluded":
         return _inside(value, lambda each: _with_reasons(each, "why") if "node" in each else each)

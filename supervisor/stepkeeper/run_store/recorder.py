@@ -34,7 +34,7 @@ class RateLimiter:
     def take(self, now: float) -> bool:
         """Take one, if there is one.
 
-        >>> allowance = Allowance(burst=2, every_s=10.0)
+        >>> allowance = RateLimiter(burst=2, every_s=10.0)
         >>> [allowance.take(at) for at in (0.0, 0.1, 0.2, 10.3, 10.4)]
         [True, True, False, True, False]
         """
@@ -202,7 +202,13 @@ KEYS = {
 
 
 # Timers have keys as well, and what the phase waits for has two: journals of earlier releases say only until when.
-BESIDE = {"hang_at": Timer.HANG, "limit_at": Timer.LIMIT, "requeue_by": Timer.REQUEUE_END}
+BESIDE = {
+    "storage_test_at": Timer.STORAGE_TEST,
+    "storage_retry_at": Timer.STORAGE_RETRY,
+    "hang_at": Timer.HANG,
+    "limit_at": Timer.LIMIT,
+    "requeue_by": Timer.REQUEUE_END,
+}
 WAIT, WAIT_UNTIL = "waits_for", "deadline_at"
 ALL_KEYS = (*KEYS, *BESIDE, WAIT, WAIT_UNTIL)
 

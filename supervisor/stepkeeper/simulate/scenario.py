@@ -23,7 +23,7 @@ from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reason_text import tag
 from stepkeeper.core.reasons import Reason, Why
-from stepkeeper.core.state import State
+from stepkeeper.core.state import Phase, State, Timer
 
 EVENTS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(on.Event)}
 STATES = {"PENDING": "pending", "RUNNING": "running", "COMPLETING": "completing", "CANCELLED": "ended"}
@@ -238,6 +238,9 @@ def _value(word: str) -> Any:
         return word
 
 
+_SHOWN = (Timer.STORAGE_TEST, Timer.STORAGE_RETRY)
+
+
 def describe(before: State, decision: Decision) -> Iterator[str]:
     """Yield what came of an event; `> .` where nothing did."""
     state, wait = decision.state, decision.state.timers.wait
@@ -247,6 +250,7 @@ def describe(before: State, decision: Decision) -> Iterator[str]:
     shown = {
         "launch": state.launch.number or None,
         **({wait.value: state.deadline_at} if wait is not None else {}),
+        **({each.value: state.timers.get(each) for each in _SHOWN} if state.phase is Phase.STARTING else {}),
         "plan": state.leaving.plan.next.value if state.leaving.plan is not None else None,
         "failures": state.budgets.failures or None,
         "lost": state.budgets.node_losses or None,

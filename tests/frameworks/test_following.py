@@ -112,6 +112,46 @@ def test_an_option_of_another_name_is_used_and_a_switch_is_none(tmp_path: Path) 
     assert (found.appended, found.option, found.resume) == (False, "", "")
 
 
+@pytest.mark.parametrize(
+    ("given", "command", "expected"),
+    [
+        ("output_dir=f'{args.base}/{args.name}'", "--base /ckpts --name run7", None),
+        ("output_dir=os.path.join(args.base, 'x')", "--base /ckpts", None),
+        ("output_dir=f'{args.output_dir}/{args.name}'", "--output_dir /ckpts", None),
+        ("output_dir=str(args.base)", "--base /ckpts", "/ckpts"),
+        ("output_dir=Path(args.base)", "--base /ckpts", "/ckpts"),
+    ],
+)
+def test_a_directory_that_the_script_computes_from_an_option_is_not_known(
+    tmp_path: Path, given: str, command: str, expected: str | None
+) -> None:
+    declared = "".join(f"parser.add_argument('--{name}')\n" for name in ("base", "name", "output_dir"))
+
+    found = seen(tmp_path, f"{TRAINER}{declared}TrainingArguments({given})", f"python train.py {command}")
+
+    assert found is not None
+    assert found.directory == (None if expected is None else Path(expected)), found.where
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        (f"{TRAINER}t.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))", ""),
+        (f"{TRAINER}t.train(resume_from_checkpoint=args.output_dir)", ""),
+        (f"{TRAINER}t.train(resume_from_checkpoint=str(args.out))", "--out"),
+        ("import lightning\nt.fit(m, ckpt_path=os.path.join(args.out, 'last.ckpt'))", ""),
+        ("import lightning\nModelCheckpoint(args.out)\nt.fit(m, ckpt_path=args.out)", ""),
+    ],
+)
+def test_only_an_option_that_is_passed_on_as_it_is_is_the_resume_option(tmp_path: Path, text: str, option: str) -> None:
+    declared = "parser.add_argument('--output_dir')\nparser.add_argument('--out')\n"
+
+    found = seen(tmp_path, f"{text}\n{declared}", "python train.py --output_dir o")
+
+    assert found is not None
+    assert (found.appended, found.option) == (bool(option), option), found.resume
+
+
 def test_the_setting_names_the_directory_and_what_is_in_it_shows_the_framework(tmp_path: Path) -> None:
     (tmp_path / "mine" / "checkpoint-10").mkdir(parents=True)
 

@@ -78,12 +78,20 @@ class Script:
         return found
 
     def options_given(self, keyword: str, calls: Sequence[str] = ()) -> list[str]:
-        """Return the options of its own that a script gives to calls by a keyword (`output_dir=args.out`: `--out`)."""
-        found: list[str] = []
-        for value in self.given(keyword, calls):
-            names = [node.attr for node in ast.walk(value) if isinstance(node, ast.Attribute)]
-            found += [f"--{name}" for name in names if self.declares(f"--{name}") is not None]
-        return list(dict.fromkeys(found))
+        """Return the options of its own that a script gives to calls by a keyword (`output_dir=args.out`: `--out`).
+
+        Only an option's value itself counts: what is computed from it is another value.
+        """
+        values = [_value(given) for given in self.given(keyword, calls)]
+        options = [f"--{last_name(value)}" for value in values if _is_read(value)]
+        return list(dict.fromkeys(option for option in options if self.declares(option) is not None))
+
+    def computes_from(self, option: str, keyword: str, calls: Sequence[str] = ()) -> bool:
+        """Tell whether the script gives calls a value by a keyword that it computes from an option."""
+        wanted = _plain(option).lstrip("-")
+        values = [_value(given) for given in self.given(keyword, calls)]
+        computed = [value for value in values if not _is_read(value) and not isinstance(value, ast.Name)]
+        return any(_plain(last_name(node)) == wanted for value in computed for node in ast.walk(value))
 
     def default(self, option: str) -> str | None:
         """Return the default of an option that the script declares, where it is a text."""
@@ -99,6 +107,21 @@ def last_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _value(node: ast.expr) -> ast.expr:
+    """Return what `str(...)`, `Path(...)` and `... or None` take, for they change no path."""
+    match node:
+        case ast.Call(func=function, args=[inner], keywords=[]) if last_name(function) in ("str", "Path"):
+            return _value(inner)
+        case ast.BoolOp(op=ast.Or(), values=[inner, ast.Constant(value=None)]):
+            return _value(inner)
+    return node
+
+
+def _is_read(node: ast.expr) -> bool:
+    """Tell whether an expression is `args.x`, and nothing that is computed from it."""
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
 
 
 def _plain(name: str) -> str:

@@ -14,6 +14,7 @@ from stepkeeper.submit import own_script
 
 TRAINER = "from transformers import HfArgumentParser, Trainer, TrainingArguments\n"
 PARSED = f"{TRAINER}(arguments,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()\n"
+PARSED += "Trainer(args=arguments).train(resume_from_checkpoint=arguments.resume_from_checkpoint)\n"
 OWN_NAMES = f"""{TRAINER}
 import argparse
 parser = argparse.ArgumentParser()
@@ -150,6 +151,32 @@ def test_only_an_option_that_is_passed_on_as_it_is_is_the_resume_option(tmp_path
 
     assert found is not None
     assert (found.appended, found.option) == (bool(option), option), found.resume
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        (TRAINER, "python train.py --output_dir runs/trl"),
+        (TRAINER, "conda run -n trl python train.py"),
+        ("", "axolotl train config.yml"),
+        ("", "trl sft --output_dir o"),
+        (PARSED, "python train.py arguments.json"),
+        (PARSED, "torchrun --nproc-per-node 2 train.py arguments.yaml"),
+        (PARSED.replace("resume_from_checkpoint=arguments.resume_from_checkpoint", ""), "python train.py"),
+        *(
+            (f"{PARSED}parser.add_argument('--resume_from_checkpoint', type={name})", f"python train.py {more}")
+            for name in ("int", "float", "bool", "str2bool")
+            for more in ("", "--resume_from_checkpoint 1")
+        ),
+    ],
+)
+def test_a_resume_argument_that_the_script_would_not_read_is_not_appended(
+    tmp_path: Path, text: str, command: str
+) -> None:
+    found = seen(tmp_path, text, command)
+
+    assert found is not None
+    assert (found.appended, found.resume) == (False, ""), found.resume
 
 
 def test_the_setting_names_the_directory_and_what_is_in_it_shows_the_framework(tmp_path: Path) -> None:

@@ -142,10 +142,10 @@ def _directory_options(framework: Framework, script: Script) -> tuple[str, ...]:
 
 def _resume(framework: Framework, script: Script) -> tuple[bool, str, str]:
     """Return whether the script takes the resume arguments, by which option, and what shows it."""
-    option = framework.resume_option
+    option = "" if script.refuses(framework.resume_option) else framework.resume_option
     if option and script.declares(option) is not None:
         return True, "", f"{script.name} declares {option}"
-    if framework.takes_resume(script):
+    if (option or not framework.resume_option) and framework.takes_resume(script):
         return True, "", f"the parser of {framework.title} takes it"
     if option and script.has_option((option,)):
         return True, "", f"the command has {option}"

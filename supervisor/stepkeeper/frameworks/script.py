@@ -56,15 +56,39 @@ class Script:
         wanted = {_plain(name) for name in names}
         return any(_plain(word.partition("=")[0]) in wanted for word in self.words)
 
+    def has_positional(self, endings: tuple[str, ...]) -> bool:
+        """Tell whether the command gives the script a file of some kinds that is no option's value."""
+        place = self.words.index(self.name) + 1 if self.name in self.words else 0
+        behind = zip(self.words[place:], ("", *self.words[place:]), strict=False)
+        return any(word.endswith(endings) and not before.startswith("-") for word, before in behind if word[:1] != "-")
+
+    def reads(self, name: str) -> bool:
+        """Tell whether the script reads a field (`args.NAME`, `getattr(args, "NAME")`)."""
+        return any(
+            (isinstance(node, ast.Attribute) and node.attr == name)
+            or (isinstance(node, ast.Constant) and node.value == name)
+            for node in self.nodes
+        )
+
+    def refuses(self, option: str) -> bool:
+        """Tell whether the script declares an option that takes no path: a switch, a number."""
+        return self._declaration(option) is not None and self.declares(option) is None
+
     def declares(self, option: str) -> ast.Call | None:
-        """Return the call that declares an option with a value (`add_argument`, `click.option`, ...)."""
+        """Return the call that declares an option with a text as its value (`add_argument`, `click.option`, ...)."""
+        call = self._declaration(option)
+        if call is None or {keyword.arg for keyword in call.keywords} & {"action", "nargs", "is_flag"}:
+            return None
+        types = [last_name(keyword.value).lower() for keyword in call.keywords if keyword.arg == "type"]
+        return None if any(name in ("int", "float") or "bool" in name for name in types) else call
+
+    def _declaration(self, option: str) -> ast.Call | None:
         for node in self.nodes:
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             names = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
             if any(name.startswith("--") and _plain(name) == _plain(option) for name in names):
-                flags = {keyword.arg for keyword in node.keywords}
-                return None if flags & {"action", "nargs", "is_flag"} else node
+                return node
         return None
 
     def given(self, keyword: str, calls: Sequence[str] = ()) -> list[ast.expr]:

@@ -14,6 +14,7 @@ from stepkeeper.submit import own_script
 
 TRAINER = "from transformers import HfArgumentParser, Trainer, TrainingArguments\n"
 PARSED = f"{TRAINER}(arguments,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()\n"
+PARSED += "Trainer(args=arguments).train(resume_from_checkpoint=arguments.resume_from_checkpoint)\n"
 OWN_NAMES = f"""{TRAINER}
 import argparse
 parser = argparse.ArgumentParser()
@@ -110,6 +111,72 @@ def test_an_option_of_another_name_is_used_and_a_switch_is_none(tmp_path: Path) 
     found = seen(tmp_path, switch, "python train.py")
     assert found is not None
     assert (found.appended, found.option, found.resume) == (False, "", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "command", "expected"),
+    [
+        ("output_dir=f'{args.base}/{args.name}'", "--base /ckpts --name run7", None),
+        ("output_dir=os.path.join(args.base, 'x')", "--base /ckpts", None),
+        ("output_dir=f'{args.output_dir}/{args.name}'", "--output_dir /ckpts", None),
+        ("output_dir=str(args.base)", "--base /ckpts", "/ckpts"),
+        ("output_dir=Path(args.base)", "--base /ckpts", "/ckpts"),
+    ],
+)
+def test_a_directory_that_the_script_computes_from_an_option_is_not_known(
+    tmp_path: Path, given: str, command: str, expected: str | None
+) -> None:
+    declared = "".join(f"parser.add_argument('--{name}')\n" for name in ("base", "name", "output_dir"))
+
+    found = seen(tmp_path, f"{TRAINER}{declared}TrainingArguments({given})", f"python train.py {command}")
+
+    assert found is not None
+    assert found.directory == (None if expected is None else Path(expected)), found.where
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        (f"{TRAINER}t.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))", ""),
+        (f"{TRAINER}t.train(resume_from_checkpoint=args.output_dir)", ""),
+        (f"{TRAINER}t.train(resume_from_checkpoint=str(args.out))", "--out"),
+        ("import lightning\nt.fit(m, ckpt_path=os.path.join(args.out, 'last.ckpt'))", ""),
+        ("import lightning\nModelCheckpoint(args.out)\nt.fit(m, ckpt_path=args.out)", ""),
+    ],
+)
+def test_only_an_option_that_is_passed_on_as_it_is_is_the_resume_option(tmp_path: Path, text: str, option: str) -> None:
+    declared = "parser.add_argument('--output_dir')\nparser.add_argument('--out')\n"
+
+    found = seen(tmp_path, f"{text}\n{declared}", "python train.py --output_dir o")
+
+    assert found is not None
+    assert (found.appended, found.option) == (bool(option), option), found.resume
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        (TRAINER, "python train.py --output_dir runs/trl"),
+        (TRAINER, "conda run -n trl python train.py"),
+        ("", "axolotl train config.yml"),
+        ("", "trl sft --output_dir o"),
+        (PARSED, "python train.py arguments.json"),
+        (PARSED, "torchrun --nproc-per-node 2 train.py arguments.yaml"),
+        (PARSED.replace("resume_from_checkpoint=arguments.resume_from_checkpoint", ""), "python train.py"),
+        *(
+            (f"{PARSED}parser.add_argument('--resume_from_checkpoint', type={name})", f"python train.py {more}")
+            for name in ("int", "float", "bool", "str2bool")
+            for more in ("", "--resume_from_checkpoint 1")
+        ),
+    ],
+)
+def test_a_resume_argument_that_the_script_would_not_read_is_not_appended(
+    tmp_path: Path, text: str, command: str
+) -> None:
+    found = seen(tmp_path, text, command)
+
+    assert found is not None
+    assert (found.appended, found.resume) == (False, ""), found.resume
 
 
 def test_the_setting_names_the_directory_and_what_is_in_it_shows_the_framework(tmp_path: Path) -> None:

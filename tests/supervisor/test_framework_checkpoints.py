@@ -183,6 +183,24 @@ def test_a_launch_that_wrote_the_last_step_has_finished_whatever_its_exit_code(t
     assert case.foreign.end(134, resumed_from=str(early)) == End(step=10)
 
 
+def test_a_checkpoint_that_the_choice_passed_over_is_none_of_the_launch(tmp_path: Path) -> None:
+    case = Case(tmp_path, framework="huggingface", patterns=None)
+    early = trainer_state(case.root, 10, 20)
+    last = trainer_state(case.root, 20, 20)
+    optimizer = last / "optimizer.pt"
+    good = optimizer.read_bytes()
+    at = len(good) // 2
+    optimizer.write_bytes(good[:at] + bytes([good[at] ^ 0xFF]) + good[at + 1 :])
+    event = case.choose()
+    assert event.directory == str(early), event.skipped
+
+    assert case.foreign.end(1, resumed_from=str(early)) == End(step=10)
+
+    time.sleep(0.02)
+    optimizer.write_bytes(good)  # the launch writes it anew
+    assert case.foreign.end(1, resumed_from=str(early)) == End(finished=True, step=20)
+
+
 @pytest.mark.parametrize(
     ("said", "code", "finished"),
     [

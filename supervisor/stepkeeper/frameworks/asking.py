@@ -63,6 +63,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     newest: Newest | None = None
     passed: tuple[Passed, ...] = ()
+    passed_seen: tuple[Seen, ...] = ()  # the same, as they were
     left_out: tuple[Seen, ...] = ()  # those that are not below `below_step`
 
 
@@ -83,7 +84,7 @@ def answer(question: Question) -> Answer:
     beyond: list[Seen] = []
 
     def left_out(each: Judged) -> bool:
-        seen = Seen(_shown(str(each.step.path)), each.contents.tree.changed_at() if each.contents is not None else 0.0)
+        seen = _seen(each)
         if question.below_step is None or (each.number is not None and each.number < question.below_step):
             return seen in question.left_out
         beyond.append(seen)
@@ -94,7 +95,16 @@ def answer(question: Question) -> Answer:
         Passed(name=_name(each, root), problem=_shown(f"{each.state.value}: {'; '.join(each.problems)}"))
         for each in skipped
     )
-    return Answer(newest=None if chosen is None else _newest(chosen), passed=passed, left_out=tuple(beyond))
+    return Answer(
+        newest=None if chosen is None else _newest(chosen),
+        passed=passed,
+        passed_seen=tuple(map(_seen, skipped)),
+        left_out=tuple(beyond),
+    )
+
+
+def _seen(each: Judged) -> Seen:
+    return Seen(_shown(str(each.step.path)), each.contents.tree.changed_at() if each.contents is not None else 0.0)
 
 
 def _newest(chosen: Judged) -> Newest:

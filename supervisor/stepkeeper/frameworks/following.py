@@ -10,7 +10,7 @@ import msgspec
 
 from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import recognise
-from stepkeeper.frameworks.framework import Framework
+from stepkeeper.frameworks.framework import Framework, Writes
 from stepkeeper.frameworks.recognise import Finding
 from stepkeeper.frameworks.script import Script
 
@@ -95,10 +95,10 @@ def _directory(framework: Framework, script: Script, wanted: str | None) -> tupl
     if wanted is not None:
         return wanted, "--checkpoint-dir"
     writes = framework.writes
-    named = [(name, writes.calls if name == writes.keywords[0] else ()) for name in writes.keywords]
-    options = (*writes.options, *(option for name, calls in named for option in script.options_given(name, calls)))
+    named = _named(writes)
+    options = _directory_options(framework, script)
     if said := script.option(options):
-        return said[0], f"{said[1]} of the command"
+        return _of_option(script, named, *said)
     if script.has_option(options):
         return None, "the command names it by a variable of the shell: name it with --checkpoint-dir"
     for name, calls in named:
@@ -119,17 +119,39 @@ def _directory(framework: Framework, script: Script, wanted: str | None) -> tupl
     return None, "neither command nor script name it: name it with --checkpoint-dir"
 
 
+def _of_option(
+    script: Script, named: list[tuple[str, tuple[str, ...]]], value: str, option: str
+) -> tuple[str | None, str]:
+    """Return the value of an option in the command, unless the script makes another directory of it."""
+    if any(script.computes_from(option, name, calls) for name, calls in named):
+        return None, f"{script.name} computes the directory from {option}: name it with --checkpoint-dir"
+    return value, f"{option} of the command"
+
+
+def _named(writes: Writes) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the keywords, and the calls whose first argument has the same meaning."""
+    return [(name, writes.calls if name == writes.keywords[0] else ()) for name in writes.keywords]
+
+
+def _directory_options(framework: Framework, script: Script) -> tuple[str, ...]:
+    """Return the options that name the directory: the framework's, and those that the script passes on."""
+    writes = framework.writes
+    own = (option for name, calls in _named(writes) for option in script.options_given(name, calls))
+    return (*writes.options, *own)
+
+
 def _resume(framework: Framework, script: Script) -> tuple[bool, str, str]:
     """Return whether the script takes the resume arguments, by which option, and what shows it."""
-    option = framework.resume_option
+    option = "" if script.refuses(framework.resume_option) else framework.resume_option
     if option and script.declares(option) is not None:
         return True, "", f"{script.name} declares {option}"
-    if framework.takes_resume(script):
+    if (option or not framework.resume_option) and framework.takes_resume(script):
         return True, "", f"the parser of {framework.title} takes it"
     if option and script.has_option((option,)):
         return True, "", f"the command has {option}"
     if framework.resume_keyword:
-        own = script.options_given(framework.resume_keyword)
+        places = _directory_options(framework, script)
+        own = [option for option in script.options_given(framework.resume_keyword) if option not in places]
         if len(own) == 1:
             return True, own[0], f"{script.name} passes {own[0]} on as {framework.resume_keyword}"
     if _VARIABLE in script.text or any(_VARIABLE in word for word in script.words):

@@ -56,15 +56,39 @@ class Script:
         wanted = {_plain(name) for name in names}
         return any(_plain(word.partition("=")[0]) in wanted for word in self.words)
 
+    def has_positional(self, endings: tuple[str, ...]) -> bool:
+        """Tell whether the command gives the script a file of some kinds that is no option's value."""
+        place = self.words.index(self.name) + 1 if self.name in self.words else 0
+        behind = zip(self.words[place:], ("", *self.words[place:]), strict=False)
+        return any(word.endswith(endings) and not before.startswith("-") for word, before in behind if word[:1] != "-")
+
+    def reads(self, name: str) -> bool:
+        """Tell whether the script reads a field (`args.NAME`, `getattr(args, "NAME")`)."""
+        return any(
+            (isinstance(node, ast.Attribute) and node.attr == name)
+            or (isinstance(node, ast.Constant) and node.value == name)
+            for node in self.nodes
+        )
+
+    def refuses(self, option: str) -> bool:
+        """Tell whether the script declares an option that takes no path: a switch, a number."""
+        return self._declaration(option) is not None and self.declares(option) is None
+
     def declares(self, option: str) -> ast.Call | None:
-        """Return the call that declares an option with a value (`add_argument`, `click.option`, ...)."""
+        """Return the call that declares an option with a text as its value (`add_argument`, `click.option`, ...)."""
+        call = self._declaration(option)
+        if call is None or {keyword.arg for keyword in call.keywords} & {"action", "nargs", "is_flag"}:
+            return None
+        types = [last_name(keyword.value).lower() for keyword in call.keywords if keyword.arg == "type"]
+        return None if any(name in ("int", "float") or "bool" in name for name in types) else call
+
+    def _declaration(self, option: str) -> ast.Call | None:
         for node in self.nodes:
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             names = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
             if any(name.startswith("--") and _plain(name) == _plain(option) for name in names):
-                flags = {keyword.arg for keyword in node.keywords}
-                return None if flags & {"action", "nargs", "is_flag"} else node
+                return node
         return None
 
     def given(self, keyword: str, calls: Sequence[str] = ()) -> list[ast.expr]:
@@ -78,12 +102,20 @@ class Script:
         return found
 
     def options_given(self, keyword: str, calls: Sequence[str] = ()) -> list[str]:
-        """Return the options of its own that a script gives to calls by a keyword (`output_dir=args.out`: `--out`)."""
-        found: list[str] = []
-        for value in self.given(keyword, calls):
-            names = [node.attr for node in ast.walk(value) if isinstance(node, ast.Attribute)]
-            found += [f"--{name}" for name in names if self.declares(f"--{name}") is not None]
-        return list(dict.fromkeys(found))
+        """Return the options of its own that a script gives to calls by a keyword (`output_dir=args.out`: `--out`).
+
+        Only an option's value itself counts: what is computed from it is another value.
+        """
+        values = [_value(given) for given in self.given(keyword, calls)]
+        options = [f"--{last_name(value)}" for value in values if _is_read(value)]
+        return list(dict.fromkeys(option for option in options if self.declares(option) is not None))
+
+    def computes_from(self, option: str, keyword: str, calls: Sequence[str] = ()) -> bool:
+        """Tell whether the script gives calls a value by a keyword that it computes from an option."""
+        wanted = _plain(option).lstrip("-")
+        values = [_value(given) for given in self.given(keyword, calls)]
+        computed = [value for value in values if not _is_read(value) and not isinstance(value, ast.Name)]
+        return any(_plain(last_name(node)) == wanted for value in computed for node in ast.walk(value))
 
     def default(self, option: str) -> str | None:
         """Return the default of an option that the script declares, where it is a text."""
@@ -99,6 +131,21 @@ def last_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _value(node: ast.expr) -> ast.expr:
+    """Return what `str(...)`, `Path(...)` and `... or None` take, for they change no path."""
+    match node:
+        case ast.Call(func=function, args=[inner], keywords=[]) if last_name(function) in ("str", "Path"):
+            return _value(inner)
+        case ast.BoolOp(op=ast.Or(), values=[inner, ast.Constant(value=None)]):
+            return _value(inner)
+    return node
+
+
+def _is_read(node: ast.expr) -> bool:
+    """Tell whether an expression is `args.x`, and nothing that is computed from it."""
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
 
 
 def _plain(name: str) -> str:

@@ -62,9 +62,12 @@ class HuggingFace(Framework):
     resume_keyword = "resume_from_checkpoint"
 
     def takes_resume(self, script: Script) -> bool:
-        """Look for a parser that makes options of the fields of TrainingArguments."""
-        if any(word.rpartition("/")[2] in ("axolotl", "trl") for word in script.words):
-            return True
+        """Look for a parser that makes options of the fields of TrainingArguments, and for a use of that field.
+
+        `trainer.train()` alone does not read it.  With a file of arguments, scripts of the examples take no option.
+        """
+        if not script.reads(self.resume_keyword) or script.has_positional((".json", ".yaml", ".yml")):
+            return False
         derived = {
             node.name
             for node in script.nodes

@@ -28,6 +28,7 @@ END_WITHIN_S = 30.0
 READ_WITHIN_S = 1200.0  # two of them end well before the choice counts as late
 REAP_WITHIN_S = 5.0
 PROBLEM_CHARACTERS_MAX = 500
+_DEPTHS = (True, False)  # of a choice: whether bytes are read
 Log = structlog.typing.FilteringBoundLogger
 
 
@@ -65,6 +66,7 @@ class ForeignCheckpoints:
         self._lock = threading.Lock()
         self._chosen: dict[str, tuple[str, ...]] = {}  # resume arguments, by directory
         self._left_out: tuple[Seen, ...] = ()  # since training went back
+        self._passed: tuple[Seen, ...] | None = ()  # by the last choice; None: it read nothing
 
     # --- called by the loop -----------------------------------------------------------------------
 
@@ -94,6 +96,7 @@ class ForeignCheckpoints:
                 return
             with self._lock:
                 self._left_out += answer.left_out
+                self._passed = answer.passed_seen
             found = self._remember(answer.newest)
             self._inbox.put(
                 on.RolledBack(
@@ -113,7 +116,7 @@ class ForeignCheckpoints:
         """Return the newest verified checkpoint; where reading them fails, the newest whole one; else none."""
         began = time.monotonic()
         failed: list[on.Skipped] = []
-        for deep in (True, False):
+        for deep in _DEPTHS:
             try:
                 answer = self._ask(self._question(deep=deep), is_old=is_old, within_s=READ_WITHIN_S)
                 break
@@ -126,6 +129,8 @@ class ForeignCheckpoints:
                     )
         else:
             answer = Answer()
+        with self._lock:
+            self._passed = answer.passed_seen if len(failed) < len(_DEPTHS) else None
         newest = None if answer.newest is None else self._remember(answer.newest)
         passed = [
             on.Skipped(directory=each.name, problem=each.problem[:PROBLEM_CHARACTERS_MAX]) for each in answer.passed
@@ -144,17 +149,23 @@ class ForeignCheckpoints:
 
         Args:
             code: of srun.
-            resumed_from: a checkpoint that it has not written itself says nothing.
+            resumed_from: a checkpoint that it has not written itself says nothing, nor does one that the choice
+                passed over and that has not changed since.
         """
         following = self._following
+        with self._lock:
+            passed = self._passed
+        question = self._question(deep=False)
+        question = msgspec.structs.replace(question, left_out=(*question.left_out, *(passed or ())))
         try:
-            newest = self._ask(self._question(deep=False), within_s=END_WITHIN_S).newest
+            newest = self._ask(question, within_s=END_WITHIN_S).newest
         except ForeignError as error:
             self._log.warning("framework_checkpoints_not_read", directory=str(following.directory), error=str(error))
             return End()
         step = newest.step if newest is not None else None
         target = (newest.target if newest is not None else None) or following.target
-        if newest is not None and newest.finished and newest.directory != resumed_from:
+        wrote = newest is not None and newest.directory != resumed_from and passed is not None
+        if newest is not None and newest.finished and wrote:
             if code:
                 self._log.warning("failed_after_last_step", step=step, code=code)
             return End(finished=True, step=step)

@@ -83,3 +83,71 @@ def test_nobody_leaves_in_the_validation_behind_the_last_step_of_lightning(
 
     assert attachment.open
     assert attachment.step_done(STEPS) is Asked.STOP
+
+
+class FakeEngine:
+    """What the adapter needs of DeepSpeedEngine."""
+
+    optimizer = object()
+
+    def __init__(self) -> None:
+        self.global_steps = 0
+        self.saves: list[tuple[str, str | None]] = []
+
+    def forward(self) -> None:
+        pass
+
+    def step(self) -> None:
+        self.global_steps += 1
+
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, client_state: object = None) -> None:
+        self.saves.append((save_dir, tag))
+
+
+@pytest.fixture
+def deepspeed(attachment: Attachment, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = adapter("deepspeed", monkeypatch, deepspeed={"__version__": "0.19"})
+    attached: list[str] = []
+    monkeypatch.setattr(module, "attach", lambda name, _: attached.append(name) or attachment)
+    engine_class = type("Engine", (FakeEngine,), {})
+    module.install(SimpleNamespace(DeepSpeedEngine=engine_class))
+    return SimpleNamespace(engine=engine_class(), attached=attached)
+
+
+def train(engine: FakeEngine, steps: int, directory: str) -> None:
+    for _ in range(steps):
+        engine.forward()
+        engine.step()
+        engine.save_checkpoint(directory.format(step=engine.global_steps))
+
+
+@pytest.mark.parametrize(
+    ("directories", "code"),
+    [
+        (["/runs/2/out", "/runs/2/out"], 75),
+        (["/runs/out/checkpoint-{step}"], 1),
+        (["/runs/out/checkpoint-{step:05}"], 1),
+        (["/runs/best", "/runs/last"], 1),
+        (["/runs/best", "/runs/last", "/runs/best"], 1),
+    ],
+)
+def test_an_engine_is_asked_to_save_only_where_its_directory_is_known(
+    directories: list[str], code: int, attachment: Attachment, deepspeed: Any
+) -> None:
+    assert attachment._requests is not None
+    attachment._requests.stop_asked = False
+    engine = deepspeed.engine
+    for directory in directories:
+        train(engine, 2, directory)
+    saves = len(engine.saves)
+    engine.forward()
+    engine.step()
+    attachment._requests.stop_asked = True
+
+    with pytest.raises(SystemExit) as left:
+        engine.forward()
+
+    assert left.value.code == code
+    assert len(engine.saves) == saves + (code == 75)
+    if code == 75:
+        assert engine.saves[-1] == ("/runs/2/out", None)

@@ -7,6 +7,8 @@ there.  Until then, and where it does keep some, which nobody else can know, it 
 from __future__ import annotations
 
 import functools
+import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -26,7 +28,8 @@ class Engine:
     """What is known of an engine of the script."""
 
     attachment: Attachment
-    save_dir: str = ""
+    save_dir: str = ""  # of the first save
+    elsewhere: bool = False  # whether another save went to another directory
     tag: str = ""  # with {step}
     named: bool = False  # whether the script names its tags itself
     saved_step: int | None = None
@@ -102,9 +105,15 @@ def _saved(engine: Any, save_dir: Any, tag: Any = None, client_state: Any = None
 
 @harmless
 def _remember(engine: Any, known: Engine, save_dir: Any, tag: Any, client_state: Any) -> None:
-    step = str(engine.global_steps)
-    known.save_dir, known.named, known.unable = str(save_dir), tag is not None, ""
-    if client_state:
+    step, directory = str(engine.global_steps), os.path.abspath(save_dir)
+    known.save_dir = known.save_dir or directory
+    known.elsewhere = known.elsewhere or directory != known.save_dir
+    known.named, known.unable = tag is not None, ""
+    if known.elsewhere:
+        known.unable = f"the script saves to several directories: {known.save_dir} and, at step {step}, {directory}"
+    elif re.search(rf"(?<!\d)0*{step}(?!\d)", directory):
+        known.unable = f"the script's directory {directory} names step {step}: that of another step is not known"
+    elif client_state:
         known.unable = "the script passes a client_state to save_checkpoint, which nobody else can make"
     if tag is not None:
         known.tag = str(tag).replace("{", "{{").replace("}", "}}").replace(step, "{step}")

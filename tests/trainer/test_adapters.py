@@ -100,12 +100,14 @@ class FakeEngine:
     def step(self) -> None:
         self.global_steps += 1
 
-    def save_checkpoint(self, save_dir: str, tag: str | None = None, client_state: object = None) -> None:
+    def save_checkpoint(self, save_dir: str, tag: str | None = None) -> None:
         self.saves.append((save_dir, tag))
 
 
 @pytest.fixture
 def deepspeed(attachment: Attachment, monkeypatch: pytest.MonkeyPatch) -> Any:
+    assert attachment._requests is not None
+    attachment._requests.stop_asked = False
     module = adapter("deepspeed", monkeypatch, deepspeed={"__version__": "0.19"})
     attached: list[str] = []
     monkeypatch.setattr(module, "attach", lambda name, _: attached.append(name) or attachment)
@@ -134,14 +136,13 @@ def train(engine: FakeEngine, steps: int, directory: str) -> None:
 def test_an_engine_is_asked_to_save_only_where_its_directory_is_known(
     directories: list[str], code: int, attachment: Attachment, deepspeed: Any
 ) -> None:
-    assert attachment._requests is not None
-    attachment._requests.stop_asked = False
     engine = deepspeed.engine
     for directory in directories:
         train(engine, 2, directory)
     saves = len(engine.saves)
     engine.forward()
     engine.step()
+    assert attachment._requests is not None
     attachment._requests.stop_asked = True
 
     with pytest.raises(SystemExit) as left:
@@ -151,3 +152,24 @@ def test_an_engine_is_asked_to_save_only_where_its_directory_is_known(
     assert len(engine.saves) == saves + (code == 75)
     if code == 75:
         assert engine.saves[-1] == ("/runs/2/out", None)
+
+
+def test_an_engine_attaches_at_its_first_step_and_not_in_an_evaluation_before(deepspeed: Any) -> None:
+    deepspeed.engine.forward()
+    assert deepspeed.attached == []
+
+    deepspeed.engine.step()
+    deepspeed.engine.forward()
+    assert deepspeed.attached == ["deepspeed"]
+
+
+def test_an_evaluation_of_an_engine_is_no_silence(
+    attachment: Attachment, deepspeed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[int] = []
+    monkeypatch.setattr(attachment._reporter, "alive", lambda step, *_: said.append(step))
+    deepspeed.engine.step()
+    for _ in range(3):
+        deepspeed.engine.forward()
+
+    assert said == [1, 1]

@@ -99,6 +99,10 @@ def fails(rank: int, directory: str, *, where: str) -> None:
     train(rank, directory, attachment)
     assert not attachment.open, "it has not withdrawn"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "its handlers are left"
+    attachment.ended(STEPS)
+    dist.barrier()
+    attachments._at_exit()
+    assert attachment._agreement.group is None, "its threads are left, which abort the exit"
 
 
 def alone(rank: int, _directory: str) -> None:

@@ -344,7 +344,7 @@ class Attachment:
         self._requests.close()
         self._link.flush()
         self._reporter.unable("the training has ended")
-        groups.close(self._agreement.group)
+        self._close_group()
         if self.training.total_steps is None or step >= self.training.total_steps:
             _at_exit.finished = functools.partial(self._say_finished, step)
 
@@ -361,8 +361,12 @@ class Attachment:
         """
         if self.open and not failed and self._reporter is not None:
             self._reporter.unable("the script has ended")
-        if not self.over and self._agreement.group is not None and dist.is_initialized():
-            groups.close(self._agreement.group)
+        self._close_group()
+
+    def _close_group(self) -> None:
+        group, self._agreement.group = self._agreement.group, None
+        if group is not None and dist.is_initialized():
+            groups.close(group)
 
 
 def attach(framework: str, describe: Callable[[], Training]) -> Attachment:

@@ -67,7 +67,7 @@ def test_an_error_of_ours_on_one_rank_withdraws_all_and_training_goes_on(
     assert steps(tmp_path) == [STEPS, STEPS]
 
 
-@pytest.mark.parametrize("scene", ["alone", "nested", "described_badly"])
+@pytest.mark.parametrize("scene", ["alone", "nested", "described_badly", "with_manager"])
 def test_ranks_attach_together_or_not_at_all(scene: str, stage: Stage, tmp_path: Path) -> None:
     ended = stage.play(f"{HERE}:{scene}", tmp_path, ranks=2, limit_s=60.0)
 

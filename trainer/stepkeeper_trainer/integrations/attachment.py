@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from stepkeeper_trainer.coordinate import ending, groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
-from stepkeeper_trainer.coordinate.requests import Requests
+from stepkeeper_trainer.coordinate.requests import Requests, owner
 from stepkeeper_trainer.environment import find_place, read_environment
 from stepkeeper_trainer.errors import StepkeeperError
 from stepkeeper_trainer.formats import records
@@ -378,7 +378,11 @@ def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
     attachment = Attachment(Training(framework=framework, version=framework))
     if _current.is_anothers(framework) or not hook.is_rank():
         return attachment
+    if owner.has_manager:
+        warn("not_attached", framework=framework, why="the script's CheckpointManager saves on notice itself")
+        return attachment
     _current.take(attachment)
+    owner.withdraw = attachment.withdraw
     try:
         attachment.training = describe()
         os.environ[hook.ATTACHED_VARIABLE] = str(os.getpid())

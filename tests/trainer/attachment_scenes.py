@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.integrations import attachment as attachments
 from stepkeeper_trainer.integrations import joining
 from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach
@@ -99,6 +100,10 @@ def fails(rank: int, directory: str, *, where: str) -> None:
     train(rank, directory, attachment)
     assert not attachment.open, "it has not withdrawn"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "its handlers are left"
+    attachment.ended(STEPS)
+    dist.barrier()
+    attachments._at_exit()
+    assert attachment._agreement.group is None, "its threads are left, which abort the exit"
 
 
 def alone(rank: int, _directory: str) -> None:
@@ -128,3 +133,14 @@ def described_badly(_rank: int, _directory: str) -> None:
 
     assert not attach("generic", describe).open
     assert attachments._current.is_anothers("inner"), "the framework around it has the training"
+
+
+def with_manager(rank: int, directory: str) -> None:
+    """The script's own manager answers notices; what is attached withdraws, and nothing else attaches."""
+    outer = begin(rank)
+    assert outer.open
+    manager = CheckpointManager({"model": torch.nn.Linear(1, 1)}, run_dir=f"{directory}/run", storage_test="off")
+    assert not outer.open
+    outer.ended(0)
+    assert not begin(rank).open
+    assert manager.step == 0

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from stepkeeper.watcher.ranks import RankSocket
+from stepkeeper_trainer.formats.messages import Finished, Hello
 from tests.trainer.attachment_scenes import STEPS
 from tests.trainer.scenes import Stage
 
@@ -62,8 +67,45 @@ def test_an_error_of_ours_on_one_rank_withdraws_all_and_training_goes_on(
     assert steps(tmp_path) == [STEPS, STEPS]
 
 
-@pytest.mark.parametrize("scene", ["alone", "nested", "described_badly"])
+@pytest.mark.parametrize("scene", ["alone", "nested", "described_badly", "with_manager"])
 def test_ranks_attach_together_or_not_at_all(scene: str, stage: Stage, tmp_path: Path) -> None:
     ended = stage.play(f"{HERE}:{scene}", tmp_path, ranks=2, limit_s=60.0)
 
     assert ended.codes == [0, 0], ended.said
+
+
+SCRIPT = """
+import sys
+from stepkeeper_trainer.integrations.attachment import Training, attach
+attachment = attach("generic", lambda: Training(framework="generic", version="generic 1", total_steps=3))
+for step in range(1, {steps} + 1):
+    attachment.step_done(step)
+attachment.ended({steps})
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "end", "code", "finished"),
+    [(3, "sys.exit(1)", 1, [3]), (2, "", 0, [])],
+)
+def test_the_end_of_training_leaves_it_to_the_exit_code_whether_the_script_has_finished(
+    steps: int, end: str, code: int, finished: list[int], tmp_path: Path
+) -> None:
+    socket = RankSocket(f"@{tmp_path.name}-{os.getpid()}")
+    environment = os.environ | {
+        "STEPKEEPER_SOCKET": f"@{tmp_path.name}-{os.getpid()}", "STEPKEEPER_RUN_DIR": str(tmp_path),
+        "STEPKEEPER_RUN_ID": "x", "STEPKEEPER_ATTEMPT": "0", "STEPKEEPER_LAUNCH": "0",
+    }  # fmt: skip
+    script = SCRIPT.format(steps=steps, end=end)
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    said = []
+    while (received := socket.receive()) is not None:
+        said.append(received[0])
+    socket.close()
+
+    assert ended.returncode == code, ended.stderr
+    assert [each.step for each in said if isinstance(each, Finished)] == finished
+    assert [each.unable for each in said if isinstance(each, Hello)][-1] == "the training has ended"
+    assert not (tmp_path / "outcome.json").exists(), "a supervisor takes it for finished whatever the exit code is"

@@ -17,7 +17,7 @@ from stepkeeper_trainer.coordinate.between import BetweenSteps, end_notices
 from stepkeeper_trainer.coordinate.boundary import Boundary
 from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
 from stepkeeper_trainer.coordinate.ending import install_excepthook
-from stepkeeper_trainer.coordinate.requests import Periodic, Requests
+from stepkeeper_trainer.coordinate.requests import Periodic, Requests, owner
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError, check_seconds
 from stepkeeper_trainer.link import Link, Reporter
@@ -115,6 +115,7 @@ class CheckpointManager:
         Raises:
             StepkeeperError: what is wrong and what to do.
         """
+        owner.take()
         self._saver: Saver | None = None
         self._environment = read_environment()
         supervised = self._environment.socket is not None

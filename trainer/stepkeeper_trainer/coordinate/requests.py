@@ -34,6 +34,24 @@ ALONE_AFTER_S = 30.0  # without a watcher; a restarted one is back within a seco
 SIGNAL_COUNTS_S = 300.0  # a supervisor that has not stopped the run by then does not mean to
 
 
+class Owner:
+    """Who saves on notice in this process: the script's CheckpointManager comes before a framework's attachment."""
+
+    def __init__(self) -> None:
+        """Begin with neither."""
+        self.has_manager = False
+        self.withdraw: Callable[[str], None] | None = None  # of the attachment
+
+    def take(self) -> None:
+        """Say that a CheckpointManager is made, on all ranks."""
+        self.has_manager = True
+        if self.withdraw is not None:
+            self.withdraw("the script makes a CheckpointManager, which saves on notice itself")
+
+
+owner = Owner()
+
+
 class Requests:
     """Asked is what this rank heard; agreed is what all ranks will do, at the same boundary."""
 

@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from stepkeeper_trainer.coordinate import ending, groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
-from stepkeeper_trainer.coordinate.requests import Requests
+from stepkeeper_trainer.coordinate.requests import Requests, owner
 from stepkeeper_trainer.environment import find_place, read_environment
 from stepkeeper_trainer.errors import StepkeeperError
 from stepkeeper_trainer.formats import records
-from stepkeeper_trainer.formats.messages import Committed, SaveFailed, SaveStarted, shorten
+from stepkeeper_trainer.formats.messages import Committed, Finished, SaveFailed, SaveStarted, shorten
 from stepkeeper_trainer.integrations import hook
 from stepkeeper_trainer.integrations.joining import join
 from stepkeeper_trainer.link import Link, Reporter
@@ -129,8 +129,7 @@ class Attachment:
 
     def alive(self) -> None:
         """Say that this rank is well."""
-        if self.open and self._reporter is not None:
-            self._reporter.alive(self._step, 0, None)
+        self._guarded(self._say_alive, None)
 
     @property
     def saved(self) -> bool:
@@ -188,7 +187,7 @@ class Attachment:
         leave(code)
 
     def ended(self, step: int) -> None:
-        """Say that training has come to its end by itself; the script goes on."""
+        """Say that training has come to its end by itself; the script goes on, and its silence tells nothing."""
         self._guarded(lambda: self._end(step), None)
         self.over = True
 
@@ -250,6 +249,10 @@ class Attachment:
     def _wish(self, requests: Requests) -> Wish:
         return requests.wish(Wish())
 
+    def _say_alive(self) -> None:
+        assert self._reporter is not None, "an open attachment has joined"
+        self._reporter.alive(self._step, 0, None)
+
     def _say_saving(self) -> None:
         self._begun_at = time.time()
         assert self._requests is not None, "an open attachment has joined"
@@ -310,12 +313,12 @@ class Attachment:
                 self._say_confirmed()
             else:
                 self._say_failed(why or "another rank did not return from its save", emergency=True)
-            self._last_words(stopping=True, limit_at=limit_at)
+            self._say_stopped(limit_at)
         with suppress(RuntimeError):  # another rank died: nothing is lost by that
             self._agreement.settle(Call.FINISH, [], within_s=ending.TOGETHER_WITHIN_S)
         return records.EXIT_STOPPED if everywhere else ending.EXIT_UNSAVED
 
-    def _last_words(self, *, stopping: bool, limit_at: float) -> None:
+    def _say_stopped(self, limit_at: float) -> None:
         environment = self._environment
         if environment is None or environment.run_directory is None:
             return  # no supervisor
@@ -325,7 +328,7 @@ class Attachment:
             rank=self.rank,
             step=self._step,
             tokens=0,
-            stopping=stopping,
+            stopping=True,
             limit_at=limit_at,
         )
         ending.last_words(last, None, self._link)
@@ -337,10 +340,19 @@ class Attachment:
         self._confirming = self._to_confirm or self._confirming
         self._say_confirmed()
         self.open = False
-        assert self._requests is not None, "an open attachment has joined"
+        assert self._requests is not None and self._reporter is not None, "an open attachment has joined"  # noqa: PT018
         self._requests.close()
-        groups.close(self._agreement.group)
-        _at_exit.finished = functools.partial(self._last_words, stopping=False, limit_at=time.time())
+        self._link.flush()
+        self._reporter.unable("the training has ended")
+        self._close_group()
+        if self.training.total_steps is None or step >= self.training.total_steps:
+            _at_exit.finished = functools.partial(self._say_finished, step)
+
+    def _say_finished(self, step: int) -> None:
+        """Say it without a record: the exit code is not known yet, and this word counts with 0 only."""
+        say("finished", step=step)
+        self._link.send(Finished(step=step), keep=True)
+        self._link.flush(ending.LAST_WORDS_WITHIN_S)
 
     def ends_now(self, *, failed: bool) -> None:
         """Say at the end of the process that a loop of the script's own is over: its exit code tells how.
@@ -349,8 +361,12 @@ class Attachment:
         """
         if self.open and not failed and self._reporter is not None:
             self._reporter.unable("the script has ended")
-        if not self.over and self._agreement.group is not None and dist.is_initialized():
-            groups.close(self._agreement.group)
+        self._close_group()
+
+    def _close_group(self) -> None:
+        group, self._agreement.group = self._agreement.group, None
+        if group is not None and dist.is_initialized():
+            groups.close(group)
 
 
 def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
@@ -362,7 +378,11 @@ def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
     attachment = Attachment(Training(framework=framework, version=framework))
     if _current.is_anothers(framework) or not hook.is_rank():
         return attachment
+    if owner.has_manager:
+        warn("not_attached", framework=framework, why="the script's CheckpointManager saves on notice itself")
+        return attachment
     _current.take(attachment)
+    owner.withdraw = attachment.withdraw
     try:
         attachment.training = describe()
         os.environ[hook.ATTACHED_VARIABLE] = str(os.getpid())

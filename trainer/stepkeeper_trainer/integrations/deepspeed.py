@@ -7,6 +7,8 @@ there.  Until then, and where it does keep some, which nobody else can know, it 
 from __future__ import annotations
 
 import functools
+import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -26,7 +28,8 @@ class Engine:
     """What is known of an engine of the script."""
 
     attachment: Attachment
-    save_dir: str = ""
+    save_dir: str = ""  # of the first save
+    elsewhere: bool = False  # whether another save went to another directory
     tag: str = ""  # with {step}
     named: bool = False  # whether the script names its tags itself
     saved_step: int | None = None
@@ -37,14 +40,19 @@ _engines: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()
 
 
 def install(module: ModuleType) -> None:
-    """Follow each engine's forwards and saves."""
+    """Follow each engine's forwards, steps and saves."""
     engine_class = module.DeepSpeedEngine
-    forward, save = engine_class.forward, engine_class.save_checkpoint
+    forward, step, save = engine_class.forward, engine_class.step, engine_class.save_checkpoint
 
     @functools.wraps(forward)
     def forward_behind_boundary(self: Any, *arguments: Any, **named: Any) -> Any:
         _boundary(self)
         return forward(self, *arguments, **named)
+
+    @functools.wraps(step)
+    def attach_and_step(self: Any, *arguments: Any, **named: Any) -> Any:
+        _attach(self)
+        return step(self, *arguments, **named)
 
     @functools.wraps(save)
     def save_and_tell(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -52,13 +60,17 @@ def install(module: ModuleType) -> None:
         _saved(self, *arguments, **named)
         return saved
 
-    engine_class.forward, engine_class.save_checkpoint = forward_behind_boundary, save_and_tell
+    engine_class.forward, engine_class.step = forward_behind_boundary, attach_and_step
+    engine_class.save_checkpoint = save_and_tell
 
 
 def _boundary(engine: Any) -> None:
     """Before the first forward behind an optimizer step: the script has done all that belongs to that step."""
-    known = _known(engine)
-    if known is None or not known.attachment.open or engine.global_steps == known.attachment.step:
+    known = _engines.get(engine)
+    if known is None:
+        return
+    if engine.global_steps == known.attachment.step:  # accumulated gradients, or an evaluation
+        known.attachment.alive()
         return
     if known.attachment.step_done(engine.global_steps) is Asked.NOTHING:
         return
@@ -72,22 +84,19 @@ def _boundary(engine: Any) -> None:
         engine.save_checkpoint(known.save_dir, tag=tag)  # `_saved` tells of it
 
 
-def _known(engine: Any) -> Engine | None:
-    """Return what is known of an engine that trains; attach before its first step, with the state resumed."""
-    if engine.optimizer is None:
-        return None
-    known = _engines.get(engine)
-    if known is None:
-        others = list(_engines.values())
-        for other in others:
-            other.attachment.withdraw("the script trains several engines, which belong together")
+def _attach(engine: Any) -> None:
+    """Attach before an engine's first step: a forward may be an evaluation before a Trainer's training."""
+    if engine.optimizer is None or engine in _engines:
+        return
+    others = list(_engines.values())
+    for other in others:
+        other.attachment.withdraw("the script trains several engines, which belong together")
 
-        def describe() -> Training:
-            return Training(framework=NAME, version=f"deepspeed {deepspeed.__version__}", step=int(engine.global_steps))
+    def describe() -> Training:
+        return Training(framework=NAME, version=f"deepspeed {deepspeed.__version__}", step=int(engine.global_steps))
 
-        attachment = Attachment(Training(framework=NAME, version="")) if others else attach(NAME, describe)
-        known = _engines[engine] = Engine(attachment=attachment)
-    return known
+    attachment = Attachment(Training(framework=NAME, version="")) if others else attach(NAME, describe)
+    _engines[engine] = Engine(attachment=attachment)
 
 
 def _saved(engine: Any, save_dir: Any, tag: Any = None, client_state: Any = None, *_: Any, **__: Any) -> None:
@@ -102,9 +111,15 @@ def _saved(engine: Any, save_dir: Any, tag: Any = None, client_state: Any = None
 
 @harmless
 def _remember(engine: Any, known: Engine, save_dir: Any, tag: Any, client_state: Any) -> None:
-    step = str(engine.global_steps)
-    known.save_dir, known.named, known.unable = str(save_dir), tag is not None, ""
-    if client_state:
+    step, directory = str(engine.global_steps), os.path.abspath(save_dir)
+    known.save_dir = known.save_dir or directory
+    known.elsewhere = known.elsewhere or directory != known.save_dir
+    known.named, known.unable = tag is not None, ""
+    if known.elsewhere:
+        known.unable = f"the script saves to several directories: {known.save_dir} and, at step {step}, {directory}"
+    elif re.search(rf"(?<!\d)0*{step}(?!\d)", directory):
+        known.unable = f"the script's directory {directory} names step {step}: that of another step is not known"
+    elif client_state:
         known.unable = "the script passes a client_state to save_checkpoint, which nobody else can make"
     if tag is not None:
         known.tag = str(tag).replace("{", "{{").replace("}", "}}").replace(step, "{step}")

@@ -60,7 +60,7 @@ class StepkeeperCallback(TrainerCallback):
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """In an evaluation the state is that of the step before: save it, and leave."""
         trainer = self._trainer
-        if trainer is None or not self._training:
+        if trainer is None or not self._training or _is_last(state):
             self._attachment.alive()
             return
         if self._attachment.evaluated() is not Asked.STOP:
@@ -74,8 +74,8 @@ class StepkeeperCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer has saved on this rank; where the ranks were asked to stop, they leave."""
-        last = state.global_step >= state.max_steps  # it may still come to its end
-        self._attachment.saved_to(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"), last=last)
+        path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+        self._attachment.saved_to(path, last=_is_last(state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Training has come to its end."""
@@ -85,6 +85,11 @@ class StepkeeperCallback(TrainerCallback):
     def _say_saving(self, control: Any) -> None:
         if control.should_save:
             self._attachment.saving()
+
+
+def _is_last(state: Any) -> bool:
+    """Tell whether all steps are done: training comes to its end, and nobody leaves."""
+    return 0 < int(state.max_steps) <= int(state.global_step)
 
 
 def install(module: ModuleType) -> None:

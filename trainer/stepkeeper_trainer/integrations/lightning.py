@@ -56,7 +56,8 @@ class StepkeeperCallback(Callback):
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """In a validation the state is that of the step before: save it, and leave."""
-        if float("inf") in trainer.num_val_batches:  # the ranks may have different numbers of batches
+        unknown = float("inf") in trainer.num_val_batches  # the ranks may have different numbers of batches
+        if unknown or self._is_last(trainer):
             self._attachment.alive()
             return
         if self._attachment.evaluated() is not Asked.STOP:
@@ -77,8 +78,11 @@ class StepkeeperCallback(Callback):
         trainer.save_checkpoint(path)
         if self._attachment.stopping:
             trainer.strategy.checkpoint_io.teardown()  # an asynchronous one returns before its file is there
-        last = 0 < trainer.max_steps <= self._step  # it may still come to its end
-        self._attachment.saved_to(path, last=last)
+        self._attachment.saved_to(path, last=self._is_last(trainer))
+
+    def _is_last(self, trainer: Any) -> bool:
+        """Tell whether all steps are done: training comes to its end, and nobody leaves."""
+        return 0 < int(trainer.max_steps) <= self._step
 
 
 def directory(trainer: Any) -> str:

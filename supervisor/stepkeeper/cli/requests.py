@@ -48,7 +48,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     kind: requests.Kind = arguments.kind
     run = find.find(arguments.run, os.environ)
     give_up_at = time.monotonic() + arguments.within
-    waiting = queue.waiting(run, status_file.read(run.status))
+    waiting = queue.waiting(run, _status(run))
     if waiting is not None and _of_the_queue(arguments, run, waiting, give_up_at):
         return ExitCode.FINISHED
     status = _alive(run)
@@ -99,7 +99,7 @@ def _of_the_queue(arguments: argparse.Namespace, run: RunDirectory, waiting: Wai
     if queue.is_over(queued) or queue.is_pending(queued):
         what = "nothing is running" if arguments.kind == "stop" else "nothing is running that could save"
         raise StepkeeperError(f"{said}; {what}", ExitCode.NOTHING_FOUND)
-    begun = _until(lambda: queue.waiting(run, status_file.read(run.status)) is None or None, give_up_at)
+    begun = _until(lambda: queue.waiting(run, _status(run)) is None or None, give_up_at)
     if not begun:
         raise StepkeeperError(f"{said}, and its supervisor has not said a word yet: ask again", ExitCode.NOTHING_FOUND)
     return False
@@ -130,11 +130,15 @@ def _cancelled(run: RunDirectory, waiting: Waiting) -> dict[str, object]:
     return {"said": said, "cancelled": waiting.job, "checkpoint_step": step}
 
 
-def _alive(run: RunDirectory) -> Status:
+def _status(run: RunDirectory) -> Status | None:
     try:
-        status = status_file.read(run.status)
+        return status_file.read(run.status)
     except msgspec.MsgspecError as error:
         raise StepkeeperError(f"{run.status}: not a status: {error}", ExitCode.RUN_DIRECTORY) from error
+
+
+def _alive(run: RunDirectory) -> Status:
+    status = _status(run)
     if status is None or status.phase == Phase.DONE:
         raise StepkeeperError(f"{run.path}: no supervisor works on this run now", ExitCode.NOTHING_FOUND)
     return status

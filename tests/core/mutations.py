@@ -255,8 +255,8 @@ MUTATIONS = (
     Mutation("phases.all_ready", mirror, "ready", "a launch waits for every watcher", "fresh_start", "promises"),
     Mutation(
         "phases.go_on_starting",
-        drop,
-        "failing_since",
+        never,
+        "holds",
         "no launch starts on storage that failed its test",
         "storage_full_at_the_start",
         "failure",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from stepkeeper.config.patterns import Patterns
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.frameworks import choosing
+from stepkeeper.frameworks.adapters.generic import Generic
 from stepkeeper.frameworks.following import Following
 from stepkeeper.loop_tools import Clock
 from stepkeeper.slurm.launch import Geometry
@@ -25,9 +29,11 @@ from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
 from stepkeeper.supervisor.actions.launch import Job, Launch, Meeting
 from stepkeeper.supervisor.actions.verify_pool import Limits, VerifyPool
 from stepkeeper.supervisor.sources.process import Inbox
+from stepkeeper_trainer.formats.reading import Reading
 
 WITHIN_S = 120.0
 PATTERNS = Patterns(steps="ckpt-{step}", complete=("DONE",), resume=("--from", "{path}", "--at", "{step}"))
+HOW = choosing.How(environment={}, deep=False, cached=False, world_size=None, reading=Reading(bytes_per_s=None))
 
 
 class Case:
@@ -250,6 +256,33 @@ def test_where_0_is_no_end_the_last_step_must_be_reached(tmp_path: Path) -> None
     assert case.foreign.end(1, resumed_from=None) == End(step=20)
     case.step(30)
     assert case.foreign.end(0, resumed_from=None) == End(step=30)
+
+
+def test_0_is_no_end_where_the_checkpoints_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(tmp_path, target=30, ends_at_target=True)
+    monkeypatch.setattr(module, "flags", lambda: ["-c", "import os; os.abort()"])
+
+    assert case.foreign.end(0, resumed_from=None) == End(target=30)
+    assert case.foreign.end(1, resumed_from=None) == End()
+
+
+def test_the_commands_last_step_comes_before_that_of_an_old_checkpoint(tmp_path: Path) -> None:
+    case = Case(tmp_path, framework="huggingface", patterns=None, target=30, ends_at_target=True)
+    trainer_state(case.root, 20, 20)
+
+    assert case.foreign.end(0, resumed_from=None) == End(step=20, target=30)
+
+
+def test_by_name_no_checkpoint_is_judged_below_the_first_whole_one(case: Case) -> None:
+    for number in (10, 20):
+        case.step(number)
+    case.step(30, done=False)
+
+    judged = choosing.judge_by_name(Generic(PATTERNS), case.root, HOW)
+
+    assert [(each.number, each.state.chosen_from) for each in itertools.islice(judged, 2)] == [(30, False), (20, True)]
+    shutil.rmtree(case.root / "ckpt-10")
+    assert list(judged) == []  # it was not judged before
 
 
 def test_a_process_that_dies_is_told_by_its_last_words(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     patterns: Patterns | None = None
     deep: bool = True
+    by_name: bool = False  # the steps in the names order them: older ones are not judged
     bytes_per_s: float | None = None
     below_step: int | None = None  # only older ones count
     left_out: tuple[Seen, ...] = ()  # that do not count
@@ -90,7 +91,7 @@ def answer(question: Question) -> Answer:
         beyond.append(seen)
         return True
 
-    chosen, skipped = choosing.newest(framework, root, how, left_out=left_out)
+    chosen, skipped = choosing.newest(framework, root, how, left_out=left_out, by_name=question.by_name)
     passed = tuple(
         Passed(name=_name(each, root), problem=_shown(f"{each.state.value}: {'; '.join(each.problems)}"))
         for each in skipped

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -101,6 +102,24 @@ def judge_all(framework: Framework, root: Path, how: How) -> list[Judged]:
     return _newest_first([each for step in steps if (each := _if_there(framework, step, how))])
 
 
+def judge_by_name(framework: Framework, root: Path, how: How) -> Iterator[Judged]:
+    """Judge one checkpoint after the other, the highest step first by their names; all, where a name has no step.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    steps = [step for step in framework.list_steps(root) if not step.path.name.startswith(QUARANTINED)]
+    if any(step.number is None for step in steps):
+        yield from judge_all(framework, root, how)
+        return
+    for _, same in itertools.groupby(sorted(steps, key=_number, reverse=True), key=_number):
+        yield from _newest_first([each for step in same if (each := _if_there(framework, step, how))])
+
+
+def _number(step: Step) -> int:
+    return -1 if step.number is None else step.number
+
+
 def _if_there(framework: Framework, step: Step, how: How) -> Judged | None:
     try:
         return judge(framework, step, how)
@@ -120,7 +139,12 @@ def _newest_first(judged: list[Judged]) -> list[Judged]:
 
 
 def newest(
-    framework: Framework, root: Path, how: How, *, left_out: Callable[[Judged], bool] = lambda _: False
+    framework: Framework,
+    root: Path,
+    how: How,
+    *,
+    left_out: Callable[[Judged], bool] = lambda _: False,
+    by_name: bool = False,
 ) -> tuple[Judged | None, list[Judged]]:
     """Choose the newest checkpoint that is whole and resumable; also return those that were passed over.
 
@@ -131,12 +155,13 @@ def newest(
         root: where they are.
         how: they are judged.
         left_out: tells which do not count, and are in no answer.
+        by_name: the steps in their names order them, so that older ones need not be judged.
 
     Raises:
         OSError: the directory cannot be listed.
     """
     skipped: list[Judged] = []
-    for each in judge_all(framework, root, how.shallow()):
+    for each in (judge_by_name if by_name else judge_all)(framework, root, how.shallow()):
         if left_out(each):
             continue
         found: Judged | None = each

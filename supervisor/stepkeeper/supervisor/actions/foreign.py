@@ -65,6 +65,7 @@ class ForeignCheckpoints:
         self._log = log
         self._lock = threading.Lock()
         self._chosen: dict[str, tuple[str, ...]] = {}  # resume arguments, by directory
+        self._target: int | None = None  # of the last choice
         self._left_out: tuple[Seen, ...] = ()  # since training went back
         self._passed: tuple[Seen, ...] | None = ()  # by the last choice; None: it read nothing
 
@@ -156,16 +157,17 @@ class ForeignCheckpoints:
         with self._lock:
             passed = self._passed
         question = self._question(deep=False)
-        question = msgspec.structs.replace(question, left_out=(*question.left_out, *(passed or ())))
+        question = msgspec.structs.replace(question, by_name=True, left_out=(*question.left_out, *(passed or ())))
         try:
             newest = self._ask(question, within_s=END_WITHIN_S).newest
         except ForeignError as error:
             self._log.warning("framework_checkpoints_not_read", directory=str(following.directory), error=str(error))
-            return End()
+            return End(target=self._known_target() if following.ends_at_target and not code else None)
         step = newest.step if newest is not None else None
-        target = (newest.target if newest is not None else None) or following.target
+        target = following.target or (newest.target if newest is not None else None)
         wrote = newest is not None and newest.directory != resumed_from and passed is not None
-        if newest is not None and newest.finished and wrote:
+        reached = following.target is None or (step is not None and step >= following.target)
+        if newest is not None and newest.finished and wrote and reached:
             if code:
                 self._log.warning("failed_after_last_step", step=step, code=code)
             return End(finished=True, step=step)
@@ -176,8 +178,13 @@ class ForeignCheckpoints:
         self._log.warning("ended_before_target", step=step, target=target)
         return End(step=step)
 
+    def _known_target(self) -> int | None:
+        with self._lock:
+            return self._following.target or self._target
+
     def _remember(self, newest: Newest) -> Newest:
         with self._lock:
+            self._target = newest.target
             self._chosen[newest.directory] = self._following.renamed(newest.arguments)
         return newest
 

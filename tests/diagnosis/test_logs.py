@@ -18,6 +18,7 @@ OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 STACK = f'Traceback (most recent call last):\n  File "/w/train.py", line 61, in main\n    step()\n{OOM}'
 
 
+@pytest.mark.campaign
 def test_the_end_of_a_huge_log_is_found_with_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "n1.log"
     with path.open("wb") as file:
@@ -52,6 +53,7 @@ RuntimeError: Numpy is not available
     assert verdict(log).cause is Cause.CONFIGURATION
 
 
+@pytest.mark.campaign
 def test_the_end_of_a_pipe_is_found_too() -> None:
     readable, writable = os.pipe()
 

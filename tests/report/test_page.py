@@ -203,6 +203,7 @@ def test_a_run_without_losses_and_one_without_anything_have_a_page_too() -> None
     assert "No supervisor has worked on it yet" in page(timeline.build(history.read_history([]), {}), ABOUT)
 
 
+@pytest.mark.campaign
 def test_the_page_of_16384_gpus_over_54_days_is_small() -> None:
     big = Big(step_s=30.0)  # fewer rows, so that the test is quick: the page does not depend on them
     told = history.read_history(big.records())

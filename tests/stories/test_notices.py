@@ -138,6 +138,7 @@ def test_scancel_never_leads_to_a_requeue(lab: Lab, moment: str) -> None:
     assert training.exits() in ([ExitCode.CANCELLED], []), training.story()
 
 
+@pytest.mark.campaign
 def test_a_signal_that_ends_nothing_saves_and_training_goes_on(lab: Lab, reference: Training) -> None:
     """`scancel --batch --signal=USR1` by a user: a checkpoint now, please."""
     training = Training(lab, name="save-now", steps=40, every=1000, step_seconds=0.25).submit()

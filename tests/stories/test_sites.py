@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slurm
 NO_REQUEUE = "--no-requeue"
 
 
+@pytest.mark.campaign
 def test_a_job_that_slurm_may_not_requeue_is_submitted_again_and_goes_on(lab: Lab, reference: Training) -> None:
     """The same log, run directory, shape and arguments; the losses of one uninterrupted run."""
     shape = (NO_REQUEUE, "--time=30", "--comment=for ada")

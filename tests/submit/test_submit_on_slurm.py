@@ -6,6 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.run_store import journal
 from tests.lab import Lab
@@ -99,6 +101,7 @@ def test_what_slurm_says_of_a_job_of_sbatch_is_shown_before_it_has_a_run(lab: La
         lab.cancel(job)
 
 
+@pytest.mark.campaign
 def test_a_run_is_known_while_its_job_waits_can_be_stopped_there_and_is_submitted_again_as_it_was(lab: Lab) -> None:
     python = str(site_python(USER))
     done = submit(

@@ -3,6 +3,7 @@
 import io
 
 import msgspec
+import pytest
 import structlog
 
 from stepkeeper.core import events as on
@@ -32,6 +33,7 @@ class SizedJournal:
         self.records.append(record)
 
 
+@pytest.mark.campaign
 def test_a_week_stays_below_100_mb(tmp_path):
     """A step and a checkpoint every second, hellos, a restarted watcher every minute: far more than real runs do."""
     journal = SizedJournal()

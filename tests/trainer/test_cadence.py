@@ -44,6 +44,7 @@ def simulate(interval_s: float, costs: Costs, failures: int, seed: int) -> float
     return durable_s / wall_s
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("costs", [HARD, ASYNC, LARGE], ids=["synchronous", "asynchronous", "huge job"])
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
 def test_the_formula_agrees_with_a_simulation_of_the_job(costs: Costs, factor: float) -> None:
@@ -52,6 +53,7 @@ def test_the_formula_agrees_with_a_simulation_of_the_job(costs: Costs, factor: f
     assert sum(shares) / len(shares) == pytest.approx(productive_share(interval_s, costs), rel=0.02)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("costs", [HARD, LARGE], ids=["synchronous", "huge job"])
 def test_the_simulated_job_does_best_at_the_interval_that_is_called_best(costs: Costs) -> None:
     best = best_interval_s(costs)

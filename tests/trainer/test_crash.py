@@ -72,7 +72,7 @@ def test_killed_at_every_call_that_changes_the_directory(tmp_path: Path, scene: 
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_killed_at_some_of_these_calls(tmp_path: Path) -> None:
     """One of many, of each scene without a store."""
-    reports = play(tmp_path, 97, *QUICK)
+    reports = play(tmp_path, 193, *QUICK)
     large = next(report["points"] for report in reports if report["scene"] == "save past the page cache")
 
     if has_direct(tmp_path):

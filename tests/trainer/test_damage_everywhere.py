@@ -60,6 +60,7 @@ def flip(path: Path, at: int, bit: int) -> None:
         file.write(bytes([value ^ bit]))
 
 
+@pytest.mark.campaign
 def test_a_flip_anywhere_in_a_step_of_two_ranks_is_found(checkpoints: Path) -> None:
     step, older = two_newest(checkpoints)
     dice = random.Random(7)  # noqa: S311  # the same places each time
@@ -147,6 +148,7 @@ def link(step: Path, older: Path) -> str:
 DAMAGES = [truncated, missing, extra, swapped, chimera, stale_manifest, stale_plan, pipe, pipe_for_the_manifest, link]
 
 
+@pytest.mark.campaign
 def test_the_command_names_the_file_whatever_happened_to_it(checkpoints: Path, tmp_path: Path) -> None:
     step, older = two_newest(checkpoints)
     for damage in DAMAGES:

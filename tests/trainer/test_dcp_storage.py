@@ -74,6 +74,7 @@ def test_the_reader_loads_what_stock_dcp_wrote_and_a_manifest_seals(tmp_path: Pa
     assert all(torch.equal(state[name], saved[name]) for name in saved)
 
 
+@pytest.mark.campaign
 def test_every_flipped_byte_that_is_used_is_refused(tmp_path: Path) -> None:
     directory = save(tmp_path / "run", 1, {"w": torch.ones(4, 3), "unused": torch.ones(9_000_000)})
     file = directory / "__0_0.distcp"
@@ -330,6 +331,7 @@ def test_an_attempt_that_a_newer_one_has_replaced_commits_nothing(
     assert not (run_dir / "checkpoints/step_00000002").exists()
 
 
+@pytest.mark.campaign
 def test_two_trainings_do_not_share_a_run_directory(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom stepkeeper_trainer import StepkeeperWriter\n"
@@ -501,6 +503,7 @@ class Part:
         self.value = state
 
 
+@pytest.mark.campaign
 def test_the_snippets_of_the_page_run_as_they_stand(tmp_path: Path) -> None:
     page = (ROOT / "docs/dcp.md").read_text()
     snippets = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)

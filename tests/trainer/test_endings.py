@@ -55,6 +55,7 @@ def test_a_rank_that_stands_still_is_not_taken_for_dead(stage: Stage, tmp_path: 
     assert [step.step for step in list_steps(tmp_path / "run/checkpoints")] == [2]
 
 
+@pytest.mark.campaign
 def test_a_rank_whose_node_lost_its_power_ends_the_wait_for_it(tmp_path: Path) -> None:
     """In a network of their own, which is taken down: rank 1 stands still, and nothing answers for it."""
     if subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode:
@@ -69,6 +70,7 @@ def test_a_rank_whose_node_lost_its_power_ends_the_wait_for_it(tmp_path: Path) -
     assert not list_steps(tmp_path / "run/checkpoints")
 
 
+@pytest.mark.campaign
 def test_a_rank_that_dies_before_its_files_are_on_shared_storage_ends_the_wait_too(
     stage: Stage, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def random_fall(dice: random.Random, how: How, before: int, steps: int) -> Fall:
     )
 
 
+@pytest.mark.campaign
 def test_the_losses_do_not_show_three_interruptions(
     stage: Stage, tmp_path: Path, references: dict[int, Reference]
 ) -> None:

@@ -222,6 +222,7 @@ def cut_tensors(draw: some.DrawFn) -> tuple[torch.Tensor, list[list[int]], bool,
     return tensor, cuts, draw(some.booleans()), draw(some.sampled_from([1, 8, 40, 10_000]))
 
 
+@pytest.mark.campaign
 @settings(max_examples=150, phases=(Phase.explicit, Phase.generate), deadline=None)
 @given(cut=cut_tensors())
 def test_any_grid_of_pieces_becomes_the_tensor_again(
@@ -525,6 +526,7 @@ def test_files_are_durable_before_the_name_is(tmp_path: Path, tensors: dict[str,
     assert unrepeated == ["write", "sync file", "sync directory", "rename", "sync parent"]
 
 
+@pytest.mark.campaign
 def test_memory_stays_small_however_large_a_tensor_is(tmp_path: Path) -> None:
     big = torch.arange(100_000_000, dtype=torch.float32).view(10_000, 10_000)
     step = made_step(tmp_path, {"model.big": big, "model.small": torch.ones(4_000_000)}, chunk_bytes=CHUNK_BYTES)

@@ -30,7 +30,6 @@ from tests.trainer.scenes import Stage
 pytestmark = pytest.mark.usefixtures("one_process")
 
 SCENES = "tests.trainer.interface_scenes"
-EXITS = 50
 OLD_RUN = ROOT / "tests/fixtures/run-0.1"
 
 
@@ -281,7 +280,7 @@ raise DamagedError("a test") if sys.argv[4] == "ours" else ValueError("a test")
 """
 
 
-@pytest.mark.parametrize("kind", ["ours", "the script's"])
+@pytest.mark.parametrize("kind", ["ours", pytest.param("the script's", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("attached", [True, False])
 def test_an_exception_that_nobody_catches(tmp_path: Path, kind: str, *, attached: bool) -> None:
     """Attached: a save in flight is committed, and an error of the library has its code and no traceback."""
@@ -332,11 +331,12 @@ def test_a_rank_that_does_not_come_is_named(stage: Stage, tmp_path: Path) -> Non
         assert f"rank {rank}: rank 1 did not come to step_done() within 8 s" in ended.said
 
 
-def test_a_process_exits_with_the_code_of_finish_each_time(stage: Stage, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exits", [10, pytest.param(50, marks=pytest.mark.campaign)])
+def test_a_process_exits_with_the_code_of_finish_each_time(stage: Stage, tmp_path: Path, exits: int) -> None:
     """Through the end of the interpreter, after collectives over gloo: a thread of torch's that is left would abort."""
     codes: list[int] = []
     began_at = time.monotonic()
-    while len(codes) < EXITS:
+    while len(codes) < exits:
         ended = stage.play(f"{SCENES}:stopped", tmp_path / f"run{len(codes)}", ranks=5, group_s=120.0)
         assert ended.codes == [75] * 5, f"after {len(codes)} in {time.monotonic() - began_at:.0f} s: {ended.said}"
         codes += ended.codes

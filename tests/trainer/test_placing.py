@@ -237,6 +237,7 @@ def test_a_damaged_part_is_never_committed_and_rank_0_says_why(nodes: Nodes) -> 
     assert "bytes of chunk 0" in why
 
 
+@pytest.mark.campaign
 def test_where_copies_cannot_keep_up_the_newest_goes_and_the_rest_stays_on_the_disks(nodes: Nodes) -> None:
     saves = []
     for step in (100, 200, 300):

@@ -102,6 +102,7 @@ def test_what_was_left_out_long_ago_does_not_end_the_comparing(tmp_path: Path) -
     assert comparable_losses(tmp_path, 20, ()).keys() == set(range(21, 61))
 
 
+@pytest.mark.campaign
 def test_a_rank_that_is_killed_and_resumed_comes_to_the_same_losses_and_says_so(tmp_path: Path) -> None:
     run_dir, name = tmp_path / "run", f"replay-{time.monotonic_ns()}"
     with Ranks(1, run_dir, "--step-seconds-min=0.3", every=8) as ranks:

@@ -305,6 +305,7 @@ def run_pruning(checkpoints: Path, keep: int, at: int) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.campaign
 def test_a_kill_at_any_act_of_a_pruning_takes_nothing_that_is_kept(tmp_path: Path) -> None:
     pristine = make_run(tmp_path / "pristine", 5)
     shutil.copytree(pristine, tmp_path / "whole")

@@ -35,6 +35,7 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path: Path, uninterrupted
     assert all(verify(step.path).ok for step in list_steps(run_dir / "checkpoints"))
 
 
+@pytest.mark.campaign
 def test_a_save_that_was_killed_in_flight_counts_for_nothing(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     run_dir = tmp_path / "run"
     with Ranks(2, run_dir, SLOW_STEPS, disk="slow:any:tmp-step_(?!00000004):60") as ranks:

@@ -129,6 +129,7 @@ def test_a_rank_that_all_wait_for_by_way_of_another_group(told) -> None:
     assert suspect == LATE, text
 
 
+@pytest.mark.campaign
 def test_a_rank_that_keeps_the_interpreters_lock_gives_no_account(told) -> None:
     expected = f"ranks 0, 1 wait in all_reduce #2 of the default group, rank {LATE} does not answer"
 

@@ -85,6 +85,7 @@ def newest(run_dir: Path) -> str | None:
     return chosen.path.name if chosen else None
 
 
+@pytest.mark.campaign
 def test_when_all_but_the_cold_tier_is_lost_it_goes_on_from_there_with_the_same_losses(
     tmp_path: Path, undisturbed: dict[int, str], s3: str
 ) -> None:

@@ -124,6 +124,7 @@ def test_a_tracker_that_is_not_installed_or_never_answers_ends_nothing(
     assert "rows were left behind" in caplog.text
 
 
+@pytest.mark.campaign
 def test_mlflow_itself_has_one_run_with_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # it wants a database, which the small package has no part of

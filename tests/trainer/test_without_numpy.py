@@ -49,6 +49,7 @@ def test_two_ranks_save_and_resume_with_the_same_losses(python: Path, tmp_path: 
     assert done < STEPS
 
 
+@pytest.mark.campaign
 @needs_fsdp
 def test_the_reference_script_shards_its_model(python: Path, tmp_path: Path) -> None:
     script = [str(python), "-m", "stepkeeper_trainer.examples.train_lm", *TINY, "--steps=3", "--checkpoint-every=2"]

@@ -220,6 +220,7 @@ def test_the_drain_of_somebody_else_is_left_alone(cluster: Lab, agents: Agents) 
     assert [each["outcome"] for each in agents.incidents(node)] == ["foreign"]
 
 
+@pytest.mark.campaign
 def test_a_drain_waits_for_slurmctld_and_is_made_once(cluster: Lab, agents: Agents) -> None:
     """A fault in the minutes of a failover must not be forgotten."""
     node = cluster.node_names[0]
@@ -415,6 +416,7 @@ def test_the_capabilities_of_the_unit_are_enough(cluster: Lab, agents: Agents) -
     wait_drained(cluster, node)
 
 
+@pytest.mark.campaign
 def test_jobs_are_noted_and_three_of_them_have_the_gpu_checked(cluster: Lab, gpu_agents: Agents) -> None:
     """XID 31 is a program's mistake; where the programs of two users make it in one place, NVML is asked."""
     node = cluster.node_names[0]
@@ -436,6 +438,7 @@ def test_jobs_are_noted_and_three_of_them_have_the_gpu_checked(cluster: Lab, gpu
     assert not is_drained(cluster, node)
 
 
+@pytest.mark.campaign
 def test_nothing_is_drained_in_a_reservation_for_maintenance(cluster: Lab, agents: Agents) -> None:
     """Slurm prints it as IDLE+MAINTENANCE+RESERVED; what is still there when it ends is drained then."""
     node = cluster.node_names[0]

@@ -825,6 +825,7 @@ def test_while_nothing_happens_slurm_is_not_asked(node: Node) -> None:
     assert node.cluster.calls == 0
 
 
+@pytest.mark.campaign
 def test_a_flood_does_not_grow_the_memory(node: Node) -> None:
     for index in range(1200):
         node.see(fault(31, T + 40 * index))

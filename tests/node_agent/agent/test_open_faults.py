@@ -327,6 +327,7 @@ def test_nobody_counts_all_nodes_for_a_fault_that_is_over(cluster: Cluster) -> N
     assert first.alone, "the next fault asks about the own node first again"
 
 
+@pytest.mark.campaign
 def test_a_flood_pushes_out_nothing_that_was_left_alone(node: Node) -> None:
     node.tells = False
     node.cluster.drain("a", "fan", T)

@@ -134,6 +134,7 @@ def refuses(path: str, attack: Attack, action: Callable[[socket.socket, random.R
     return count
 
 
+@pytest.mark.campaign
 def test_noise_of_all_sizes(agent: AgentProcess) -> None:
     def noise(sock: socket.socket, dice: random.Random) -> None:
         for _ in range(30):
@@ -161,6 +162,7 @@ def test_well_formed_floods(agent: AgentProcess) -> None:
     assert len(agent.said("call", "owned_job")) < LINES_PER_S * (time.monotonic() - began + 1)
 
 
+@pytest.mark.campaign
 def test_thousands_of_connections(agent: AgentProcess) -> None:
     def connect(path: str, attack: Attack) -> int:
         held: list[socket.socket] = []

@@ -188,6 +188,7 @@ def test_a_requeued_job_runs_again_long_before_slurm_would_let_it(node: Node) ->
     node.lab.cancel(job)
 
 
+@pytest.mark.campaign
 def test_a_launch_that_slurm_fails_looks_as_it_is_expected_to(node: Node) -> None:
     """An update to start in this very second can meet the revocation of the credential: half of the tries or so."""
     for _ in range(12):

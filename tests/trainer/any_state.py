@@ -214,7 +214,7 @@ def leaves(value: Any) -> Iterator[bytes]:  # noqa: C901, PLR0912  # one branch 
                 yield from leaves([parameter, dict(value.state.get(parameter, {}))])
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
-            yield repr(key).encode()
+            yield str(key).encode()
             yield from leaves(value[key])
     elif isinstance(value, (list, tuple)):
         for item in value:

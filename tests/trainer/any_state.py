@@ -170,8 +170,9 @@ def _find(name: str) -> Callable[[int, int], Scene]:
     if name in SCENES:
         return SCENES[name]
     from tests.trainer.package_scenes import PACKAGE_SCENES  # noqa: PLC0415
+    from tests.trainer.unusual_scenes import EXACT, NOT_RESUMED, REFUSED  # noqa: PLC0415
 
-    return PACKAGE_SCENES[name]
+    return (PACKAGE_SCENES | EXACT | NOT_RESUMED | REFUSED)[name]
 
 
 def fingerprint(made: Scene) -> str:
@@ -200,7 +201,7 @@ def leaves(value: Any) -> Iterator[bytes]:  # noqa: C901, PLR0912  # one branch 
         yield from leaves([getattr(value, name) for name in names])
     elif isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)} {value.device}".encode()
-        yield value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield value.detach().resolve_conj().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, torch.nn.Module):
         yield from leaves({**dict(value.named_parameters()), **dict(value.named_buffers())})
         yield from leaves(getattr(value, "extra", None))

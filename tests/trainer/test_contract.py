@@ -115,6 +115,11 @@ PRIVATE = [
     Private("torch.distributed:ProcessGroup._get_backend", ("groups",), "the same"),
     Private("torch._C._distributed_c10d:Backend.Options._timeout", ("groups",), "the same"),
     Private(
+        "torch.nn:Module._load_from_state_dict",
+        ("module",),
+        "a class that overrides it shapes its buffers itself; without it such a resume is refused",
+    ),
+    Private(
         "torch.utils.data.dataloader:_BaseDataLoaderIter",
         ("exactness",),
         "the class of every DataLoader's iterators: type(iter(DataLoader([0]))).__mro__[1]",

@@ -34,6 +34,7 @@ from stepkeeper_trainer.save.commit import Listeners
 from stepkeeper_trainer.save.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState, random_state
 from stepkeeper_trainer.state.last_step import LastStep
+from stepkeeper_trainer.state.tree import check_dense
 from stepkeeper_trainer.store import guard, run_lock
 from stepkeeper_trainer.store.housekeeping import choose_policy, keep_house
 from stepkeeper_trainer.store.retention import Policy
@@ -225,6 +226,10 @@ class CheckpointManager:
         if resumed.step is not None:
             self._random = random_state.collect()
         tensors = self._state.collect()  # what cannot be saved is said now, and not at the first save
+        for name, tensor in tensors.items():
+            check_dense(name, tensor)
+        if self._random is not None:
+            random_state.restore(self._random)  # a loader that is asked for its state may begin its iterator, and draw
         if self.rank == 0:
             self._records = begin_records(self._counters, self.run_dir, self._environment, self._tracker)
             self._records.replay = begin_replay(self._environment, self.run_dir, resumed, self.world_size, self._link)

@@ -171,7 +171,7 @@ class BetweenSteps:
         self._agreement.settle(Call.NOTICE, [])  # all have heard
         said = ""
         for _ in range(TRIES_MAX):
-            while not self._stand_together():
+            while not self._hold_together():
                 if self._any(self._served.is_set()):
                     return
                 if (why := self._last_step.why_not) != said:
@@ -190,11 +190,11 @@ class BetweenSteps:
             self.gate.open()
             time.sleep(AGAIN_AFTER_S)
 
-    def _stand_together(self) -> bool:
+    def _hold_together(self) -> bool:
         """Hold the main threads of all ranks up behind the same step; false where one has gone on."""
-        standing = not self._served.is_set() and not self._saver.busy and self.gate.close() and self._is_known()
+        held = not self._served.is_set() and not self._saver.busy and self.gate.close() and self._is_known()
         step = self._counters.step
-        moving, highest, lowest = self._agreement.settle(Call.NOTICE, [int(not standing), step, -step])
+        moving, highest, lowest = self._agreement.settle(Call.NOTICE, [int(not held), step, -step])
         together = not moving and highest == -lowest
         if not together:
             self.gate.open()

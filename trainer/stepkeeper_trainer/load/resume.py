@@ -161,12 +161,32 @@ def _load(
     except OSError as error:
         raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
     load(reader, blobs, agreement.group, limits=limits)
+    refusal: StepkeeperError | None = None
     try:
         tensors = state.targets(metadata, blobs)
+    except StepkeeperError as error:
+        refusal = error
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise DamagedError(f"{directory}: its description of the state cannot be used: {error!r}") from error
+        refusal = DamagedError(f"{directory}: its description of the state cannot be used: {error!r}")
+        refusal.__cause__ = error
+    _refuse_together(refusal, agreement)
     load(reader, tensors, agreement.group, limits=limits)
     state.apply(tensors)
+
+
+def _refuse_together(own: StepkeeperError | None, agreement: Agreement) -> None:
+    """Raise what any rank has found, on all ranks: a rank that cannot load would keep the others waiting.
+
+    Raises:
+        ResumeError: what a rank refuses.
+        DamagedError: the same.
+    """
+    everyone = agreement.gather((type(own), str(own)) if own is not None else None)
+    if own is not None:
+        raise own
+    for found in filter(None, everyone):
+        kind, text = found
+        raise kind(text)
 
 
 def _begin(commits: Commits, state: TrainingState) -> Resumed:

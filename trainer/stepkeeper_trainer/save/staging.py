@@ -23,7 +23,7 @@ from stepkeeper_trainer.save.replicas import IN_PLACE_BYTES, Hash, InPlace, hash
 from stepkeeper_trainer.save.serialise import ALIGNMENT, Frame, frame
 from stepkeeper_trainer.save.snapshot import Devices
 from stepkeeper_trainer.save.streams import cuda_lane
-from stepkeeper_trainer.state.tree import is_plain, local
+from stepkeeper_trainer.state.tree import check_dense, local
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -149,10 +149,7 @@ class Staging:
         self.signature = None
         kinds: dict[str, Kind] = {}
         for name, tensor in tensors.items():
-            own = local(tensor)
-            if own.layout is not torch.strided or own.is_quantized or own.is_meta or not is_plain(type(own)):
-                what = f"{type(own).__name__}, {own.layout} of {own.dtype}"
-                raise StateError(f"{name} is a {what}: only dense tensors can be saved")
+            own = check_dense(name, tensor)
             kinds[name] = (own.dtype, tuple(own.shape))
         self._kinds = kinds
         gpus = (own.device for own in map(local, tensors.values()) if own.is_cuda and self._device)

@@ -15,9 +15,12 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stepkeeper_trainer.errors import ResumeError, StateError
-from stepkeeper_trainer.state.tree import is_plain, join, local, split, tensor_names
+from stepkeeper_trainer.log import warn
+from stepkeeper_trainer.state.placement import target_of
+from stepkeeper_trainer.state.tree import check_dense, check_types, is_plain, join, local, split, tensor_places
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,12 +58,22 @@ def keys_of(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 NAMED_MAX = 3  # names in one error message
+EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` returns
 
 
 class _Extra(NamedTuple):
     """What a module's state holds besides tensors, as it was saved."""
 
     skeleton: Any
+
+
+class _Buffer(NamedTuple):
+    """A buffer, and where it is."""
+
+    module: torch.nn.Module
+    attribute: str
+    name: str  # in the state of the whole module
+    buffer: torch.Tensor | None
 
 
 class ModulePart:
@@ -82,6 +95,8 @@ class ModulePart:
         self.name, self.module = name, module
         self._prefix = f"{name}."
         self._loading: dict[str, Any] = {}  # what `load_state_dict` gets, by the module's own names
+        self._replaced: dict[str, tuple[_Buffer, torch.Tensor]] = {}  # buffers, and what comes in their place
+        self._names: set[str] | None = None  # of tensors that the script makes by itself, and those known since
 
     @property
     def replicated(self) -> frozenset[str]:
@@ -108,18 +123,49 @@ class ModulePart:
         state = self.module.state_dict(keep_vars=True)
         names = tuple(state)
         keys = keys_of(self._prefix, names)
-        if all(map(is_plain, set(map(type, state.values())))):
+        if all(map(is_plain, set(map(type, state.values())))) and not _has_extra(names):
             tensors.update(zip(keys, state.values(), strict=True))
+            self._note_names(keys, tensors)
             return {"names": _digest(keys), "extra": {}}
         extra: dict[str, Any] = {}
         plain: list[str] = []
         for key, value in zip(keys, state.values(), strict=True):
-            if is_plain(type(value)):
+            if is_plain(type(value)) and not key.endswith(EXTRA_STATE):
                 tensors[key] = value
                 plain.append(key)
             else:
                 extra[key] = split(value, key, tensors)
+        self._note_names(tuple(plain), tensors)
         return {"names": _digest(tuple(plain)), "extra": extra}
+
+    def _note_names(self, keys: tuple[str, ...], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Warn of tensors that training has added: a new process of the script does not have them.
+
+        Raises:
+            StateError: at the first time, of what cannot be loaded.
+        """
+        if self._names is None:
+            for key in keys:
+                _check_loadable(key, tensors[key])
+            self._names = {*keys, *(key for key, each in self._buffers().items() if each.buffer is None)}
+        elif len(keys) > len(self._names) or not self._names.issuperset(keys):
+            added = sorted(set(keys) - self._names)
+            self._names.update(added)
+            warn(
+                "module_has_new_tensors",
+                part=self.name,
+                names=", ".join(added[:NAMED_MAX]),
+                why="a resume will refuse this state: make them, or register_buffer(name, None), before resume()",
+            )
+
+    def _buffers(self) -> dict[str, _Buffer]:
+        """Return all buffers by key, with those that are None until training fills them."""
+        found = [
+            _Buffer(module, name, f"{place}.{name}" if place else name, buffer)
+            for place, module in self.module.named_modules()
+            for name, buffer in vars(module)["_buffers"].items()  # `named_buffers` leaves out those that are None
+        ]
+        return {f"{self._prefix}{plain_name(each.name)}": each for each in found}
 
     def targets(self, skeleton: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
         """Return tensors to load into: the module's own, and new ones for what its `state_dict` has converted.
@@ -127,25 +173,78 @@ class ModulePart:
         Raises:
             ResumeError: the checkpoint is of another module.
         """
+        extra = (skeleton or {}).get("extra", {})
+        check_types(extra)
         state = self.module.state_dict(keep_vars=True)
         keys = keys_of(self._prefix, tuple(state))
+        here = {key: value for key, value in zip(keys, state.values(), strict=True) if key not in extra}
+        self._replaced = self._find_replaced(skeleton, here, saved)
+        self._check_names(skeleton, {*here, *self._replaced}, saved)
         own = {id(each) for each in chain(self.module.parameters(), self.module.buffers())}
-        extra = (skeleton or {}).get("extra", {})
-        is_extra = {key for key in keys if key in extra}
-        here = {key for key, value in zip(keys, state.values(), strict=True) if is_plain(type(value))}
-        self._check_names(skeleton, here - is_extra, saved)
-        found: dict[str, torch.Tensor] = {}
-        self._loading = {}
+        found = {key: tensor for key, (_, tensor) in self._replaced.items()}
+        self._loading = {buffer.name: tensor for buffer, tensor in self._replaced.values()}
+        looked: dict[str, torch.Tensor] = {}
         for name, key, value in zip(state, keys, state.values(), strict=True):
-            if key in is_extra:
+            if key in extra:
+                split(value, key, looked)
                 self._loading[name] = _Extra(extra[key])
-                continue
-            _check_shape(key, value, saved[key])
-            target = value if id(value) in own else torch.empty_like(value, dtype=saved[key].properties.dtype)
-            self._loading[name] = target
-            found[key] = target.detach()
-        for name in chain.from_iterable(map(tensor_names, extra.values())):
-            found[name] = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
+            elif key not in self._replaced:
+                target = self._target(key, value, saved[key], in_place=id(value) in own)
+                self._loading[name], found[key] = target, target.detach()
+        for key in extra.keys() - set(keys):  # the module's state has it only once training has begun
+            self._loading[key.removeprefix(self._prefix)] = _Extra(extra[key])
+        for key, place in tensor_places(extra).items():
+            found[key] = target_of(key, place, saved[key], like=looked.get(key))
+        return found
+
+    def _target(self, key: str, value: Any, entry: TensorStorageMetadata, *, in_place: bool) -> torch.Tensor:
+        dtype = entry.properties.dtype
+        if not isinstance(value, torch.Tensor):
+            return torch.empty(entry.size, dtype=dtype)
+        if entry.size not in (value.size(), local(value).size()):  # a private shard is saved by itself
+            if self._shapes_itself(key):
+                return torch.empty(entry.size, dtype=dtype, device=value.device)
+            raise ResumeError(
+                f"{key} has shape {list(value.size())}, in the checkpoint {list(entry.size)}: "
+                "resume with the model's size of then"
+            )
+        if in_place and value.dtype != dtype:
+            raise ResumeError(f"{key} is {value.dtype}, in the checkpoint {dtype}: resume with the types of then")
+        in_place = in_place and not value.is_conj() and not value.is_neg()  # such a view's memory is not its content
+        return value if in_place else torch.empty_like(value, dtype=dtype)
+
+    def _shapes_itself(self, key: str) -> bool:
+        """Whether the module that holds a tensor has a loading of its own, as observers of quantization do."""
+        owner = key.removeprefix(self._prefix).rpartition(".")[0]
+        return any(
+            plain_name(place) == owner
+            and type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict  # noqa: SLF001
+            for place, module in self.module.named_modules()
+        )
+
+    def _find_replaced(
+        self, skeleton: Any, here: Mapping[str, Any], saved: Mapping[str, TensorStorageMetadata]
+    ) -> dict[str, tuple[_Buffer, torch.Tensor]]:
+        """Return new tensors for buffers that training had made anew by then.
+
+        These are None or empty in a new process, or of another type.
+        """
+        buffers = {k: each for k, each in self._buffers().items() if isinstance(saved.get(k), TensorStorageMetadata)}
+        missing = {key for key, each in buffers.items() if each.buffer is None}
+        if missing and (skeleton or {}).get("names") == _digest(tuple(here)):
+            missing = set()  # another rank has made them
+        device = next((each.device for each in chain(self.module.parameters(), self.module.buffers())), None)
+        found: dict[str, tuple[_Buffer, torch.Tensor]] = {}
+        for key, each in buffers.items():
+            size, dtype, buffer = saved[key].size, saved[key].properties.dtype, each.buffer
+            if buffer is None:
+                made_anew, at = key in missing, device
+            else:
+                filled = not buffer.numel() and buffer.size() != size and not self._shapes_itself(key)
+                made_anew = key in here and (filled or (buffer.size() == size and buffer.dtype != dtype))
+                at = buffer.device
+            if made_anew:
+                found[key] = each, torch.empty(size, dtype=dtype, device=at)
         return found
 
     def apply(self, _skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -159,6 +258,9 @@ class ModulePart:
             for name, value in self._loading.items()
         }
         self._loading = {}
+        for buffer, tensor in self._replaced.values():
+            setattr(buffer.module, buffer.attribute, tensor)
+        self._replaced = {}
         try:
             self.module.load_state_dict(state)
         except RuntimeError as error:
@@ -195,9 +297,19 @@ def tied_names(module: torch.nn.Module) -> dict[str, str]:
     return tied
 
 
-def _check_shape(key: str, tensor: torch.Tensor, entry: TensorStorageMetadata) -> None:
-    if entry.size not in (tensor.size(), local(tensor).size()):  # a private shard is saved by itself
-        raise ResumeError(
-            f"{key} has shape {list(tensor.size())}, in the checkpoint {list(entry.size)}: "
-            "resume with the model's size of then"
-        )
+@lru_cache(maxsize=16)
+def _has_extra(names: tuple[str, ...]) -> bool:
+    return any(name.endswith(EXTRA_STATE) for name in names)
+
+
+def _check_loadable(key: str, value: Any) -> None:
+    """Refuse what a new process of the script could not load.
+
+    Raises:
+        StateError: what to do.
+    """
+    if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
+        raise StateError(f"{key} has no shape before the first call: call the module once before resume()")
+    own = check_dense(key, value)
+    if any(size > 1 and not step for size, step in zip(own.shape, own.stride(), strict=True)):
+        raise StateError(f"{key} is expanded, so its elements share memory and cannot be loaded: clone() it")

@@ -3,6 +3,8 @@
 The description tells of tensors by columns ("every parameter has an `exp_avg`") and not one by one: with many
 parameters it would else be most of what a save costs.  Collecting never touches the optimizer: torch's own
 `get_optimizer_state_dict` takes a fake step before the first real one, which shifts AdamW.
+
+An optimizer with a `state_dict` of its own, or with hooks on it, is asked for that.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.errors import ResumeError, StateError
-from stepkeeper_trainer.state.tree import check_types, is_plain, join, local, split, tensor_names
+from stepkeeper_trainer.state.placement import can_shard, meshes_of, target_of
+from stepkeeper_trainer.state.tree import check_types, is_plain, join, local, memory_of, split, tensor_places
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.device_mesh import DeviceMesh
 
 Names = dict[int, str]  # of parameters, by id
 
@@ -83,6 +87,16 @@ class _Recipe:
         return values if list(map(type, values)) == self.types else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What an optimizer's state is, as its `state_dict` gives it."""
+
+    states: Mapping[str, Mapping[Any, Any]]  # of each parameter that has one, by name
+    groups: Sequence[Mapping[str, Any]]
+    shared: Mapping[Any, Any]  # states under keys that are no parameters
+    more: Mapping[Any, Any]  # besides `state` and `param_groups`
+
+
 def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
@@ -102,7 +116,45 @@ class OptimizerPart:
     @property
     def filled(self) -> bool:
         """Whether it has taken a step."""
-        return bool(self._state)
+        return bool(self._state if self._is_torchs else self.optimizer.state_dict().get("state"))
+
+    @property
+    def _is_torchs(self) -> bool:
+        """Whether its state is what torch's own `state_dict` gives; ZeRO-1's is so on each rank."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            return True
+        hooks = (
+            "_optimizer_state_dict_pre_hooks",
+            "_optimizer_state_dict_post_hooks",
+            "_optimizer_load_state_dict_pre_hooks",
+        )
+        return type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not any(
+            vars(optimizer).get(each) for each in hooks
+        )
+
+    def _ask(self, members: list[list[str]]) -> _Given | None:
+        """Return its state; None where its `state_dict` has a layout of its own."""
+        if self._is_torchs:
+            state = self._state
+            states = {name: state[parameter] for name, parameter in self._each(members) if parameter in state}
+            shared = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+            return _Given(states, self.optimizer.param_groups, shared, {})
+        match self.optimizer.state_dict():
+            case {"state": dict(state), "param_groups": list(groups), **more}:
+                places = [group.get("params") for group in groups]
+                numbers = list(chain.from_iterable(places)) if all(isinstance(each, list) for each in places) else []
+                if list(map(len, places)) == list(map(len, members)) and all(isinstance(n, int) for n in numbers):
+                    names = dict(zip(numbers, chain.from_iterable(members), strict=True))
+                    states = {names[key]: value for key, value in state.items() if key in names}
+                    shared = {key: value for key, value in state.items() if key not in names}
+                    return _Given(states, groups, shared, more)
+        return None
+
+    def _each(self, members: list[list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all parameters with their names."""
+        parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        return zip(chain.from_iterable(members), parameters, strict=True)
 
     @property
     def _state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
@@ -119,38 +171,84 @@ class OptimizerPart:
             StateError: something cannot be saved.
         """
         optimizer, state = self.optimizer, self._state
-        if self._recipe is not None:
+        if self._recipe is not None and self._is_torchs:
             values = self._recipe.find(optimizer.param_groups, state)
             if values is not None:
                 return self._collect_as_before(self._recipe, values, tensors)
         self._recipe = None
+        members = self._members()
+        outside = self._put_outside(members, tensors)
+        given = self._ask(members)
+        if given is None:
+            return self._collect_whole(members, outside, tensors)
+        found = self._collect_states(given, members, tensors) | {"outside": outside}
+        if not any(found[key] for key in ("rest", "outside", "shared", "more")) and self._is_torchs:
+            self._recipe = _Recipe.of(optimizer.param_groups, state, f"{self.name}.state.", members, found)
+        return found
+
+    def _collect_states(
+        self, given: _Given, members: list[list[str]], tensors: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
         columns: dict[str, list[str]] = {}
         rest: dict[str, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        members = self._members()
         plain: set[str] = set()  # states that are plain tensors where the parameter is a DTensor
-        outside = self._put_outside(members, tensors)
-        for named, group in zip(members, optimizer.param_groups, strict=True):
-            for name, parameter in zip(named, group["params"], strict=True):
-                own = f"{self.name}.state.{name}."
-                sharded = type(parameter) is DTensor
-                for key, value in (state.get(parameter) or {}).items():
-                    if is_plain(type(value)):
-                        columns.setdefault(key, []).append(name)
-                        tensors[f"{own}{key}"] = value
-                        if sharded and type(value) is not DTensor:
-                            plain.add(key)
-                    else:
-                        rest.setdefault(name, {})[key] = split(value, f"{own}{key}", tensors)
-            groups.append(self._options(group, len(groups), named, tensors))
+        known: dict[Any, str] = {}  # one tensor may be the state of several parameters
+        for name, parameter in self._each(members):
+            own = f"{self.name}.state.{name}."
+            for key, value in given.states.get(name, {}).items():
+                full = f"{own}{key}"
+                if (
+                    is_plain(type(value))
+                    and _is_sharded_alike(value, parameter)
+                    and known.setdefault(memory_of(value) or full, full) == full
+                ):
+                    columns.setdefault(key, []).append(name)
+                    tensors[full] = value
+                    if type(parameter) is DTensor and type(value) is not DTensor:
+                        plain.add(key)
+                else:
+                    rest.setdefault(name, {})[key] = split(value, full, tensors, known)
         if dotted := [key for key in columns if not isinstance(key, str) or "." in key]:
             raise StateError(f"{self.name} has a state {dotted[0]!r}: its name must be text without dots")
         count = sum(map(len, members))
-        short = {key: True if len(names) == count else names for key, names in columns.items()}
-        found = {"columns": short, "plain": sorted(plain), "rest": rest, "param_groups": groups, "outside": outside}
-        if not rest and not outside:
-            self._recipe = _Recipe.of(optimizer.param_groups, state, f"{self.name}.state.", members, found)
-        return found
+        besides = split({"shared": given.shared, "more": given.more}, self.name, tensors, known)
+        self._check_meshes([rest, besides])
+        return {
+            "columns": {key: True if len(names) == count else names for key, names in columns.items()},
+            "plain": sorted(plain),
+            "rest": rest,
+            "param_groups": [
+                self._options(options, number, named, tensors)
+                for number, (options, named) in enumerate(zip(given.groups, members, strict=True))
+            ],
+            **besides,
+        }
+
+    def _collect_whole(self, members: list[list[str]], outside: list[str], tensors: dict[str, torch.Tensor]) -> Any:
+        """Save what its `state_dict` gives as it is: it needs the same order of parameters."""
+        whole = split(self.optimizer.state_dict(), f"{self.name}.whole", tensors, {})
+        self._check_meshes(whole)
+        groups = [{"params": named} for named in members]
+        return {"columns": {}, "plain": [], "rest": {}, "param_groups": groups, "outside": outside, "whole": whole}
+
+    def _check_meshes(self, skeleton: Any) -> None:
+        """Refuse what a resume could not make.
+
+        Raises:
+            StateError: a state is sharded in another way than its parameter, over a mesh of no parameter.
+        """
+        for name, place in tensor_places(skeleton).items():
+            if "sharded" in place and not any(can_shard(place["sharded"], each) for each in self._meshes()):
+                raise StateError(
+                    f"{name} is sharded over the ranks {place['sharded']['mesh']}, and no parameter is: a resume could "
+                    "not make it; shard the parameters over the same DeviceMesh"
+                )
+
+    def _meshes(self) -> list[DeviceMesh]:
+        """Return the meshes of all parameters."""
+        _, named = self._find_names()
+        parameters = chain(named.values(), *(group["params"] for group in self.optimizer.param_groups))
+        return meshes_of(parameters)
 
     def _collect_as_before(
         self, recipe: _Recipe, values: list[torch.Tensor], tensors: dict[str, torch.Tensor]
@@ -162,10 +260,11 @@ class OptimizerPart:
             tensors.update(zip(names, values[at : at + len(names)], strict=True))
             at += len(names)
             groups.append(self._options(group, len(groups), members, tensors))
-        return {"columns": recipe.columns, "plain": recipe.plain, "rest": {}, "param_groups": groups, "outside": []}
+        found = {"columns": recipe.columns, "plain": recipe.plain, "rest": {}, "param_groups": groups}
+        return found | {"shared": {}, "more": {}, "outside": []}
 
     def _options(
-        self, group: dict[str, Any], number: int, members: list[str], tensors: dict[str, torch.Tensor]
+        self, group: Mapping[str, Any], number: int, members: list[str], tensors: dict[str, torch.Tensor]
     ) -> dict[str, Any]:
         options = {key: value for key, value in group.items() if key != "params"}
         return {**split(options, f"{self.name}.param_groups.{number}", tensors), "params": members}
@@ -199,7 +298,8 @@ class OptimizerPart:
         self._names, _ = self._find_names()
         members = self._members()
         self._check_groups(skeleton["param_groups"], members)
-        check_types([skeleton["rest"], skeleton["param_groups"]])
+        besides = [skeleton.get(key) for key in ("shared", "more", "whole")]
+        check_types([skeleton["rest"], skeleton["param_groups"], besides])
         own = {
             name: parameter
             for named, group in zip(members, self.optimizer.param_groups, strict=True)
@@ -214,13 +314,16 @@ class OptimizerPart:
                 if name in own:
                     full = f"{self.name}.state.{name}.{key}"
                     found[full] = _target(own[name], saved[full], plain=plain)
+        meshes = self._meshes()
         for name, values in skeleton["rest"].items():
             if name in own:
-                for full in tensor_names(values):
-                    found[full] = _target(own[name], saved[full], plain=False)
-        for group in skeleton["param_groups"]:
-            for full in tensor_names(group):
-                found[full] = torch.empty(saved[full].size, dtype=saved[full].properties.dtype)
+                for full, place in tensor_places(values).items():
+                    if "sharded" in place:
+                        found[full] = target_of(full, place, saved[full], like=None, meshes=meshes)
+                    else:
+                        found[full] = _target(own[name], saved[full], plain=False)
+        for full, place in tensor_places([skeleton["param_groups"], besides]).items():
+            found[full] = target_of(full, place, saved[full], like=None, meshes=meshes)
         return found
 
     def apply(self, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -232,6 +335,9 @@ class OptimizerPart:
             ResumeError: the optimizer refuses it.
         """
         members = self._members()
+        if "whole" in skeleton:
+            self._load(join(skeleton["whole"], tensors))
+            return
         numbers = {name: number for number, name in enumerate(chain.from_iterable(members))}
         state: dict[int, dict[str, Any]] = {}
         for key, names in skeleton["columns"].items():
@@ -245,16 +351,23 @@ class OptimizerPart:
             {**join(group, tensors), "params": _Consecutive(numbers[name] for name in named)}
             for group, named in zip(skeleton["param_groups"], members, strict=True)
         ]
-        try:
-            self.optimizer.load_state_dict({"state": {k: dict(v) for k, v in state.items()}, "param_groups": groups})
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise ResumeError(f"{self.name} refuses the checkpoint's state: {error}") from error
+        shared, more = (join(skeleton.get(key, {}), tensors) for key in ("shared", "more"))
+        torchs = self._is_torchs
+        given = {k: {key: _shield(value) if torchs else value for key, value in v.items()} for k, v in state.items()}
+        self._load({"state": given | shared, "param_groups": groups, **more})
         parameters = list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
+        kept = None if torchs else self.optimizer.state_dict()["state"]
         for number, values in state.items():
-            here = self._state[parameters[number]]
+            here = self._state.get(parameters[number], {}) if kept is None else kept.get(number, {})
             for key, value in values.items():
                 if key in here:
                     here[key] = _of_its_type(here[key], value)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        try:
+            self.optimizer.load_state_dict(state)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise ResumeError(f"{self.name} refuses the checkpoint's state: {error}") from error
 
     def merge(self, skeletons: Sequence[Any]) -> Any:
         """Return one description for a rank of another world, from those of all ranks of then.
@@ -262,6 +375,9 @@ class OptimizerPart:
         Raises:
             ResumeError: the ranks' groups had other options: nothing says which of them hold here.
         """
+        besides = [{key: each.get(key) or {} for key in ("shared", "more", "whole")} for each in skeletons]
+        if besides[0]["whole"] or any(each != besides[0] for each in besides):
+            raise ResumeError(f"{self.name}: ranks held other states of it: resume on as many ranks as then")
         groups = [[dict(group) for group in skeleton["param_groups"]] for skeleton in skeletons]
         merged = [dict(group) for group in groups[0]]
         for other in groups[1:]:
@@ -283,7 +399,8 @@ class OptimizerPart:
                 known += [name for name in (everyone if names is True else names) if name not in before]
             rest |= skeleton["rest"]
         outside, plain = ([n for s in skeletons for n in s.get(key, ())] for key in ("outside", "plain"))
-        return {"columns": columns, "plain": plain, "rest": rest, "param_groups": merged, "outside": outside}
+        found = {"columns": columns, "plain": plain, "rest": rest, "param_groups": merged, "outside": outside}
+        return found | {key: besides[0][key] for key in ("shared", "more")}
 
     def _check_groups(self, saved: Sequence[Mapping[str, Any]], members: list[list[str]]) -> None:
         if len(saved) != len(members):
@@ -316,8 +433,42 @@ def _target(parameter: torch.Tensor, entry: TensorStorageMetadata, *, plain: boo
     return torch.zeros(entry.size, dtype=dtype, device=device)
 
 
+def _is_sharded_alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether `_target` makes a tensor like this one from its parameter."""
+    if not isinstance(value, DTensor):
+        return True
+    return (
+        isinstance(parameter, DTensor)
+        and value.size() == parameter.size()
+        and value.placements == parameter.placements
+        and value.device_mesh == parameter.device_mesh
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shielded:
+    """A value that torch's `load_state_dict` would make anew, wrongly: `str` of a generator, a tuple without names."""
+
+    value: Any
+
+
+def _shield(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | float() | torch.Tensor():
+            return value
+        case dict():
+            return {key: _shield(item) for key, item in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(map(_shield, value))
+    return _Shielded(value)
+
+
 def _of_its_type(here: Any, saved: Any) -> Any:
     """Return what the optimizer has taken over, with the types of what was saved."""
+    if isinstance(here, _Shielded):
+        return here.value
+    if isinstance(saved, str):
+        return saved
     if isinstance(saved, torch.Tensor) and isinstance(here, torch.Tensor):
         return here if here.dtype == saved.dtype and type(here) is type(saved) else saved.to(here.device)
     if isinstance(saved, (list, tuple)) and isinstance(here, (list, tuple)) and len(saved) == len(here):

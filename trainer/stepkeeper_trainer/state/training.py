@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +23,14 @@ from stepkeeper_trainer.sampler import GlobalSampler
 from stepkeeper_trainer.state import old, random_state, variants
 from stepkeeper_trainer.state.module import ModulePart, tied_names
 from stepkeeper_trainer.state.optimizer import OptimizerPart
+from stepkeeper_trainer.state.placement import meshes_of
 from stepkeeper_trainer.state.tree import Stateful, StatefulPart, from_blob, local, to_blob
 from stepkeeper_trainer.state.variants import TREE_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 HISTORY_STEPS = 50
 NAMED_MAX = 5  # in one error message
@@ -234,7 +238,7 @@ class TrainingState:
         wanted = [
             name
             for name in saved
-            if name in (COUNTERS_KEY, VARIANTS_KEY) or name.startswith(TREE_PREFIX) or _is_private_tree(name)
+            if name in (COUNTERS_KEY, VARIANTS_KEY) or name.startswith(TREE_PREFIX) or _is_private_blob(name)
         ]
         if (legacy := old.blob_of(self.rank)) in saved:
             wanted.append(legacy)
@@ -248,7 +252,7 @@ class TrainingState:
         """
         entries = metadata.state_dict_metadata
         saved = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-        counters = from_blob(blobs[COUNTERS_KEY], name=COUNTERS_KEY)
+        counters = self._own_counters(blobs)
         then = old.names_then(counters, self.parts)
         renaming = old.Renaming(then, self.optimizers)
         keys = self._find_keys(counters, blobs, then, renaming)
@@ -326,7 +330,7 @@ class TrainingState:
         if isinstance(value, torch.optim.Optimizer):
             return OptimizerPart(name, value, self._parameter_names)
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-            return StatefulPart(name, value)
+            return StatefulPart(name, value, self._meshes)
         raise UsageError(
             f"{name} is a {type(value).__name__}: give a module, an optimizer, or something with state_dict() and "
             "load_state_dict()"
@@ -340,6 +344,26 @@ class TrainingState:
             for name, value in module.parameters().items()
         }
         return {id(value): name for name, value in reversed(by_name.items())}, by_name
+
+    def _meshes(self) -> list[DeviceMesh]:
+        """Return the meshes of all parameters."""
+        _, named = self._parameter_names()
+        groups = (group for part in self.optimizers.values() for group in part.optimizer.param_groups)
+        return meshes_of(chain(named.values(), *(group["params"] for group in groups)))
+
+    def _own_counters(self, blobs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the counters, with the parts that this rank had; on another number of ranks, with all ranks' parts."""
+        counters: dict[str, Any] = from_blob(blobs[COUNTERS_KEY], name=COUNTERS_KEY)
+        others = {name: blob for name, blob in blobs.items() if name.endswith(f".{COUNTERS_KEY}")}
+        if not others:
+            return counters
+        if counters["world_size"] == self.world_size:
+            packed = from_blob(blobs[VARIANTS_KEY], name=VARIANTS_KEY)["divided"]
+            key = variants.unpack(packed, self.rank).get(COUNTERS_KEY, COUNTERS_KEY)
+            own: dict[str, Any] = from_blob(blobs[key], name=key)
+            return own
+        parts = [part for name, blob in others.items() for part in from_blob(blob, name=name)["parts"]]
+        return counters | {"parts": list(dict.fromkeys([*counters["parts"], *parts]))}
 
     def _find_keys(
         self,
@@ -386,7 +410,7 @@ class TrainingState:
     def _check_other_world(self, then: int, divided: frozenset[str]) -> None:
         """Refuse what only as many ranks as then can take; of replicas that drifted, the lowest rank's copy counts."""
         trees = {f"{TREE_PREFIX}{name}": part for name, part in self.parts.items()}
-        mergeable = {key for key, part in trees.items() if not isinstance(part, StatefulPart)}
+        mergeable = {key for key, part in trees.items() if not isinstance(part, StatefulPart)} | {COUNTERS_KEY}
         wrong = sorted(name.removeprefix(TREE_PREFIX) for name in divided - mergeable)
         fixed = sorted(n for n, part in self.parts.items() if isinstance(part, StatefulPart) and part.of_one_rank)
         if not wrong and not fixed:
@@ -438,8 +462,8 @@ def _check_parts(here: set[str], saved: set[str]) -> None:
     )
 
 
-def _is_private_tree(name: str) -> bool:
-    return name.startswith("ranks.rank_") and f".{TREE_PREFIX}" in name
+def _is_private_blob(name: str) -> bool:
+    return name.startswith("ranks.rank_") and (f".{TREE_PREFIX}" in name or name.endswith(f".{COUNTERS_KEY}"))
 
 
 def _tensor(name: str, saved: Mapping[str, Any]) -> TensorStorageMetadata:

@@ -10,20 +10,24 @@ a tree.
 from __future__ import annotations
 
 import base64
+import enum
 import io
 import json
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from stepkeeper_trainer.buffers import from_array, is_array, to_array, view_bytes
 from stepkeeper_trainer.errors import DamagedError, ResumeError, StateError
+from stepkeeper_trainer.state.placement import placement_of, target_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 PAD_BYTES = 4096  # and its doubles: a blob keeps its size while its content grows, so the save plan stays the same
@@ -32,8 +36,15 @@ PAD_BYTES = 4096  # and its doubles: a blob keeps its size while its content gro
 COUNT_PER_RANK = frozenset({"torchdata", "datasets"})  # packages
 
 
-def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+Known = dict[Any, str]  # names of tensors, by where they lie in memory
+
+
+def split(  # noqa: C901  # one branch a type
+    value: Any, name: str, tensors: dict[str, torch.Tensor], known: Known | None = None
+) -> Any:
     """Put the tensors of `value` into `tensors`, under names that begin with `name`; return the rest.
+
+    What is one tensor under several names is told as such, where `known` is given, and is one again.
 
     >>> found: dict[str, torch.Tensor] = {}
     >>> split({"lr": 0.1, "betas": (0.9, 0.95)}, "group", found)
@@ -43,20 +54,26 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         StateError: something is neither a tensor nor JSON.
     """
     match value:
+        case enum.Enum():
+            return {"$enum": _name_of(type(value)), "member": value.name}
         case None | bool() | int() | float() | str():
             return value
         case torch.Tensor():
-            return _split_tensor(value, name, tensors)
+            return _split_tensor(value, name, tensors, known)
         case tuple() if type(value) is not torch.Size:
-            items = [split(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+            items = [split(item, f"{name}.{i}", tensors, known) for i, item in enumerate(value)]
             return {"$tuple": items} | ({"$of": _name_of(type(value))} if hasattr(value, "_fields") else {})
         case list():
-            return [split(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+            return [split(item, f"{name}.{i}", tensors, known) for i, item in enumerate(value)]
         case dict():
-            if all(isinstance(key, str) and not key.startswith("$") for key in value):
-                return {key: split(item, f"{name}.{key}", tensors) for key, item in value.items()}
-            pairs = [[split(k, f"{name}.key", tensors), split(v, f"{name}.{k}", tensors)] for k, v in value.items()]
-            return {"$items": pairs}
+            kind = next((name for name, each in _DICTS.items() if type(value) is each), None)
+            if kind is None and all(isinstance(key, str) and not key.startswith("$") for key in value):
+                return {key: split(item, f"{name}.{key}", tensors, known) for key, item in value.items()}
+            pairs = [
+                [split(k, f"{name}.key", tensors, known), split(v, f"{name}.{k}", tensors, known)]
+                for k, v in value.items()
+            ]
+            return {"$items": pairs} | ({"$of": kind} if kind is not None else {})
         case bytes() | io.BytesIO() | torch.Size() | torch.dtype() | torch.device():
             return _split_leaf(value)
     if is_array(value):
@@ -64,7 +81,7 @@ def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[name] = from_array(value)
         return {"$ndarray": name}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy number
-        return split(value.item(), name, tensors)
+        return split(value.item(), name, tensors, known)
     raise StateError(
         f"{name} is a {type(value).__name__}, which is neither a tensor nor JSON: "
         "leave it out of state_dict(), or turn it into numbers, text or tensors"
@@ -92,6 +109,8 @@ def check_types(skeleton: Any) -> None:
         case {"$tuple": list(items), "$of": str(kind)}:
             _named(kind, items)
             check_types(items)
+        case {"$enum": str(kind), "member": str(member)}:
+            _member(kind, member)
         case {"$subclass": str(kind), **rest}:
             _subclass(kind)
             check_types(list(rest.values()))
@@ -102,9 +121,11 @@ def check_types(skeleton: Any) -> None:
                 check_types(item)
 
 
-def _join(skeleton: Any, tensors: Mapping[str, torch.Tensor], named: Callable[[str, list[Any]], Any]) -> Any:
+def _join(  # noqa: C901  # one branch a type
+    skeleton: Any, tensors: Mapping[str, torch.Tensor], named: Callable[[str, list[Any]], Any]
+) -> Any:
     match skeleton:
-        case {"$tensor": str(name)}:
+        case {"$tensor": str(), "same": str(name)} | {"$tensor": str(name)}:
             return tensors[name]
         case {"$ndarray": str(name)}:
             return _array(name, tensors[name])
@@ -115,7 +136,10 @@ def _join(skeleton: Any, tensors: Mapping[str, torch.Tensor], named: Callable[[s
         case {"$tuple": list(items)}:
             return tuple(_join(item, tensors, named) for item in items)
         case {"$items": list(items)}:
-            return {_join(k, tensors, named): _join(v, tensors, named) for k, v in items}
+            pairs = {_join(k, tensors, named): _join(v, tensors, named) for k, v in items}
+            return _DICTS[skeleton["$of"]](pairs) if "$of" in skeleton else pairs
+        case {"$enum": str(kind), "member": str(member)}:
+            return _member(kind, member)
         case dict():
             if len(skeleton) == 1 and (leaf := _LEAVES.get(next(iter(skeleton)))) is not None:
                 return leaf(next(iter(skeleton.values())))
@@ -128,6 +152,21 @@ def _join(skeleton: Any, tensors: Mapping[str, torch.Tensor], named: Callable[[s
 def is_plain(kind: type) -> bool:
     """Whether values of a type are tensors with memory of their own, or DTensors: quantized ones consist of several."""
     return issubclass(kind, torch.Tensor) and (not hasattr(kind, "__tensor_flatten__") or issubclass(kind, DTensor))
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor.
+
+    Raises:
+        StateError: its bytes are not all that it consists of.
+    """
+    own = local(tensor)
+    if isinstance(tensor, DTensor) and any(isinstance(each, Partial) for each in tensor.placements):
+        raise StateError(f"{name} is a DTensor with the placement Partial: redistribute it to Shard or Replicate")
+    if own.layout is not torch.strided or own.is_quantized or own.is_meta or not is_plain(type(own)):
+        what = f"{type(own).__name__}, {own.layout} of {own.dtype} on {own.device.type}"
+        raise StateError(f"{name} is a {what}: only dense tensors can be saved")
+    return own
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,13 +210,18 @@ _LEAVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _split_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _split_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], known: Known | None) -> Any:
     """Put a tensor into `tensors`, or those that a subclass consists of, by torch's own protocol for it."""
     kind = type(value)
     if is_plain(kind):
         name = _free(name, tensors)
         tensors[name] = value.detach()
-        return {"$tensor": name}
+        device = {"device": value.device.type} if value.device.type != "cpu" else {}
+        first = name if known is None else known.setdefault(memory_of(value) or name, name)
+        same = {"same": first} if first != name else {}
+        return (
+            {"$tensor": name} | device | ({"sharded": placement_of(value)} if isinstance(value, DTensor) else {}) | same
+        )
     attributes, context = value.__tensor_flatten__()
     return {
         "$subclass": _name_of(kind),
@@ -186,6 +230,24 @@ def _split_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
         "size": list(value.size()),
         "stride": list(value.stride()),
     }
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Return what is equal for two references to one tensor; None where it has no memory."""
+    own = local(tensor)
+    if own.layout is not torch.strided or not own.numel():
+        return None
+    return own.device, own.data_ptr(), own.dtype, own.size(), own.stride()
+
+
+def _member(kind: str, member: str) -> Any:
+    members = _subclass(kind, enum.Enum).__members__
+    if member not in members:
+        raise ResumeError(f"the checkpoint holds {kind}.{member}, which the script's class does not have")
+    return members[member]
+
+
+_DICTS: dict[str, Callable[..., dict[Any, Any]]] = {"Counter": Counter, "OrderedDict": OrderedDict}
 
 
 def _join_subclass(name: str, skeleton: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -261,9 +323,10 @@ class Stateful(Protocol):
 class StatefulPart:
     """Saved and loaded by its own two methods."""
 
-    def __init__(self, name: str, value: Stateful) -> None:
-        """Take an object; `name` begins the names of its tensors."""
+    def __init__(self, name: str, value: Stateful, meshes: Callable[[], Iterable[DeviceMesh]] = tuple) -> None:
+        """Take an object; `name` begins the names of its tensors, and `meshes` gives those of the script."""
         self.name, self.value = name, value
+        self._meshes = meshes
 
     @property
     def of_one_rank(self) -> bool:
@@ -284,7 +347,7 @@ class StatefulPart:
         Raises:
             StateError: something is neither a tensor nor JSON.
         """
-        return split(self.value.state_dict(), self.name, tensors)
+        return split(self.value.state_dict(), self.name, tensors, {})
 
     def targets(self, skeleton: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
         """Return tensors to load into, like those that it has now where they fit.
@@ -292,31 +355,29 @@ class StatefulPart:
         An object without tensors, and a loader, is not asked for what it has: torchdata's begins its iterator then.
         """
         check_types(skeleton)
-        names = tensor_names(skeleton)
+        places = tensor_places(skeleton)
         here: dict[str, torch.Tensor] = {}
-        if names and not self._of_a_loader:
+        if places and not self._of_a_loader:
             split(self.value.state_dict(), self.name, here)
-        found: dict[str, torch.Tensor] = {}
-        for name in names:
-            entry, like = saved[name], here.get(name)
-            if like is not None and like.size() == entry.size:
-                found[name] = torch.zeros_like(like, dtype=entry.properties.dtype, requires_grad=False)
-            else:
-                found[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        return found
+        return {
+            name: target_of(name, place, saved[name], like=here.get(name), meshes=self._meshes())
+            for name, place in places.items()
+        }
 
     def apply(self, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take back what was saved."""
         self.value.load_state_dict(join(skeleton, tensors))
 
 
-def tensor_names(skeleton: Any) -> list[str]:
-    """Return the names of all tensors that a skeleton of `split` refers to."""
+def tensor_places(skeleton: Any) -> dict[str, dict[str, Any]]:
+    """Return the names of all tensors that a skeleton of `split` refers to, with what it says of their places."""
     match skeleton:
-        case {"$tensor": str(name)} | {"$ndarray": str(name)}:
-            return [name]
+        case {"$tensor": str(name)}:
+            return {name: skeleton} if "same" not in skeleton else {}
+        case {"$ndarray": str(name)}:
+            return {name: {}}
         case dict():
-            return [name for item in skeleton.values() for name in tensor_names(item)]
+            return {name: place for item in skeleton.values() for name, place in tensor_places(item).items()}
         case list():
-            return [name for item in skeleton for name in tensor_names(item)]
-    return []
+            return {name: place for item in skeleton for name, place in tensor_places(item).items()}
+    return {}

@@ -207,7 +207,7 @@ def test_a_save_that_is_asked_for_is_made_and_the_training_finishes(name: str, p
     [
         (("deepspeed", "0"), 100000, "has not called save_checkpoint yet"),
         (("accelerate", ""), 100000, "has not called save_state yet"),
-        (("accelerate", "further"), 2, "itself adds epochs.txt to its checkpoints"),
+        (("accelerate", "further"), STEPS // 2, "itself adds epochs.txt to its checkpoints"),
     ],
 )
 def test_a_script_whose_checkpoints_are_not_known_leaves_without_a_save(
@@ -216,7 +216,7 @@ def test_a_script_whose_checkpoints_are_not_known_leaves_without_a_save(
     losses = tmp_path / "losses"
     name, variant = script
     more = ["--steps", str(STEPS), "--every", str(every), "--variant", variant]
-    with Watcher(tmp_path.name, at_step(5)) as watcher:
+    with Watcher(tmp_path.name, at_step(5 if every > STEPS else every + 5)) as watcher:
         further = watcher.environment(tmp_path / "run")
         codes = play(name).play(tmp_path / "out", losses, arguments=more, further=further)
         time.sleep(0.1)

@@ -127,17 +127,16 @@ def _follow_batches(loader_class: Any) -> None:
 
     @functools.wraps(iterate)
     def iterate_with_boundaries(self: Any) -> Iterator[Any]:
-        begun, given = _loop.backwards, 0
-        with contextlib.closing(iterate(self)) as batches:
-            while True:
-                if _is_attached() and threading.get_ident() == _loop.thread:
-                    _boundary(self, evaluating=given > 0 and begun == _loop.backwards)
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-                given += 1
-                yield batch
+        begun, given, batches = _loop.backwards, 0, iterate(self)
+        while True:
+            if _is_attached() and threading.get_ident() == _loop.thread:
+                _boundary(self, evaluating=given > 0 and begun == _loop.backwards)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            given += 1
+            yield batch
 
     loader_class.__iter__ = iterate_with_boundaries
 
@@ -230,6 +229,9 @@ def _learn(accelerator: Any, output_dir: Any, before: dict[str, int], arguments:
     if found is None or counted is None:
         if saves.unable or (found is not None and (directory, found[1]) == (saves.directory, saves.prefix)):
             saves.unable = f"{name} counts neither steps nor backward passes, so the name of another step is not known"
+        return
+    if re.search(rf"(?<!\d)0*{int(found[2])}(?!\d)", directory):
+        saves.unable = f"the directory {directory} names the step of {name}, so that of another step is not known"
         return
     if saves.directory not in ("", directory):
         saves.unable = f"the script saves to several directories: {saves.directory} and {directory}"

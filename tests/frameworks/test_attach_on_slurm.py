@@ -13,23 +13,21 @@ from tests.frameworks import environments, playing
 from tests.frameworks.test_attach import latest
 from tests.lab import Lab
 from tests.stories import acts
+from tests.stories.test_campaign import release_urgent_jobs
 from tests.training import Training
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slurm]
 
-STEPS = 1500
-FOUND = """
-found=$("$1" checkpoints latest "$2" || true)
-"""
+STEPS, WITHIN_S = 1500, 500.0
 SCRIPT = """
+found=$("$1" checkpoints latest "$2" || true)
 exec "$3" "$4" --out "$2" --losses "$5" --resume "$found" --steps {steps} --every 100000
 """
-
-KILLED = """
-if [ "$SLURM_PROCID" = 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" != 0 ] && mkdir "$2.killed" 2>/dev/null; then
-    export LD_PRELOAD="$6" TEST_KILL="$7"
+LOOP = """
+if [ "$SLURM_PROCID" = 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" != 0 ] && mkdir "$1.killed" 2>/dev/null; then
+    export LD_PRELOAD="$5" TEST_KILL="$6"
 fi
-exec "$3" "$4" --out "$2" --losses "$5" --resume "$found" --steps {steps} --every {every} --variant 2
+exec "$2" "$3" --out "$1" --losses "$4" --resume "$STEPKEEPER_RESUME_FROM" --steps {steps} --every {every} --variant 2
 """
 
 
@@ -51,13 +49,14 @@ def test_a_preempted_trainer_saves_at_the_notice_and_goes_on_from_there(
     scripts, out, losses = (training.work / name for name in ("scripts", "out", "losses"))
     shutil.copytree(playing.SCRIPTS, scripts)
     account = [str(training.stepkeeper), str(out), str(python), str(scripts / "huggingface_script.py"), str(losses)]
-    training.command = ("bash", "-c", FOUND + SCRIPT.format(steps=STEPS), "train", *account)
+    training.command = ("bash", "-c", SCRIPT.format(steps=STEPS), "train", *account)
     training.submit()
     training.until(lambda: training.events(on.Progressed) or training.exits(), "a step")
     acts.preempt(training)
     saved = training.wait_event(on.CheckpointCommitted).event
     assert isinstance(saved, on.CheckpointCommitted)
     training.wait_attempt(1)
+    release_urgent_jobs(lab)
     training.wait_end()
 
     assert saved.emergency, training.story()
@@ -83,8 +82,8 @@ class Loop:
 
 
 LOOPS = [
-    Loop("accelerate", "huggingface", 5000, "checkpoint_4000/optimizer.bin"),
-    Loop("deepspeed", "deepspeed", 3000, "global_step2400/mp_rank_00_model_states.pt"),
+    Loop("accelerate", "huggingface", 3000, "checkpoint_2400/optimizer.bin"),
+    Loop("deepspeed", "deepspeed", 2000, "global_step1600/mp_rank_00_model_states.pt"),
 ]
 
 
@@ -95,29 +94,29 @@ def test_a_loop_of_the_scripts_own_is_preempted_and_killed_in_a_save_and_its_los
     python, why = environments.python(loop.environment)
     if python is None:
         pytest.skip(why)
-    training = Training(
-        lab,
-        user="root",
-        name=loop.name,
-        run_args=("--attach", "auto"),
-        env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-    )
+    training = Training(lab, user="root", name=loop.name, env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
     scripts, out, losses, shim = (training.work / f"{loop.name}-{each}" for each in ("scripts", "out", "losses", "so"))
     shutil.copytree(playing.SCRIPTS, scripts)
     shutil.copyfile(playing.shim(), shim)
+    out.mkdir()
     script = scripts / f"{loop.name}_script.py"
-    account = [training.stepkeeper, out, python, script, losses, shim, f"write:{out / loop.killed_at}"]
-    commands = FOUND + KILLED.format(steps=loop.steps, every=loop.steps // 5)
+    training.run_args = ("--attach", "auto", "--framework", loop.name, "--checkpoint-dir", str(out))
+    account = [out, python, script, losses, shim, f"write:{out / loop.killed_at}"]
+    commands = LOOP.format(steps=loop.steps, every=loop.steps // 5)
     training.command = ("bash", "-c", commands, "train", *map(str, account))
     training.submit()
     training.until(lambda: training.events(on.CheckpointCommitted) or training.exits(), "a save of the script's own")
     acts.preempt(training)
-    training.wait_attempt(1)
-    training.wait_end()
+    training.wait_attempt(1, WITHIN_S)
+    release_urgent_jobs(lab)
+    training.wait_end(WITHIN_S)
 
     commits = [each.event for each in training.events(on.CheckpointCommitted)]
     saved = [each for each in commits if isinstance(each, on.CheckpointCommitted) and each.emergency]
     assert [each.framework for each in saved] == [loop.name], training.story()
+    chosen = [each.event for each in training.events(on.CheckpointChosen)]
+    steps = [each.step for each in chosen if isinstance(each, on.CheckpointChosen)]
+    assert steps == [None, saved[0].step, loop.steps * 3 // 5], training.story()
     assert lab.job(training.job_id).state == "COMPLETED", training.story()
     assert Path(f"{out}.killed").exists(), training.story()
     with playing.warm(python, script.name, [loop.name], []) as framework:

@@ -226,12 +226,13 @@ def test_a_script_whose_checkpoints_are_not_known_leaves_without_a_save(
     assert why in failed.error
 
 
-def test_a_loop_of_the_scripts_own_ends_by_its_exit_code(play, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["deepspeed", "accelerate"])
+def test_a_loop_of_the_scripts_own_ends_by_its_exit_code(name: str, play, tmp_path: Path) -> None:
     losses = tmp_path / "losses"
     more = ["--steps", "10", "--every", "5", "--variant", "0"]
     with Watcher(tmp_path.name, lambda _: False) as watcher:
         further = watcher.environment(tmp_path / "run")
-        codes = play("deepspeed").play(tmp_path / "out", losses, arguments=more, further=further)
+        codes = play(name).play(tmp_path / "out", losses, arguments=more, further=further)
         time.sleep(0.1)
 
     assert codes == [0, 0], logs(losses)

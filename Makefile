@@ -82,9 +82,9 @@ test-torch-oldest: setup  ## the trainer library on the oldest torch and Python 
 	$(V)/python -m tests.torch_oldest $(ONE) -n $(AT_ONCE)
 
 # environments of their own, kept outside of the checkout: FRAMEWORKS_CACHE says where
-test-frameworks: setup  ## checkpoints of the real Hugging Face, Lightning, DeepSpeed, Megatron ...: written, torn, chosen, resumed
-	nice -n 10 $(V)/python -m tests.frameworks.environments
-	$(V)/python -m pytest -m frameworks tests/frameworks $(ONE) -rs
+test-frameworks: compiled  ## checkpoints of the real Hugging Face, Lightning, DeepSpeed, Megatron ...: written, torn, chosen, resumed
+	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m tests.frameworks.environments
+	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m pytest -m frameworks tests/frameworks tests/stories/test_framework_scripts.py $(PYTEST) -rs
 
 # an environment of its own, which has the packages of .venv besides
 STATE_PACKAGES ?= /var/tmp/stepkeeper-state-packages

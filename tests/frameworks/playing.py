@@ -91,7 +91,7 @@ class Framework:
 
 
 @functools.cache
-def _shim() -> Path:
+def shim() -> Path:
     """Compile what kills a rank at a call."""
     library = Path(tempfile.mkdtemp(prefix="killing-")) / "killing.so"
     source = Path(__file__).with_name("killing.c")
@@ -114,7 +114,7 @@ def warm(
         **os.environ, "PYTHONPATH": str(SCRIPTS), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
         "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false", "TMPDIR": OTHER_FILE_SYSTEM,
-        "LD_PRELOAD": str(_shim()),
+        "LD_PRELOAD": str(shim()),
     }  # fmt: skip
     environment |= further
     process = subprocess.Popen(

@@ -70,8 +70,13 @@ def at_step(step: int) -> Callable[[list[words.FromRank]], bool]:
 
 
 class Case:
-    def __init__(self, name: str, script: str, imports: list[str], notice_at: int = 7) -> None:
+    """One framework; `notice_at`: the step of the notice; `evaluates_at`: that before its evaluation."""
+
+    def __init__(
+        self, name: str, script: str, imports: list[str], notice_at: int = 7, evaluates_at: int = STEPS // 2
+    ) -> None:
         self.name, self.script, self.imports, self.notice_at = name, script, imports, notice_at
+        self.evaluates_at = evaluates_at
 
 
 CASES = {
@@ -79,6 +84,9 @@ CASES = {
     "lightning": Case("lightning", "lightning_script.py", ["lightning"]),
     # it has saved once by then: only from that it is known where
     "deepspeed": Case("deepspeed", "deepspeed_script.py", ["deepspeed"], STEPS // 2 + 7),
+    "accelerate": Case(
+        "huggingface", "accelerate_script.py", ["accelerate"], STEPS // 2 + 7, evaluates_at=STEPS // 2 + 10
+    ),
     "torchtitan": Case("torchtitan", "torchtitan_script.py", ["torchtitan.components.checkpoint"]),
 }
 
@@ -132,6 +140,9 @@ def logs(losses: Path) -> str:
         ("deepspeed", "0"),
         ("deepspeed", "2"),
         ("deepspeed", "3"),
+        ("accelerate", ""),
+        ("accelerate", "accumulating"),
+        ("accelerate", "evaluating"),
         ("torchtitan", ""),
     ],
 )
@@ -159,7 +170,7 @@ def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
     assert {each.rank for each in hellos} == {0, 1}
     assert all(each.framework and not each.unable for each in hellos)
     if variant == "evaluating":
-        assert stopped.step == STEPS // 2, "it left before the evaluation, or after it"
+        assert stopped.step == CASES[name].evaluates_at, "it left before the evaluation, or after it"
     assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "stopped"
     found = latest(out, capsys)
     assert found["chosen"]["step"] == stopped.step, found
@@ -191,25 +202,37 @@ def test_a_save_that_is_asked_for_is_made_and_the_training_finishes(name: str, p
     assert not (tmp_path / "run/outcome.json").exists(), "its exit code was not known"
 
 
-def test_a_script_that_has_not_said_where_it_saves_leaves_without_a_save(play, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "every", "why"),
+    [
+        (("deepspeed", "0"), 100000, "has not called save_checkpoint yet"),
+        (("accelerate", ""), 100000, "has not called save_state yet"),
+        (("accelerate", "further"), STEPS // 2, "itself adds epochs.txt to its checkpoints"),
+    ],
+)
+def test_a_script_whose_checkpoints_are_not_known_leaves_without_a_save(
+    script: tuple[str, str], every: int, why: str, play, tmp_path: Path
+) -> None:
     losses = tmp_path / "losses"
-    more = ["--steps", str(STEPS), "--every", "100000", "--variant", "0"]
-    with Watcher(tmp_path.name, at_step(5)) as watcher:
+    name, variant = script
+    more = ["--steps", str(STEPS), "--every", str(every), "--variant", variant]
+    with Watcher(tmp_path.name, at_step(5 if every > STEPS else every + 5)) as watcher:
         further = watcher.environment(tmp_path / "run")
-        codes = play("deepspeed").play(tmp_path / "out", losses, arguments=more, further=further)
+        codes = play(name).play(tmp_path / "out", losses, arguments=more, further=further)
         time.sleep(0.1)
 
     assert codes == [1, 1], logs(losses)
     [failed] = watcher.of(words.SaveFailed)
-    assert "has not called save_checkpoint yet" in failed.error
+    assert why in failed.error
 
 
-def test_a_loop_of_the_scripts_own_ends_by_its_exit_code(play, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["deepspeed", "accelerate"])
+def test_a_loop_of_the_scripts_own_ends_by_its_exit_code(name: str, play, tmp_path: Path) -> None:
     losses = tmp_path / "losses"
     more = ["--steps", "10", "--every", "5", "--variant", "0"]
     with Watcher(tmp_path.name, lambda _: False) as watcher:
         further = watcher.environment(tmp_path / "run")
-        codes = play("deepspeed").play(tmp_path / "out", losses, arguments=more, further=further)
+        codes = play(name).play(tmp_path / "out", losses, arguments=more, further=further)
         time.sleep(0.1)
 
     assert codes == [0, 0], logs(losses)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from stepkeeper_trainer import CheckpointManager
-from stepkeeper_trainer.integrations import attachment as attachments
-from stepkeeper_trainer.integrations import joining
+from stepkeeper_trainer.integrations import joining, leaving
 from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach
 
 STEPS = 12
@@ -102,7 +101,7 @@ def fails(rank: int, directory: str, *, where: str) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "its handlers are left"
     attachment.ended(STEPS)
     dist.barrier()
-    attachments._at_exit()
+    leaving.at_exit()
     assert attachment._agreement.group is None, "its threads are left, which abort the exit"
 
 
@@ -132,7 +131,7 @@ def described_badly(_rank: int, _directory: str) -> None:
         raise KeyError("a name that this version lacks")
 
     assert not attach("generic", describe).open
-    assert attachments._current.is_anothers("inner"), "the framework around it has the training"
+    assert leaving.current.is_anothers("inner"), "the framework around it has the training"
 
 
 def with_manager(rank: int, directory: str) -> None:

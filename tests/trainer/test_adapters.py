@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
@@ -68,6 +69,8 @@ def test_nobody_leaves_in_the_evaluation_behind_the_last_step_of_huggingface(
         callback.on_prediction_step(args, state, control)
 
     assert attachment.open
+    assert attachment._to_confirm is not None
+    assert not attachment._to_confirm.emergency, "a supervisor would expect the ranks to leave within 15 s"
 
 
 def test_nobody_leaves_in_the_validation_behind_the_last_step_of_lightning(
@@ -184,3 +187,222 @@ def test_an_evaluation_of_an_engine_is_no_silence(
         deepspeed.engine.forward()
 
     assert said == [1, 1]
+
+
+def test_a_save_of_an_engine_is_said_under_its_own_step(attachment: Attachment, deepspeed: Any) -> None:
+    train(deepspeed.engine, 3, "/runs/out")
+
+    assert attachment._to_confirm is not None
+    assert attachment._to_confirm.step == 3
+
+
+def test_a_validation_of_torchtitan_is_no_silence(attachment: Attachment, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = adapter("torchtitan", monkeypatch)
+    monkeypatch.setattr(module, "attach", lambda *_: attachment)
+    said: list[int] = []
+    monkeypatch.setattr(attachment._reporter, "alive", lambda step, *_: said.append(step))
+    assert attachment._requests is not None
+    attachment._requests.stop_asked = False
+
+    class Manager:
+        enable, load_only = True, False
+
+        def save(self, *_: object) -> bool:
+            return False
+
+        _should_save = save
+
+    class Validator:
+        def post_dataloading_process(self, batch: int) -> int:
+            return batch
+
+    module.install(SimpleNamespace(CheckpointManager=Manager))
+    module.install(SimpleNamespace(Validator=Validator))
+    manager = Manager()
+    manager.save(1)
+    assert [Validator().post_dataloading_process(batch) for batch in range(3)] == [0, 1, 2]
+
+    assert said == [1, 1, 1]
+
+
+class FakeAccelerator:
+    """What the adapter needs of Accelerator; a save is a file in a directory."""
+
+    def __init__(self, *, automatic: bool = False) -> None:
+        self.project_configuration = SimpleNamespace(automatic_checkpoint_naming=automatic)
+        self.saves: list[str] = []
+
+    def backward(self, loss: object) -> None:
+        pass
+
+    def save_state(self, output_dir: Any = None, **_: Any) -> None:
+        if output_dir is not None:
+            self.saves.append(Path(output_dir).name)
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            (Path(output_dir) / "model.safetensors").touch()
+
+    def load_state(self, input_dir: Any = None) -> None:
+        pass
+
+
+class FakeOptimizer:
+    gradient_state = SimpleNamespace(sync_gradients=True)
+
+    def step(self) -> None:
+        pass
+
+
+class FakeLoader:
+    batch_sampler = None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1000))
+
+
+class Loop:
+    """A script with a loop of its own: `accumulated` backward passes a step."""
+
+    def __init__(self, module: Any, *, accumulated: int = 1, automatic: bool = False) -> None:
+        accelerator_class = type("Accelerator", (FakeAccelerator,), {})
+        optimizer_class = type("Optimizer", (FakeOptimizer,), {})
+        self.batches, dispatcher_class = (type("Loader", (FakeLoader,), {}) for _ in range(2))
+        loaders = {"DataLoaderShard": self.batches, "DataLoaderDispatcher": dispatcher_class}
+        module.accelerate.data_loader = SimpleNamespace(**loaders)
+        module.install(SimpleNamespace(Accelerator=accelerator_class, AcceleratedOptimizer=optimizer_class))
+        self.accelerator, self.accumulated = accelerator_class(automatic=automatic), accumulated
+        self.optimizers = [optimizer_class()]
+        self.steps = 0
+
+    def train(self, steps: int, behind: Callable[[int], None] = lambda _: None) -> None:
+        done = 0
+        for batch in self.batches():
+            self.accelerator.backward(batch)
+            if (batch + 1) % self.accumulated:
+                continue
+            if done == steps:
+                return
+            for optimizer in self.optimizers:
+                optimizer.step()
+            done += 1
+            self.steps += 1
+            behind(self.steps)
+
+
+@pytest.fixture
+def accelerate(attachment: Attachment, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = adapter("accelerate", monkeypatch, accelerate={"__version__": "1.15"})
+    monkeypatch.setattr(module, "attach", lambda *_: attachment)
+    requests = attachment._requests
+    assert requests is not None
+
+    def ask(stop: bool) -> None:  # noqa: FBT001 - of a test
+        requests.stop_asked = stop
+
+    ask(stop=False)
+    module.ask = ask
+    return module
+
+
+Save = Callable[[Loop, Path, int], None]
+
+
+def named(pattern: str) -> Save:
+    """Save at each third step; `{batch}` and `{epoch}` are counted from 1, too."""
+
+    def save(loop: Loop, out: Path, step: int) -> None:
+        if step % 3 == 0:
+            name = pattern.format(step=step, batch=step * loop.accumulated, epoch=step // 3, before=step - 1)
+            loop.accelerator.save_state(out / name)
+
+    return save
+
+
+def automatically(loop: Loop, _out: Path, step: int) -> None:
+    if step % 3 == 0:
+        loop.accelerator.save_state()
+
+
+def with_a_file(loop: Loop, out: Path, step: int) -> None:
+    if step % 3 == 0:
+        loop.accelerator.save_state(out / f"step_{step}")
+        (out / f"step_{step}" / "sampler.json").touch()
+
+
+def never(_loop: Loop, _out: Path, _step: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("accumulated", "save", "expected"),
+    [
+        (1, named("step_{step}"), "step_8"),
+        (1, named("checkpoint-{step:05}-last"), "checkpoint-00008-last"),
+        (4, named("step_{step}"), "step_8"),
+        (4, named("step_{batch}"), "step_32"),
+        (1, named("epoch_{epoch}"), None),
+        (1, named("last"), None),
+        (1, named("step_{before}"), None),
+        (1, named("{step}/step_{step}"), None),
+        (1, named("saves-{epoch}/step_{step}"), None),
+        (1, with_a_file, None),
+        (1, automatically, None),
+        (1, never, None),
+    ],
+)
+def test_a_loop_of_accelerate_saves_only_what_and_where_the_script_would(
+    accumulated: int, save: Save, expected: str | None, accelerate: Any, tmp_path: Path
+) -> None:
+    loop = Loop(accelerate, accumulated=accumulated, automatic=save is automatically)
+
+    def behind(step: int) -> None:
+        save(loop, tmp_path, step)
+        accelerate.ask(step == 8)
+
+    with pytest.raises(SystemExit) as left:
+        loop.train(20, behind)
+
+    assert left.value.code == (75 if expected else 1)
+    assert loop.steps == 8
+    if expected:
+        assert loop.accelerator.saves[-1] == expected
+
+
+def test_a_resumed_loop_of_accelerate_goes_on_counting_where_its_checkpoint_was(
+    accelerate: Any, tmp_path: Path
+) -> None:
+    loop = Loop(accelerate)
+    loop.accelerator.load_state(tmp_path / "step_100")
+
+    def behind(step: int) -> None:
+        if step == 3:
+            loop.accelerator.save_state(tmp_path / f"step_{100 + step}")
+        accelerate.ask(step == 5)
+
+    with pytest.raises(SystemExit):
+        loop.train(20, behind)
+
+    assert loop.accelerator.saves == ["step_103", "step_105"]
+
+
+def test_steps_of_several_optimizers_are_one_step_once_each_has_done_it(accelerate: Any, tmp_path: Path) -> None:
+    loop = Loop(accelerate)
+    loop.optimizers.append(type(loop.optimizers[0])())
+
+    def behind(step: int) -> None:
+        if step == 3:
+            loop.accelerator.save_state(tmp_path / f"step_{step}")
+        accelerate.ask(step == 5)
+
+    with pytest.raises(SystemExit):
+        loop.train(20, behind)
+
+    assert loop.accelerator.saves == ["step_3", "step_5"]
+
+
+def test_a_loop_of_accelerate_without_a_prepared_loader_is_left_alone(attachment: Attachment, accelerate: Any) -> None:
+    loop = Loop(accelerate)
+    for _ in range(100):
+        loop.accelerator.backward(0)
+        loop.optimizers[0].step()
+
+    assert not attachment.open

@@ -94,6 +94,8 @@ def _directory(framework: Framework, script: Script, wanted: str | None) -> tupl
     """Return where the checkpoints go, and what shows it: setting, command, script, or the framework's default."""
     if wanted is not None:
         return wanted, "--checkpoint-dir"
+    if (decided := framework.directory(script)) is not None:
+        return decided
     writes = framework.writes
     named = _named(writes)
     options = _directory_options(framework, script)

@@ -171,6 +171,13 @@ class Framework(Protocol):
         """
         return {}
 
+    def directory(self, script: Script) -> tuple[str | None, str] | None:  # noqa: ARG002
+        """Return where the checkpoints go and what shows it, where more decides that than `writes` says.
+
+        None: `writes` says it.  A directory of None: it is not known, and why.
+        """
+        return None
+
     def takes_resume(self, script: Script) -> bool:  # noqa: ARG002
         """Tell whether the framework's own parser reads the resume arguments of a script's command line."""
         return False

@@ -7,17 +7,14 @@ one without the library.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
-import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -30,6 +27,7 @@ from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.formats.messages import Committed, Finished, SaveFailed, SaveStarted, shorten
 from stepkeeper_trainer.integrations import hook
 from stepkeeper_trainer.integrations.joining import join
+from stepkeeper_trainer.integrations.leaving import at_exit, current, leave
 from stepkeeper_trainer.link import Link, Reporter
 from stepkeeper_trainer.log import say, warn
 
@@ -42,7 +40,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 EVALUATION_WITHIN_S = 30.0  # ranks between two batches of an evaluation wait no longer for each other
-LEAVE_WITHIN_S = 20.0  # from the end of the last save to the end of the process, whatever the script does
 PATH_CHARACTERS_MAX = 400
 
 
@@ -127,6 +124,28 @@ class Attachment:
         """Say between two batches of an evaluation that this rank is well; return whether to save and leave there."""
         return self._guarded(lambda: self._look(self._step, Call.EVALUATION), Asked.NOTHING)
 
+    def evaluates(self, save: Callable[[], None], *, alike: bool) -> None:
+        """Do all that is to be done between two batches of an evaluation: the state is that of the step before.
+
+        Args:
+            save: has the framework save, and calls `saved_to`.
+            alike: whether all ranks come here equally often; else a notice waits for the end of the evaluation.
+
+        Raises:
+            SystemExit: the ranks were asked to stop.
+        """
+        if not alike:
+            self.alive()
+        elif self.evaluated() is Asked.STOP:
+            if self.saved:
+                self.leave_if_asked(saved=True)
+            else:
+                save()
+
+    def unable_anywhere(self, why: str) -> str:
+        """Return why this rank cannot save, or that another one cannot; all ranks wait for each other here."""
+        return self._guarded(lambda: self._ask_all(why), "the attachment has withdrawn")
+
     def alive(self) -> None:
         """Say that this rank is well."""
         self._guarded(self._say_alive, None)
@@ -150,13 +169,18 @@ class Attachment:
         """Say that the framework begins a save of the step at hand, whoever wanted it."""
         self._guarded(self._say_saving, None)
 
-    def saved_to(self, directory: str, *, last: bool = False) -> None:
+    def saved_to(self, directory: str, *, step: int | None = None, last: bool = False) -> None:
         """Say that the framework has returned from its save on this rank; after its `last` step nobody leaves.
+
+        Args:
+            directory: of the checkpoint; or the file.
+            step: of the checkpoint, where the script saves before `step_done` is called for that step.
+            last: whether all steps are done: training comes to its end by itself.
 
         Raises:
             SystemExit: the ranks were asked to stop: this rank is to leave now.
         """
-        self._guarded(lambda: self._note_saved(directory), None)
+        self._guarded(lambda: self._note_saved(directory, self._step if step is None else step, last=last), None)
         if not last:
             self.leave_if_asked(saved=True)
 
@@ -249,6 +273,10 @@ class Attachment:
     def _wish(self, requests: Requests) -> Wish:
         return requests.wish(Wish())
 
+    def _ask_all(self, why: str) -> str:
+        (unable,) = self._agreement.settle(Call.SAVE, [bool(why)], within_s=EVALUATION_WITHIN_S)
+        return why or ("another rank cannot save" if unable else "")
+
     def _say_alive(self) -> None:
         assert self._reporter is not None, "an open attachment has joined"
         self._reporter.alive(self._step, 0, None)
@@ -257,30 +285,28 @@ class Attachment:
         self._begun_at = time.time()
         assert self._requests is not None, "an open attachment has joined"
         if self.rank == 0:
-            self._link.send(
-                SaveStarted(step=self._step, save_id=self._save_id, emergency=self._requests.stop_agreed), keep=True
-            )
+            save_id, emergency = self._save_id(self._step), self._requests.stop_agreed
+            self._link.send(SaveStarted(step=self._step, save_id=save_id, emergency=emergency), keep=True)
 
-    @property
-    def _save_id(self) -> str:
+    def _save_id(self, step: int) -> str:
         launch = self._environment.launch_name if self._environment is not None else ""
-        return f"{self.training.framework}-{launch}-{self._step}"
+        return f"{self.training.framework}-{launch}-{step}"
 
-    def _note_saved(self, directory: str) -> None:
+    def _note_saved(self, directory: str, step: int, *, last: bool) -> None:
         assert self._requests is not None, "an open attachment has joined"
-        self._saved_step = self._step
+        self._saved_step = step
         stopping = self._requests.stop_agreed
         bytes_written = settle_on_disk(Path(directory), sync=stopping and first_of_node()) if self.rank == 0 else 0
         if stopping and self.rank and first_of_node():
             settle_on_disk(Path(directory), sync=True)
         path = os.path.abspath(directory)
         self._to_confirm = Committed(
-            step=self._step,
-            save_id=self._save_id,
+            step=step,
+            save_id=self._save_id(step),
             directory=path if len(path.encode()) <= PATH_CHARACTERS_MAX else "",
             bytes=bytes_written,
             seconds=round(time.time() - self._begun_at, 3) if self._begun_at else 0.0,
-            emergency=stopping,
+            emergency=stopping and not last,  # a supervisor expects the ranks to leave right behind an emergency save
             framework=self.training.framework,
         )
 
@@ -292,7 +318,8 @@ class Attachment:
 
     def _say_failed(self, why: str, *, emergency: bool) -> None:
         if self.rank == 0:
-            failed = SaveFailed(step=self._step, save_id=self._save_id, error=shorten(why), emergency=emergency)
+            save_id = self._save_id(self._step)
+            failed = SaveFailed(step=self._step, save_id=save_id, error=shorten(why), emergency=emergency)
             self._link.send(failed, keep=True)
 
     def _conclude(self, *, saved: bool, why: str) -> int:
@@ -346,7 +373,7 @@ class Attachment:
         self._reporter.unable("the training has ended")
         self._close_group()
         if self.training.total_steps is None or step >= self.training.total_steps:
-            _at_exit.finished = functools.partial(self._say_finished, step)
+            at_exit.finished = functools.partial(self._say_finished, step)
 
     def _say_finished(self, step: int) -> None:
         """Say it without a record: the exit code is not known yet, and this word counts with 0 only."""
@@ -376,12 +403,12 @@ def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
     is the child of a rank, or where it failed: the log and the supervisor know why.
     """
     attachment = Attachment(Training(framework=framework, version=framework))
-    if _current.is_anothers(framework) or not hook.is_rank():
+    if current.is_anothers(framework) or not hook.is_rank():
         return attachment
     if owner.has_manager:
         warn("not_attached", framework=framework, why="the script's CheckpointManager saves on notice itself")
         return attachment
-    _current.take(attachment)
+    current.take(attachment)
     owner.withdraw = attachment.withdraw
     try:
         attachment.training = describe()
@@ -389,7 +416,7 @@ def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
         if attachment.training.unable:
             _refuse(attachment.training, attachment.training.unable)
         else:
-            attachment.join(_current.number)
+            attachment.join(current.number)
     except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on without us
         attachment.open = False
         _refuse(attachment.training, in_words(error))
@@ -409,10 +436,22 @@ def harmless(act: Callable[P, None]) -> Callable[P, None]:
         try:
             act(*arguments, **named)
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on without us
-            if _current.attachment is not None:
-                _current.attachment.withdraw(in_words(error))
+            if current.attachment is not None:
+                current.attachment.withdraw(in_words(error))
 
     return guarded
+
+
+def with_each(made_class: Any, add: Callable[[Any], None]) -> None:
+    """Add what is ours to each object that the script makes of a framework's class, once it is made."""
+    begin, add = made_class.__init__, harmless(add)
+
+    @functools.wraps(begin)
+    def begin_and_add(self: Any, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        add(self)
+
+    made_class.__init__ = begin_and_add
 
 
 def in_words(error: BaseException) -> str:
@@ -446,64 +485,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# --- the end of the process ----------------------------------------------------------------------------
-
-
-class _Current:
-    """The training of this process: the framework that is attached to first has it until it ends."""
-
-    def __init__(self) -> None:
-        self.number = 0  # of trainings so far
-        self.attachment: Attachment | None = None
-
-    def is_anothers(self, framework: str) -> bool:
-        """Tell whether the training of another framework is under way, which uses this one."""
-        current = self.attachment
-        return current is not None and not current.over and current.training.framework != framework
-
-    def take(self, attachment: Attachment) -> None:
-        """Begin with another training; one that never came to its end is left as it is."""
-        if self.attachment is not None:
-            self.attachment.open = False
-        self.number += 1
-        self.attachment = attachment
-        _at_exit.finished = None
-
-
-class _AtExit:
-    """What is said when the interpreter ends; registered before the script's own, so it is called after them."""
-
-    def __init__(self) -> None:
-        self.finished: Callable[[], None] | None = None  # training has come to its end by itself
-        self.code: int | None = None  # to leave with
-
-    def __call__(self) -> None:
-        if _current.attachment is None or not hook.is_rank():
-            return
-        failed = getattr(sys, "last_value", None) is not None  # an exception that nobody caught
-        if self.code is not None:
-            ending.leave(self.code)
-        with suppress(Exception):
-            if self.finished is not None and not failed and _current.attachment.rank == 0:
-                self.finished()
-            _current.attachment.ends_now(failed=failed)
-
-
-def leave(code: int) -> NoReturn:
-    """End the script as if it had called `sys.exit`, and the process even where the script goes on.
-
-    Raises:
-        SystemExit: so that the script's own `finally` and exit handlers run.
-    """
-    _at_exit.code = code
-    timer = threading.Timer(LEAVE_WITHIN_S, ending.leave, (code,))
-    timer.daemon = True
-    timer.start()
-    raise SystemExit(code)
-
-
-_current = _Current()
-_at_exit = _AtExit()
-atexit.register(_at_exit)

@@ -106,7 +106,7 @@ def _saved(engine: Any, save_dir: Any, tag: Any = None, client_state: Any = None
         return
     _remember(engine, known, save_dir, tag, client_state)
     step = known.saved_step = engine.global_steps
-    known.attachment.saved_to(f"{save_dir}/{tag if tag is not None else f'global_step{step}'}")
+    known.attachment.saved_to(f"{save_dir}/{tag if tag is not None else f'global_step{step}'}", step=step)
 
 
 @harmless

@@ -39,6 +39,7 @@ _HUGGINGFACE = Target("huggingface", ("transformers",), (4, 46), (6,))
 _LIGHTNING = Target("lightning", ("lightning", "pytorch-lightning"), (2, 2), (3,))
 _DEEPSPEED = Target("deepspeed", ("deepspeed",), (0, 15), (0, 20))
 _TORCHTITAN = Target("torchtitan", ("torchtitan",), (0, 3), (0, 4))
+_ACCELERATE = Target("accelerate", ("accelerate",), (1,), (2,))
 
 MODULES = {
     "transformers.trainer": _HUGGINGFACE,
@@ -46,6 +47,8 @@ MODULES = {
     "pytorch_lightning.trainer.trainer": _LIGHTNING,
     "deepspeed.runtime.engine": _DEEPSPEED,
     "torchtitan.components.checkpoint": _TORCHTITAN,
+    "torchtitan.components.validate": _TORCHTITAN,
+    "accelerate.accelerator": _ACCELERATE,
 }
 """By the module whose import is waited for."""
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import TrainerCallback
 
-from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless
+from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, with_each
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -59,18 +58,15 @@ class StepkeeperCallback(TrainerCallback):
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """In an evaluation the state is that of the step before: save it, and leave."""
-        trainer = self._trainer
-        if trainer is None or not self._training or _is_last(state):
-            self._attachment.alive()
-            return
-        if self._attachment.evaluated() is not Asked.STOP:
-            return
-        if self._attachment.saved:
-            self._attachment.leave_if_asked(saved=True)
-            return
-        self._attachment.saving()
-        trainer._save_checkpoint(trainer.model_wrapped, None)  # noqa: SLF001  # as its own loop does
-        trainer.callback_handler.on_save(args, state, control)  # which ends in ours
+        trainer: Any = self._trainer
+
+        def save() -> None:
+            self._attachment.saving()
+            trainer._save_checkpoint(trainer.model_wrapped, None)  # noqa: SLF001  # as its own loop does
+            trainer.callback_handler.on_save(args, state, control)  # which ends in ours
+
+        in_training = trainer is not None and self._training
+        self._attachment.evaluates(save, alike=in_training and not _is_last(state))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer has saved on this rank; where the ranks were asked to stop, they leave."""
@@ -94,18 +90,9 @@ def _is_last(state: Any) -> bool:
 
 def install(module: ModuleType) -> None:
     """Give each Trainer that a script makes our callback."""
-    trainer_class = module.Trainer
-    begin = trainer_class.__init__
-
-    @functools.wraps(begin)
-    def begin_with_callback(self: Any, *arguments: Any, **named: Any) -> None:
-        begin(self, *arguments, **named)
-        _add(self)
-
-    trainer_class.__init__ = begin_with_callback
+    with_each(module.Trainer, _add)
 
 
-@harmless
 def _add(trainer: Any) -> None:
     handler = trainer.callback_handler
     if not any(isinstance(each, StepkeeperCallback) for each in handler.callbacks):

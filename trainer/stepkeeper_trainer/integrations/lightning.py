@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless
+from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, with_each
 
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch import __version__ as lightning_version
@@ -57,15 +56,8 @@ class StepkeeperCallback(Callback):
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """In a validation the state is that of the step before: save it, and leave."""
         unknown = float("inf") in trainer.num_val_batches  # the ranks may have different numbers of batches
-        if unknown or self._is_last(trainer):
-            self._attachment.alive()
-            return
-        if self._attachment.evaluated() is not Asked.STOP:
-            return
-        if self._attachment.saved:
-            self._attachment.leave_if_asked(saved=True)
-        else:
-            self._save(trainer)
+        alike = not (unknown or self._is_last(trainer))
+        self._attachment.evaluates(lambda: self._save(trainer), alike=alike)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Training has come to its end."""
@@ -93,18 +85,9 @@ def directory(trainer: Any) -> str:
 
 def install(module: ModuleType) -> None:
     """Give each Trainer that a script makes our callback."""
-    trainer_class = module.Trainer
-    begin = trainer_class.__init__
-
-    @functools.wraps(begin)
-    def begin_with_callback(self: Any, *arguments: Any, **named: Any) -> None:
-        begin(self, *arguments, **named)
-        _add(self)
-
-    trainer_class.__init__ = begin_with_callback
+    with_each(module.Trainer, _add)
 
 
-@harmless
 def _add(trainer: Any) -> None:
     """Add it behind the script's own callbacks, and before those that save."""
     if any(isinstance(each, StepkeeperCallback) for each in trainer.callbacks):

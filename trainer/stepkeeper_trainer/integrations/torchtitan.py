@@ -18,8 +18,26 @@ _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
 
 
 def install(module: ModuleType) -> None:
-    """Look at what is asked for where the loop may save."""
-    manager_class = module.CheckpointManager
+    """Look at what is asked for where the loop may save, and hear the batches of a validation."""
+    if hasattr(module, "CheckpointManager"):
+        _follow_saves(module.CheckpointManager)
+    else:
+        _hear_validation(module.Validator)
+
+
+def _hear_validation(validator_class: Any) -> None:
+    prepare = validator_class.post_dataloading_process
+
+    @functools.wraps(prepare)
+    def prepare_and_tell(self: Any, *arguments: Any, **named: Any) -> Any:
+        for attachment in list(_attachments.values()):
+            attachment.alive()
+        return prepare(self, *arguments, **named)
+
+    validator_class.post_dataloading_process = prepare_and_tell
+
+
+def _follow_saves(manager_class: Any) -> None:
     save, should_save = manager_class.save, manager_class._should_save  # noqa: SLF001  # its own rule: there is no other door
 
     @functools.wraps(save)

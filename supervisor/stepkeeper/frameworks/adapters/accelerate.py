@@ -28,7 +28,7 @@ class Accelerate(Framework):
     rule = "weights, `optimizer.bin` (or `optimizer_0/`), and `random_states_R.pkl` of each rank, without a gap"
     imports = ("accelerate",)
     commands = ()  # `accelerate launch` starts any script
-    save_door = SaveDoor(Door.CALL, "the script calls `accelerator.save_state()`: nothing outside of it can")
+    save_door = SaveDoor(Door.CALL, "`accelerator.save_state` on all ranks, in the script; `--attach` repeats its call")
 
     resume_option = "--resume_from_checkpoint"
     finds = re.compile(r"\d")  # of all names, the one with the highest number

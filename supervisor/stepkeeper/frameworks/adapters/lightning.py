@@ -10,7 +10,7 @@ from pathlib import Path
 from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.adapters import deepspeed
 from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, Writes
-from stepkeeper.frameworks.script import Script
+from stepkeeper.frameworks.script import Script, last_name
 from stepkeeper.frameworks.tree import Tree
 
 _SUFFIX = ".ckpt"
@@ -42,6 +42,23 @@ class Lightning(Framework):
     resume_option = "--ckpt_path"
     resume_keyword = "ckpt_path"
     finds = re.compile(r"ckpt_")  # `hpc_ckpt_N.ckpt`
+
+    def directory(self, script: Script) -> tuple[str | None, str] | None:
+        """Look at the Trainer's logger: without a `dirpath`, its directory comes before `default_root_dir`."""
+        if script.given("dirpath", ("ModelCheckpoint",)):
+            return None
+        rooted = bool(script.given("default_root_dir")) or script.has_option(self.writes.options)
+        loggers, saves = (_of_trainer(script, name) for name in ("logger", "enable_checkpointing"))
+        if loggers - {"None", "True", "False"} or len(loggers) > 1:
+            return None, f"the logger decides where the Trainer of {script.name} saves: name it with --checkpoint-dir"
+        if rooted:
+            return None
+        if saves - {"None", "True"}:
+            return (
+                None,
+                f"the Trainer of {script.name} saves nothing by itself, or not always: name it with --checkpoint-dir",
+            )
+        return ("checkpoints", "logger=False without default_root_dir") if loggers == {"False"} else None
 
     def takes_resume(self, script: Script) -> bool:
         """Look for LightningCLI and its subcommand."""
@@ -104,6 +121,21 @@ class Lightning(Framework):
         """Name the file: "last" goes by the time of change."""
         path = os.path.abspath(step.path)
         return Resume(("--ckpt_path", path), "trainer.fit(..., ckpt_path=PATH); LightningCLI: `fit --ckpt_path PATH`")
+
+
+def _of_trainer(script: Script, name: str) -> set[str]:
+    """Return what Trainers are given by a keyword: constants as they are written, `...` for anything else."""
+    found: set[str] = set()
+    for node in script.nodes:
+        if isinstance(node, ast.Call) and last_name(node.func) == "Trainer":
+            given = [each.value for each in node.keywords if each.arg in (name, None)]  # None: `**settings`
+            found |= {str(each.value) if isinstance(each, ast.Constant) else "..." for each in given}
+    option = f"--trainer.{name}"
+    if said := script.option((option,)):
+        found.add({"false": "False", "true": "True", "null": "None"}.get(said[0].lower(), "..."))
+    elif any(word.startswith(option) for word in script.words):
+        found.add("...")
+    return found
 
 
 def _number(name: str) -> int | None:

@@ -324,7 +324,7 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
 
 
 def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> Decision:
-    if not state.launch.library_seen and event.code == 0 and event.target is None:
+    if not state.launch.library_seen and event.code == 0 and event.target is None and not event.unproven:
         why: Why = (because.CommandEnded(),)
         plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
         if state.identity.wrapped:
@@ -344,6 +344,8 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
         how = (because.RanksLeftAlone(),)
     elif event.target is not None:
         how = (because.EndedBeforeTarget(step=event.step, target=event.target),)
+    elif event.unproven:
+        how = (because.EndUnproven(),)
     elif event.code == 0:
         how = (because.RanksEndedSilently(),)
     elif state.identity.wrapped and not state.launch.all_tasks_started and not state.launch.library_seen:

@@ -131,6 +131,7 @@ class LaunchEnded(OfLaunch, frozen=True, kw_only=True, tag="launch_ended"):
     error: str = ""
     step: int | None = None  # of that checkpoint
     target: int | None = None  # the step at which training ends, where 0 before it is no end
+    unproven: bool = False  # 0 alone is no end here, and neither the last step nor a checkpoint is known
 
 
 class LaunchRefused(OfLaunch, frozen=True, kw_only=True, tag="launch_refused"):

@@ -51,6 +51,7 @@ MEANINGS = {
     "framework_cannot_resume": "nothing shows how the script could be told where to resume from",
     "framework_checkpoints_not_read": "the framework's checkpoints could not be read or verified, and why",
     "framework_directory_unknown": "where the framework's checkpoints are is not known: set `--checkpoint-dir`",
+    "framework_world_changed": "the checkpoint was saved by another number of ranks than the launch has, and needs that",
     "framework_recognized": "the framework of the script, where its checkpoints are, and what shows both",
     "fewer_cpus_than_ranks": "the job has fewer CPUs than ranks on a node",
     "submission_not_recorded": "how the job was submitted is not kept: `stepkeeper resume` has to ask Slurm",

@@ -49,6 +49,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     listing = below.add_parser("ls", help="list the step directories, newest first", allow_abbrev=False)
     listing.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
+    listing.add_argument(
+        "-v", "--verbose", action="store_true", help="also say which numbers of ranks can resume from each"
+    )
     listing.set_defaults(execute=list_steps)
     verify = below.add_parser(
         "verify", help="compare every byte of a step directory with its manifest", allow_abbrev=False

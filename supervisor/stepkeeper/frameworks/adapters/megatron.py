@@ -18,6 +18,7 @@ from stepkeeper.frameworks.framework import (
     Resume,
     SaveDoor,
     Step,
+    WorldChange,
     Writes,
     name_matches,
     named,
@@ -70,6 +71,7 @@ class Megatron(Framework):
         contents = Contents(Tree(step.path), step.number, world_size)
         legacy = sorted(name for name in contents.tree.directories if _LEGACY.fullmatch(name))
         if legacy:
+            contents.world_change = WorldChange.NO  # of model parallel ranks; for others nobody has tried it
             add_legacy(contents, legacy)
         else:
             add_torch_dist(contents)

@@ -7,7 +7,17 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, by_content, last_number
+from stepkeeper.frameworks.framework import (
+    Contents,
+    Door,
+    Framework,
+    Resume,
+    SaveDoor,
+    Step,
+    WorldChange,
+    by_content,
+    last_number,
+)
 from stepkeeper.frameworks.tree import Tree
 
 _ITEM = re.compile(r"(.+)_(\d{1,6})\.(?:pt|safetensors)")
@@ -24,6 +34,7 @@ class TorchCheckpointing(Framework):
     imports = ("torch_checkpointing",)
     commands = ()
     save_door = SaveDoor(Door.CALL, "the script calls `manager.save`")
+    world_change = WorldChange.NO  # each rank reads its own file
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return the directories that hold files of items."""

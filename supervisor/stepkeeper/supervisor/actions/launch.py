@@ -72,6 +72,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Whether each task starts ranks itself: one torchrun a node, ours or in CMD."""
         return self.torchrun or self.starts_ranks or cmd.kind(self.command) is cmd.Kind.LAUNCHER
 
+    def ranks(self, nodes: Sequence[str]) -> int | None:
+        """Return the ranks of a launch on so many nodes; None where CMD itself chooses their number."""
+        chosen_by_us = self.wrapped and (self.torchrun or not self.launcher)
+        return len(nodes) * self.geometry.tasks_per_node if chosen_by_us else None
+
     def tasks(self, nodes: Sequence[str]) -> int:
         """Return the tasks of a training step on so many nodes: one a rank, or one launcher a node."""
         return len(nodes) * (1 if self.launcher else self.geometry.tasks_per_node)
@@ -308,6 +313,7 @@ class Launch:
                 error=error if code else "",
                 step=end.step,
                 target=end.target,
+                unproven=end.unproven,
             )
         )
         with contextlib.suppress(OSError):  # housekeeping: the next launch tries again

@@ -37,8 +37,8 @@ from stepkeeper.core.state import (
 def places(state: State) -> tuple[str, ...]:
     """Return the nodes of the next launch, in the allocation's order; none where too few are left.
 
-    Nodes of the launch before come first, spares fill up.  Where the checkpoint can be resumed by as many ranks as saved
-    it alone, a launch has as many nodes as the one before.
+    Nodes of the launch before come first, spares fill up.  Where no other number of ranks than that of the save can
+    resume from the checkpoint, a launch has as many nodes as the one before.
     """
     wanted = state.nodes.wanted
     if state.resume.same_world and state.launch.nodes:

@@ -33,6 +33,7 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     option: str = ""  # in place of the framework's own, where the script calls it otherwise
     resume: str = ""  # what shows how it is told to resume; where nothing does, what to do
     save: str = ""  # how the framework can be asked for a save
+    notice_options: tuple[str, ...] = ()  # by which it saves on a signal by itself
     target: int | None = None  # the step at which training ends, as the command says
     ends_at_target: bool = False  # exit code 0 before that step is no end of the training
     world_change: WorldChange = WorldChange.YES  # which numbers of ranks can resume from its usual checkpoints
@@ -69,7 +70,7 @@ def follow(
         OSError: the directory of the setting cannot be listed.
     """
     found = named
-    if found is None and OURS in script.modules and _INTEGRATIONS not in script.modules:
+    if found is None and uses_ours(script):
         return None
     found = found or recognise.of_script(script, dict(frameworks))
     if found is None and directory is not None and (working / directory).is_dir():
@@ -94,12 +95,18 @@ def follow(
         option=option,
         resume=resume,
         save=framework.save_door.how,
+        notice_options=framework.notice_options,
         target=int(target[0]) if target is not None and target[0].isdecimal() else None,
         ends_at_target=framework.ends_at_target,
         world_change=framework.world_change,
         converted=_asks_for_converted(framework, script),
         converted_option=converted_option,
     )
+
+
+def uses_ours(script: Script) -> bool:
+    """Tell whether a script saves by our own library."""
+    return OURS in script.modules and _INTEGRATIONS not in script.modules
 
 
 def _asks_for_converted(framework: Framework, script: Script) -> bool:

@@ -145,6 +145,7 @@ class Framework(Protocol):
     target_options: tuple[str, ...] = ()  # that say at which step training ends, where only its last step is an end
     ends_at_target: bool = False  # exit code 0 before the target step is no end of the training
     world_change: WorldChange = WorldChange.YES  # of its usual checkpoints
+    notice_options: tuple[str, ...] = ()  # by which it saves on a signal by itself
     converted_words: tuple[str, ...] = ()  # by which a script asks for converted checkpoints
     converted_option: str = ""  # the same of a command line, without a value
     finds: re.Pattern[str] | None = None  # what its own resume searches names for, where a part of a name is enough

@@ -123,7 +123,9 @@ class Script:
             match node:
                 case ast.Assign(targets=targets, value=value):
                     pass
-                case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
+                case (
+                    ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value)
+                ):
                     targets = [target]
                 case ast.AugAssign(target=target, op=operator, value=right):
                     targets, value = [target], ast.BinOp(target, operator, right)

@@ -51,6 +51,7 @@ class Megatron(Framework):
 
     writes = Writes(("--save",))
     target_options = ("--train-iters",)
+    notice_options = ("--exit-signal-handler",)
     ends_at_target = True  # it saves there; a malformed tracker ends it with 0, too
 
     def takes_resume(self, script: Script) -> bool:

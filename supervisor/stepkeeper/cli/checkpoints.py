@@ -12,7 +12,14 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.cli import checkpoints_foreign, checkpoints_repair, checkpoints_tiers, checkpoints_upkeep, printing
+from stepkeeper.cli import (
+    checkpoints_export,
+    checkpoints_foreign,
+    checkpoints_repair,
+    checkpoints_tiers,
+    checkpoints_upkeep,
+    printing,
+)
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import history, reading
@@ -87,7 +94,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         checkpoints_foreign.add(command)
         command.add_argument("--json", action="store_true", help="one JSON document")
     _add_keeping(below)
-    checkpoints_upkeep.add_export(below)
+    checkpoints_export.add(below)
     checkpoints_tiers.add(below)
 
 

@@ -42,6 +42,7 @@ from stepkeeper_trainer.formats.stored import PlainBytes, StepBytes, StoredError
 from stepkeeper_trainer.store.llama_names import Names, NamesError, halves
 
 PREFIX = "model."
+MODELS = ("model", "state_dict", "module")  # of FSDP scripts and Accelerate, Lightning, DDP
 # what stands beside a model whose names have no prefix
 TRAINING = frozenset(
     ("optimizer", "optim", "state", "param_groups", "lr_scheduler", "scheduler", "dataloader", "train_state", "rng")
@@ -174,7 +175,9 @@ def _named(name: str, entry: TensorEntry, dtype: str, names: Names | None) -> li
         raise ExportError(str(error)) from error
     rows = names.rows_of(becomes) if becomes is not None else 0
     if rows and (len(entry.size) != 2 or entry.size[0] % rows):  # noqa: PLR2004 - rows and columns
-        raise ExportError(f"{name}: of shape {list(entry.size)}, which heads of {rows} rows do not fill: name --head-dim")
+        raise ExportError(
+            f"{name}: of shape {list(entry.size)}, which heads of {rows} rows do not fill: name --head-dim"
+        )
     return [Item(becomes, entry, dtype, rows)] if becomes is not None else []
 
 
@@ -208,6 +211,20 @@ def _plain_contents(directory: Path) -> Contents:
         if size > METADATA_BYTES_MAX:
             raise StoredError(f"{directory / METADATA_NAME}: {size} bytes is more than it can have")
         return parse_guarded(source.read(METADATA_NAME, 0, size))
+
+
+def usual_prefix(directory: Path) -> str:
+    """Return what the names of a model begin with in a DCP directory of another program; empty: nothing.
+
+    Raises:
+        DamagedStepError: it is torn or damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        firsts = {_first(name) for name in _plain_contents(directory).tensors}
+    except (MetadataError, StoredError) as error:
+        raise DamagedStepError(str(error)) from error
+    return next((f"{name}." for name in MODELS if name in firsts and firsts <= {name, *TRAINING}), "")
 
 
 def _sizes(directory: Path) -> dict[str, int]:

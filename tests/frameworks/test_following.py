@@ -232,6 +232,15 @@ def test_a_script_that_loads_universal_checkpoints_is_found(
     assert found.resume == ""
 
 
+def test_the_bar_of_a_trainer_is_known_by_its_last_step(tmp_path: Path) -> None:
+    found = seen(tmp_path, PARSED, "python train.py --output_dir o --max_steps 300")
+    assert found is not None
+    assert r"/300 \[" in found.step_line
+    found = seen(tmp_path, PARSED, "python train.py --output_dir o")
+    assert found is not None
+    assert found.step_line == ""
+
+
 def test_the_setting_names_the_directory_and_what_is_in_it_shows_the_framework(tmp_path: Path) -> None:
     (tmp_path / "mine" / "checkpoint-10").mkdir(parents=True)
 

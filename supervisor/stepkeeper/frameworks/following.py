@@ -36,6 +36,7 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     notice_options: tuple[str, ...] = ()  # by which it saves on a signal by itself
     target: int | None = None  # the step at which training ends, as the command says
     ends_at_target: bool = False  # exit code 0 before that step is no end of the training
+    step_line: str = ""  # expression of a line that the script prints of a step, which is group 1
     world_change: WorldChange = WorldChange.YES  # which numbers of ranks can resume from its usual checkpoints
     converted: bool = False  # the script loads checkpoints that were made of others (Universal Checkpoint)
     converted_option: str = ""  # by which it does so
@@ -98,10 +99,20 @@ def follow(
         notice_options=framework.notice_options,
         target=int(target[0]) if target is not None and target[0].isdecimal() else None,
         ends_at_target=framework.ends_at_target,
+        step_line=_step_line(framework, script),
         world_change=framework.world_change,
         converted=_asks_for_converted(framework, script),
         converted_option=converted_option,
     )
+
+
+def _step_line(framework: Framework, script: Script) -> str:
+    """Return the expression of a line of a step, with the last step in it where that needs it."""
+    if "{total}" not in framework.step_line:
+        return framework.step_line
+    said = script.option(framework.total_options)
+    known = said is not None and said[0].isascii() and said[0].isdecimal()
+    return framework.step_line.replace("{total}", said[0]) if said is not None and known else ""
 
 
 def uses_ours(script: Script) -> bool:

@@ -145,6 +145,8 @@ class Framework(Protocol):
     target_options: tuple[str, ...] = ()  # that say at which step training ends, where only its last step is an end
     ends_at_target: bool = False  # exit code 0 before the target step is no end of the training
     world_change: WorldChange = WorldChange.YES  # of its usual checkpoints
+    step_line: str = ""  # expression of a line that it prints of a step, which is group 1; `{total}`: the last step
+    total_options: tuple[str, ...] = ()  # that say the last step, for `step_line` alone
     notice_options: tuple[str, ...] = ()  # by which it saves on a signal by itself
     converted_words: tuple[str, ...] = ()  # by which a script asks for converted checkpoints
     converted_option: str = ""  # the same of a command line, without a value

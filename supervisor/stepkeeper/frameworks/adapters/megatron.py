@@ -45,6 +45,7 @@ class Megatron(Framework):
     )
     imports = ("megatron.core", "megatron.training", "megatron")
     commands = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py")
+    step_line = r"iteration\s+(\d+)/\s*\d+ \|"
     save_door = SaveDoor(
         Door.SIGNAL, "`--exit-signal-handler`: SIGTERM saves and exits, also `--exit-duration-in-mins`"
     )

@@ -36,6 +36,7 @@ class Torchtitan(Framework):
     rule = "`.metadata`, every piece of every tensor in its file; resumable: it holds optimizer and `train_state`"
     imports = ("torchtitan",)
     commands = ("torchtitan.train", "torchtitan")
+    step_line = r"step:\s{1,8}(\d+)\s+(?:\x1b\[\d+m)*loss:"
     save_door = SaveDoor(Door.CALL, "`checkpointer.save(step, last_step=...)` in its loop: no door from outside")
 
     writes = Writes(("--dump_folder", "--job.dump_folder"), ("dump_folder",), default="outputs")

@@ -25,7 +25,7 @@ from stepkeeper.slurm import cmd
 from stepkeeper.slurm import launch as lines
 from stepkeeper.slurm import launch as slurm_launch
 from stepkeeper.slurm.launch import scrub_geometry
-from stepkeeper.supervisor.actions import rank_files
+from stepkeeper.supervisor.actions import log_progress, rank_files
 from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper_trainer.formats import records
@@ -249,6 +249,12 @@ class Launch:
         self._foreign = foreign
         self._first_death: tuple[int | None, int | None] | None = None  # exit code and signal
         inbox.run(Part.LAUNCH, lambda: self._run(dict(environment)), name=f"launch-{meeting.launch}")
+        following = job.following
+        if following is not None and following.step_line and job.wrapped:
+            prints = log_progress.Prints([self._logs / f"{node}.log" for node in meeting.nodes], following.step_line)
+            inbox.run(
+                Part.LOG_PROGRESS, lambda: log_progress.follow(prints, meeting.launch, inbox=inbox, ended=self._ended)
+            )
 
     def note_death(self, code: int | None, number: int | None) -> None:
         """Remember how the first rank failed: by itself, or by a signal from outside."""

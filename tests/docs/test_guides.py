@@ -12,6 +12,7 @@ import pytest
 
 from stepkeeper.cli import main
 from tests.doctor.test_storage import scontrol
+from tests.frameworks import layouts
 
 GUIDES = Path(__file__).parents[2] / "docs/guides"
 TRAINER = "from transformers import HfArgumentParser, Trainer, TrainingArguments\n"
@@ -19,12 +20,21 @@ SCRIPTS = {
     "huggingface": f"{TRAINER}[a] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
     "Trainer(args=a).train(resume_from_checkpoint=a.resume_from_checkpoint)\n",
     "lightning": "import lightning\np.add_argument('--ckpt_path')\n"
-    "t.fit(m, ckpt_path=args.ckpt_path or None)\nModelCheckpoint(dirpath='outputs')\n",
+    "t.fit(m, ckpt_path=args.ckpt_path)\nModelCheckpoint(dirpath='outputs')\n",
     "accelerate": "import accelerate\np.add_argument('--output_dir')\np.add_argument('--resume_from_checkpoint')\n",
     "deepspeed": "import os\nimport deepspeed\npath = os.environ.get('STEPKEEPER_RESUME_FROM')\n",
     "megatron": "",
     "torchtitan": "",
-    "dcp": "import torch.distributed.checkpoint as dcp\np.add_argument('--resume', nargs='?')\n",
+    "dcp": "import os\nimport torch.distributed.checkpoint as dcp\npath = os.environ.get('STEPKEEPER_RESUME_FROM')\n",
+}
+ARGUMENTS = {
+    "huggingface": "--resume_from_checkpoint {path}",
+    "lightning": "--ckpt_path {path}",
+    "accelerate": "--resume_from_checkpoint {path}",
+    "deepspeed": "",
+    "megatron": "--load {directory} --ckpt-step 200 --exit-on-missing-checkpoint",
+    "torchtitan": "--checkpoint.load_step=200",
+    "dcp": "",
 }
 SUBJECTS = ("framework", "save on notice", "resume argument", "ranks of a resume")
 
@@ -57,6 +67,13 @@ def test_the_line_of_a_guide_is_recognised_and_the_doctor_says_what_the_guide_sa
     plan = json.loads(capsys.readouterr().out)
     assert f"checkpoints in {Path.cwd()}/outputs" in plan["framework"], plan
     assert plan["doubts"] == []
+    assert (plan["resume_from"], plan["training"][-len(command) :]) == (None, command)
+    path = layouts.LAYOUTS["deepspeed-3" if name == "deepspeed" else name].build(Path("outputs").absolute(), 200)
+    assert main.main(["run", "--dry-run", "--json", *options, "--", *command]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    appended = ARGUMENTS[name].format(path=path, directory=path.parent).split()
+    assert plan["resume_from"] == str(path)
+    assert plan["training"][-len(command) - len(appended) :] == [*command, *appended]
     for option in ("attach", "checkpoint-dir"):
         if f"--{option}" in options:
             variable = f"STEPKEEPER_{option.upper().replace('-', '_')}"

@@ -81,6 +81,13 @@ def test_zero_needs_as_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert (level, "as many ranks as saved it" in words, "Universal" in remedy) == ("note", True, True)
 
 
+def test_a_place_for_the_argument_is_none_where_the_framework_has_no_argument(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    level, _, remedy = said(capsys, "import deepspeed\n", "deepspeed train.py {resume}")[RESUME]
+    assert (level, "no resume argument" in remedy) == ("warning", True)
+
+
 def test_our_own_library_needs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     found = said(capsys, "from stepkeeper_trainer import CheckpointManager\n", "python train.py")
     assert {name: level for name, (level, _, _) in found.items()} == {FRAMEWORK: "ok"}

@@ -81,7 +81,7 @@ def _notice(found: Following, command: Sequence[str], attach: str) -> Finding:
 
 def _resume(found: Following, command: Sequence[str], *, setting: bool | None) -> Finding:
     subject, means = "resume argument", "the newest verified checkpoint is passed to the script at each launch"
-    if cmd.has_place(command):
+    if found.has_arguments and cmd.has_place(command):
         place = "where {resume} stands"
     elif setting or (setting is None and found.appended and found.resume):
         place = f"at the end of the command ({found.resume or '--resume-argument'})"
@@ -93,7 +93,9 @@ def _resume(found: Following, command: Sequence[str], *, setting: bool | None) -
             subject=subject,
             found="nothing shows that the script takes one",
             means="STEPKEEPER_RESUME_FROM names the newest verified checkpoint, and the script does not read it",
-            remedy="write {resume} where it goes, set --resume-argument, or have the script read that variable",
+            remedy="write {resume} where it goes, set --resume-argument, or have the script read that variable"
+            if found.has_arguments
+            else "have the script read that variable: this framework has no resume argument",
         )
     return Finding(level=Level.OK, subject=subject, found=place, means=means)
 

@@ -29,6 +29,7 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path | None  # of the checkpoints; None: it is not known
     where: str  # what shows the directory, or what would
     patterns: Patterns | None = None  # of `generic`
+    has_arguments: bool = True  # there are resume arguments, which `{resume}` in CMD stands for
     appended: bool = False  # the script takes the resume arguments at the end of its command line
     option: str = ""  # in place of the framework's own, where the script calls it otherwise
     resume: str = ""  # what shows how it is told to resume; where nothing does, what to do
@@ -92,6 +93,7 @@ def follow(
         directory=None if place is None else working / place,
         where=where,
         patterns=patterns if framework.name == "generic" else None,
+        has_arguments=framework.has_resume_arguments or bool(converted_option),
         appended=appended or bool(converted_option),
         option=option,
         resume=resume,

@@ -141,6 +141,7 @@ class Framework(Protocol):
     save_door: SaveDoor
     writes: Writes = OWN_WRITES
     resume_option: str = ""  # the first of `resume`'s arguments, where a script may have another name for it
+    has_resume_arguments: bool = True  # false: `resume` names none, whatever the script
     resume_keyword: str = ""  # by which a script passes it on
     target_options: tuple[str, ...] = ()  # that say at which step training ends, where only its last step is an end
     ends_at_target: bool = False  # exit code 0 before the target step is no end of the training

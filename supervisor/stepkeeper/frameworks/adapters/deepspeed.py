@@ -57,6 +57,7 @@ class DeepSpeed(Framework):
     imports = ("deepspeed",)
     commands = ("deepspeed",)
     step_line = r"\bstep=(\d+), skipped="
+    has_resume_arguments = False
     save_door = SaveDoor(Door.CALL, "`engine.save_checkpoint` on all ranks, in the script")
     world_change = WorldChange.NO  # ZeRO refuses another data parallel size
     converted_words = ("load_universal", "universal_checkpoint", "universal-checkpoint")

@@ -33,6 +33,7 @@ class TorchCheckpointing(Framework):
     rule = "the final name (not `tmp_...`), and the file of each item of each rank, without a gap"
     imports = ("torch_checkpointing",)
     commands = ()
+    has_resume_arguments = False
     save_door = SaveDoor(Door.CALL, "the script calls `manager.save`")
     world_change = WorldChange.NO  # each rank reads its own file
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stepkeeper.core import events as on
 from stepkeeper.supervisor.sources.process import Inbox
+from stepkeeper_trainer.formats.plain import open_descriptor
 
 LOOK_EVERY_S = 5.0
 BYTES_MAX = 1024 * 1024  # of a file at one look; what is older of it tells no more than what is newer
@@ -52,7 +53,7 @@ class Prints:
 
 def _new(path: Path, at: int) -> tuple[bytes, int]:
     """Return what a file has more than so many bytes, the newest of it where that is much; and its size."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    descriptor = open_descriptor(path, within=path.parent)
     try:
         size = os.fstat(descriptor).st_size
         begin = max(at, size - BYTES_MAX)

@@ -209,6 +209,26 @@ def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path, to: str, capsys: 
     assert {"home", "step-5"} >= set(os.listdir(tmp_path))
 
 
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.usefixtures("other_process")
+def test_a_value_that_would_run_a_program_is_not_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    executed = tmp_path / "executed"
+    source = written(tmp_path / "step-5", {"model": llama("meta"), "x": Evil(executed)})
+    executed.unlink(missing_ok=True)
+
+    assert command(source, tmp_path / "all.pt", "--to", "torch") == ExitCode.NOT_VERIFIED
+
+    assert "nothing was executed" in capsys.readouterr().err
+    assert not executed.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
